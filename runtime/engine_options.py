@@ -278,9 +278,21 @@ def cache_types_of(
         raise HotsplitError(
             "positions=capped asked for, which does not work with a plan; leave one of the two out"
         )
+    if selection is not None:
+        _check_windows(model, selection)
     if selection is not None and selection.is_capped:
         _check_capped(model, types, selection)
     return types
+
+
+def _check_windows(model: ModelFile, selection: KeySelection) -> None:
+    windows = [w for layer in model.spec.layers if (w := layer.attention.window) is not None]
+    if windows:
+        raise HotsplitError(
+            f"{model.path}: --kv-offload {selection} asked for, but {len(windows)} of"
+            f" {model.spec.num_layers} layers have windows of at most {max(windows)} tokens; leave"
+            " --kv-offload out"
+        )
 
 
 def _other_offload(asked: KeySelection | None, planned: KeySelection | None) -> str:
@@ -296,9 +308,15 @@ def _other_offload(asked: KeySelection | None, planned: KeySelection | None) -> 
 
 
 def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) -> None:
-    if model.spec.rotary is None:
+    if model.spec.has_positions:
         raise HotsplitError(
             "positions=capped asked for, but this model has learned positions; leave it out"
+        )
+    rotaries = {layer.attention.rotary for layer in model.spec.layers}
+    if len(rotaries) > 1 or None in rotaries:
+        raise HotsplitError(
+            "positions=capped asked for, but the layers of this model do not all have the same rotary"
+            " embedding; leave it out"
         )
     if types.key.is_rotated:
         raise HotsplitError(

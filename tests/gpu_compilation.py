@@ -114,7 +114,10 @@ def launch_the_rest() -> None:
             )
             scratch = torch.empty(attend_scratch(len(cache), heads, HEAD_WIDTH))
             out = torch.empty(heads, HEAD_WIDTH)
-            kernels.attend(qkv, cache, cache, position, heads, scratch, out)
+            for window in (None, 512):
+                kernels.attend(
+                    qkv, cache, cache, position, heads, scratch, out, scale=0.1, window=window
+                )
     slots, row_bytes = triton_slot_kernels(), 2 * WIDTH
     staging = torch.empty(8 * row_bytes, dtype=torch.uint8)
     slots.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)

@@ -26,6 +26,7 @@ from hotsplit.model.spec import (
     Attention,
     Block,
     ModelSpec,
+    Neurons,
     PredictorKind,
     Rotary,
 )
@@ -112,6 +113,34 @@ def changed(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
 
     layers = [replace(x, blocks=tuple(map(block_of, x.blocks))) for x in spec.layers]
     return spec.with_layers(layers)
+
+
+def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
+    """A Llama whose layers differ, in turn, in the window, the rotary embedding, the scale of scores,
+    the numbers and widths of heads, the neurons and the activation."""
+    rotaries = (
+        Rotary(theta=10000.0, pairing="adjacent"),
+        Rotary(theta=500.0, pairing="halves", scaling=RopeScaling(kind="linear", factor=2.0)),
+        None,
+    )
+    heads: tuple[dict[str, int], ...] = (
+        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
+        {"num_heads": 3, "num_kv_heads": 1, "head_dim": 32},
+        {"num_heads": 2, "num_kv_heads": 2, "head_dim": 32},
+        {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16},
+    )
+    layers = []
+    for index, layer in enumerate(family_spec("llama", sizes).layers):
+        attention = replace(
+            layer.attention, **heads[index % 4], rotary=rotaries[index % 3],
+            window=(window, None, 2 * window)[index % 3], scale=(None, 0.35, 0.2)[index % 3],
+        )  # fmt: skip
+        number = sizes.num_neurons - 32 * (index % 2)
+        activation: Activation = ("relu", "silu", "gelu_tanh")[index % 3]
+        neurons = replace(layer.neurons, number=number, activation=activation)
+        own = {Attention: attention, Neurons: neurons}
+        layers.append(replace(layer, blocks=tuple(own.get(type(b), b) for b in layer.blocks)))
+    return family_spec("llama", sizes).with_layers(layers)
 
 
 def make_model(

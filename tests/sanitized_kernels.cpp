@@ -131,7 +131,7 @@ HsMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
 }
 
 HsNorm norm(int64_t n, bool is_layer_norm) {
-    return {floats(n, 1.0f), is_layer_norm ? floats(n) : nullptr};
+    return {floats(n, 1.0f), is_layer_norm ? floats(n) : nullptr, 1e-5f, 0};
 }
 
 uint32_t* words(int64_t count) { return reinterpret_cast<uint32_t*>(bytes(count * 4)); }
@@ -264,7 +264,7 @@ bool refuses_operations(const HsStep& step) {
 bool pages(HsStep step, HsLayer layer, const float* want) {
     constexpr int64_t LENGTH = 32;
     const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
-    const int64_t size = 3 * N * LENGTH * step.num_kv_heads * step.head_width * 2;
+    const int64_t size = 3 * N * LENGTH * layer.num_kv_heads * layer.head_width * 2;
     layer.key = bytes(size), layer.value = bytes(size);
     step.layer = &layer;
     std::vector<int32_t> block(3 * N);
@@ -319,14 +319,17 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     HsStep step = {};
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
     step.output_norm = norm(D, false);
-    step.layer = &layer, step.num_layers = 1, step.frequency = frequency;
-    step.width = D, step.num_neurons = F, step.num_heads = H, step.num_kv_heads = K;
-    step.head_width = W, step.context_length = C, step.max_rows = R;
+    const HsRotary rotary = {frequency, 1.0, W, 0, 0};
+    layer.num_heads = H, layer.num_kv_heads = K, layer.head_width = W, layer.num_neurons = F;
+    layer.scale = 1.0f / std::sqrt(static_cast<float>(W));
+    layer.window = mode == MODE_EXACT ? 7 : 0;
+    layer.activation = !is_gated ? ACTIVATION_RELU : rank == 32 ? ACTIVATION_GELU_TANH : ACTIVATION_SILU;
+    step.layer = &layer, step.num_layers = 1, step.rotary = &rotary, step.num_rotaries = 1;
+    step.width = D, step.num_neurons = F, step.context_length = C, step.max_rows = R;
     const int32_t one_block[] = {0};
     step.table = {one_block, 1, 1, C, 1};
-    step.epsilon = 1e-5f, step.mode = mode, step.embedding_scale = 3.0f;
+    step.mode = mode, step.embedding_scale = 3.0f;
     step.key_kind = step.value_kind = KIND_F16;
-    step.activation = !is_gated ? ACTIVATION_RELU : rank == 32 ? ACTIVATION_GELU_TANH : ACTIVATION_SILU;
     const std::vector<HsOp> ops = operations(step);
     step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     const int64_t size = hs_step_bytes(&step);
@@ -354,8 +357,8 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     if (std::memcmp(together + (R - 1) * V, logits, V * sizeof(float))) return false;
     if (std::memcmp(fired_together + (R - 1) * num_words, fired, num_words * 4)) return false;
     if (mode == MODE_DENSE && !are_all(fired, F)) return false;
-    if (mode == MODE_EXACT && !neurons(block, step.activation, D, F)) return false;
-    if (mode == MODE_EXACT && !neurons(interleaved(block), step.activation, D, F)) return false;
+    if (mode == MODE_EXACT && !neurons(block, layer.activation, D, F)) return false;
+    if (mode == MODE_EXACT && !neurons(interleaved(block), layer.activation, D, F)) return false;
     const HsRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
     rows[1].position += 1;
     return hs_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
@@ -373,6 +376,7 @@ struct Selecting {
     HsBlock block = {};
     HsStep step = {};
     double frequency[64];
+    HsRotary rotary = {};
     std::vector<int32_t> table;
     std::vector<HsOp> ops;
 
@@ -385,11 +389,12 @@ struct Selecting {
         block.num_neurons = F, layer.block = &block, layer.num_blocks = 1;
         for (int64_t i = 0; i < W / 2; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
         step.embedding = step.head = matrix(KIND_F32, V, D, false);
-        step.output_norm = norm(D, false), step.frequency = frequency;
+        rotary = {frequency, 1.0, W, 0, 0};
+        step.output_norm = norm(D, false), step.rotary = &rotary, step.num_rotaries = 1;
         step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = F;
-        step.num_heads = H, step.num_kv_heads = K, step.head_width = W;
-        step.context_length = C, step.max_rows = ROWS, step.epsilon = 1e-5f;
-        step.activation = ACTIVATION_RELU, step.embedding_scale = 1.0f;
+        layer.num_heads = H, layer.num_kv_heads = K, layer.head_width = W, layer.num_neurons = F;
+        layer.scale = 1.0f / std::sqrt(static_cast<float>(W)), layer.activation = ACTIVATION_RELU;
+        step.context_length = C, step.max_rows = ROWS, step.embedding_scale = 1.0f;
         step.key_kind = step.value_kind = cache_kind;
         ops = operations(step), step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     }
@@ -397,7 +402,7 @@ struct Selecting {
     // Allocates rotations for every capped position, and none beyond.
     void cap() {
         const HsSelect& rule = step.select;
-        const int64_t count = (rule.sinks + rule.top + rule.window + rule.block) * step.head_width / 2;
+        const int64_t count = (rule.sinks + rule.top + rule.window + rule.block) * layer.head_width / 2;
         step.select.cos = floats(count, 0.9f), step.select.sin = floats(count, 0.1f);
     }
 
@@ -405,7 +410,7 @@ struct Selecting {
     // tables are filled with the byte `fill`; 255 makes unwritten keys, values, units and factors
     // NaN. False if hs_step_bytes() refuses the step.
     bool keep(int64_t length, int fill) {
-        const int64_t W = step.head_width, N = (step.context_length + length - 1) / length;
+        const int64_t W = layer.head_width, N = (step.context_length + length - 1) / length;
         const HsSelect& rule = step.select;
         const int64_t heads = 2 * N * K;
         const int64_t tables = rule.block ? heads * ((length + rule.block - 1) / rule.block) : 0;

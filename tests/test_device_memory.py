@@ -586,7 +586,7 @@ def attentions(heads, kv_heads):
 def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_bytes):
     monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
     for query, key, value, want in attentions(heads, kv_heads):
-        assert rel_error(attention.attend_by_heads(query, key, value), want) < 1e-6
+        assert rel_error(attention.attend_by_heads(query, key, value, scale=0.25), want) < 1e-6
 
 
 def flash_on_the_cpu(query, key, value):
@@ -606,12 +606,12 @@ def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
     )
     monkeypatch.setattr(attention, "flash_attention", flash_on_the_cpu)
     for query, key, value, want in attentions(heads, kv_heads):
-        got = attention.attend_on_gpu(query, key, value)
+        got = attention.attend_on_gpu(query, key, value, scale=0.25)
         assert got.dtype == (torch.float32 if len(query) == 1 else torch.float16)
         assert rel_error(got, want) < 2 * torch.finfo(torch.float16).eps
     # torch refuses a causal mask for other keys than the queries' own, but not the lower right one.
     assert seen == [True, False, True, False]
-    assert attention._attend_with_flash(query, key.float(), value.float()) is None
+    assert attention._attend_with_flash(query, key.float(), value.float(), 0.25) is None
 
 
 @pytest.mark.parametrize("is_adjacent", [True, False])

@@ -150,19 +150,26 @@ def test_no_rotation(kernels):
 # ---- attention -----------------------------------------------------------------------------
 
 
-def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=torch.float16, by=1.0):
-    """The output of `attend`, f32 [H, W]. Scratch and the cache after `position` hold NaN."""
+def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=torch.float16, by=1.0,
+              window=None, scale=None):  # fmt: skip
+    """The output of `attend`, f32 [H, W]. Scratch, the cache after `position` and tiles wholly before
+    the window hold NaN."""
     num_heads, num_kv = heads
     qkv = by * vector((num_heads + 2 * num_kv) * width)
     cache = vector(context * 2 * num_kv * width, 2).view(context, 2, num_kv, width).to(dtype)
     cache[position + 1 :] = NAN
+    if window is not None and position >= window:
+        cache[: (position + 1 - window) // 64 * 64] = NAN
     if width == 32:  # head-major in memory, as in the runtime
         cache = cache.transpose(0, 2).contiguous().transpose(0, 2)
     size = ranges.attend_scratch(context, num_heads, width)
     scratch = torch.full((size,), NAN, device=device())
     out = torch.full((num_heads, width), NAN, device=device())
     at = torch.tensor([position], device=device())
-    which.attend(qkv, cache[:, 0], cache[:, 1], at, num_heads, scratch, out)
+    which.attend(
+        qkv, cache[:, 0], cache[:, 1], at, num_heads, scratch, out,
+        scale=width**-0.5 if scale is None else scale, window=window,
+    )  # fmt: skip
     return out
 
 
@@ -181,6 +188,38 @@ def assert_attention(kernels, position, **options):
 @pytest.mark.parametrize("position", [0, 1, 62, 63, 64, 65, 127, 128, 199])
 def test_attend_at_every_edge(kernels, position):
     assert_attention(kernels, position)
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 127, 128, 129, 199, 200, 1000])
+@pytest.mark.parametrize("position", [0, 1, 63, 64, 128, 199])
+def test_attend_within_a_window(kernels, position, window):
+    assert_attention(kernels, position, window=window)
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (6, 2)])
+def test_attend_of_grouped_heads_within_a_window(kernels, heads):
+    assert_attention(kernels, 150, heads=heads, window=70)
+
+
+def test_windows_in_parts_of_several_tiles(kernels, monkeypatch):
+    monkeypatch.setattr(ranges, "_LEAST_SPLIT", 256)
+    for position in (255, 256, 400):
+        for window in (1, 64, 100, 145, 300):
+            assert_attention(kernels, position, context=600, window=window)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+@pytest.mark.parametrize("window", [2, 65, 128])
+def test_the_bound_rejects_another_window(window, wrong):
+    want = attention(REFERENCE, 199, window=window)
+    with pytest.raises(AssertionError):
+        assert_close(attention(REFERENCE, 199, window=window + wrong), want, 1e-3)
+
+
+def test_scores_are_scaled(kernels):
+    assert_attention(kernels, 70, scale=0.5)
+    with pytest.raises(AssertionError):
+        assert_close(attention(REFERENCE, 70, scale=0.5), attention(REFERENCE, 70), 1e-3)
 
 
 @pytest.mark.parametrize("width", [32, 64, 80, 128])

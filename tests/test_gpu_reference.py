@@ -163,8 +163,8 @@ def test_down_and_add_norm(skips_zeros):
 
 @pytest.mark.parametrize(("is_adjacent", "magnitude"), [(False, 1.0), (True, 1.0), (True, 1.25)])
 def test_attention(is_adjacent, magnitude):
-    """One token is computed with norms of the heads, the next without; 4 query heads share 2
-    key-value heads."""
+    """One token is computed with norms of the heads, the next without but with a window; 4 query
+    heads share 2 key-value heads."""
     width, num_heads, num_kv = 32, 4, 2
     frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude)
@@ -182,14 +182,17 @@ def test_attention(is_adjacent, magnitude):
             query, key = norms[0].apply(query), norms[1].apply(key)
         turn = rotary.turn(start, 1)
         keys, values = want_cache.append(0, start, turn.apply(key), value)
-        want = attention.attend(turn.apply(query), keys, values)[0]
+        scale, window = (0.2, None) if has_norms else (width**-0.5, 3)
+        want = attention.attend(turn.apply(query), keys, values, scale=scale, window=window)[0]
         weights = [norm.weight_D if has_norms else None for norm in norms]
         position, got = torch.tensor([start]), torch.empty(num_heads, width)
         reference.rotate_append(
             qkv, frequency, is_adjacent, *weights, 1e-5, position, *got_cache, num_heads,
             magnitude=magnitude,
         )  # fmt: skip
-        reference.attend(qkv, *got_cache, position, num_heads, torch.empty(0), got)
+        reference.attend(
+            qkv, *got_cache, position, num_heads, torch.empty(0), got, scale=scale, window=window
+        )
         assert rel_error(qkv[: num_heads * width], turn.apply(query).flatten()) < BOUND
         assert rel_error(got_cache[0], want_cache.key_CKW) < BOUND
         assert torch.equal(got_cache[1], want_cache.value_CKW)

@@ -224,6 +224,8 @@ def test_add_norm(kernels, has_bias, num_rows):
 
 POSITIONS = (5, 64, 63, 130, 0, 127, 128, 199)
 SEQUENCES = (0, 2, 1, 1, 3, 0, 2, 3)
+SCALE = 32**-0.5
+WINDOWS = (None, 1, 2, 64, 129)
 
 
 def paged(dtype, num_kv=2, width=32, seed=2):
@@ -260,32 +262,37 @@ def whole(given: dict, row: int) -> dict:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_attend_to_blocks(kernels, num_rows, dtype):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_attend_to_blocks(kernels, num_rows, dtype, window):
     """Each row's output equals the one for its sequence alone, in a contiguous cache."""
     given = attending(num_rows, dtype)
     size = ranges.attend_scratch(256, 4, 32)
     out = empty(num_rows, 4 * 32)
     shape = (num_rows, -1) if num_rows > 1 else (-1,)
     given["qkv"] = given["qkv"].view(shape)
-    kernels.attend(**given, scratch=empty(num_rows * size), out_HW=out.view(shape))
+    kernels.attend(
+        **given, scratch=empty(num_rows * size), out_HW=out.view(shape), scale=SCALE, window=window
+    )
     given["qkv"] = given["qkv"].view(num_rows, -1)
     for row in range(num_rows):
         own, want = whole(given, row), empty(4, 32)
-        kernels.attend(**own, scratch=empty(size), out_HW=want)
+        limits = {"scale": SCALE, "window": window}
+        kernels.attend(**own, **limits, scratch=empty(size), out_HW=want)
         assert torch.equal(out[row], want.flatten())
         right = empty(4, 32)
-        REFERENCE.attend(**own, scratch=empty(size), out_HW=right)
+        REFERENCE.attend(**own, **limits, scratch=empty(size), out_HW=right)
         assert_close(want, right, 1e-4)
 
 
-def test_attend_of_rows_of_one_sequence(kernels):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_attend_of_rows_of_one_sequence(kernels, window):
     """The rows are those of a draft to check: at consecutive positions, in a contiguous cache."""
     cache = vector(200 * 2 * 2 * 32, 2).view(200, 2, 2, 32).half()
     size = ranges.attend_scratch(200, 4, 32)
     assert_rows_as_alone(
         kernels, "attend", qkv=vectors(4, 8 * 32), key_CKW=cache[:, 0], value_CKW=cache[:, 1],
         position_1=torch.arange(62, 66, device=device()), num_heads=4, scratch=empty(4 * size),
-        out_HW=empty(4, 4 * 32),
+        out_HW=empty(4, 4 * 32), scale=SCALE, window=window,
     )  # fmt: skip
 
 
@@ -368,7 +375,7 @@ def test_the_torch_kernels_take_rows():
     given, size = attending(8), ranges.attend_scratch(256, 4, 32)
     outs = [empty(8, 4 * 32) for _ in range(2)]
     for which, out in zip((plain, REFERENCE), outs, strict=True):
-        which.attend(**given, scratch=empty(8 * size), out_HW=out)
+        which.attend(**given, scratch=empty(8 * size), out_HW=out, scale=SCALE, window=70)
     assert_close(*outs, 1e-6)
 
 

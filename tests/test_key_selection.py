@@ -235,7 +235,7 @@ def test_planted_keys_are_found(summary, width, block):
         block=block, sinks=64, window=128, top=64, candidates=4, summary=summary
     )  # fmt: skip
     tables, _, query_KGW = planted(rule, width, is_rotated=False)
-    chosen_KC = tables.choose(0, 1000, query_KGW)
+    chosen_KC = tables.choose(0, 1000, query_KGW, width**-0.5)
     for head, positions in enumerate(PLANTED):
         chosen = chosen_KC[head].tolist()
         assert chosen == sorted(set(chosen))
@@ -247,7 +247,8 @@ def test_planted_keys_are_found(summary, width, block):
 def test_the_measure_rejects_a_search_that_finds_nothing():
     rule = KeySelection(block=16, sinks=64, window=128, top=64)
     tables, _, query_KGW = planted(rule, 64, is_rotated=False)
-    chosen_KC = tables.choose(0, 1000, query_KGW.flip(0) * torch.tensor([1.0, -1.0]).repeat(32))
+    turned_KGW = query_KGW.flip(0) * torch.tensor([1.0, -1.0]).repeat(32)
+    chosen_KC = tables.choose(0, 1000, turned_KGW, 64**-0.5)
     assert not all(set(p) <= set(c.tolist()) for p, c in zip(PLANTED, chosen_KC, strict=True))
 
 
@@ -259,7 +260,7 @@ def test_the_choice_keeps_most_of_what_the_best_one_would():
         rule = KeySelection(block=16, sinks=64, window=128, top=64, candidates=candidates)
         tables, key_TKW, query_KGW = planted(rule, 64, is_rotated=False)
         share_KGC = (torch.einsum("kgw,tkw->kgt", query_KGW, key_TKW[:1001]) / 8).softmax(dim=-1)
-        chosen_KC = tables.choose(0, 1000, query_KGW)
+        chosen_KC = tables.choose(0, 1000, query_KGW, 64**-0.5)
         mass_KG = share_KGC.gather(2, chosen_KC[:, None].expand(-1, 3, -1)).sum(dim=2)
         best = share_KGC[..., 64:864].sum(dim=1).topk(64, dim=1).values.sum(dim=1) / 3
         always = share_KGC[..., :64].sum(dim=2) + share_KGC[..., 864:].sum(dim=2)

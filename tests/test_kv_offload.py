@@ -21,6 +21,7 @@ from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.attention import Turns
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.plain_backend import plain_backend
 
@@ -146,8 +147,7 @@ def test_heads_have_the_same_bits_however_many_rows_come(tmp_path, num_sequences
                 rows.append(host.attend(layer, piece, num_sequences - 1, start))
                 start += count
             found.append(torch.cat(rows))
-        turn = weights.rotary[torch.device("cpu")].turn(0, 100)
-        plain = attention._attend(qkv, num_sequences - 1, 0, turn)
+        plain = attention._attend(qkv, num_sequences - 1, 0, Turns(0, 100))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     differs = (found[0] - plain).abs().amax(dim=1) > 1e-4 * plain.abs().max()
     assert differs.float().mean() < 0.05

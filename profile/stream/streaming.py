@@ -29,7 +29,7 @@ from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.layer_trainer import Choices
 from hotsplit.profile.stream.states import FileStates, MemoryStates, States
-from hotsplit.runtime.model.attention import Norm
+from hotsplit.runtime.model.attention import Norm, Turns
 from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.loader import Builder
@@ -118,7 +118,6 @@ class LayerStream:
             mode,
             min(WINDOW, model.spec.context_length),
         )
-        self.rotary = self._builder.rotary(plan.device) if model.spec.rotary else None
 
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Does what Engine.observe does."""
@@ -310,7 +309,7 @@ class StreamedLayer:
 
     @torch.inference_mode()
     def _run(self, window: int) -> None:
-        rotary, waiting, observers = self.stream.rotary, self.waiting, self.stream.observers
+        waiting, observers = self.waiting, self.stream.observers
         length = len(waiting.windows[window])
         native = self._native_layer()
         for start in range(0, length, SHORT_CHUNK):
@@ -330,7 +329,7 @@ class StreamedLayer:
                     self.layer,
                     x_TD,
                     start=start,
-                    turn=rotary.turn(start, count) if rotary else None,
+                    turns=Turns(start, count),
                     predictor_input_TD=before_TD,
                     observers=observers,
                 )
@@ -350,7 +349,7 @@ class StreamedLayer:
             return None
         if self._native is None:
             layers = {self.index: self.layer}
-            self._native = NativeLayers.build(layers, stream.rotary)
+            self._native = NativeLayers.build(layers)
         return self._native
 
     def close(self) -> None:

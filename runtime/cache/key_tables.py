@@ -105,20 +105,22 @@ class KeyTables:
         rule = self.rule
         return position < rule.full or self.window_begin(position) <= rule.sinks + rule.top
 
-    def choose(self, sequence: int, position: int, query_KGW: Tensor) -> Tensor:
+    def choose(self, sequence: int, position: int, query_KGW: Tensor, score_scale: float) -> Tensor:
         """The positions that a token at `position` reads for these queries, int64 [K, positions],
-        ascending. Not for a token that reads all keys (`takes_all`). If stored keys are rotated,
+        ascending; scores are multiplied by `score_scale`. Not for a token that reads all keys (`takes_all`). If stored keys are rotated,
         queries must be too."""
         rule, window = self.rule, self.window_begin(position)
         always = [torch.arange(rule.sinks), torch.arange(window, position + 1)]
         found = []
         block_N, at_N = self.places(sequence, rule.sinks // rule.block, window // rule.block)
         for head, query_GW in enumerate(query_KGW):
-            won = self._search(head, block_N, at_N, query_GW)
+            won = self._search(head, block_N, at_N, query_GW, score_scale)
             found.append(torch.cat([always[0], won + rule.sinks, always[1]]))
         return torch.stack(found)
 
-    def _search(self, head: int, block_N: Tensor, at_N: Tensor, query_GW: Tensor) -> Tensor:
+    def _search(
+        self, head: int, block_N: Tensor, at_N: Tensor, query_GW: Tensor, score_scale: float
+    ) -> Tensor:
         """The `top` best positions, int64, relative to the end of the sinks."""
         rule, size = self.rule, self.rule.block
         summary_NS = self.summary_BKNS[block_N, head, at_N].int() - 64
@@ -126,7 +128,7 @@ class KeyTables:
         parts = 2 if rule.summary == "bounds" else 1
         whole_GW, unit_G1 = _query(query_GW, self.width)
         split_GS = torch.cat([whole_GW.clamp_min(0), whole_GW.clamp_max(0)], dim=1)
-        scale = unit_G1 * self.width**-0.5
+        scale = unit_G1 * score_scale
         asked_GS = split_GS if parts == 2 else whole_GW
         score_GN = _dots(asked_GS, summary_NS) * unit_N * scale
         wanted = rule.top * max(1, rule.candidates)
@@ -142,7 +144,7 @@ class KeyTables:
         factor_NP = self.factor_BKNP[block_N[best_M], head, at_N[best_M]]
         dot_GM = _dots(whole_GW, 2 * decode_keys(code_NPC.flatten(0, 1)) - 3) * factor_NP.flatten()
         score_GM = center_GM.repeat_interleave(size, dim=1)
-        score_GM = score_GM + dot_GM * (0.5 * unit_G1 * self.width**-0.5)
+        score_GM = score_GM + dot_GM * (0.5 * unit_G1 * score_scale)
         return position_M[_largest(_mass(score_GM), rule.top)]
 
 

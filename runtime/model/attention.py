@@ -122,34 +122,81 @@ class Turn:
         second.mul_(self.cos).add_(carried)
 
 
-def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
-    """Causal grouped-query attention of the last T of C positions: f32 [T, H * W]."""
-    num_tokens, num_cached = len(query_THW), len(key_CKW)
+class Turns:
+    """The rotations of positions start .. start + count - 1, made once for each rotary embedding."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self._start, self._count = start, count
+        self._made: dict[int, Turn] = {}  # by the id of the rotary embedding
+
+    def of(self, rotary: Rotary | None) -> Turn | None:
+        if rotary is None:
+            return None
+        if id(rotary) not in self._made:  # the turn keeps its rotary embedding, so ids stay unique
+            self._made[id(rotary)] = rotary.turn(self._start, self._count)
+        return self._made[id(rotary)]
+
+
+def in_window(rows: Tensor, num_tokens: int, window: int | None) -> Tensor:
+    """The keys or values [C, ...] without those before the windows of the last `num_tokens`
+    positions."""
+    return rows if window is None else rows[max(0, len(rows) - num_tokens + 1 - window) :]
+
+
+def attend(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal grouped-query attention of the last T of C positions: f32 [T, H * W]. Scores are
+    multiplied by `scale`; a token attends to the latest `window` positions."""
+    num_tokens = len(query_THW)
+    key_CKW, value_CKW = (in_window(rows, num_tokens, window) for rows in (key_CKW, value_CKW))
+    num_cached = len(key_CKW)
     if num_tokens == 1:
-        return _attend_one(query_THW[0], key_CKW, value_CKW)
-    mask = None
-    if num_tokens < num_cached:
+        return _attend_one(query_THW[0], key_CKW, value_CKW, scale)
+    mask, is_limited = None, window is not None and window < num_cached
+    if num_tokens < num_cached or is_limited:
         mask = torch.ones(num_tokens, num_cached, dtype=torch.bool, device=query_THW.device)
         mask = mask.tril(num_cached - num_tokens)
+    if mask is not None and window is not None and is_limited:
+        mask = mask.triu(num_cached - num_tokens + 1 - window)
     out_HTW = F.scaled_dot_product_attention(
         query_THW.transpose(0, 1)[None],
         key_CKW.transpose(0, 1)[None],
         value_CKW.transpose(0, 1)[None],
         attn_mask=mask,
         is_causal=mask is None,
+        scale=scale,
         enable_gqa=query_THW.shape[1] != key_CKW.shape[1],
     )[0]
     return out_HTW.transpose(0, 1).flatten(1)
 
 
-def attend_on_gpu(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+def attend_on_gpu(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     """Computes `attend` on a GPU: by torch's flash attention (Dao, arXiv 2307.08691) if it supports
-    the heads and the card, with queries rounded to the type of the keys; else by `attend_by_heads`.
+    the heads and the card and no window ends between the keys, with queries rounded to the type of
+    the keys; else by `attend_by_heads`.
 
     Flash attention stores no scores, and takes one launch instead of nine for each key-value head.
     Its result for several tokens has the type of the keys."""
-    found = _attend_with_flash(query_THW, key_CKW, value_CKW)
-    return attend_by_heads(query_THW, key_CKW, value_CKW) if found is None else found
+    num_tokens, found = len(query_THW), None
+    key_CKW, value_CKW = (in_window(rows, num_tokens, window) for rows in (key_CKW, value_CKW))
+    if window is None or window >= len(key_CKW):
+        window, found = None, _attend_with_flash(query_THW, key_CKW, value_CKW, scale)
+    if found is not None:
+        return found
+    return attend_by_heads(query_THW, key_CKW, value_CKW, scale=scale, window=window)
 
 
 def takes_flash(head_width: int) -> bool:
@@ -163,12 +210,14 @@ def has_flash(device: torch.device) -> bool:
     return is_built and torch.cuda.get_device_properties(device).major >= 8
 
 
-def _attend_with_flash(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor | None:
+def _attend_with_flash(
+    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, scale: float
+) -> Tensor | None:
     """None if torch has no such kernel."""
     if key_CKW.dtype != torch.float16 or not takes_flash(query_THW.shape[-1]):
         return None
     query = torch.empty_like(query_THW, dtype=key_CKW.dtype)
-    torch.mul(query_THW, 1 / math.sqrt(query_THW.shape[-1]), out=query)
+    torch.mul(query_THW, scale, out=query)
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key_CKW, value_CKW))
     is_grouped = query.shape[1] != key.shape[1]
     is_square = query.shape[2] == key.shape[2]
@@ -191,7 +240,14 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return found[0]
 
 
-def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+def attend_by_heads(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     """Computes `attend` on a GPU, one key-value head and SCORE_BYTES of scores at a time. Keys and
     values may be of any float type.
 
@@ -204,39 +260,47 @@ def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Te
     step = max(1, SCORE_BYTES // (4 * group * num_cached))
     for head in range(num_kv):
         own = slice(head * group, (head + 1) * group)
-        _attend_head(query_THW[:, own], key_CKW[:, head], value_CKW[:, head], out_THW[:, own], step)
+        _attend_head(
+            query_THW[:, own], key_CKW[:, head], value_CKW[:, head], out_THW[:, own], step,
+            scale=scale, window=window,
+        )  # fmt: skip
     return out_THW.flatten(1)
 
 
 def _attend_head(
-    query_TGW: Tensor, key_CW: Tensor, value_CW: Tensor, out_TGW: Tensor, step: int
-) -> None:
+    query_TGW: Tensor, key_CW: Tensor, value_CW: Tensor, out_TGW: Tensor, step: int, *,
+    scale: float, window: int | None,
+) -> None:  # fmt: skip
     """Causal attention of the heads that share a key head, `step` tokens at a time, into
     `out_TGW`."""
-    num_tokens, group, width = query_TGW.shape
+    num_tokens, group, _ = query_TGW.shape
     key_WC, value_CW = key_CW.float().T, value_CW.float()
     position_C = torch.arange(len(value_CW), device=query_TGW.device)
     for start in range(0, num_tokens, step):
-        query_SGW = query_TGW[start : start + step] / math.sqrt(width)
+        query_SGW = query_TGW[start : start + step] / (1 / scale)
         last_S = position_C[start - num_tokens :][: len(query_SGW)]
-        is_later_S1C = (position_C > last_S[:, None])[:, None]
+        is_out_SC = position_C > last_S[:, None]
+        if window is not None:
+            is_out_SC |= position_C <= last_S[:, None] - window
         share_SGC = (query_SGW.flatten(0, 1) @ key_WC).unflatten(0, (-1, group))
-        share_SGC = share_SGC.masked_fill_(is_later_S1C, -math.inf).softmax(dim=-1)
+        share_SGC = share_SGC.masked_fill_(is_out_SC[:, None], -math.inf).softmax(dim=-1)
         out_TGW[start : start + step] = (share_SGC.flatten(0, 1) @ value_CW).view_as(query_SGW)
         del share_SGC  # before the next one is allocated
 
 
-def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor, scale: float) -> Tensor:
     """Attention of the last position, f32 [1, H * W], by small products, which have less overhead
-    than torch's attention."""
+    than torch's attention. Dividing by the root of the head width, as here and in `_attend_head`,
+    rounds differently from multiplying by its inverse."""
     grouped_KGW = query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1])
-    scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / math.sqrt(query_HW.shape[-1])
+    scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / (1 / scale)
     return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)
 
 
 def attend_to_chosen(
-    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int
-) -> Tensor:
+    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int, *,
+    scale: float,
+) -> Tensor:  # fmt: skip
     """Computes `attend` with each token restricted to its chosen positions: f32 [T, H * W]."""
     num_kv, outs = key_CKW.shape[1], []
     for query_HW, position in zip(
@@ -246,17 +310,18 @@ def attend_to_chosen(
             until = slice(0, position + 1)
             keys, values = key_CKW[until].float(), value_CKW[until].float()
         else:
-            index_KC = tables.choose(sequence, position, query_HW.unflatten(0, (num_kv, -1)))
+            query_KGW = query_HW.unflatten(0, (num_kv, -1))
+            index_KC = tables.choose(sequence, position, query_KGW, scale)
             head_K1 = torch.arange(num_kv)[:, None]
             keys = key_CKW[index_KC, head_K1].transpose(0, 1).float()
             values = value_CKW[index_KC, head_K1].transpose(0, 1).float()
-        outs.append(_attend_one(query_HW, keys, values))
+        outs.append(_attend_one(query_HW, keys, values, scale))
     return torch.cat(outs)
 
 
 def attend_capped(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int,
-    rotary: Rotary,
+    rotary: Rotary, *, scale: float,
 ) -> Tensor:  # fmt: skip
     """Computes `attend_to_chosen` with capped positions (hotsplit.options.key_selection), from queries
     and keys before the rotary embedding."""
@@ -270,27 +335,29 @@ def attend_capped(
         near = rotary.turn(0, len(near_keys)).apply(near_keys)
         near_query = rotary.turn(position - base, 1).apply(query_HW[None])
         if not base:
-            outs.append(_attend_one(near_query[0], near, value_CKW[: position + 1].float()))
+            outs.append(_attend_one(near_query[0], near, value_CKW[: position + 1].float(), scale))
             continue
         far_query = rotary.turn(rule.window, 1).apply(query_HW[None])[0]
-        index_KC = tables.choose(sequence, position, far_query.unflatten(0, (num_kv, -1)))
+        query_KGW = far_query.unflatten(0, (num_kv, -1))
+        index_KC = tables.choose(sequence, position, query_KGW, scale)
         head_K1 = torch.arange(num_kv)[:, None]
         values = value_CKW[index_KC, head_K1].transpose(0, 1).float()
         far = key_CKW[index_KC[:, :num_far], head_K1].transpose(0, 1).float()
-        outs.append(_attend_two(far_query, far, near_query[0], near, values))
+        outs.append(_attend_two(far_query, far, near_query[0], near, values, scale))
     return torch.cat(outs)
 
 
 def _attend_two(
-    far_HW: Tensor, far_CKW: Tensor, near_HW: Tensor, near_CKW: Tensor, value_CKW: Tensor
-) -> Tensor:
+    far_HW: Tensor, far_CKW: Tensor, near_HW: Tensor, near_CKW: Tensor, value_CKW: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
     """Computes `_attend_one` over far and near keys together; the query is given twice, rotated for
     the far and for the near ones."""
     scores = [
         query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1]) @ key_CKW.permute(1, 2, 0)
         for query_HW, key_CKW in ((far_HW, far_CKW), (near_HW, near_CKW))
     ]
-    share_KGC = (torch.cat(scores, dim=-1) / math.sqrt(far_HW.shape[-1])).softmax(dim=-1)
+    share_KGC = (torch.cat(scores, dim=-1) / (1 / scale)).softmax(dim=-1)
     return (share_KGC @ value_CKW.transpose(0, 1)).reshape(1, -1)
 
 
@@ -304,6 +371,9 @@ class Attention:
     key_norm: Norm | None
     cache: LayerCache
     num_heads: int
+    rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
+    window: int | None
+    score_scale: float
     on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
     is_input_small: bool = False  # see gpu_products.Factor
 
@@ -319,7 +389,7 @@ class Attention:
         x_TD: Tensor,
         sequence: int,
         start: int,
-        turn: Turn | None,
+        turns: Turns,
         on_heads: Callable[[Tensor], None],
         attend: Attend | None = None,
     ) -> Tensor:
@@ -330,14 +400,14 @@ class Attention:
         joined_TQ = self._project(self.inputs, x_TD, is_small=self.is_input_small)
         joined_TQ = joined_TQ.to(self.cache.device)
         if attend is None:
-            heads_TH = self._attend(joined_TQ, sequence, start, turn)
+            heads_TH = self._attend(joined_TQ, sequence, start, turns)
         else:
             heads_TH = attend(joined_TQ)
         heads_TH = heads_TH.to(x_TD.device)
         on_heads(heads_TH)
         return self._project((self.output,), heads_TH)
 
-    def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
+    def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turns: Turns) -> Tensor:
         """The heads' output [T, H * W] for queries, keys and values [T, Q]; appends to the cache.
         On a GPU, the rotation overwrites queries and keys."""
         num_kv, width = self.cache.num_kv_heads, self.cache.head_width
@@ -348,6 +418,7 @@ class Attention:
             query, key = self.query_norm.apply(query), self.key_norm.apply(key)
         types, tables = self.cache.types, self.cache.tables
         is_capped = tables is not None and tables.rule.is_capped
+        scale, window, turn = self.score_scale, self.window, turns.of(self.rotary)
         if turn and not is_capped:
             if not gpu_products.is_gpu(joined_TQ.device):
                 query, key = turn.apply(query), turn.apply(key)
@@ -360,14 +431,17 @@ class Attention:
             query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)
         if gpu_products.is_gpu(keys.device):
-            heads_TH = attend_on_gpu(query, keys, values)
+            heads_TH = attend_on_gpu(query, keys, values, scale=scale, window=window)
         elif tables is not None and is_capped:
-            assert turn is not None
-            heads_TH = attend_capped(query, keys, values, tables, sequence, turn.rotary)
+            assert self.rotary is not None
+            heads_TH = attend_capped(
+                query, keys, values, tables, sequence, self.rotary, scale=scale
+            )
         elif tables is not None and not tables.takes_all(start + len(query) - 1):
-            heads_TH = attend_to_chosen(query, keys, values, tables, sequence)
+            heads_TH = attend_to_chosen(query, keys, values, tables, sequence, scale=scale)
         else:
-            heads_TH = attend(query, keys.float(), values.float())
+            keys, values = (in_window(rows, len(query), window).float() for rows in (keys, values))
+            heads_TH = attend(query, keys, values, scale=scale, window=window)
         if types.value.is_rotated:
             heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
         return heads_TH

@@ -8,7 +8,7 @@ import torch
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
-from hotsplit.runtime.model.attention import Attention, Norm, Rotary
+from hotsplit.runtime.model.attention import Attention, Norm
 from hotsplit.runtime.model.feed_forward import FeedForward
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
@@ -40,7 +40,17 @@ class Weights:
     output_norm: Norm | None
     head: Linear
     head_device: torch.device
-    rotary: dict[torch.device, Rotary]
+
+    @cached_property
+    def most_neurons(self) -> int:
+        """F of the widest layer."""
+        return max(layer.ffn.num_neurons for layer in self.layers)
+
+    @property
+    def most_widths(self) -> tuple[int, int]:
+        """The largest of each of Attention.widths."""
+        qkv, heads = zip(*(layer.attention.widths for layer in self.layers), strict=True)
+        return max(qkv), max(heads)
 
     @property
     def embedding_scale(self) -> float:

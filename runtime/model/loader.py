@@ -14,7 +14,9 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import ModelSpec
+from hotsplit.model.spec import Rotary as RotarySpec
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -119,7 +121,6 @@ class Builder:
         else:
             embedding, layers = matrix_of(entry, CPU), self.layers()
             head = self.matrix(model.tensors["output.weight"], head_device, "head")
-        devices = {layer.attention.cache.device for layer in layers}
         return Weights(
             spec=self.spec,
             embedding=embedding,
@@ -128,7 +129,6 @@ class Builder:
             output_norm=self.norm("output_norm", head_device, "head"),
             head=Linear(weight=head),
             head_device=head_device,
-            rotary={d: self.rotary(d) for d in devices} if model.spec.rotary else {},
         )
 
     def positions(self) -> Matrix | None:
@@ -164,7 +164,8 @@ class Builder:
         return limited(layer, self.model.limits.layers[index])
 
     def gate(self, index: int) -> Gate:
-        return Gate(activation=self.model.activation, threshold=self.model.threshold_L[index])
+        activation = self.model.spec.layers[index].neurons.activation
+        return Gate(activation=activation, threshold=self.model.threshold_L[index])
 
     def vector(self, name: str, device: torch.device, item: str = "attention") -> Tensor | None:
         entry = self.model.tensors.get(name)
@@ -196,15 +197,25 @@ class Builder:
             bias_N=self.vector(f"blk.{index}.{name}.bias", device, item),
         )
 
-    def rotary(self, device: torch.device) -> Rotary:
-        entry = self.model.tensors.get("rope_freqs.weight")
-        factors = None if entry is None else vector_of(entry, device)
-        rotary, attention = self.model.spec.rotary, self.model.spec.layers[-1].attention
-        assert rotary is not None
-        return Rotary.of(rotary, attention.head_dim, factors, device)
+    @cached_property
+    def rotaries(self) -> dict[tuple[RotarySpec, int, torch.device], Rotary]:
+        """The rotary embeddings made so far."""
+        return {}
+
+    def rotary(self, block: AttentionSpec, device: torch.device) -> Rotary | None:
+        """The rotary embedding of a layer, on this device; equal ones are one object."""
+        if block.rotary is None:
+            return None
+        key = block.rotary, block.head_dim, device
+        if key not in self.rotaries:
+            factors = None
+            if block.rotary.has_factors:
+                factors = vector_of(self.model.tensors["rope_freqs.weight"], device)
+            self.rotaries[key] = Rotary.of(block.rotary, block.head_dim, factors, device)
+        return self.rotaries[key]
 
     def attention(self, index: int, device: torch.device) -> Attention:
-        spec, attends_on = (
+        block, attends_on = (
             self.model.spec.layers[index].attention,
             self.placement.cache_device(index),
         )
@@ -215,12 +226,15 @@ class Builder:
             key_norm=self.norm(f"blk.{index}.attn_k_norm", attends_on),
             cache=LayerCache.of(
                 self.table,
-                spec.num_kv_heads,
-                spec.head_dim,
+                block.num_kv_heads,
+                block.head_dim,
                 self.cache_types or CacheTypes.of(kv_kind(self.model)),
                 self.stores.on(attends_on).cache,
             ),
-            num_heads=spec.num_heads,
+            num_heads=block.num_heads,
+            rotary=self.rotary(block, attends_on),
+            window=block.window,
+            score_scale=block.score_scale,
             on_bytes=self.count_attention,
         )
 

@@ -3,7 +3,7 @@ and builds them from parts of a model.
 
 They point at the tensors of the model, which `Structs.kept` keeps alive."""
 
-from ctypes import Structure, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class MatrixStruct(Structure):
 
 
 class NormStruct(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float),
+                ("unused", c_int32)]  # fmt: skip
 
 
 class BlockStruct(Structure):
@@ -85,7 +86,8 @@ class Structs:
     def norm(self, norm: Norm | None) -> NormStruct:
         if norm is None:
             return NormStruct()
-        return NormStruct(weight=self.vector(norm.weight_D), bias=self.vector(norm.bias_D))
+        weight, bias = self.vector(norm.weight_D), self.vector(norm.bias_D)
+        return NormStruct(weight=weight, bias=bias, epsilon=norm.epsilon)
 
     def indices(self, index_N: Tensor) -> int:
         return self.pointer(index_N.to(torch.int32), torch.int32)

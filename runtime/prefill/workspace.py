@@ -119,7 +119,6 @@ def _two_layers(
         output_norm=builder.norm("output_norm", cpu),
         head=Linear(weight=matrix_of(model.tensors[model.head_name], cpu)),
         head_device=cpu,
-        rotary={cpu: builder.rotary(cpu)} if model.spec.rotary else {},
     )
     native = "only whole passes are measured"
     return Decoder(weights=weights, observers=observers, native=native)

@@ -13,7 +13,7 @@ from hotsplit.costs.budget import LOGITS_CHUNK, SHORT_CHUNK
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
-from hotsplit.runtime.model.attention import Attend, Turn
+from hotsplit.runtime.model.attention import Attend, Turns
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.observers import Observers
 from hotsplit.runtime.step.batch import Row, runs_of
@@ -142,7 +142,7 @@ class Decoder:
             weights.embedding, weights.positions, ids_T, start, scale=weights.embedding_scale
         )
         self.observers.show("embedding", None, x_TD)
-        turns = {d: r.turn(start, len(ids_T)) for d, r in weights.rotary.items()}
+        turns = Turns(start, len(ids_T))
         host = self.host_attention
         is_native = len(ids_T) > 1 and self._is_seen_natively()
         native = self._native_layers if is_native else None
@@ -162,7 +162,7 @@ class Decoder:
                 x_TD.to(layer.device),
                 sequence=sequence,
                 start=start,
-                turn=turns.get(layer.attention.cache.device),
+                turns=turns,
                 predictor_input_TD=before_TD,
                 observers=self.observers,
                 attend=None
@@ -188,8 +188,7 @@ class Decoder:
         """Layers whose tensors observers see; None if the model does not support them."""
         if not isinstance(self.native, NativeStep):
             return None
-        rotary = self.weights.rotary.get(torch.device("cpu"))
-        return NativeLayers.build(dict(enumerate(self.weights.layers)), rotary)
+        return NativeLayers.build(dict(enumerate(self.weights.layers)))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits f32 [T, V] on the CPU."""
@@ -244,7 +243,7 @@ def run_layer(
     *,
     sequence: int = 0,
     start: int,
-    turn: Turn | None,
+    turns: Turns,
     predictor_input_TD: Tensor | None,
     observers: Observers,
     attend: Attend | None = None,
@@ -270,7 +269,7 @@ def run_layer(
         if op.kind == "attention":
             observers.show("attn_norm", index, read[0])
             on_heads = partial(observers.show, "attn_heads", index)
-            out_TD = layer.attention.forward(read[0], sequence, start, turn, on_heads, attend)
+            out_TD = layer.attention.forward(read[0], sequence, start, turns, on_heads, attend)
             observers.show("attn_out", index, out_TD)
             return out_TD
         if op.kind == "predict":

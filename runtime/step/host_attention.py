@@ -3,7 +3,8 @@ copied to the host, and the heads' outputs back.
 
 Each row is bit-identical to that of a native step's attention, for any number of rows.
 
-Letters: T tokens, Q values of all queries, keys and values, H values of all heads' outputs."""
+Letters: T tokens, Q values of all queries, keys and values, H values of all heads' outputs, N the
+most values of a layer's MAX_ROWS rows."""
 
 from ctypes import addressof, c_int64, pointer
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from hotsplit.runtime.step.native_step import RowStruct, StepBuilder
 class HostAttention:
     """Attention over a cache in main memory, up to MAX_ROWS rows at a time."""
 
-    qkv_TQ: Tensor
-    heads_TH: Tensor
+    qkv_N: Tensor
+    heads_N: Tensor
+    widths: tuple[tuple[int, int], ...]  # Q and H of each layer
     part: PartStruct
     rows: object  # an array of RowStruct, MAX_ROWS of them
     num_rows: c_int64
@@ -41,7 +43,8 @@ class HostAttention:
             step = builder.frame(weights, [builder.heads(layer) for layer in weights.layers])
             builder.ops(step, [attend_op(index) for index in range(len(weights.layers))])
             step.max_rows = MAX_ROWS
-            buffers = [torch.zeros(MAX_ROWS, size) for size in weights.layers[0].attention.widths]
+            widths = tuple(layer.attention.widths for layer in weights.layers)
+            buffers = [torch.zeros(MAX_ROWS * max(sizes)) for sizes in zip(*widths, strict=True)]
             for name, buffer in zip(("qkv", "heads"), buffers, strict=True):
                 step.vector[VALUES.index(name)] = buffer.data_ptr()
             step.workspace = builder.workspace(library.step_bytes(step))
@@ -50,8 +53,8 @@ class HostAttention:
         rows, num_rows = (RowStruct * MAX_ROWS)(), c_int64()
         part = PartStruct(step=pointer(step), row=addressof(rows), num_rows=addressof(num_rows))
         return cls(
-            qkv_TQ=buffers[0], heads_TH=buffers[1], part=part, rows=rows, num_rows=num_rows,
-            kept=(step, *builder.kept),
+            qkv_N=buffers[0], heads_N=buffers[1], widths=widths, part=part, rows=rows,
+            num_rows=num_rows, kept=(step, *builder.kept),
         )  # fmt: skip
 
     def attend(self, layer: int, qkv_TQ: Tensor, sequence: int, start: int) -> Tensor:
@@ -64,11 +67,12 @@ class HostAttention:
             for number in range(count):
                 row = self.rows[number]  # type: ignore[index]
                 row.position, row.sequence, row.source = start + number, sequence, -1
-            self.qkv_TQ[:count] = piece_TQ
+            _, heads_size = self.widths[layer]
+            self.qkv_N[: piece_TQ.numel()] = piece_TQ.flatten()
             self.part.begin, self.part.end = layer, layer + 1
             HostNode(
                 function=library.part_function(), argument=addressof(self.part), reads=(), writes=()
             ).run()
-            found.append(self.heads_TH[:count].clone())
+            found.append(self.heads_N[: count * heads_size].view(count, -1).clone())
             start += count
         return torch.cat(found)

@@ -287,7 +287,6 @@ class _Builder:
                 has_cache=not self.placement.is_cache_on_host,
                 max_rows=self.max_rows,
             ),  # fmt: skip
-            rotary=self.weights.rotary.get(device),
             slot_kernels=self.backend.slot_kernels,
         )
 

@@ -23,11 +23,11 @@ from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
-from hotsplit.runtime.model.attention import Norm, Rotary
+from hotsplit.runtime.model.attention import Norm
 from hotsplit.runtime.model.feed_forward import FeedForward, NeuronBlock
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.native_neurons import NativeNeurons
-from hotsplit.runtime.step.native_parts import first
+from hotsplit.runtime.step.native_parts import beginning, first
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -66,8 +66,7 @@ OUTPUTS = ("attn_out", "hot_out", "cold_out", "ffn_out", "bias")  # names in the
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
-    "head_in": "attn_input_D", "named": "named_W", "logits": "logits_V", "qkv": "qkv",
-    "heads": "heads_HW",
+    "head_in": "attn_input_D", "logits": "logits_V",
 }  # fmt: skip
 _REAL = torch.float32
 
@@ -86,8 +85,8 @@ class DeviceBuffers:
     x_D: Tensor  # the hidden state
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
-    qkv: Tensor  # [(H + 2 K) W]
-    heads_HW: Tensor
+    qkv: Tensor  # flat, room for [(H + 2 K) W] of the layer with most
+    heads: Tensor  # flat, room for [H W]
     scratch: Tensor  # of attention
     inner: Tensor  # of predictors, flat
     named_W: Tensor  # int32 [F / 32 rounded up]
@@ -138,8 +137,8 @@ class DeviceBuffers:
             x_D=take_rows(width),
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
-            qkv=take_rows(most_qkv),
-            heads_HW=take_rows(most_heads),
+            qkv=take((max_rows * most_qkv,), _REAL),
+            heads=take((max_rows * most_heads,), _REAL),
             scratch=take((max_rows * scratch,), _REAL),
             inner=take((max_rows * max(ranks, default=0),), _REAL),
             named_W=take_rows(-(-spec.most_neurons // 32), torch.int32),
@@ -162,13 +161,11 @@ class DeviceBuffers:
 
     def first(self, values: Tensor, size: int, *, num_rows: int | None = None) -> Tensor:
         """The beginning of a buffer's memory as [T, size], or [size] for one row."""
-        num_rows = self.num_rows if num_rows is None else num_rows
-        flat = values.flatten()[: num_rows * size]
-        return flat if num_rows == 1 else flat.view(num_rows, size)
+        return beginning(values, self.num_rows if num_rows is None else num_rows, size)
 
 
 _LISTS = ("token_T", "position_T", "sequence_T")
-_VECTORS = ("x_D", "attn_input_D", "qkv", "heads_HW", "named_W", "logits_V")
+_VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +177,6 @@ class DeviceKernels:
     main: Stream
     side: Stream
     buffers: DeviceBuffers
-    rotary: Rotary | None
     slot_kernels: SlotKernels | None = None
 
     def value(self, name: str, divided: DividedLayer | None) -> Tensor:
@@ -194,6 +190,10 @@ class DeviceKernels:
             found: Tensor = getattr(b, _PLAIN[base])
             return found
         assert divided is not None, name
+        if base == "named":
+            return self.named(divided.layer.ffn)
+        if base in ("qkv", "heads"):
+            return self.attended(divided.layer)[base == "heads"]
         return self.sums([name], divided)[0]
 
     def sums(
@@ -250,7 +250,8 @@ class DeviceKernels:
         """Writes attention's output to the first row of sum_PD."""
         b, attention = self.buffers, layer.attention
         self.inputs(layer, x_D)
-        rotary = self.rotary
+        qkv, heads = self.attended(layer)
+        rotary = attention.rotary
         query, key = attention.query_norm, attention.key_norm
         (keys, values), num_heads = attention.cache.for_kernels, attention.num_heads
         sequence_T = None if b.table_SN is None else b.sequence_T
@@ -258,33 +259,40 @@ class DeviceKernels:
         query_W, key_W = query.weight_D if query else None, key.weight_D if key else None
         self._launch(
             lambda: self.kernels.rotate_append(
-                b.qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
+                qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
                 query.epsilon if query else 0.0, b.position_T, keys, values, num_heads,
                 sequence_T, b.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
             ),
-            [b.qkv, frequency_W, query_W, key_W, b.position_T, sequence_T, b.table_SN],
-            [b.qkv, keys, values],
+            [qkv, frequency_W, query_W, key_W, b.position_T, sequence_T, b.table_SN],
+            [qkv, keys, values],
         )  # fmt: skip
         self._launch(
             lambda: self.kernels.attend(
-                b.qkv, keys, values, b.position_T, num_heads, b.scratch, b.heads_HW, sequence_T,
-                b.table_SN,
+                qkv, keys, values, b.position_T, num_heads, b.scratch, heads, sequence_T,
+                b.table_SN, scale=attention.score_scale, window=attention.window,
             ),
-            [b.qkv, keys, values, b.position_T, sequence_T, b.table_SN], [b.scratch, b.heads_HW],
+            [qkv, keys, values, b.position_T, sequence_T, b.table_SN], [b.scratch, heads],
         )  # fmt: skip
-        self.output(layer, b.heads_HW)
+        self.output(layer, heads)
+
+    def attended(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        """The layer's queries, keys and values [T, (H + 2 K) W], and outputs of its heads [T, H W],
+        at the beginning of their buffers."""
+        qkv_size, heads_size = layer.attention.widths
+        b = self.buffers
+        return b.first(b.qkv, qkv_size), b.first(b.heads, heads_size)
 
     def inputs(self, layer: Layer, x_D: Tensor) -> None:
         """Projects queries, keys and values."""
-        start = 0
+        start, (qkv, _) = 0, self.attended(layer)
         for linear in layer.attention.inputs:
             stop = start + linear.weight.num_rows
-            self.dot(linear, x_D, self.buffers.qkv[..., start:stop])
+            self.dot(linear, x_D, qkv[..., start:stop])
             start = stop
 
-    def output(self, layer: Layer, heads_HW: Tensor) -> None:
+    def output(self, layer: Layer, heads: Tensor) -> None:
         """Writes the output projection of the heads to the first row of sum_PD."""
-        self.dot(layer.attention.output, heads_HW, self.buffers.sum_PD[0])
+        self.dot(layer.attention.output, heads, self.buffers.sum_PD[0])
 
     def predict(self, ffn: FeedForward, x_D: Tensor) -> None:
         predictor = ffn.predictor
@@ -293,14 +301,18 @@ class DeviceKernels:
         if predictor.down:
             inner = b.first(b.inner, predictor.down.weight.num_rows)
             self.dot(predictor.down, x_D, inner, has_relu=predictor.kind == "relu")
-        up, activation = predictor.up, ffn.gate.activation
+        up, activation, named_W = predictor.up, ffn.gate.activation, self.named(ffn)
         self._launch(
             lambda: self.kernels.predict(
                 up.weight, up.bias_N, inner, predictor.threshold, predictor.kind, activation,
-                b.named_W,
+                named_W,
             ),
-            [up.weight.data, up.bias_N, inner], [b.named_W],
+            [up.weight.data, up.bias_N, inner], [named_W],
         )  # fmt: skip
+
+    def named(self, ffn: FeedForward) -> Tensor:
+        """The bits of a layer's named neurons [T, F / 32 rounded up]."""
+        return self.buffers.first(self.buffers.named_W, -(-ffn.num_neurons // 32))
 
     def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
         """Writes the partial sums of a layer's hot neurons to sum_PD and, if `divided` has
@@ -310,7 +322,7 @@ class DeviceKernels:
         assert hot is not None
         gate, up, down = hot.gate, hot.up, hot.down
         up_weight, up_bias_N = (up.weight, up.bias_N) if up else (None, None)
-        named_W = b.named_W if are_named else None
+        named_W = self.named(ffn) if are_named else None
         hidden_N = b.first(b.hidden, len(hot.id_N))
         parts_SD = b.sum_PD[1 : 1 + divided.num_parts]
         is_dense = ffn.mode == "dense"

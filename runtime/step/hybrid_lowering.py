@@ -15,7 +15,7 @@ from torch import Tensor
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
 from hotsplit.runtime.step.native_ops import overwritten
-from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, neuron_node
+from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
 from hotsplit.runtime.step.program import HOST, Op, device_of, edges, name_of
 
 StreamKey = tuple[str, bool]  # (GPU, whether it is the side stream)
@@ -275,12 +275,18 @@ class Lowering:
         divided = None if layer is None else self.divided[layer]
         if device != HOST:
             return self.devices[device].value(name, divided)
+        found = self.host.value(name)
         if name == "named":
             assert divided is not None
-            return divided.named_W
-        found = self.host.value(name)
+            found = divided.named_W
         assert found is not None, value
-        return found
+        if name not in ("named", "qkv", "heads"):
+            return found
+        assert layer is not None
+        own = self.weights.layers[layer]
+        qkv_size, heads_size = own.attention.widths
+        sizes = {"named": -(-own.ffn.num_neurons // 32), "qkv": qkv_size, "heads": heads_size}
+        return beginning(found, 1 if found.dim() == 1 else len(found), sizes[name])
 
 
 def _copy_to_rows(device: DeviceKernels, target: Tensor, values_D: Tensor) -> None:

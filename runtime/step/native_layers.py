@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.attention import Rotary
 from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.native_structs import MAX_ROWS, NotNative
@@ -44,29 +43,30 @@ class NativeLayers:
     block_length: int
     x_TD: Tensor
     ffn_in_2TD: Tensor
-    seen: Mapping[str, Tensor]  # f32 [T, F] by name
+    num_neurons: Mapping[int, int]  # F, by layer
+    seen: Mapping[str, Tensor]  # f32, by name, with room for [max_rows, F] of the widest layer
     traffic: Traffic
     kept: tuple[object, ...]
     _rows: Array[RowStruct] | None = field(default=None, repr=False)
     _place: tuple[int, int, int] | None = None  # sequence, first position and number of the rows
 
     @classmethod
-    def build(cls, layers: Mapping[int, Layer], rotary: Rotary | None) -> "NativeLayers | None":
+    def build(cls, layers: Mapping[int, Layer]) -> "NativeLayers | None":
         """None if the native operations do not support one of the layers."""
         is_supported = library.is_available() and all(map(_is_supported, layers.values()))
         if not is_supported:
             return None
         try:
-            return cls._build(layers, rotary)
+            return cls._build(layers)
         except NotNative:
             return None
 
     @classmethod
-    def _build(cls, layers: Mapping[int, Layer], rotary: Rotary | None) -> "NativeLayers":
-        builder, first = StepBuilder(), next(iter(layers.values()))
-        width, num_neurons = first.ffn.blocks[0].width, first.ffn.num_neurons
+    def _build(cls, layers: Mapping[int, Layer]) -> "NativeLayers":
+        builder, all_layers = StepBuilder(), tuple(layers.values())
+        (width,) = {layer.attention.output.num_outputs for layer in all_layers}
         structs = [builder.layer(layer, layer.ffn.blocks) for layer in layers.values()]
-        step = builder.frame_of(first, structs, width=width, rotary=rotary)
+        step = builder.frame_of(all_layers, structs, width=width)
         step.max_rows = min(MAX_ROWS, step.context_length)
         x_TD = torch.zeros(step.max_rows, width)
         ffn_in_2TD = torch.zeros(2, step.max_rows, width)
@@ -82,14 +82,16 @@ class NativeLayers:
             ranges[index] = (begin, len(ops))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
-        table = first.attention.cache.table
-        has_scores = any(layer.spec.predict for layer in layers.values())
+        (table,) = {layer.attention.cache.table for layer in all_layers}
+        has_scores = any(layer.spec.predict for layer in all_layers)
         names = set(_OF_NEURONS) - (set() if has_scores else {"ffn_predicted"})
+        (traffic,) = {id(layer.ffn.traffic): layer.ffn.traffic for layer in all_layers}.values()
         return cls(
             step=step, ranges=ranges, block_SN=table.block_SN, block_length=table.block_length,
             x_TD=x_TD, ffn_in_2TD=ffn_in_2TD,
-            seen={name: torch.empty(step.max_rows, num_neurons) for name in names},
-            traffic=first.ffn.traffic, kept=tuple(builder.kept),
+            num_neurons={index: layer.ffn.num_neurons for index, layer in layers.items()},
+            seen={name: torch.empty(step.max_rows * step.num_neurons) for name in names},
+            traffic=traffic, kept=tuple(builder.kept),
         )  # fmt: skip
 
     def run(
@@ -125,7 +127,8 @@ class NativeLayers:
         ffn_in_TD, out_TD = self._ffn_in(index)[:T].clone(), self.x_TD[:T].clone()
         observers.show("ffn_norm", index, ffn_in_TD)
         for name in wanted:
-            observers.show(name, index, self.seen[name][:T].clone())
+            size = T * self.num_neurons[index]
+            observers.show(name, index, self.seen[name][:size].view(T, -1).clone())
         observers.show("layer_out", index, out_TD)
         return out_TD, ffn_in_TD
 

@@ -48,7 +48,9 @@ class HostBuffers:
     hot_out_TD: Tensor
     cold_out_TD: Tensor
     logits_TV: Tensor
-    qkv_TQ: Tensor  # like heads_TH, empty unless a GPU projects and the host attends
+    # Empty unless a GPU projects and the host attends. A layer with fewer values or neurons than
+    # another uses the beginning of these two and of `named_TW`, with rows of its own length.
+    qkv_TQ: Tensor
     heads_TH: Tensor
     structs: Array[RowStruct] = field(repr=False)
     count: c_int64 = field(repr=False)
@@ -125,6 +127,12 @@ def first(values: Tensor, num_rows: int, axis: int = 0) -> Tensor:
     if num_rows == 1:
         return values.select(axis, 0)
     return values.narrow(axis, 0, num_rows)
+
+
+def beginning(values: Tensor, num_rows: int, size: int) -> Tensor:
+    """The beginning of a buffer's memory as [T, size], or [size] for a single row."""
+    flat = values.flatten()[: num_rows * size]
+    return flat if num_rows == 1 else flat.view(num_rows, size)
 
 
 @dataclass(frozen=True, kw_only=True)

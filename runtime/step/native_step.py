@@ -45,7 +45,15 @@ class LayerStruct(Structure):
                 ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
                 ("code_factor", c_void_p),
                 ("block", POINTER(BlockStruct)), ("num_blocks", c_int64),
+                ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
+                ("window", c_int64), ("num_neurons", c_int64), ("scale", c_float), ("rotary", c_int32),
+                ("activation", c_int32), ("predictor_kind", c_int32),
                 ("threshold", c_float), ("predictor_threshold", c_float)]  # fmt: skip
+
+
+class RotaryStruct(Structure):
+    _fields_ = [("frequency", c_void_p), ("magnitude", c_double), ("head_width", c_int64),
+                ("is_adjacent", c_int32), ("unused", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -63,18 +71,15 @@ class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
                 ("op", POINTER(OpStruct)), ("vector", c_void_p * len(VALUES)),
-                ("table", TableStruct), ("select", SelectStruct), ("frequency", c_void_p),
-                ("rope_magnitude", c_double),
+                ("table", TableStruct), ("select", SelectStruct), ("rotary", POINTER(RotaryStruct)),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
                 ("seen_predicted", c_void_p), ("seen_gate", c_void_p), ("seen_hidden", c_void_p),
-                ("num_layers", c_int64), ("num_ops", c_int64), ("width", c_int64), ("num_neurons", c_int64),
-                ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
-                ("context_length", c_int64), ("max_rows", c_int64),
+                ("num_layers", c_int64), ("num_ops", c_int64), ("num_rotaries", c_int64),
+                ("width", c_int64), ("context_length", c_int64), ("num_neurons", c_int64),
+                ("max_rows", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
-                ("epsilon", c_float),
-                ("is_adjacent", c_int32), ("activation", c_int32), ("mode", c_int32),
-                ("predictor_kind", c_int32), ("key_kind", c_int32), ("value_kind", c_int32),
+                ("mode", c_int32), ("key_kind", c_int32), ("value_kind", c_int32),
                 ("is_key_rotated", c_int32), ("is_value_rotated", c_int32),
                 ("embedding_scale", c_float)]  # fmt: skip
 
@@ -155,6 +160,11 @@ def build(
         return str(reason)
 
 
+def rounded_scale(scale: float) -> float:
+    """The scale of scores as 1 / root in f32, with the root of the head width rounded, too."""
+    return 1.0 / c_float(1.0 / scale).value
+
+
 def step_workspace_bytes(weights: Weights) -> int:
     """Workspace bytes of a native step of these layers; 0 if there is no such step.
 
@@ -169,6 +179,10 @@ def step_workspace_bytes(weights: Weights) -> int:
 
 class StepBuilder(Structs):
     """Builds the structs of a step and its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotaries: list[Rotary] = []  # of the layers so far, each once
 
     def step(
         self, weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
@@ -204,48 +218,59 @@ class StepBuilder(Structs):
 
     def frame(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
         """A step with these layers, without embedding, head, operations and workspace."""
-        rotary = weights.rotary.get(torch.device("cpu"))
-        step = self.frame_of(
-            weights.layers[0], layer_structs, width=weights.embedding.width, rotary=rotary
-        )
+        step = self.frame_of(weights.layers, layer_structs, width=weights.embedding.width)
         step.embedding_scale = weights.embedding_scale
         if weights.positions is not None:
             step.positions = self.matrix(weights.positions)
         return step
 
     def frame_of(
-        self, first: Layer, layer_structs: list[LayerStruct], *, width: int, rotary: Rotary | None
+        self, layers: Sequence[Layer], layer_structs: list[LayerStruct], *, width: int
     ) -> StepStruct:
-        """`frame` without learned positions; `first` is one of the layers."""
-        layers = (LayerStruct * len(layer_structs))(*layer_structs)
-        cache, ffn = first.attention.cache, first.ffn
-        predictor = ffn.predictor
+        """`frame` without learned positions. The structs are of some of the layers, which share a
+        block table, the types of the cache and the mode."""
+        structs = (LayerStruct * len(layer_structs))(*layer_structs)
+        rotaries = (RotaryStruct * len(self.rotaries))(*map(self._rotary, self.rotaries))
+        (table,) = {layer.attention.cache.table for layer in layers}
+        (types,) = {layer.attention.cache.types for layer in layers}
+        (mode,) = {layer.ffn.mode for layer in layers}
         step = StepStruct(
-            layer=layers,
-            frequency=None if rotary is None else self.pointer(rotary.frequency_W, torch.float64),
-            rope_magnitude=1.0 if rotary is None else rotary.magnitude,
-            num_layers=len(layers),
+            layer=structs,
+            rotary=rotaries,
+            num_layers=len(structs),
+            num_rotaries=len(rotaries),
             width=width,
-            num_neurons=ffn.num_neurons,
-            num_heads=first.attention.num_heads,
-            table=self.table(cache.table),
-            select=self.selection(cache.types.selection, rotary),
-            num_kv_heads=cache.num_kv_heads,
-            head_width=cache.head_width,
-            context_length=cache.table.context_length,
+            num_neurons=max(layer.ffn.num_neurons for layer in layers),
+            table=self.table(table),
+            select=self.selection(types.selection),
+            context_length=table.context_length,
             max_rows=1,
-            epsilon=next(iter(first.norms.values())).epsilon,
-            is_adjacent=bool(rotary and rotary.is_adjacent),
-            key_kind=library.kind_code(cache.types.key.kind),
-            value_kind=library.kind_code(cache.types.value.kind),
-            is_key_rotated=cache.types.key.is_rotated,
-            is_value_rotated=cache.types.value.is_rotated,
-            activation=ACTIVATIONS.index(ffn.gate.activation),
-            mode=MODES.index(ffn.mode),
-            predictor_kind=0 if predictor is None else _PREDICTORS.index(predictor.kind),
+            key_kind=library.kind_code(types.key.kind),
+            value_kind=library.kind_code(types.value.kind),
+            is_key_rotated=types.key.is_rotated,
+            is_value_rotated=types.value.is_rotated,
+            mode=MODES.index(mode),
         )
-        self.kept += [layers, rotary]
+        self.kept += [structs, rotaries]
         return step
+
+    def _rotary(self, rotary: Rotary) -> RotaryStruct:
+        return RotaryStruct(
+            frequency=self.pointer(rotary.frequency_W, torch.float64),
+            magnitude=rotary.magnitude,
+            head_width=2 * len(rotary.frequency_W),
+            is_adjacent=rotary.is_adjacent,
+        )
+
+    def _index(self, rotary: Rotary | None) -> int:
+        """The index of a rotary embedding among those of the step; -1 for none."""
+        if rotary is None:
+            return -1
+        for index, each in enumerate(self.rotaries):
+            if each is rotary:
+                return index
+        self.rotaries.append(rotary)
+        return len(self.rotaries) - 1
 
     def table(self, table: BlockTable) -> TableStruct:
         return TableStruct(
@@ -265,12 +290,12 @@ class StepBuilder(Structs):
             for name, tensor in zip(names, found, strict=False)
         }
 
-    def selection(self, rule: KeySelection | None, rotary: Rotary | None) -> SelectStruct:
+    def selection(self, rule: KeySelection | None) -> SelectStruct:
         if rule is None:
             return SelectStruct()
         cos = sin = None
-        if rule.is_capped:
-            assert rotary is not None
+        if rule.is_capped and self.rotaries:
+            (rotary,) = self.rotaries  # engine_options.cache_types_of refuses others
             turn = rotary.turn(0, rule.longest)
             cos, sin = self.vector(turn.cos), self.vector(turn.sin)
         return SelectStruct(
@@ -306,6 +331,9 @@ class StepBuilder(Structs):
             down_bias=self.vector(ffn.down_bias_D),
             block=blocks,
             num_blocks=len(blocks),
+            num_neurons=ffn.num_neurons,
+            activation=ACTIVATIONS.index(ffn.gate.activation),
+            predictor_kind=0 if predictor is None else _PREDICTORS.index(predictor.kind),
             threshold=ffn.gate.threshold,
             predictor_threshold=0.0 if predictor is None else predictor.threshold,
         )
@@ -321,6 +349,12 @@ class StepBuilder(Structs):
         return {
             "query_norm": self.norm(attention.query_norm),
             "key_norm": self.norm(attention.key_norm),
+            "num_heads": attention.num_heads,
+            "num_kv_heads": cache.num_kv_heads,
+            "head_width": cache.head_width,
+            "window": attention.window or 0,
+            "scale": rounded_scale(attention.score_scale),
+            "rotary": self._index(attention.rotary),
             "key": self.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
             "value": self.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
             **self.tables(cache.tables),

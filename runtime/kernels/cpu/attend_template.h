@@ -87,7 +87,7 @@ inline void mix_tile(const float* tile, const float* weight, int64_t stride, int
     mix_columns<QUERIES, 1>(tile, weight, stride, padded, whole, padded, out);
 }
 
-// Calls body(position, tile) for every tile of the rows in `runs`.
+// Calls body(position, tile) for every tile of the rows in `runs` that a query attends to.
 template <class Format, class Body>
 inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const int64_t* place, int64_t stride,
                       const Body& body) {
@@ -96,6 +96,7 @@ inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const int
         const int64_t length = a.n - start < a.run ? a.n - start : a.run;
         const uint8_t* first = runs[start / a.run];
         for (int64_t c = 0; c < length; c += TILE) {
+            if (start + c + TILE <= a.first) continue;
             if (place)
                 unpack_tile<Format>(first, place + c, stride, length - c, a.W, tile);
             else
@@ -151,8 +152,12 @@ void weigh_keys(const AttendPart& a) {
             score_tile<count>(tile, a.query + q * padded, padded, a.scale, a.score + q * room + c, room);
         });
     });
-    for (int64_t q = 0; q < a.num_queries; ++q)
-        weigh(a.score + q * room, a.count[q], room, a.top[q], a.total[q]);
+    for (int64_t q = 0; q < a.num_queries; ++q) {
+        const int64_t from = a.from ? a.from[q] : 0;
+        float* score = a.score + q * room;
+        for (int64_t c = 0; c < from; ++c) score[c] = 0.0f;
+        weigh(score + from, a.count[q] - from, room - from, a.top[q], a.total[q]);
+    }
 }
 
 template <class Format>

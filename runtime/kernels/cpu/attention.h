@@ -3,7 +3,8 @@
 // A layer's keys and values are stored in blocks of positions, [blocks, K, block_length, row]; a
 // table maps sequences to blocks. Positions (with a selection, the list of the selected ones) are
 // split into parts of PART from the first on, whose partial sums are combined at the end, so a
-// row's result does not depend on other rows, the blocks or the threads.
+// row's result does not depend on other rows, the blocks or the threads. A layer with a window skips
+// the parts before it, and in the part where the window begins the tiles before it.
 #pragma once
 #include <array>
 #include <cmath>
@@ -27,20 +28,33 @@ inline int64_t parts_of(int64_t positions) { return (positions + PART - 1) / PAR
 
 class Attention {
   public:
-    Attention(const HsStep& step, Arena& arena)
-        : s(step), W(s.head_width), H(s.num_heads), K(s.num_kv_heads), G(H / K),
-          padded(padded_head(W)), key_bytes(cache_row_bytes(s.key_kind, W)),
-          value_bytes(cache_row_bytes(s.value_kind, W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)),
-          selector(step) {
-        const int64_t parts = (parts_of(selector.longest_of_all()) + selector.is_capped()) * H;
-        const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(parts * padded * sizeof(float));
-        rows_at_once = std::min(s.max_rows, std::max<int64_t>(1, fitting));
-        query = arena.take<float>(rows_at_once * H * padded);
-        far_query = arena.take<float>(selector.is_capped() ? rows_at_once * H * padded : 0);
-        top = arena.take<float>(rows_at_once * parts);
-        total = arena.take<float>(rows_at_once * parts);
-        mixed = arena.take<float>(rows_at_once * parts * padded);
-        selector.take(arena, rows_at_once);
+    Attention(const HsStep& step, Arena& arena) : s(step), rows_at_once(s.max_rows), selector(step) {
+        int64_t most_parts = 0, most_queries = 0, most_sums = 0, most_heads = 0;
+        for (const HsLayer* l = s.layer; l < s.layer + s.num_layers; ++l) {
+            use(*l);
+            const int64_t own = parts_of_row(*l) * H;
+            const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(own * padded * sizeof(float));
+            rows_at_once = std::min(rows_at_once, std::max<int64_t>(1, fitting));
+            most_parts = std::max(most_parts, own);
+            most_queries = std::max(most_queries, H * padded);
+            most_sums = std::max(most_sums, own * padded);
+            most_heads = std::max(most_heads, K);
+        }
+        query = arena.take<float>(rows_at_once * most_queries);
+        far_query = arena.take<float>(selector.is_capped() ? rows_at_once * most_queries : 0);
+        top = arena.take<float>(rows_at_once * most_parts);
+        total = arena.take<float>(rows_at_once * most_parts);
+        mixed = arena.take<float>(rows_at_once * most_sums);
+        selector.take(arena, rows_at_once, most_heads);
+    }
+
+    // Sets the layer of the following calls.
+    void use(const HsLayer& l) {
+        W = l.head_width, H = l.num_heads, K = l.num_kv_heads, G = H / K, padded = padded_head(W);
+        key_bytes = cache_row_bytes(s.key_kind, W), value_bytes = cache_row_bytes(s.value_kind, W);
+        chunk_rows = std::max<int64_t>(1, SHARING_QUERIES / G);
+        window = l.window ? std::min(l.window, s.context_length) : s.context_length;
+        selector.use(l);
     }
 
     // Records the computed rows of this step, and the other places to which their keys and values
@@ -86,11 +100,23 @@ class Attention {
         int64_t begin, count, last;  // `last`: position of the last row
         int64_t num_far, num_keys;   // far keys (with capped positions), and all keys attended to
         int64_t base;                // origin of capped positions
+        int64_t first_part;          // earlier parts are before the windows of all rows
         bool is_selected;            // its only row attends to selected positions
         int64_t unit;                // its first work item
 
-        int64_t parts() const { return parts_of(num_far) + parts_of(num_keys - num_far); }
+        int64_t parts() const { return parts_of(num_far) + parts_of(num_keys - num_far) - first_part; }
+        int64_t keys_read() const { return num_keys - first_part * PART; }
     };
+
+    // The first position that a token at `position` attends to, without a selection.
+    int64_t begin_of(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }
+
+    // Most parts of a row of this layer; the rows of a chunk count as one.
+    int64_t parts_of_row(const HsLayer& l) const {
+        const int64_t all = parts_of(selector.longest_of_all()) + selector.is_capped();
+        const int64_t span = window + chunk_rows - 1;  // which may begin within a part
+        return l.window ? std::min(all, parts_of(span - 1) + 1) : all;
+    }
 
     // Offset of a position of the first head from the beginning of the cache, in rows.
     int64_t place_of(int32_t sequence, int64_t position) const {
@@ -135,14 +161,14 @@ class Attention {
         if (selector.is_on() && !selector.takes_all(place.position)) {
             const int64_t far = selector.is_capped() ? s.select.sinks + s.select.top : 0;
             return {t, 1, place.position, far, selector.num_taken(place.position),
-                    selector.window_begin(place.position), true, unit};
+                    selector.window_begin(place.position), 0, true, unit};
         }
         int64_t n = 1;
         while (t + n < t1 && n < chunk_rows && places[t + n].sequence == place.sequence &&
                (!selector.is_on() || selector.takes_all(places[t + n].position)))
             ++n;
         const int64_t last = places[t + n - 1].position;
-        return {t, n, last, 0, last + 1, 0, false, unit};
+        return {t, n, last, 0, last + 1, 0, begin_of(place.position) / PART, false, unit};
     }
 
     void run(const HsLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
@@ -154,7 +180,7 @@ class Attention {
             const Chunk c = chunk[num_chunks++] = chunk_from(t, t1, units);
             parts = std::max(parts, c.parts());
             units += K * c.parts();
-            bytes += c.count * c.num_keys * K * (key_bytes + value_bytes);
+            bytes += c.count * c.keys_read() * K * (key_bytes + value_bytes);
             searches += c.is_selected;
             copy_queries(c, qkv, stride, t0);
         }
@@ -208,12 +234,13 @@ class Attention {
     void attend(const HsLayer& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
         const int64_t at = sums_at(c, kv_head, part, t0), far_parts = parts_of(c.num_far);
         const bool is_far = part < far_parts;
-        const int64_t begin = is_far ? part * PART : c.num_far + (part - far_parts) * PART;
+        const int64_t begin =
+            is_far ? part * PART : c.num_far + (part - far_parts + c.first_part) * PART;
         const int64_t length = s.table.block_length;
         const int64_t run = c.is_selected ? PART : std::min(length, PART);
         static thread_local std::vector<float> score;
         std::array<const uint8_t*, PART / LEAST_BLOCK> key, value;
-        std::array<int32_t, std::max(SHARING_QUERIES, MAX_SHARED_HEADS)> count;
+        std::array<int32_t, std::max(SHARING_QUERIES, MAX_SHARED_HEADS)> count, from;
         const int64_t n = std::min(PART, (is_far ? c.num_far : c.num_keys) - begin);
         const int64_t queries = c.count * G;
         AttendPart a;
@@ -229,6 +256,12 @@ class Attention {
             count[q] = static_cast<int32_t>(
                 c.is_selected ? n
                               : std::clamp<int64_t>(places[c.begin + q / G].position + 1 - begin, 0, n));
+        if (l.window) {
+            for (int64_t q = 0; q < queries; ++q)
+                from[q] = static_cast<int32_t>(
+                    std::clamp<int64_t>(begin_of(places[c.begin + q / G].position) - begin, 0, n));
+            a.from = from.data(), a.first = from[0];
+        }
         if (score.size() < static_cast<size_t>(queries * PART)) score.resize(queries * PART);
         a.key = key.data(), a.value = value.data(), a.run = run;
         a.key_bytes = key_bytes, a.value_bytes = value_bytes;
@@ -240,7 +273,7 @@ class Attention {
         }
         a.n = n, a.W = W, a.num_queries = queries, a.count = count.data();
         a.query = (is_far ? far_query : query) + ((c.begin - t0) * H + kv_head * queries) * padded;
-        a.scale = 1.0f / std::sqrt(static_cast<float>(W));
+        a.scale = l.scale;
         a.score = score.data();
         a.top = top + at, a.total = total + at, a.out = mixed + at * padded;
         kernels().weigh_keys[is_turned ? KIND_F32 : s.key_kind](a);
@@ -287,14 +320,16 @@ class Attention {
     // Combines the parts of one head of row t into `heads`: NaN if every score is -inf, as in a softmax
     // over all keys at once.
     void join(const Chunk& c, int64_t t, int64_t head, int64_t t0, Operand& heads) const {
-        const int64_t own = c.is_selected ? c.parts() : parts_of(places[t].position + 1);
+        const int64_t position = places[t].position;
+        const int64_t begin = c.is_selected ? 0 : begin_of(position) / PART - c.first_part;
+        const int64_t end = c.is_selected ? c.parts() : parts_of(position + 1) - c.first_part;
         const int64_t within = (t - c.begin) * G + head % G;
         auto at = [&](int64_t part) { return sums_at(c, head / G, part, t0) + within; };
-        float largest = top[at(0)], sum = 0.0f;
-        for (int64_t p = 1; p < own; ++p) largest = std::max(largest, top[at(p)]);
+        float largest = top[at(begin)], sum = 0.0f;
+        for (int64_t p = begin + 1; p < end; ++p) largest = std::max(largest, top[at(p)]);
         float* out = heads.row(t) + head * W;
         std::fill_n(out, W, 0.0f);
-        for (int64_t p = 0; p < own; ++p) {
+        for (int64_t p = begin; p < end; ++p) {
             const float share = std::exp(top[at(p)] - largest);
             sum += share * total[at(p)];
             for (int64_t i = 0; i < W; ++i) out[i] += share * mixed[at(p) * padded + i];
@@ -304,7 +339,8 @@ class Attention {
     }
 
     const HsStep& s;
-    const int64_t W, H, K, G, padded, key_bytes, value_bytes, chunk_rows;
+    int64_t W = 0, H = 0, K = 0, G = 0, padded = 0, key_bytes = 0, value_bytes = 0, chunk_rows = 0;
+    int64_t window = 0;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // most parts of a row in this batch
     float *query, *far_query, *top, *total, *mixed;
     Selector selector;

@@ -218,6 +218,10 @@ struct AttendPart {
     float* out;                  // [num_queries, padded_head(W)] the sum of exp(score - top) * value
     // [n] the row of each position in the only run, in any order; null: rows are in order.
     const int64_t *key_place = nullptr, *value_place = nullptr;
+    // With a window: [num_queries] the first row that a query attends to, 0 .. its count, and the
+    // least of them. Null: row 0.
+    const int32_t* from = nullptr;
+    int64_t first = 0;
 };
 // weigh_keys writes `score`, `top` and `total`, then mix_values sums the values into `out`. There
 // are two functions because keys and values may be of different kinds.

@@ -42,13 +42,17 @@ inline float largest_of(const float* x, int64_t n) {
 
 class Selector {
   public:
-    explicit Selector(const HsStep& step)
-        : s(step), rule(step.select), W(s.head_width), Wp(select_width(W)),
-          Ws(summary_width(rule, W)), K(s.num_kv_heads), G(s.num_heads / K) {}
+    explicit Selector(const HsStep& step) : s(step), rule(step.select) {}
 
-    // Allocates the position lists of `rows` rows.
-    void take(Arena& arena, int64_t rows) {
-        if (is_on()) list = arena.take<int32_t>(rows * K * longest());
+    // Sets the layer of the following calls.
+    void use(const HsLayer& l) {
+        W = l.head_width, Wp = select_width(W), Ws = summary_width(rule, W);
+        K = l.num_kv_heads, G = l.num_heads / K, scale = l.scale;
+    }
+
+    // Allocates the position lists of `rows` rows, for up to `most_heads` key-value heads.
+    void take(Arena& arena, int64_t rows, int64_t most_heads) {
+        if (is_on()) list = arena.take<int32_t>(rows * most_heads * longest());
     }
 
     bool is_on() const { return rule.block > 0; }
@@ -57,7 +61,7 @@ class Selector {
     // Rotates a head to a capped position.
     void turn(float* head, int64_t position) const {
         const int64_t at = position * (W / 2);
-        kernels().rotate(head, 1, rule.cos + at, rule.sin + at, W, s.is_adjacent);
+        kernels().rotate(head, 1, rule.cos + at, rule.sin + at, W, s.rotary[0].is_adjacent);
     }
 
     // Maximum positions that a token attends to if they are selected.
@@ -283,10 +287,9 @@ class Selector {
         room.query.resize(G * Ws), room.offset.resize(G), room.by.resize(G);
         room.dot.resize(G * TOGETHER), score.resize(G * n);
         const float share = is_split || num_parts() == 1 ? 1.0f : 0.5f;
-        const float scale = share / std::sqrt(static_cast<float>(W));
         for (int64_t g = 0; g < G; ++g) {
             int8_t* own = room.query.data() + g * Ws;
-            room.by[g] = store_query(query + g * stride, num_parts(), is_split, own) * scale;
+            room.by[g] = store_query(query + g * stride, num_parts(), is_split, own) * (share * scale);
             room.offset[g] = 64 * sum_of_bytes(own, Ws);
         }
         for (int64_t i = 0; i < n; i += TOGETHER) {
@@ -323,7 +326,6 @@ class Selector {
         const int64_t B = rule.block, m = num_best * B;
         room.query.resize(G * Wp), room.offset.resize(G), room.by.resize(G);
         room.dot.resize(G * B), room.score.resize(G * m), room.turned.resize(W);
-        const float scale = 1.0f / std::sqrt(static_cast<float>(W));
         for (int64_t g = 0; g < G; ++g) {
             std::copy_n(query + g * stride, W, room.turned.data());
             if (!s.is_key_rotated) turn_by_hadamard(room.turned.data(), W);
@@ -345,6 +347,7 @@ class Selector {
 
     const HsStep& s;
     const HsSelect& rule;
-    const int64_t W, Wp, Ws, K, G;
+    int64_t W = 0, Wp = 0, Ws = 0, K = 0, G = 0;
+    float scale = 0.0f;
     int32_t* list = nullptr;
 };

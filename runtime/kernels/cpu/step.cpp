@@ -35,10 +35,25 @@ uint32_t by_output_forms(const HsStep& step) {
     return forms;
 }
 
+int64_t heads_size(const HsLayer& l) { return l.num_heads * l.head_width; }
+int64_t qkv_size(const HsLayer& l) { return heads_size(l) + 2 * l.num_kv_heads * l.head_width; }
+
+// The largest size(layer).
+template <class Size>
+int64_t most(const HsStep& s, const Size& size) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < s.num_layers; ++i) found = std::max(found, size(s.layer[i]));
+    return found;
+}
+
 int64_t size_of(const HsStep& s, int32_t value) {
-    if (value == VALUE_QKV) return (s.num_heads + 2 * s.num_kv_heads) * s.head_width;
+    if (value == VALUE_QKV) return most(s, qkv_size);
     if (value == VALUE_NAMED) return s.num_neurons;
-    return value == VALUE_HEADS ? s.num_heads * s.head_width : s.width;
+    return value == VALUE_HEADS ? most(s, heads_size) : s.width;
+}
+
+int64_t most_pairs(const HsStep& s) {
+    return most(s, [](const HsLayer& l) { return l.head_width; }) / 2;
 }
 
 // Operations whose input is multiplied by matrices, and those that process each row separately.
@@ -54,17 +69,16 @@ struct Work {
         : arena(memory),
           neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step)),
           attention(step, arena) {
-        const int64_t D = step.width, heads = step.num_heads;
-        const int64_t R = step.max_rows, W = step.head_width;
-        num_values = size_of(step, VALUE_QKV);
+        const int64_t D = step.width, R = step.max_rows;
         const uint32_t forms = forms_of(step);
         for (int32_t value = 0; value < NUM_VALUES; ++value) take(step, value, forms);
         learned = arena.take<float>(step.positions.data ? R * D : 0);
-        heads_out = arena.operand(heads * W, R, forms);
+        heads_out = arena.operand(size_of(step, VALUE_HEADS), R, forms);
         inner = arena.operand(largest_rank(step), R, forms);
-        qkv = arena.take<float>(R * num_values);
-        cos = arena.take<float>(R * W);
-        sin = arena.take<float>(R * W);
+        qkv = arena.take<float>(R * size_of(step, VALUE_QKV));
+        num_pairs = most_pairs(step);
+        cos = arena.take<float>(step.num_rotaries * R * num_pairs);
+        sin = arena.take<float>(step.num_rotaries * R * num_pairs);
         named = vector[VALUE_NAMED].f32;
     }
 
@@ -83,8 +97,8 @@ struct Work {
     Arena arena;
     Neurons neurons;
     Attention attention;
-    int64_t num_values;
-    float *qkv, *cos, *sin, *named;
+    int64_t num_pairs;  // of the widest head
+    float *qkv, *cos, *sin, *named;  // cos, sin: [num_rotaries, max_rows, num_pairs]
     float* learned;  // positions
     Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
@@ -116,11 +130,11 @@ void multiply(const HsMatrix* matrix, int count, Operand& x, int64_t T, float* y
 
 void add(float* x, const float* y, int64_t n) { kernels().add_to(x, y, n); }
 
-void apply(const HsNorm& norm, float epsilon, const float* x, int64_t n, float* y) {
+void apply(const HsNorm& norm, const float* x, int64_t n, float* y) {
     if (norm.bias)
-        kernels().layer_norm(x, norm.weight, norm.bias, epsilon, n, y);
+        kernels().layer_norm(x, norm.weight, norm.bias, norm.epsilon, n, y);
     else
-        kernels().rms_norm(x, norm.weight, epsilon, n, y);
+        kernels().rms_norm(x, norm.weight, norm.epsilon, n, y);
 }
 
 class Step {
@@ -171,15 +185,14 @@ class Step {
             case OP_ATTENTION:
                 return attention(s.layer[op.layer], in, out.f32);
             case OP_ATTEND:
-                turn();
+                turn(s.layer[op.layer]);
                 clock.ended(TIMED_OTHER);
                 return attend(s.layer[op.layer], in.f32, out);
             case OP_PREDICT:
                 predict(s.layer[op.layer], in);
-                if (s.seen_predicted) std::copy_n(w.named, T * s.num_neurons, s.seen_predicted);
-                for (int64_t t = 0; named && t < T; ++t)
-                    pack_named(s.layer[op.layer], w.named + t * s.num_neurons,
-                               named + t * ((s.num_neurons + 31) / 32));
+                if (s.seen_predicted)
+                    std::copy_n(w.named, T * s.layer[op.layer].num_neurons, s.seen_predicted);
+                if (named) pack_named(s.layer[op.layer], named, words_of(s.layer[op.layer].num_neurons));
                 return clock.ended(TIMED_PREDICTOR);
             case OP_NEURONS:
                 return neurons(op, in, out.f32);
@@ -195,7 +208,7 @@ class Step {
     void run_row(const HsOp& op, int64_t t) {
         const float* in = w.vector[op.in].row(t);
         float* out = w.vector[op.out].row(t);
-        if (op.kind == OP_NORM) return apply(s.layer[op.layer].norm[op.part], s.epsilon, in, D, out);
+        if (op.kind == OP_NORM) return apply(s.layer[op.layer].norm[op.part], in, D, out);
         if (in != out) std::memcpy(out, in, D * sizeof(float));
         add(out, op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].down_bias, D);
     }
@@ -224,29 +237,44 @@ class Step {
         kernels().unpack_rows[m.kind]({m.data, m.stride, D, &index, 1}, y, 0, 1);
     }
 
-    // Cosines and sines of the positions, computed once per call.
-    void turn() {
-        if (is_turned || !s.frequency || s.select.cos) return;
-        is_turned = true;
-        const int64_t W = s.head_width;
-        rows(100 * W, [&](int64_t t) {
-            for (int64_t i = 0; i < W / 2; ++i) {
-                const double angle = static_cast<double>(w.attention.position(t)) * s.frequency[i];
-                w.cos[t * W + i] = static_cast<float>(s.rope_magnitude * std::cos(angle));
-                w.sin[t * W + i] = static_cast<float>(s.rope_magnitude * std::sin(angle));
+    // Cosines and sines of the positions in a layer's rotary embedding, computed once per call.
+    void turn(const HsLayer& l) {
+        if (!is_rotated(l) || is_turned[l.rotary]) return;
+        is_turned[l.rotary] = true;
+        const HsRotary& rotary = s.rotary[l.rotary];
+        rows(100 * rotary.head_width, [&](int64_t t) {
+            const int64_t first = turn_at(l, t);
+            for (int64_t i = 0; i < rotary.head_width / 2; ++i) {
+                const double angle = static_cast<double>(w.attention.position(t)) * rotary.frequency[i];
+                w.cos[first + i] = static_cast<float>(rotary.magnitude * std::cos(angle));
+                w.sin[first + i] = static_cast<float>(rotary.magnitude * std::sin(angle));
             }
         });
     }
 
+    bool is_rotated(const HsLayer& l) const { return l.rotary >= 0 && !s.select.cos; }
+
+    // Where the cosines and sines of row t begin.
+    int64_t turn_at(const HsLayer& l, int64_t t) const {
+        return (l.rotary * s.max_rows + t) * w.num_pairs;
+    }
+
     void output_norm(const float* x, float* y) {
         if (s.output_norm.weight)
-            apply(s.output_norm, s.epsilon, x, D, y);
+            apply(s.output_norm, x, D, y);
         else
             std::memcpy(y, x, D * sizeof(float));
     }
 
+    static int64_t words_of(int64_t num_neurons) { return (num_neurons + 31) / 32; }
+
+    // Writes the bits of a layer's predicted neurons for all rows, `stride` words apart.
+    void pack_named(const HsLayer& l, uint32_t* named, int64_t stride) {
+        for (int64_t t = 0; t < T; ++t) pack_named(l, w.named + t * l.num_neurons, named + t * stride);
+    }
+
     void pack_named(const HsLayer& l, const float* score, uint32_t* named) {
-        const int64_t F = s.num_neurons;
+        const int64_t F = l.num_neurons;
         for (int64_t first = 0; first < F; first += 32) {
             const int64_t count = std::min<int64_t>(32, F - first);
             uint32_t word = 0;
@@ -260,12 +288,12 @@ class Step {
     // set them. If neurons are named, writes the bits of those and returns none.
     Fired fired_of(int64_t index, bool are_named) {
         if (!s.fired) return {};
-        const int64_t words = (s.num_neurons + 31) / 32;
+        const int64_t words = words_of(s.num_neurons), F = s.layer[index].num_neurons;
         const Fired fired = {s.fired + index * words, s.num_layers * words};
-        rows(s.num_neurons, [&](int64_t t) {
+        rows(F, [&](int64_t t) {
             uint32_t* bits = fired.bits + t * fired.stride;
             if (are_named)
-                pack_named(s.layer[index], w.named + t * s.num_neurons, bits);
+                pack_named(s.layer[index], w.named + t * F, bits);
             else
                 std::fill_n(bits, words, 0u);
         });
@@ -273,33 +301,36 @@ class Step {
     }
 
     void attention(const HsLayer& l, Operand& input, float* out) {
-        turn();
+        turn(l);
         clock.ended(TIMED_OTHER);
-        project(l.input, l.input[1].data ? 3 : 1, input, w.qkv, w.num_values);
+        project(l.input, l.input[1].data ? 3 : 1, input, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
         project(&l.output, 1, w.heads_out, out, D);
         clock.ended(TIMED_OUTPUT);
     }
 
-    // Norms and rotates queries and keys of qkv [T, num_values] in place (and values, if the cache stores
+    // Norms and rotates queries and keys of qkv [T, (H + 2 K) W] in place (and values, if the cache stores
     // them rotated), appends keys and values, and attends.
     void attend(const HsLayer& l, float* qkv, Operand& heads) {
-        const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
-        rows(4 * w.num_values, [&](int64_t t) {
-            float* values = qkv + t * w.num_values;
+        const int64_t W = l.head_width, H = l.num_heads, K = l.num_kv_heads, num_values = qkv_size(l);
+        w.attention.use(l);
+        heads.size = heads_size(l);
+        rows(4 * num_values, [&](int64_t t) {
+            float* values = qkv + t * num_values;
             for (int64_t h = 0; h < H + K; ++h) {
                 const HsNorm& norm = h < H ? l.query_norm : l.key_norm;
-                if (norm.weight) apply(norm, s.epsilon, values + h * W, W, values + h * W);
+                if (norm.weight) apply(norm, values + h * W, W, values + h * W);
             }
-            if (s.frequency && !s.select.cos)
-                kernels().rotate(values, H + K, w.cos + t * W, w.sin + t * W, W, s.is_adjacent);
+            if (is_rotated(l))
+                kernels().rotate(values, H + K, w.cos + turn_at(l, t), w.sin + turn_at(l, t), W,
+                                 s.rotary[l.rotary].is_adjacent);
             for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
             for (int64_t k = 0; s.is_value_rotated && k < K; ++k)
                 turn_by_hadamard(values + (H + K + k) * W, W);
             w.attention.append(l, t, values + H * W, values + (H + K) * W);
         });
-        w.attention.run(l, qkv, w.num_values, heads);
+        w.attention.run(l, qkv, num_values, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
     }
@@ -317,13 +348,13 @@ class Step {
         const HsBlock& block = l.block[op.part];
         const bool are_named = op.in_2 == VALUE_NAMED, is_first = op.part == 0;
         if (is_first) fired = fired_of(op.layer, are_named);
-        const Gate gate = {s.activation, s.mode, l.threshold};
+        const Gate gate = {l.activation, s.mode, l.threshold};
         Named named[MAX_ROWS];
         for (int64_t t = 0; are_named && t < T; ++t)
-            named[t] = {nullptr, w.named + t * s.num_neurons, l.predictor_threshold};
+            named[t] = {nullptr, w.named + t * l.num_neurons, l.predictor_threshold};
         NeuronBytes read;
         w.neurons.run(block, gate, are_named ? named : nullptr, input, T, out, read, fired,
-                      {s.seen_gate, s.seen_hidden, s.num_neurons});
+                      {s.seen_gate, s.seen_hidden, l.num_neurons});
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
@@ -336,7 +367,7 @@ class Step {
 
     // Writes scores of all neurons to `named`.
     void predict(const HsLayer& l, Operand& input) {
-        const int64_t F = s.num_neurons;
+        const int64_t F = l.num_neurons;
         Operand* inner = &input;
         if (l.predictor_down.data) {
             inner = &w.inner;
@@ -344,15 +375,15 @@ class Step {
             inner->size = rank;
             inner->changed();
             multiply(&l.predictor_down, 1, input, T, inner->f32, rank);
-            if (s.predictor_kind == PREDICTOR_RELU)
+            if (l.predictor_kind == PREDICTOR_RELU)
                 for (int64_t i = 0; i < T * rank; ++i)
                     inner->f32[i] = inner->f32[i] < 0.0f ? 0.0f : inner->f32[i];
             s.predictor_bytes += num_bytes(l.predictor_down);
         }
         multiply(&l.predictor_up, 1, *inner, T, w.named, F);
         s.predictor_bytes += num_bytes(l.predictor_up);
-        if (s.predictor_kind != PREDICTOR_GATE) return;
-        const Gate gate = {s.activation, s.mode, 0.0f};
+        if (l.predictor_kind != PREDICTOR_GATE) return;
+        const Gate gate = {l.activation, s.mode, 0.0f};
         rows(16 * F, [&](int64_t t) {
             float* score = w.named + t * F;
             gate.smooth(score, F);
@@ -367,12 +398,28 @@ class Step {
     int64_t T = 1;  // computed rows of this step
     std::array<int64_t, MAX_ROWS> wanted;  // those with logits
     int64_t num_wanted = 0;
-    bool is_turned = false;
+    std::array<bool, MAX_ROTARIES> is_turned = {};
     Fired fired = {};  // of the layer whose neurons are being run
 };
 
+bool fits(const HsRotary& r) { return r.frequency && r.head_width > 0 && r.head_width % 2 == 0; }
+
+bool has_heads(const HsLayer& l, const HsStep& s) {
+    for (int64_t size : {l.num_heads, l.num_kv_heads, l.head_width})
+        if (size < 1 || size > INT32_MAX) return false;
+    if (l.num_heads % l.num_kv_heads || l.num_heads / l.num_kv_heads > MAX_SHARED_HEADS) return false;
+    if (l.head_width > MAX_HEAD_WIDTH || l.window < 0) return false;
+    for (int32_t kind : {s.key_kind, s.value_kind})
+        if (l.head_width % block_values(kind)) return false;
+    return l.rotary < 0 || (l.rotary < s.num_rotaries && s.rotary[l.rotary].head_width == l.head_width);
+}
+
 bool fits(const HsLayer& l, const HsStep& s) {
-    const int64_t q = s.num_heads * s.head_width, kv = s.num_kv_heads * s.head_width;
+    if (!has_heads(l, s)) return false;
+    const bool has_neurons = l.num_blocks > 0 || l.predictor_up.data;
+    if (l.num_neurons < has_neurons || l.num_neurons > s.num_neurons) return false;
+    if (l.activation < 0 || l.activation >= NUM_ACTIVATIONS) return false;
+    const int64_t q = heads_size(l), kv = l.num_kv_heads * l.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
     for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 3); ++m)
@@ -383,10 +430,10 @@ bool fits(const HsLayer& l, const HsStep& s) {
         const bool is_low_rank = l.predictor_down.data != nullptr;
         const int64_t rank = is_low_rank ? l.predictor_down.num_rows : s.width;
         if (is_low_rank && !fits(l.predictor_down, rank, s.width)) return false;
-        if (!fits(l.predictor_up, s.num_neurons, rank)) return false;
+        if (!fits(l.predictor_up, l.num_neurons, rank)) return false;
     }
     for (int64_t b = 0; b < l.num_blocks; ++b)
-        if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr, s.mode))
+        if (!fits(l.block[b], s.width, l.num_neurons, l.block[0].up.data != nullptr, s.mode))
             return false;
     return true;
 }
@@ -438,28 +485,27 @@ bool fits(const HsSelect& c, const HsStep& s) {
     if (c.full < 0 || (c.full && c.cos)) return false;
     if (c.sinks % c.block || c.window % c.block || c.top % c.block) return false;
     if (c.summary != SUMMARY_MEAN && c.summary != SUMMARY_BOUNDS) return false;
-    if (c.cos && (!c.sin || !s.frequency || s.is_key_rotated)) return false;
+    if (c.cos && (!c.sin || s.is_key_rotated)) return false;
     if (s.table.blocks_per_sequence > 1 && s.table.block_length % c.block) return false;
     for (int64_t i = 0; i < s.num_layers; ++i) {
         const HsLayer& l = s.layer[i];
+        if (l.window || (c.cos && l.rotary != 0)) return false;
         if (!l.summary || !l.summary_unit || (c.is_coded && (!l.code || !l.code_factor))) return false;
     }
     return true;
 }
 
 bool fits(const HsStep& s) {
-    const int64_t sizes[] = {s.width,        s.num_neurons, s.num_heads,
-                             s.num_kv_heads, s.head_width,  s.context_length};
-    for (int64_t size : sizes)
+    for (int64_t size : {s.width, s.num_neurons, s.context_length})
         if (size < 1 || size > INT32_MAX) return false;
     if (s.max_rows < 1 || s.max_rows > MAX_ROWS) return false;
-    if (!fits(s.table, s.context_length) || s.num_heads / s.num_kv_heads > MAX_SHARED_HEADS)
-        return false;
-    if (s.num_heads % s.num_kv_heads || (s.frequency && s.head_width % 2)) return false;
-    if (s.head_width > MAX_HEAD_WIDTH) return false;
+    if (!fits(s.table, s.context_length)) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
-        if (kind < 0 || kind >= NUM_CACHE_KINDS || s.head_width % block_values(kind)) return false;
-    if (s.activation < 0 || s.activation >= NUM_ACTIVATIONS) return false;
+        if (kind < 0 || kind >= NUM_CACHE_KINDS) return false;
+    if (s.num_rotaries < 0 || s.num_rotaries > MAX_ROTARIES || (s.num_rotaries > 0 && !s.rotary))
+        return false;
+    for (int64_t i = 0; i < s.num_rotaries; ++i)
+        if (!fits(s.rotary[i])) return false;
     if (s.num_layers < 0 || (s.num_layers > 0 && !s.layer)) return false;
     if (s.num_ops < 0 || (s.num_ops > 0 && !s.op)) return false;
     for (const HsMatrix& m : {s.embedding, s.head})

@@ -3,7 +3,8 @@
 // lists their fields, and a test compares them with the mirrors.
 //
 // Letters: T tokens, D model width, F neurons of a layer, N of a block, V vocabulary, H heads, K key-value
-// heads, W head width.
+// heads, W head width. Layers may differ in F, H, K and W: a buffer that they share has room for the
+// largest, and each layer uses its beginning, with rows of the layer's own length.
 #pragma once
 #include <stdint.h>
 
@@ -17,6 +18,7 @@ constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
 // divides PART (attention.h).
 constexpr int64_t LEAST_BLOCK = 32;
 constexpr int64_t MAX_SHARED_HEADS = 256;  // queries that share a key-value head
+constexpr int64_t MAX_ROTARIES = 16;       // distinct rotary embeddings of a step
 
 enum Mode : int32_t { MODE_DENSE, MODE_EXACT, MODE_PREDICTED };
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
@@ -43,6 +45,16 @@ struct HsMatrix {
 struct HsNorm {
     const float* weight;  // null: absent
     const float* bias;    // null: an RMS norm, else a layer norm
+    float epsilon;
+    int32_t unused;
+};
+
+// A rotary embedding, which several layers may share.
+struct HsRotary {
+    const double* frequency;  // [W / 2]
+    double magnitude;         // multiplies cos and sin: 1, or YaRN's
+    int64_t head_width;
+    int32_t is_adjacent, unused;
 };
 
 // With SiLU and GELU, a neuron does not fire if |act(gate)| is at or below its gate limit, which replaces
@@ -93,6 +105,12 @@ struct HsLayer {
     float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
     const HsBlock* block;
     int64_t num_blocks;
+    int64_t num_heads, num_kv_heads, head_width;
+    int64_t window;       // a token attends to this many of the latest positions; 0: to all
+    int64_t num_neurons;  // F; 0: only the heads of the layer are used
+    float scale;          // of the scores
+    int32_t rotary;       // index in HsStep's `rotary`; below 0: queries and keys are not rotated
+    int32_t activation, predictor_kind;
     float threshold, predictor_threshold;
 };
 
@@ -142,33 +160,32 @@ struct HsStep {
     float* vector[NUM_VALUES];
     HsTable table;
     HsSelect select;
-    const double* frequency;  // [W / 2] of the rotary embedding, or null
-    double rope_magnitude;    // multiplies cos and sin: 1, or YaRN's
-    uint8_t* workspace;       // hs_step_bytes(), 64-aligned
+    const HsRotary* rotary;  // [num_rotaries]
+    uint8_t* workspace;      // hs_step_bytes(), 64-aligned
     // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; the last row is
     // for parts outside the layers. Null: the clock is not read.
     int64_t* times;
-    // [max_rows, num_layers, F / 32 rounded up] one bit per neuron, written for each computed row, in
-    // order: the named neurons, in a layer where neurons are named; otherwise those whose row of
+    // [max_rows, num_layers, num_neurons / 32 rounded up] one bit per neuron, written for each computed row,
+    // in order: the named neurons, in a layer where neurons are named; otherwise those whose row of
     // `down` is used (mode dense: all). Null: nothing is written.
     uint32_t* fired;
     // [max_rows, F] what observers see of a layer's neurons, for two rows or more: the predictor's scores,
     // written by OP_PREDICT; gates before the activation (NaN where a neuron is not predicted) and hidden
     // values, written by OP_NEURONS. Null: nothing is written.
     float *seen_predicted, *seen_gate, *seen_hidden;
-    int64_t num_layers, num_ops, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
+    int64_t num_layers, num_ops, num_rotaries, width, context_length;
+    int64_t num_neurons;  // of the layer with most
     int64_t max_rows;  // 1 .. MAX_ROWS
     // Bytes of the weight rows that all steps so far needed, see NeuronBytes.
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;
     int64_t attention_bytes;  // of query, key, value and output projection
-    float epsilon;
-    int32_t is_adjacent, activation, mode, predictor_kind;
+    int32_t mode;
     int32_t key_kind, value_kind, is_key_rotated, is_value_rotated;  // of the cache
     float embedding_scale;  // multiplies the rows of the embedding
 };
 
 // A token of a step. The computed rows of one sequence follow one another without gaps in position; each
-// attends to the positions of its sequence up to its own (see HsSelect). A row with a source is not
+// attends to the positions of its sequence up to its own (see HsSelect and the layer's window). A row with a source is not
 // computed: the keys and values of that earlier row are copied to this row's sequence.
 struct HsRow {
     int64_t token, position;

@@ -145,6 +145,7 @@ def _attend_part(
     peaks,
     weights,
     scale,
+    window,
     num_heads,
     key_block_stride,
     value_block_stride,
@@ -163,7 +164,7 @@ def _attend_part(
 ):
     """One program per key-value head, part of the context and row. For each of the head's queries
     it computes the maximum score, the sum of e^(score - maximum), and the sum of the values
-    weighted by e^(score - maximum)."""
+    weighted by e^(score - maximum). Tiles before the row's window are not read."""
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     to = part
@@ -177,20 +178,26 @@ def _attend_part(
         table += own * table_stride
     last = tl.load(position)
     begin = part * SPLIT
-    if begin <= last:
+    end = tl.minimum(begin + SPLIT, last + 1)
+    if window is not None:
+        least = last + 1 - window  # the first position of the window, if there are as many
+        begin += tl.maximum(least - begin, 0) // TILE * TILE
+    if begin < end:
         column_W = tl.arange(0, BLOCK)
         in_head_W = column_W < WIDTH
         group_G = tl.arange(0, GROUP_BLOCK)
         peak_G = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
         weight_G = tl.zeros([GROUP_BLOCK], tl.float32)
         sum_GW = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
-        end = tl.minimum(begin + SPLIT, last + 1)
         head_key = key + kv_head.to(tl.int64) * key_head_stride
         head_value = value + kv_head.to(tl.int64) * value_head_stride
         first = begin
         while first < end:
             at_P = first + tl.arange(0, TILE)
-            is_live = (at_P < end)[:, None] & in_head_W[None, :]
+            is_read_P = at_P < end
+            if window is not None:
+                is_read_P = is_read_P & (at_P >= least)
+            is_live = is_read_P[:, None] & in_head_W[None, :]
             row_P = at_P.to(tl.int64)[:, None]
             column = column_W[None, :]
             if table is not None:  # a tile is within a block
@@ -212,7 +219,7 @@ def _attend_part(
                 query = qkv + (kv_head * GROUP + number) * WIDTH
                 query_W = tl.load(query + column_W, mask=in_head_W, other=0.0)
                 score_P = tl.sum(key_PW * query_W[None, :], axis=1) * scale
-                score_P = tl.where(at_P < end, score_P, float("-inf"))
+                score_P = tl.where(is_read_P, score_P, float("-inf"))
                 score_GP = tl.where((group_G == number)[:, None], score_P[None, :], score_GP)
             new_G = tl.maximum(peak_G, tl.max(score_GP, axis=1))
             new_G = tl.where(group_G < GROUP, new_G, 0.0)
@@ -244,6 +251,7 @@ def _attend_join(
     weights,
     position,
     out,
+    window,
     num_heads,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -252,8 +260,8 @@ def _attend_join(
     NUM_ROWS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
 ):
-    """One program per head and row: combines the parts, up to the one with the row's position,
-    under a common maximum score."""
+    """One program per head and row: combines the parts, from the one where the row's window begins
+    to the one with the row's position, under a common maximum score."""
     head = tl.program_id(0)
     part_S = tl.arange(0, PARTS_BLOCK)
     first = 0
@@ -261,7 +269,10 @@ def _attend_join(
         first = tl.program_id(1) * NUM_PARTS
         position += tl.program_id(1)
         out += tl.program_id(1) * num_heads * WIDTH
-    is_live_S = part_S <= tl.load(position) // SPLIT
+    last = tl.load(position)
+    is_live_S = part_S <= last // SPLIT
+    if window is not None:
+        is_live_S = is_live_S & (part_S >= tl.maximum(last + 1 - window, 0) // SPLIT)
     at_S = (first + part_S) * num_heads + head
     column_W = tl.arange(0, BLOCK)
     in_head_W = column_W < WIDTH
@@ -332,9 +343,13 @@ def attend(
     out_HW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> None:
     cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
+    assert window is None or window > 0, window
     assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
     context = cache.context_length
     num_parts, split = attend_parts(context), attend_split(context)
@@ -355,7 +370,8 @@ def attend(
         sums,
         peaks,
         weights,
-        width**-0.5,
+        float(scale),
+        window,
         num_heads,
         *cache.paging,
         WIDTH=width,
@@ -375,6 +391,7 @@ def attend(
         weights,
         position_1,
         out_HW,
+        window,
         num_heads,
         WIDTH=width,
         BLOCK=block,

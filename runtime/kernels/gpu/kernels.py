@@ -121,9 +121,12 @@ class Attend(Protocol):
         out_HW: Tensor,
         sequence_1: Tensor | None = None,
         table_SN: Tensor | None = None,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> None:
-        """softmax(q k / sqrt W) v over the positions 0 to `position_1` inclusive. `scratch` is f32
-        with at least `attend_scratch` values per row."""
+        """softmax(scale q k) v over the positions up to `position_1` inclusive: the last `window` of
+        them, or all. Triton reads no tile of 64 keys before the window. `scratch` is f32 with at least `attend_scratch` values per row."""
 
 
 class Predict(Protocol):

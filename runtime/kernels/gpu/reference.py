@@ -114,6 +114,9 @@ def attend(
     out_HW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> None:
     if table_SN is not None and sequence_1 is not None:
         key_CKW, value_CKW = (
@@ -122,10 +125,11 @@ def attend(
         )
     _, num_kv, width = key_CKW.shape
     count = int(position_1) + 1
+    read = slice(0 if window is None else max(0, count - window), count)
     query_KGW = qkv[: num_heads * width].double().view(num_kv, -1, width)
-    key_KWC = key_CKW[:count].double().permute(1, 2, 0)
-    share_KGC = (query_KGW @ key_KWC / width**0.5).softmax(dim=-1)
-    out_HW.copy_((share_KGC @ value_CKW[:count].double().transpose(0, 1)).view_as(out_HW))
+    key_KWC = key_CKW[read].double().permute(1, 2, 0)
+    share_KGC = (query_KGW @ key_KWC * scale).softmax(dim=-1)
+    out_HW.copy_((share_KGC @ value_CKW[read].double().transpose(0, 1)).view_as(out_HW))
 
 
 @by_rows

@@ -89,6 +89,9 @@ def _attend(
     out_HW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
     group = num_heads // num_kv
@@ -98,7 +101,7 @@ def _attend(
         kept = slice(head, head + 1)
         reference.attend(
             qkv[heads], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, group, scratch,
-            out[heads], sequence_1, table_SN,
+            out[heads], sequence_1, table_SN, scale=scale, window=window,
         )  # fmt: skip
 
 

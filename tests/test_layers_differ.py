@@ -1,0 +1,360 @@
+"""Layers with their own windows, rotary embeddings, scales, heads and neurons, against float64: in
+torch, in the native step at every level, in hybrid steps with the float64 kernels.
+
+Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from models import changed, differing_spec, family_spec, make_model, make_sizes
+from reference import norm, rel_error, weights
+from test_runtime import make_split
+
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Attention
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model import attention
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.batch import Row, rows_of
+from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.plain_backend import plain_backend
+
+native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+LEVELS = library.usable_levels() if library.is_available() else []
+BOUND = 1e-5  # against float64, with all weights and the cache in f32; the largest seen was 1e-6
+SIZES = make_sizes(num_layers=6, num_neurons=96, context_length=300)
+IDS = np.random.default_rng(3).integers(0, SIZES.vocab_size, 300).tolist()
+
+
+# ---- the definition, in float64 --------------------------------------------------------------
+
+
+def attend_ref(query_THW, key_CKW, value_CKW, scale, window):
+    """Attention of the last T of C positions, one score at a time: f64 [T, H * W]."""
+    num_tokens, num_heads, _ = query_THW.shape
+    num_cached, num_kv, _ = key_CKW.shape
+    out_THW = np.zeros(query_THW.shape)
+    for t in range(num_tokens):
+        position = num_cached - num_tokens + t
+        read = [k for k in range(position + 1) if window is None or position - k < window]
+        for head in range(num_heads):
+            kv_head = head * num_kv // num_heads
+            score = scale * key_CKW[read, kv_head] @ query_THW[t, head]
+            share = np.exp(score - score.max())
+            out_THW[t, head] = share / share.sum() @ value_CKW[read, kv_head]
+    return out_THW.reshape(num_tokens, -1)
+
+
+def turned(x_THW, rotary):
+    if rotary is None:
+        return x_THW
+    width = x_THW.shape[-1]
+    frequency = rotary.theta ** (-np.arange(0, width, 2) / width) / rotary.scaling.factor
+    angle = np.arange(len(x_THW))[:, None, None] * frequency
+    pairs = x_THW.reshape(*x_THW.shape[:2], *((-1, 2) if rotary.pairing == "adjacent" else (2, -1)))
+    axis = -1 if rotary.pairing == "adjacent" else -2
+    a, b = np.take(pairs, 0, axis), np.take(pairs, 1, axis)
+    rotated = (a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle))
+    return np.stack(rotated, axis).reshape(x_THW.shape)
+
+
+def activated(x, name):
+    if name == "relu":
+        return np.maximum(x, 0)
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def logits_ref(model, ids):
+    """Logits [T, V] of a Llama in mode dense."""
+    x = weights(model, "token_embd.weight")[ids]
+    for index, layer in enumerate(model.spec.layers):
+
+        def w(name, index=index):
+            return weights(model, f"blk.{index}.{name}.weight")
+
+        a, neurons, epsilon = layer.attention, layer.neurons, model.spec.epsilon
+        y = norm(x, w("attn_norm"), epsilon)
+        query, key, value = (
+            (y @ w(f"attn_{name}").T).reshape(len(ids), -1, a.head_dim) for name in "qkv"
+        )
+        query, key = turned(query, a.rotary), turned(key, a.rotary)
+        heads = attend_ref(query, key, value, a.score_scale, a.window)
+        x = x + heads @ w("attn_output").T
+        y = norm(x, w("ffn_norm"), epsilon)
+        hidden = activated(y @ w("ffn_gate").T, neurons.activation) * (y @ w("ffn_up").T)
+        x = x + hidden @ w("ffn_down_t")
+    return norm(x, weights(model, "output_norm.weight"), model.spec.epsilon) @ (
+        weights(model, model.head_name).T
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(spec=differing_spec(SIZES, window=9))
+
+
+@pytest.fixture(scope="module")
+def want(model):
+    return logits_ref(model, IDS[:100])
+
+
+def windowed(window, context=600, heads=(4, 2), head_width=None):
+    """A layer of this window, between two layers without one."""
+    sizes = make_sizes(
+        num_layers=3, width=32, num_neurons=32, num_heads=heads[0], num_kv_heads=heads[1],
+        head_width=head_width, context_length=context,
+    )  # fmt: skip
+    spec = family_spec("llama", sizes)
+    first, middle, last = spec.layers
+    of_window = changed(spec.with_layers([middle]), Attention, window=window).layers
+    return make_model(spec=spec.with_layers([first, *of_window, last]))
+
+
+# ---- torch -----------------------------------------------------------------------------------
+
+
+def drawn(num_tokens, num_cached, heads):
+    generator = torch.Generator().manual_seed(num_tokens + num_cached)
+    shapes = (num_tokens, heads[0]), (num_cached, heads[1]), (num_cached, heads[1])
+    return tuple(torch.randn(*shape, 8, generator=generator) for shape in shapes)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 7, 8, 19, 20, 21, 50])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("score_bytes", [1, 700, 1 << 20])
+def test_torch(monkeypatch, heads, window, score_bytes):
+    monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
+    for num_tokens, num_cached in ((1, 1), (1, 20), (5, 5), (7, 20), (20, 20)):
+        tensors = drawn(num_tokens, num_cached, heads)
+        want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, window)
+        for compute in (attention.attend, attention.attend_by_heads, attention.attend_on_gpu):
+            assert rel_error(compute(*tensors, scale=0.3, window=window), want) < 1e-6
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_the_bound_rejects_a_window_off_by_one(wrong):
+    tensors = drawn(7, 20, (6, 2))
+    want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, 6)
+    assert rel_error(attention.attend(*tensors, scale=0.3, window=6 + wrong), want) > 1e-2
+
+
+def test_rotaries_are_shared_by_layers_with_equal_ones(model):
+    with Engine.of(model, mode="dense") as engine:
+        found = [layer.attention.rotary for layer in engine.layers]
+    # By rotary embedding and head width: layers 0, 1 and 4 to 3.
+    assert found[2] is found[5] is None
+    assert found[0] is found[3] and found[0] is not found[1]
+
+
+# ---- the native step -------------------------------------------------------------------------
+
+
+def in_torch(engine, ids):
+    """Logits of a prompt whose passes an observer sees, which go through torch."""
+    with engine.observe(lambda name, layer, tensor: None, lambda name, layer: False):
+        return engine.logits(ids)
+
+
+def stepped(engine, ids):
+    return torch.stack([engine._step(token, position) for position, token in enumerate(ids)])
+
+
+def test_layers_that_differ_in_torch(model, want):
+    with Engine.of(model, mode="dense", cache_type_k="f32") as engine:
+        assert rel_error(in_torch(engine, IDS[:100]), want) < BOUND
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+def test_layers_that_differ_in_the_native_step(restore_library, model, want, level):
+    """Token by token, in one prompt, in several, and with any number of threads."""
+    library.set_level(level)
+    with Engine.of(model, mode="dense", cache_type_k="f32") as engine:
+        assert engine.not_native is None
+        library.set_threads(1)
+        alone = stepped(engine, IDS[:100])
+        assert rel_error(alone, want) < BOUND
+        for count, num_rows in ((1, 100), (2, 100), (3, 33)):
+            library.set_threads(count)
+            assert torch.equal(engine.logits(IDS[:num_rows]), alone[:num_rows])
+            assert torch.equal(stepped(engine, IDS[:20]), alone[:20])
+
+
+@native
+def test_layers_that_differ_as_observers_see_them(model):
+    """Each observer gets the neurons of the layer, as many as it has."""
+    seen = {}
+    with Engine.of(model, mode="dense", cache_type_k="f32") as engine:
+        assert engine._live.has_native_layers
+        for kind in ("native", "torch"):
+
+            def note(name, layer, tensor, kind=kind):
+                seen[kind, name, layer] = tensor.clone()
+
+            names = {"ffn_gate", "layer_out"} | ({"attn_out"} if kind == "torch" else set())
+            with engine.observe(note, lambda name, layer, names=names: name in names):
+                engine.hidden(IDS[:60])
+    for layer in range(SIZES.num_layers):
+        for name in ("ffn_gate", "layer_out"):
+            got, plain = seen["native", name, layer], seen["torch", name, layer]
+            assert got.shape == plain.shape and rel_error(got, plain) < BOUND
+
+
+@native
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_layers_that_differ_in_sparse_modes(mode):
+    spec = differing_spec(SIZES, window=9)
+    model = make_model(spec=spec, predictor_rank=8)
+    model = replace(model, threshold_L=(0.02,) * SIZES.num_layers)
+    with Engine.of(model, mode=mode, cache_type_k="f32") as engine:
+        assert rel_error(stepped(engine, IDS[:40]), in_torch(engine, IDS[:40])) < BOUND
+
+
+EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 272, 599, 600, 1000)
+POSITIONS = (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 512, 599)
+
+
+@native
+@pytest.mark.parametrize("window", EDGES)
+@pytest.mark.parametrize("heads, head_width", [((4, 2), None), ((5, 1), 24)])
+def test_windows_at_every_edge(window, heads, head_width):
+    """Edges of tiles, blocks and parts of the cache, for rows alone and together."""
+    ids = np.random.default_rng(1).integers(0, 50, 600).tolist()
+    model = windowed(window, heads=heads, head_width=head_width)
+    want = logits_ref(model, ids)
+    with Engine.of(model, mode="dense", cache_type_k="f32", context_length=600) as engine:
+        got = engine.logits(ids)
+        assert rel_error(got, want) < BOUND
+        assert max(rel_error(a, b) for a, b in zip(got, want, strict=True)) < 1e-4
+        for position in POSITIONS:
+            assert torch.equal(engine._step(ids[position], position), got[position]), position
+
+
+@native
+@pytest.mark.parametrize("wrong", [-1, 1])
+@pytest.mark.parametrize("window", [2, 17, 65, 257])
+def test_the_bound_rejects_a_step_with_another_window(window, wrong):
+    ids = np.random.default_rng(1).integers(0, 50, 600).tolist()
+    want = logits_ref(windowed(window), ids)
+    with Engine.of(windowed(window + wrong), mode="dense", cache_type_k="f32") as engine:
+        error = rel_error(engine.logits(ids), want)
+    assert error > 10 * BOUND
+
+
+@native
+@pytest.mark.parametrize("window", [1, 16, 40, 300])
+def test_keys_before_the_window_are_not_read(window):
+    """Those of whole tiles before it: NaN there changes nothing."""
+    ids = np.random.default_rng(1).integers(0, 50, 600).tolist()
+    with Engine.of(windowed(window), mode="dense", cache_type_k="f32") as engine:
+        want = engine.logits(ids)[599]
+        cache = engine.layers[1].attention.cache
+        last = (600 - window) // 16 * 16
+        cache.key_CKW[:last] = cache.value_CKW[:last] = torch.nan
+        assert torch.equal(engine._step(ids[599], 599), want)
+        if last + 16 <= 599:  # the first tile of the window is read
+            cache.value_CKW[last : last + 16] = torch.nan
+            assert engine._step(ids[599], 599).isnan().all()
+
+
+@native
+def test_sequences_and_drafts_in_blocks(model, want):
+    """Three sequences in blocks of 64 positions, each with several rows in a step: each row has the
+    bits that it has alone."""
+    with Engine.of(model, mode="dense", cache_type_k="f32") as single:
+        alone = single.logits(IDS[:100])
+    with Engine.of(model, mode="dense", cache_type_k="f32", num_sequences=3) as engine:
+        decoder, cache = engine._live, engine._live.weights.cache
+        for sequence in range(3):
+            cache.reserve(sequence, 0, 100)
+        starts, texts = (0, 0, 0), {0: 70, 1: 63, 2: 96}
+        for sequence, length in texts.items():
+            decoder.run(rows_of(IDS[:length], starts[sequence], "none", sequence))
+        rows: list[Row] = []
+        for sequence, length in texts.items():
+            rows += rows_of(IDS[length : length + 4], length, "all", sequence)
+        got = decoder.run(rows)
+    right = torch.cat([alone[length : length + 4] for length in texts.values()])
+    assert torch.equal(got, right) and rel_error(alone, want) < BOUND
+
+
+@native
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
+    """Queries, keys and values of each layer, as many as it has, give what torch gives."""
+    with Engine.of(
+        model, mode="dense", cache_type_k="f32", num_sequences=num_sequences
+    ) as engine, torch.inference_mode():  # fmt: skip
+        found = engine._live.weights
+        host, found_heads = HostAttention.of(found), []
+        found.cache.reserve(num_sequences - 1, 0, 150)
+        for index, layer in enumerate(found.layers):
+            size = layer.attention.widths[0]
+            qkv = torch.randn(150, size, generator=torch.Generator().manual_seed(index))
+            got = host.attend(index, qkv, num_sequences - 1, 0)
+            turns = attention.Turns(0, 150)
+            plain = layer.attention._attend(qkv.clone(), num_sequences - 1, 0, turns)
+            assert rel_error(got, plain) < BOUND
+            found_heads.append(got.shape[1])
+        assert len(set(found_heads)) > 1
+
+
+# ---- hybrid steps ----------------------------------------------------------------------------
+
+
+@native
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_layers_that_differ_in_a_hybrid_step(mode, num_rows):
+    """Some layers are divided, some are on the "GPU", which computes in float64, some on the CPU."""
+    sizes = make_sizes(num_layers=6, num_neurons=96, context_length=64)
+    model = make_model(spec=differing_spec(sizes, window=9), predictor_rank=8)
+    model = replace(model, threshold_L=(0.02,) * 6)
+    hot = [
+        np.arange(3, 40),
+        np.arange(64),
+        np.arange(0),
+        np.arange(5, 60),
+        np.arange(9),
+        np.arange(0),
+    ]
+    split = make_split(model, hot, dense_on_gpu=[1, 1, 1, 1, 0, 0], context_length=64)
+    cpu = torch.device("cpu")
+    with Engine.of(model, split, mode=mode) as engine:
+        placement = Placement.of_split(split, (cpu,))
+        backend = plain_backend(reference_kernels())
+        step = hybrid_builder.build(
+            engine._live.weights, placement, 0, engine.traffic, backend, max_rows=num_rows
+        )
+        got = []
+        for start in range(0, 40, num_rows):
+            rows = rows_of(IDS[start : start + num_rows], start, "all")
+            got.append(step.run_rows(rows).clone())
+        assert rel_error(torch.cat(got), stepped(engine, IDS[:40])) < 2e-3  # the cache is in f16
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+def test_a_selection_of_keys_is_refused_for_windows():
+    with pytest.raises(HotsplitError) as refused:
+        Engine.of(windowed(7), kv_offload="on", device="cpu")
+    line = str(refused.value)
+    assert "1 of 3 layers have windows of at most 7 tokens" in line and "\n" not in line
+    assert "leave --kv-offload out" in line
+
+
+def test_capped_positions_are_refused_for_layers_that_differ():
+    sizes = make_sizes(num_layers=2, context_length=2048)
+    spec = family_spec("llama", sizes)
+    bare = changed(spec.with_layers(spec.layers[:1]), Attention, rotary=None).layers
+    model = make_model(spec=spec.with_layers([*bare, *spec.layers[1:]]))
+    with pytest.raises(HotsplitError, match="do not all have the same rotary embedding; leave it"):
+        Engine.of(model, kv_offload="positions=capped,window=256,top=256,sinks=0", device="cpu")
