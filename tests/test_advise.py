@@ -36,7 +36,7 @@ def files(tmp_path, monkeypatch):
         "tokenizer.huggingface.json": TOKENIZER.read_text(encoding="utf-8"),
         "tokenizer.ggml.eos_token_id": np.uint32(0),
     }
-    shape = make_sizes(vocab_size=4096, context_length=256)
+    shape = make_sizes(vocab_size=4096, context_length=256, num_neurons=512)
     model = make_model(sizes=shape, kind="f16", activation="silu", extra_keys=keys)
     dataclasses.replace(model, path=tmp_path / "m.gguf").save(tmp_path / "m.gguf")
     (tmp_path / "t.txt").write_text(text_of(0, 20_000))

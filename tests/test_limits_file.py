@@ -234,7 +234,7 @@ def test_what_convert_cannot_write_is_refused(tmp_path):
         (base, other, "limits of model another mode"),
         (relu, good, "this relu model cannot have them"),
         (base, tmp_path / "none.safetensors", "none.safetensors"),
-        (base, base, "wanted a hotsplit.artifacts.limits_file file"),
+        (base, base, "wanted a hotsplit.limits file"),
     ):
         with pytest.raises(HotsplitError, match=message) as refusal:
             convert(ConvertConfig(source=source, output=output, limits=path))
