@@ -88,7 +88,7 @@ class _Builder:
         self.host = HostBuffers.of(
             width, spec.most_neurons, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
             table_SN=table.block_SN if has_cache and not table.is_whole else None,
-            attended=(0, 0) if has_cache else spec.most_attention,
+            attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]

@@ -114,7 +114,6 @@ class DeviceBuffers:
                 attend_scratch(table.context_length, a.num_heads, a.head_dim)
                 for a in (layer.attention for layer in spec.layers)
             )
-        most_qkv, most_heads = spec.most_attention
         has_table = has_cache and not table.is_whole
         ranks = [
             layer.ffn.predictor.down.weight.num_rows
@@ -137,8 +136,8 @@ class DeviceBuffers:
             x_D=take_rows(width),
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
-            qkv=take((max_rows * most_qkv,), _REAL),
-            heads=take((max_rows * most_heads,), _REAL),
+            qkv=take((max_rows * spec.most_qkv_size,), _REAL),
+            heads=take((max_rows * spec.most_query_size,), _REAL),
             scratch=take((max_rows * scratch,), _REAL),
             inner=take((max_rows * max(ranks, default=0),), _REAL),
             named_W=take_rows(-(-spec.most_neurons // 32), torch.int32),

@@ -222,12 +222,6 @@ class ModelSpec:
         return max(layer.neurons.number for layer in self.layers)
 
     @cached_property
-    def most_attention(self) -> tuple[int, int]:
-        """The most values of queries, keys and values of a token in a layer, and of its heads."""
-        blocks = [layer.attention for layer in self.layers]
-        return max(a.qkv_size for a in blocks), max(a.query_size for a in blocks)
-
-    @cached_property
     def num_neurons(self) -> int:
         """Neurons of all layers."""
         return sum(layer.neurons.number for layer in self.layers)
