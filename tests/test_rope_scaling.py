@@ -201,7 +201,7 @@ def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, cap
     assert main([*words, "--rope-scaling", "yarn"]) == 1
     assert "needs a factor, --rope-scale" in capsys.readouterr().err
     with pytest.raises(HotsplitError, match="rope scale 0.5"):
-        dataclasses.replace(config, rope_scale=0.5)
+        dataclasses.replace(config.engine, rope_scale=0.5)
 
 
 LLAMA3 = {
