@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, renamed, reordered and encoded when they are written, according to
 its blueprint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -37,7 +37,7 @@ def tensor_entries(
     sources = _sources(checkpoint, plan, wanted)
     entries = {}
     for name, shape in wanted.items():
-        constant = _constant(plan, name)
+        constant = _by_end(plan.constants, name)
         if constant is not None:
             entries[name] = array_entry(np.full(shape, constant), "f32")
             continue
@@ -51,7 +51,8 @@ def tensor_entries(
         target_shape = shape[::-1] if is_transposed else shape
         kind = types.kind(target, target_shape)
         order = rows.order if rows else None
-        read = partial(_read_rows, checkpoint, source, order, is_transposed, kind)
+        added = _by_end(plan.added, name) or 0.0
+        read = partial(_read_rows, checkpoint, source, order, is_transposed, kind, added)
         entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
     if plan.rope_factors is not None:
         entries["rope_freqs.weight"] = array_entry(plan.rope_factors, "f32")
@@ -67,16 +68,17 @@ def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Ite
     for name in wanted:
         rows = _rows(plan, name)
         source = sources.get(rows.source if rows else name)
-        if source is None or _constant(plan, name) is not None:
+        if source is None or _by_end(plan.constants, name) is not None:
             continue
         order = rows.order if rows else None
         target = name.replace(DOWN, DOWN_T)
         is_transposed = target != name and target in written.tensors
         tensor = checkpoint.read(source)
         tensor = tensor if order is None else tensor[torch.from_numpy(order)]
-        want = (tensor.T if is_transposed else tensor).to(torch.float32).numpy()
+        added = _by_end(plan.added, name) or 0.0
+        want = (tensor.T if is_transposed else tensor).to(torch.float32).numpy() + added
         entry = written.tensors[target if is_transposed else name]
-        values = restore(entry, want, f"{checkpoint.folder}: tensor {source!r}")
+        values = restore(entry, want, f"{checkpoint.folder}: tensor {source!r}") - added
         yield Restored(source=source, rows=order, values=values.T if is_transposed else values)
 
 
@@ -86,6 +88,7 @@ def _read_rows(
     order: np.ndarray | None,
     is_transposed: bool,
     kind: str,
+    added: float,
     start: int,
     stop: int,
 ) -> np.ndarray:
@@ -102,6 +105,8 @@ def _read_rows(
     else:
         tensor = whole[start:stop]
     what = f"{checkpoint.tensors[source].file}: tensor {source!r}"
+    if added:
+        tensor = tensor.to(torch.float32) + added
     return encode(tensor, kind, what, rows=rows)
 
 
@@ -133,9 +138,9 @@ def _split(name: str) -> tuple[str, str]:
     return f"blk.{layer}.", inner
 
 
-def _constant(plan: Blueprint, name: str) -> float | None:
-    found = [value for end, value in plan.constants.items() if name.endswith(end)]
-    return found[0] if found else None
+def _by_end(values: Mapping[str, float], name: str) -> float | None:
+    """The value for a name that ends with one of the keys."""
+    return next((value for end, value in values.items() if name.endswith(end)), None)
 
 
 def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[str, str]:
@@ -144,7 +149,7 @@ def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[st
     shapes: Shapes = {}
     for name, shape in wanted.items():
         rows = _rows(plan, name)
-        if _constant(plan, name) is None:
+        if _by_end(plan.constants, name) is None:
             shapes[rows.source if rows else name] = (rows.num_rows, *shape[1:]) if rows else shape
     sources: dict[str, str] = {}
     for source, tensor in checkpoint.tensors.items():

@@ -14,12 +14,14 @@ from reference import rel_error
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from hotsplit import Engine
@@ -77,7 +79,24 @@ CASES = {
     "falcon-one-after-the-other": FalconConfig(**FALCON | UNTIED, parallel_attn=False, bias=True),
     "falcon-many-keys": FalconConfig(**FALCON, multi_query=False, bias=True, activation="relu"),
     "phi3": Phi3Config(**GATED | ODD, sliding_window=None),
-}
+    # Contexts beyond the window, which is no multiple of a block.
+    "gemma3": Gemma3TextConfig(
+        **GATED | ODD, head_dim=32, sliding_window=5, query_pre_attn_scalar=48,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma3-biases-untied": Gemma3TextConfig(
+        **GATED | MQA | UNTIED | {"num_hidden_layers": 7}, head_dim=16, sliding_window=3,
+        attention_bias=True, query_pre_attn_scalar=16, hidden_activation="silu",
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    ),
+    "smollm3": SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
+    "smollm3-biases-untied": SmolLM3Config(
+        **GATED | UNTIED | {"num_hidden_layers": 8}, attention_bias=True, mlp_bias=True
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +162,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
             assert torch.equal(engine._step(token, position), got[position])
 
 
-STOCK = ["llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b"]
+STOCK = ["llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3", "smollm3"]
 
 
 @pytest.mark.parametrize("case", STOCK)

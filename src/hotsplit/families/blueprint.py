@@ -32,7 +32,7 @@ class Blueprint:
 
     `rows` has an entry for each tensor whose rows are reordered, by its name within a layer or, for
     tensors outside the layers, by its full name. Tensors whose names end with one of `constants` are not in the
-    checkpoint and have this value everywhere."""
+    checkpoint and have this value everywhere; to those with an end in `added`, that is added."""
 
     spec: ModelSpec
     threshold: float
@@ -41,6 +41,7 @@ class Blueprint:
     rope_factors: np.ndarray | None = None  # f32 [head_dim / 2]
     rows: Mapping[str, Rows] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
+    added: Mapping[str, float] = field(default_factory=dict)
     ignored: tuple[str, ...] = IGNORED  # suffixes of the names of tensors that are left out
     notes: tuple[str, ...] = ()
 

@@ -142,8 +142,9 @@ class ConfigReader:
             )
 
     def rotary(
-        self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = ROPE_TYPES
-    ) -> tuple[Sizes, Rotary, np.ndarray | None]:
+        self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = ROPE_TYPES,
+        default_theta: float = 10000.0,
+    ) -> tuple[Sizes, Rotary, np.ndarray | None]:  # fmt: skip
         """The sizes, whose context YaRN may extend, the rotary embedding, and Llama 3's divisors of
         the frequencies (f32 [head_dim / 2]) or None.
 
@@ -164,7 +165,7 @@ class ConfigReader:
             )
         for reader in (self, rope):
             reader.refuse("partial_rotary_factor", 1.0, 1)
-        theta = rope.positive("rope_theta", self.positive("rope_theta", 10000.0))
+        theta = rope.positive("rope_theta", self.positive("rope_theta", default_theta))
         scaling = NO_SCALING
         if kind == "linear":
             scaling = RopeScaling(kind="linear", factor=rope.positive("factor"))
@@ -175,6 +176,41 @@ class ConfigReader:
             theta=theta, pairing=pairing, scaling=scaling, has_factors=factors is not None
         )
         return sizes, rotary, factors
+
+    def rotary_of(
+        self, sizes: Sizes, layers: str, theta_key: str, default_theta: float
+    ) -> tuple[Sizes, Rotary, np.ndarray | None]:
+        """`rotary`, with pairs half a head apart, of the layers of a type of which the config has
+        parameters of their own (`rope_parameters[layers]`, transformers 5) or at least a theta
+        (4); `rope_scaling` is that of layers with full attention."""
+        nested = self.values.get("rope_parameters") or {}
+        if not isinstance(nested, dict):
+            raise HotsplitError(
+                f"{self.path}: rope_parameters is {shown(nested)}, wanted an object or null"
+            )
+        theta = self.values.get(theta_key)
+        own = {"rope_parameters": nested.get(layers), "rope_theta": theta, "rope_scaling": None}
+        if layers == "full_attention":
+            own["rope_scaling"] = self.values.get("rope_scaling")
+        read = ConfigReader(self.path, {**self.said, **own}, max_rows=self.max_rows)
+        return read.rotary(sizes, "halves", ("default", "linear"), default_theta)
+
+    def layers_with_window(self, num_layers: int, period: int) -> list[bool]:
+        """Whether each layer has the window, by `layer_types`, or else all layers but each last one
+        of a period."""
+        types = self.values.get("layer_types")
+        if not isinstance(types, list) and types is not None:
+            types = [types]
+        if types is None:
+            period = self.count("sliding_window_pattern", period)
+            return [(layer + 1) % period != 0 for layer in range(num_layers)]
+        known = ("full_attention", "sliding_attention")
+        if len(types) != num_layers or not all(name in known for name in types):
+            raise HotsplitError(
+                f"{self.path}: layer_types is {shown(types)}, wanted {num_layers} of"
+                f" {' or '.join(known)}; this checkpoint is not supported"
+            )
+        return [name == known[1] for name in types]
 
     def window(self, context_length: int, is_used: bool = True) -> tuple[int, tuple[str, ...]]:
         """The context length, cut to a sliding window, and a note if it is cut.

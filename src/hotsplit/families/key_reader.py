@@ -256,6 +256,21 @@ class KeyReader:
                 )
         return first
 
+    def layers_with_window(self, num_layers: int, period: int) -> list[bool]:
+        """Whether each layer has the window: by a key with a value for each or with a period, or
+        else all layers but each last one of `period`."""
+        key = f"{self.graph.name}.attention.sliding_window_pattern"
+        found = self.keys.get(key)
+        if isinstance(found, list):
+            if len(found) != num_layers or not all(isinstance(value, bool) for value in found):
+                raise HotsplitError(
+                    f"{self.path}: key {key!r} is {shown(found)}, wanted {num_layers} of true or"
+                    " false"
+                )
+            return [bool(value) for value in found]
+        period = self.count("attention.sliding_window_pattern", period)
+        return [(layer + 1) % period != 0 for layer in range(num_layers)]
+
     def rotary(self, pairing: Pairing) -> Rotary:
         return Rotary(
             theta=self.positive(f"{self.graph.name}.rope.freq_base", 10000.0),

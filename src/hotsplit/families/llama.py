@@ -67,9 +67,14 @@ def _llama(
 def llama_sizes(read: ConfigReader, has_window: bool = True) -> tuple[Sizes, tuple[str, ...]]:
     """The sizes, from the keys that Llama's relatives share, and a note if a sliding window cuts
     the context."""
-    heads, kv_heads, head_dim = read.heads("num_attention_heads")
     context, notes = read.window(read.count("max_position_embeddings"), has_window)
-    sizes = Sizes(
+    return whole_sizes(read, context), notes
+
+
+def whole_sizes(read: ConfigReader, context_length: int) -> Sizes:
+    """The sizes, from the keys that Llama's relatives share, but for the context."""
+    heads, kv_heads, head_dim = read.heads("num_attention_heads")
+    return Sizes(
         num_layers=read.count("num_hidden_layers"),
         hidden_size=read.count("hidden_size"),
         num_neurons=read.count("intermediate_size"),
@@ -77,10 +82,9 @@ def llama_sizes(read: ConfigReader, has_window: bool = True) -> tuple[Sizes, tup
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=read.count("vocab_size"),
-        context_length=context,
+        context_length=context_length,
         epsilon=read.positive("rms_norm_eps"),
     )
-    return sizes, notes
 
 
 def llama_spec(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families import falcon, llama, opt, phi, qwen
+from hotsplit.families import falcon, gemma, llama, opt, phi, qwen, smollm
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
@@ -23,12 +23,22 @@ FAMILIES: dict[str, Family] = {
     "FalconForCausalLM": falcon.FALCON,
     "RWForCausalLM": falcon.FALCON,
     "Phi3ForCausalLM": phi.PHI3,
+    "Gemma3ForCausalLM": gemma.GEMMA3,
+    "SmolLM3ForCausalLM": smollm.SMOLLM3,
 }
 
 # By llama.cpp's or PowerInfer's name.
 ARCHITECTURES: dict[str, Architecture] = {
     graph.name: graph
-    for graph in (llama.GRAPH, qwen.QWEN2_GRAPH, qwen.QWEN3_GRAPH, falcon.GRAPH, opt.GRAPH)
+    for graph in (
+        llama.GRAPH,
+        qwen.QWEN2_GRAPH,
+        qwen.QWEN3_GRAPH,
+        falcon.GRAPH,
+        opt.GRAPH,
+        gemma.GRAPH,
+        smollm.GRAPH,
+    )  # fmt: skip
 }
 
 

@@ -234,9 +234,10 @@ class ModelSpec:
 
     @cached_property
     def rotary(self) -> Rotary | None:
-        """The rotary embedding of the layers without a window; None if they have none."""
-        attentions = [layer.attention for layer in self.layers]
-        return next((a.rotary for a in attentions if a.rotary and a.window is None), None)
+        """The rotary embedding of the layers without a window, or else of those with one; None if
+        the model has none."""
+        found = [layer.attention for layer in self.layers if layer.attention.rotary is not None]
+        return min(found, key=lambda a: a.window is not None).rotary if found else None
 
     @cached_property
     def most_rank(self) -> int:

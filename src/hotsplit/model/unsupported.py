@@ -20,7 +20,7 @@ _BY_NAME = (
     (("gemma",), "Gemma's graph (scaled embeddings, additional norms) is not supported"),
     (("gpt2", "gptneo", "gpt_neo", "gptj", "bloom", "mpt", "starcoder", "codegen", "stablelm",
       "phi2", "phiforcausallm", "olmo", "cohere", "command-r", "granite", "glm", "internlm",
-      "baichuan", "minicpm", "exaone", "smollm3", "nemotron", "ernie", "hunyuan", "plamo"),
+      "baichuan", "minicpm", "exaone", "nemotron", "ernie", "hunyuan", "plamo"),
      "its graph is not supported"),
 )  # fmt: skip
 _EXPERTS = "mixtures of experts are not supported"
@@ -36,8 +36,8 @@ _BY_KEY = {
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
 CHECKPOINTS = (
-    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3, Falcon and OPT, and sparse variants of them (ReLULLaMA,"
-    " ProSparse, Bamboo, TurboSparse)"
+    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3, Gemma 3, SmolLM3, Falcon and OPT, and sparse variants of"
+    " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse)"
 )
 
 
