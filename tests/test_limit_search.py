@@ -130,7 +130,7 @@ def test_the_bytes_of_a_model_are_those_of_its_matrices() -> None:
         model = family_model(family)
         found = Bytes.of(model)
         want = [sum(model.tensors[f"blk.{n}.{name}.weight"].num_bytes for name in saved)
-                for n in range(model.shape.num_layers)]  # fmt: skip
+                for n in range(model.spec.num_layers)]  # fmt: skip
         assert found.saved_L.tolist() == want
         matrices = {n: e.num_bytes for n, e in model.tensors.items() if len(e.shape) == 2}
         if "output.weight" in matrices:
