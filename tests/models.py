@@ -3,7 +3,7 @@
 Letters: L layers, F neurons, B bins of a histogram."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,6 +156,7 @@ def make_model(
     seed: int = 0,
     path: Path = Path("memory.gguf"),
     extra_keys: dict[str, Value] | None = None,
+    last: Sequence[str] = (),
 ) -> ModelFile:
     """A sparse model file in memory; `.save(path)` writes it to disk.
 
@@ -182,7 +183,7 @@ def make_model(
         tensors={},
         extra_keys=extra_keys or {},
     )
-    wanted = required_shapes(model)
+    wanted = required_shapes(model, last)
     if is_tied:
         del wanted["output.weight"]
     random = np.random.default_rng(seed)
@@ -227,7 +228,9 @@ def family_model(
     name, options, is_post_norm = FAMILIES[family]
     changes = {"is_post_norm": True} if is_post_norm else {}
     spec = family_spec(name, sizes or make_sizes(), "relu", options, **changes)
-    model = make_model(spec=spec, kind=kind, predictor_rank=predictor_rank, seed=seed, path=path)
+    model = make_model(
+        spec=spec, kind=kind, predictor_rank=predictor_rank, seed=seed, path=path, last=options
+    )
     predictor = model.predictor
     return replace(
         model,
@@ -261,10 +264,22 @@ def byte_level_keys() -> tuple[dict[str, Value], int]:
     return keys, len(vocab)
 
 
-def required_shapes(model: ModelFile) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a model file with an untied head must have, by name."""
+def required_shapes(model: ModelFile, last: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a model file with an untied head must have, by name, in the order
+    in which random weights are drawn for them: those of the layers follow the others, and in a
+    layer predictors, biases of norms and then the names in `last` follow the weights."""
     required, _ = model.expected_shapes()
-    return required | {"output.weight": (model.spec.vocab_size, model.spec.hidden_size)}
+    required |= {"output.weight": (model.spec.vocab_size, model.spec.hidden_size)}
+
+    def place(name: str) -> tuple[int, int]:
+        if not name.startswith("blk."):
+            return -1, 0
+        _, layer, inner = name.split(".", 2)
+        if inner in last:
+            return int(layer), 3 + last.index(inner)
+        return int(layer), 2 * inner.endswith(".bias") + inner.startswith("ffn_pred_")
+
+    return dict(sorted(required.items(), key=lambda item: place(item[0])))
 
 
 def _random_entry(
