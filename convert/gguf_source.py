@@ -134,8 +134,11 @@ def _entry(
         kind = TensorTypes(outtype="q8_0").kind(target, shape)
     if kind == entry.kind and not is_transposed:
         return entry
-    read = partial(_transposed_rows if is_transposed else _unpacked_rows, entry)
     label = f"{config.source}: tensor {target!r}"
+    if (entry.kind, kind) == ("q5_0", "q8_0") and not is_transposed:
+        same = dataclasses.replace(entry, kind=kind, read_rows=partial(_q5_0_as_q8_0, entry))
+        return _checked(same, label)
+    read = partial(_transposed_rows if is_transposed else _unpacked_rows, entry)
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         return encode(read(start, stop), kind, label)
@@ -173,6 +176,18 @@ def _is_finite(data: np.ndarray, kind: str) -> bool:
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
     """f32 rows of a tensor of any type that gguf can unpack."""
     return _unpack(entry.read_rows(start, stop), entry.kind)
+
+
+def _q5_0_as_q8_0(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+    """Rows of q5_0 as q8_0 with the same values: the scales, and integers of 5 bits as 8 bits
+    (block_q5_0 in ggml-common.h: an f16 scale, 32 high bits, 32 low halves of bytes)."""
+    packed = entry.read_rows(start, stop)
+    blocks = packed.reshape(-1, GGML_QUANT_SIZES[type_of("q5_0")][1])
+    high = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
+    low = np.concatenate([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], axis=1)
+    values = ((high << 4) | low).astype(np.int8) - np.int8(16)
+    made = np.concatenate([blocks[:, :2], values.view(np.uint8)], axis=1)
+    return made.reshape(len(packed), -1)
 
 
 def _transposed_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
@@ -224,5 +239,6 @@ def _error_notes(
         want = read(tensors[names[target]], 0, count).astype(np.float64)
         got = _unpacked_rows(entries[target], 0, count).astype(np.float64)
         error = float(np.linalg.norm(got - want)) / max(1e-30, float(np.linalg.norm(want)))
-        notes.append(f"{old_kind} repacked as {kind}: relative error {error:.1e} ({target})")
+        loss = f"relative error {error:.1e} ({target})" if error else "the same values"
+        notes.append(f"{old_kind} repacked as {kind}: {loss}")
     return tuple(notes)
