@@ -43,7 +43,7 @@ def stepped(engine, ids=IDS):
 
 
 def make(tmp_path, **options):
-    shape = options.pop("shape", None) or make_sizes(num_layers=L, num_neurons=F)
+    shape = options.pop("sizes", None) or make_sizes(num_layers=L, num_neurons=F)
     threshold = options.pop("threshold", 0.05)
     model = make_model(sizes=shape, predictor_rank=8, **options)
     return dataclasses.replace(

@@ -25,8 +25,10 @@ from hotsplit.model.spec import (
     Activation,
     Attention,
     Block,
+    LayerSpec,
     ModelSpec,
     Neurons,
+    Norm,
     PredictorKind,
     Rotary,
 )
@@ -117,7 +119,7 @@ def changed(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
 
 def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
     """A Llama whose layers differ, in turn, in the window, the rotary embedding, the scale of scores,
-    the numbers and widths of heads, the neurons and the activation."""
+    the numbers and widths of heads, the neurons, the activation and the norms' epsilon."""
     rotaries = (
         Rotary(theta=10000.0, pairing="adjacent"),
         Rotary(theta=500.0, pairing="halves", scaling=RopeScaling(kind="linear", factor=2.0)),
@@ -129,8 +131,9 @@ def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
         {"num_heads": 2, "num_kv_heads": 2, "head_dim": 32},
         {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16},
     )
-    layers = []
-    for index, layer in enumerate(family_spec("llama", sizes).layers):
+    layers: list[LayerSpec] = []
+    base = family_spec("llama", sizes)
+    for index, layer in enumerate(base.layers):
         attention = replace(
             layer.attention, **heads[index % 4], rotary=rotaries[index % 3],
             window=(window, None, 2 * window)[index % 3], scale=(None, 0.35, 0.2)[index % 3],
@@ -139,8 +142,9 @@ def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
         activation: Activation = ("relu", "silu", "gelu_tanh")[index % 3]
         neurons = replace(layer.neurons, number=number, activation=activation)
         own = {Attention: attention, Neurons: neurons}
-        layers.append(replace(layer, blocks=tuple(own.get(type(b), b) for b in layer.blocks)))
-    return family_spec("llama", sizes).with_layers(layers)
+        layer = replace(layer, blocks=tuple(own.get(type(b), b) for b in layer.blocks))
+        layers += changed(base.with_layers([layer]), Norm, epsilon=0.01 * (1 + index % 2)).layers
+    return base.with_layers(layers)
 
 
 def make_model(

@@ -79,20 +79,19 @@ def logits_ref(model, ids):
         def w(name, index=index):
             return weights(model, f"blk.{index}.{name}.weight")
 
-        a, neurons, epsilon = layer.attention, layer.neurons, model.spec.epsilon
-        y = norm(x, w("attn_norm"), epsilon)
+        a, neurons = layer.attention, layer.neurons
+        y = norm(x, w("attn_norm"), layer.norms["attn_norm"].epsilon)
         query, key, value = (
             (y @ w(f"attn_{name}").T).reshape(len(ids), -1, a.head_dim) for name in "qkv"
         )
         query, key = turned(query, a.rotary), turned(key, a.rotary)
         heads = attend_ref(query, key, value, a.score_scale, a.window)
         x = x + heads @ w("attn_output").T
-        y = norm(x, w("ffn_norm"), epsilon)
+        y = norm(x, w("ffn_norm"), layer.norms["ffn_norm"].epsilon)
         hidden = activated(y @ w("ffn_gate").T, neurons.activation) * (y @ w("ffn_up").T)
         x = x + hidden @ w("ffn_down_t")
-    return norm(x, weights(model, "output_norm.weight"), model.spec.epsilon) @ (
-        weights(model, model.head_name).T
-    )
+    y = norm(x, weights(model, "output_norm.weight"), model.spec.output_norm.epsilon)
+    return y @ weights(model, model.head_name).T
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +330,7 @@ def test_layers_that_differ_in_a_hybrid_step(mode, num_rows):
         placement = Placement.of_split(split, (cpu,))
         backend = plain_backend(reference_kernels())
         step = hybrid_builder.build(
-            engine._live.weights, placement, 0, engine.traffic, backend, max_rows=num_rows
+            engine._live.weights, placement, engine.traffic, backend, max_rows=num_rows
         )
         got = []
         for start in range(0, 40, num_rows):

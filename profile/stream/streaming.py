@@ -135,7 +135,7 @@ class LayerStream:
         """The model's output norm, on the CPU."""
         placement = Placement.on_one_device(model.spec.num_layers, CPU)
         builder = Builder(model, placement, "dense", 1)
-        return builder.norm("output_norm", CPU)
+        return builder.output_norm(CPU)
 
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:
         """Runs every window through every layer; after each window of a layer, `on_tokens` gets the

@@ -16,7 +16,9 @@ from hotsplit.costs.budget import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import ModelSpec
+from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
+from hotsplit.model.tensors import KEY_NORM, QUERY_NORM
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -126,7 +128,7 @@ class Builder:
             embedding=embedding,
             positions=positions,
             layers=layers,
-            output_norm=self.norm("output_norm", head_device, "head"),
+            output_norm=self.output_norm(head_device, "head"),
             head=Linear(weight=head),
             head_device=head_device,
         )
@@ -175,19 +177,22 @@ class Builder:
 
     def norms(self, index: int, device: torch.device) -> dict[str, Norm]:
         """The norms of a layer, by name."""
-        found = {}
-        for name in self.spec.layers[index].norms:
-            norm = self.norm(f"blk.{index}.{name}", device)
-            assert norm is not None, (index, name)
-            found[name] = norm
-        return found
+        return {
+            name: self.norm(norm, f"blk.{index}.{name}", device)
+            for name, norm in self.spec.layers[index].norms.items()
+        }
 
-    def norm(self, name: str, device: torch.device, item: str = "attention") -> Norm | None:
+    def output_norm(self, device: torch.device, item: str = "attention") -> Norm | None:
+        norm = self.spec.output_norm
+        return None if norm is None else self.norm(norm, norm.name, device, item)
+
+    def norm(
+        self, norm: NormSpec, name: str, device: torch.device, item: str = "attention"
+    ) -> Norm:
         weight_D = self.vector(f"{name}.weight", device, item)
-        if weight_D is None:
-            return None
         bias_D = self.vector(f"{name}.bias", device, item)
-        return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=self.model.spec.epsilon)
+        assert weight_D is not None, name
+        return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=norm.epsilon)
 
     def linear(
         self, index: int, name: str, device: torch.device, item: str = "attention"
@@ -216,14 +221,20 @@ class Builder:
 
     def attention(self, index: int, device: torch.device) -> Attention:
         block, attends_on = (
-            self.model.spec.layers[index].attention,
+            self.spec.layers[index].attention,
             self.placement.cache_device(index),
         )
+        norms = [
+            None
+            if (norm := block.head_norm) is None
+            else self.norm(norm, f"blk.{index}.{name}", attends_on)
+            for name in (QUERY_NORM, KEY_NORM)
+        ]
         return Attention(
             inputs=self.attention_inputs(index, device),
             output=self.linear(index, "attn_output", device),
-            query_norm=self.norm(f"blk.{index}.attn_q_norm", attends_on),
-            key_norm=self.norm(f"blk.{index}.attn_k_norm", attends_on),
+            query_norm=norms[0],
+            key_norm=norms[1],
             cache=LayerCache.of(
                 self.table,
                 block.num_kv_heads,

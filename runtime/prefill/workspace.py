@@ -116,7 +116,7 @@ def _two_layers(
         embedding=matrix_of(model.tensors["token_embd.weight"], cpu),
         positions=matrix_of(positions, cpu) if positions else None,
         layers=(layer, layer),
-        output_norm=builder.norm("output_norm", cpu),
+        output_norm=builder.output_norm(cpu),
         head=Linear(weight=matrix_of(model.tensors[model.head_name], cpu)),
         head_device=cpu,
     )

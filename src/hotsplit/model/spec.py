@@ -255,11 +255,6 @@ class ModelSpec:
         return max(layer.attention.qkv_size for layer in self.layers)
 
     @property
-    def epsilon(self) -> float:
-        """That of the norms of the first layer."""
-        return next(iter(self.layers[0].norms.values())).epsilon
-
-    @property
     def rope_scaling(self) -> RopeScaling:
         return NO_SCALING if self.rotary is None else self.rotary.scaling
 
