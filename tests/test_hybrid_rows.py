@@ -93,7 +93,7 @@ def saved(tmp_path, **options):
     from models import make_sizes
 
     shape = make_sizes(num_layers=4, num_neurons=96, context_length=128)
-    model = make(tmp_path, shape=options.pop("sizes", shape), **options)
+    model = make(tmp_path, sizes=options.pop("sizes", shape), **options)
     model.save(model.path)
     return model
 

@@ -331,7 +331,7 @@ def test_layers_that_differ_in_a_hybrid_step(mode, num_rows):
         placement = Placement.of_split(split, (cpu,))
         backend = plain_backend(reference_kernels())
         step = hybrid_builder.build(
-            engine._live.weights, placement, 0, engine.traffic, backend, max_rows=num_rows
+            engine._live.weights, placement, engine.traffic, backend, max_rows=num_rows
         )
         got = []
         for start in range(0, 40, num_rows):
