@@ -43,9 +43,9 @@ def stepped(engine, ids=IDS):
 
 
 def make(tmp_path, **options):
-    shape = options.pop("sizes", None) or make_sizes(num_layers=L, num_neurons=F)
+    sizes = options.pop("sizes", None) or make_sizes(num_layers=L, num_neurons=F)
     threshold = options.pop("threshold", 0.05)
-    model = make_model(sizes=shape, predictor_rank=8, **options)
+    model = make_model(sizes=sizes, predictor_rank=8, **options)
     return dataclasses.replace(
-        model, threshold_L=(threshold,) * shape.num_layers, path=tmp_path / "m.gguf"
+        model, threshold_L=(threshold,) * sizes.num_layers, path=tmp_path / "m.gguf"
     )

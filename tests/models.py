@@ -270,22 +270,24 @@ def byte_level_keys() -> tuple[dict[str, Value], int]:
 
 def required_shapes(model: ModelFile, last: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that a model file with an untied head must have, by name, in the order
-    in which random weights are drawn for them: those of the layers follow the others, and in a
-    layer predictors and biases of norms follow the weights; names in `last` follow all layers."""
+    in which random weights are drawn for them: those of the layers follow the others, in a layer
+    predictors and biases of norms follow the weights, norms come before other weights of attention
+    and of the neurons, and the names in `last` follow all layers."""
     required, _ = model.expected_shapes()
     required |= {"output.weight": (model.spec.vocab_size, model.spec.hidden_size)}
 
-    def place(name: str) -> tuple[int, int]:
+    def place(name: str) -> tuple[int, int, int]:
         if not name.startswith("blk."):
-            return -1, 0
+            return -1, 0, 0
         _, layer, inner = name.split(".", 2)
         if inner in last:
-            return model.spec.num_layers + int(layer), last.index(inner)
-        if inner.endswith(".bias"):
-            return int(layer), 2
-        begins = ("ffn_pred_", "ffn_norm.", "ffn_", "attn_norm.", "attn_", "")
-        begin = next(index for index, x in enumerate(begins) if inner.startswith(x))
-        return int(layer), (1, -1, 0, -3, -2, 0)[begin]
+            return model.spec.num_layers, int(layer), last.index(inner)
+        is_inner = not inner.startswith(("attn_norm", "ffn_norm"))
+        return (
+            int(layer),
+            2 * inner.endswith(".bias") + inner.startswith("ffn_pred_"),
+            2 * inner.startswith("ffn_") + is_inner,
+        )
 
     return dict(sorted(required.items(), key=lambda item: place(item[0])))
 

@@ -59,7 +59,7 @@ class Cached:
 
     @classmethod
     def of(cls, tmp_path, plan="random", mode="predicted", backend=None, seed=0, **options):
-        shape = options.pop("shape", None) or make_sizes(num_layers=L, num_neurons=F)
+        shape = options.pop("sizes", None) or make_sizes(num_layers=L, num_neurons=F)
         hot, dense, head, home = PLANS[plan] if isinstance(plan, str) else plan
         model = make_model(sizes=shape, predictor_rank=8, **options)
         model = dataclasses.replace(

@@ -41,17 +41,6 @@ class Weights:
     head: Linear
     head_device: torch.device
 
-    @cached_property
-    def most_neurons(self) -> int:
-        """F of the widest layer."""
-        return max(layer.ffn.num_neurons for layer in self.layers)
-
-    @property
-    def most_widths(self) -> tuple[int, int]:
-        """The largest of each of Attention.widths."""
-        qkv, heads = zip(*(layer.attention.widths for layer in self.layers), strict=True)
-        return max(qkv), max(heads)
-
     @property
     def embedding_scale(self) -> float:
         return self.spec.embedding_scale

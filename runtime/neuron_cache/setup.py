@@ -101,7 +101,7 @@ class CacheSetup:
     ) -> NeuronCache:
         """The cache for loaded weights. If `is_joined`, its slots are rows of the weights;
         otherwise the decode step attaches them."""
-        num_neurons = weights.most_neurons
+        num_neurons = weights.spec.most_neurons
         residency = Residency(resident_LN, num_neurons)
         policy = self.policy_of(resident_LN, num_neurons)
         cache = NeuronCache(policy, residency, self.most_rows)
