@@ -18,6 +18,7 @@ samples to the mean of the last fifth. Clients run on the same processor."""
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -48,7 +49,7 @@ from hotsplit.files.atomic import partial_file  # noqa: E402
 
 MAX_GROWTH = 0.02  # of resident memory
 STUCK_S = 600.0
-WORDS = (
+WORDS = (  # noqa: SIM905  # words
     "river lantern copper window garden thunder paper winter mountain silver music harbour kettle "
     "orange velvet engine forest candle bridge summer marble pocket ribbon shadow"
 ).split()
@@ -212,10 +213,8 @@ async def _asked(port: int, request: Request, patience: float | int | None) -> A
     if not isinstance(patience, float):
         answer = await asked
         return answer if most is None else None
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asked, patience)
-    except TimeoutError:
-        pass
     return None
 
 

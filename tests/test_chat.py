@@ -285,9 +285,8 @@ def test_messages_that_the_template_rejects_are_removed(engine):
 
 def test_closing_a_conversation_releases_its_sequence(engine):
     for _ in range(4):
-        with talk(engine), talk(engine) as chat:
-            with pytest.raises(HotsplitError, match="in use"):
-                engine.sequence()
+        with talk(engine), talk(engine) as chat, pytest.raises(HotsplitError, match="in use"):
+            engine.sequence()
         with pytest.raises(HotsplitError, match="closed"):
             text_of(chat.say("Hello"))
 

@@ -3,11 +3,11 @@ line reports the failure, and the part is not tried again."""
 
 import _thread
 import dataclasses
-import os
 import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,7 +272,7 @@ Engine.load(sys.argv[2], split=sys.argv[3], device="cpu")
 
 
 def test_the_next_load_reports_a_check_that_ended_its_process(planned, load):
-    here = os.path.dirname(__file__)
+    here = Path(__file__).parent
     done = run_python(KILLED, here, planned[0], planned[1])
     assert done.returncode == -9
     (checks,) = stored_checks()

@@ -308,7 +308,7 @@ def test_all_neurons_on_the_cpu(tmp_path):
         step = hybrid(engine, split, plain_backend(reference_kernels()))
         assert rel_error(steps(step), want) < BOUNDS["f32"]
         for side, items in (("gpu", split.gpu_bytes), ("cpu", split.cpu_bytes)):
-            got = {item: count for item, count in engine.bytes_by_role[side].items()}
+            got = dict(engine.bytes_by_role[side].items())
             assert {**got, "workspace": 0} == {**items, "workspace": 0}
     with pytest.raises(HotsplitError, match="leave one out"):
         Engine.load(model.path, split=tmp_path / "s.gguf", cpu_ffn=True)

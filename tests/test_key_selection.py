@@ -371,9 +371,12 @@ def test_a_restored_state_continues_bit_for_bit(path, tmp_path, at):
     with load(path) as engine, engine.sequence() as text:
         restore_prompt(text, tmp_path / "s", engine.prompt_key())
         assert torch.equal(text.extend(IDS[at:], "all"), expected[at:])
-    with load(path, RULES[1]) as engine, engine.sequence() as text:
-        with pytest.raises(HotsplitError, match="another cache type: .*bounds.*, this is .*mean"):
-            restore_prompt(text, tmp_path / "s", engine.prompt_key())
+    with (
+        load(path, RULES[1]) as engine,
+        engine.sequence() as text,
+        pytest.raises(HotsplitError, match="another cache type: .*bounds.*, this is .*mean"),
+    ):
+        restore_prompt(text, tmp_path / "s", engine.prompt_key())
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -172,13 +172,15 @@ def test_an_engine_on_a_device_gives_the_cpus_logits(tmp_path, plan):
     ids = IDS[:100]
     with Engine.load(model.path, kv_offload=str(SOME_KEYS), **ON_THE_CPU) as engine:
         want, prompt = stepped(engine, ids[:6]), engine.logits(ids)
-    with fake_cuda(num_devices=2) as cuda:
-        with Engine.load(model.path, split=tmp_path / "s.gguf", device="cuda") as engine:
-            assert engine.not_native is None and cuda.num_graphs >= 1
-            assert not engine.bytes_by_role["gpu"]["kv_cache"]
-            for layer in engine.layers:
-                assert layer.attention.cache.device.type == "cpu"
-            got, read = stepped(engine, ids[:6]), engine.logits(ids)
+    with (
+        fake_cuda(num_devices=2) as cuda,
+        Engine.load(model.path, split=tmp_path / "s.gguf", device="cuda") as engine,
+    ):
+        assert engine.not_native is None and cuda.num_graphs >= 1
+        assert not engine.bytes_by_role["gpu"]["kv_cache"]
+        for layer in engine.layers:
+            assert layer.attention.cache.device.type == "cpu"
+        got, read = stepped(engine, ids[:6]), engine.logits(ids)
     check_the_runtime()
     assert rel_error(got, want) < BOUNDS["f32"]
     differs = (read - prompt).abs().amax(dim=1) > 1e-4 * prompt.abs().max()
@@ -225,28 +227,30 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
     """A step is interrupted between submitting and finishing; the other text's next logits are as
     before."""
     model, split = offloaded(tmp_path, "random", num_sequences=2)
-    with fake_cuda():
-        with Engine.load(
+    with (
+        fake_cuda(),
+        Engine.load(
             model.path, split=tmp_path / "s.gguf", device="cuda", num_sequences=2
-        ) as engine:
-            step = engine._live.native
-            with engine.sequence() as text, engine.sequence() as other:
-                text.extend(IDS[:80], "none")
-                other.extend(IDS[:70], "none")
-                want = text.extend([IDS[80]])
-                text.rollback(80)
-                submit = step._submit
+        ) as engine,
+    ):
+        step = engine._live.native
+        with engine.sequence() as text, engine.sequence() as other:
+            text.extend(IDS[:80], "none")
+            other.extend(IDS[:70], "none")
+            want = text.extend([IDS[80]])
+            text.rollback(80)
+            submit = step._submit
 
-                def interrupted(segments):
-                    submit(segments)
-                    raise KeyboardInterrupt
+            def interrupted(segments):
+                submit(segments)
+                raise KeyboardInterrupt
 
-                object.__setattr__(step, "_submit", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    other.extend([5])
-                object.__setattr__(step, "_submit", submit)
-                other.close()
-                assert torch.equal(text.extend([IDS[80]]), want)
+            object.__setattr__(step, "_submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                other.extend([5])
+            object.__setattr__(step, "_submit", submit)
+            other.close()
+            assert torch.equal(text.extend([IDS[80]]), want)
     check_the_runtime()
 
 
@@ -258,17 +262,19 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
 def test_the_announced_bytes_are_those_allocated(tmp_path, num_sequences):
     """The cache with its tables takes no bytes on the device, only main memory."""
     model, split = offloaded(tmp_path, "mixed", num_sequences=num_sequences)
-    with fake_cuda():
-        with Engine.load(
+    with (
+        fake_cuda(),
+        Engine.load(
             model.path, split=tmp_path / "s.gguf", device="cuda", num_sequences=num_sequences
-        ) as engine:
-            (memory,) = engine.memories.values()
-            assert "kv_cache" not in memory.taken and not split.gpu_bytes["kv_cache"]
-            caches = [layer.attention.cache for layer in engine.layers]
-            kept = [(c.key_BKPX, c.value_BKPX, *c.tables.tensors) for c in caches]
-            taken = sum(tensor.nbytes for tensors in kept for tensor in tensors)
-            assert split.cpu_bytes["kv_cache"] == taken
-            assert memory.taken["attention"] == split.gpu_bytes["attention"]
+        ) as engine,
+    ):
+        (memory,) = engine.memories.values()
+        assert "kv_cache" not in memory.taken and not split.gpu_bytes["kv_cache"]
+        caches = [layer.attention.cache for layer in engine.layers]
+        kept = [(c.key_BKPX, c.value_BKPX, *c.tables.tensors) for c in caches]
+        taken = sum(tensor.nbytes for tensors in kept for tensor in tensors)
+        assert split.cpu_bytes["kv_cache"] == taken
+        assert memory.taken["attention"] == split.gpu_bytes["attention"]
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_an_option_without_its_argument_names_the_commands_help(capsys):
 
 
 def test_sizes_in_the_usual_spellings():
-    sizes = "8G 8g 8 8GiB 8192M 8388608K".split()
+    sizes = ["8G", "8g", "8", "8GiB", "8192M", "8388608K"]
     assert {parse_bytes(size) for size in sizes} == {8 << 30}
     assert parse_bytes("1T") == 1 << 40 and parse_bytes("8GB") == 8 * 10**9
 

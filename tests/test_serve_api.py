@@ -438,7 +438,7 @@ def test_concurrent_requests_get_the_same_text_as_alone(served, engine):
     def guarded(number):
         try:
             client(number)
-        except Exception as error:  # for the main thread
+        except Exception as error:  # noqa: BLE001  # for the main thread
             failures.append(error)
 
     threads = [threading.Thread(target=guarded, args=(number,)) for number in range(12)]

@@ -116,3 +116,4 @@ def bench(
         finish({}, False, [f"note: {note}" for note in report.notes])
     else:
         finish(to_json(report) if as_json else {}, as_json, lines_of(report))
+    return None
