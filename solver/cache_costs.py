@@ -37,13 +37,8 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.budget import down_kind, is_cached, layer_bytes, layer_tensors
 from hotsplit.options.neuron_cache import CacheCosts
-from hotsplit.solver.problem import (
-    Placement,
-    Problem,
-    ffn_seconds,
-    num_visits,
-    overfetch,
-)
+from hotsplit.solver.problem import Placement, Problem, ffn_seconds, num_visits
+from hotsplit.solver.problem_builder import overfetch
 
 # The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5

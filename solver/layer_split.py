@@ -34,12 +34,8 @@ from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.pipeline import PipelinePlacement
-from hotsplit.solver.problem import (
-    Placement,
-    copy_seconds,
-    head_launches_s,
-    layer_seconds,
-)
+from hotsplit.solver.problem import Placement
+from hotsplit.solver.problem_builder import copy_seconds, head_launches_s, layer_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from hotsplit.solver.pipeline import (
     plan_is_feasible,
     plan_seconds,
 )
-from hotsplit.solver.problem import build_problem
+from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
 from hotsplit.solver.verify import verify
 

@@ -9,13 +9,8 @@ from typing import cast
 
 import numpy as np
 
-from hotsplit.artifacts.model_file import (
-    SPLIT_ARCHITECTURE,
-    TEMPLATE_KEY,
-    TOKENIZER_KEY,
-    ModelFile,
-    PredictorInfo,
-)
+from hotsplit.artifacts.model_file import TEMPLATE_KEY, TOKENIZER_KEY, ModelFile, PredictorInfo
+from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
 from hotsplit.inspection.artifact_summaries import SplitSummary
