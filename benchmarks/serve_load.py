@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from machine import machine, processor, slug
+from machine import machine, write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from serve_client import (  # noqa: E402
@@ -44,8 +44,6 @@ from serve_client import (  # noqa: E402
     gauges,
     stream,
 )
-
-from hotsplit.files.atomic import partial_file  # noqa: E402
 
 MAX_GROWTH = 0.02  # of resident memory
 STUCK_S = 600.0
@@ -83,13 +81,7 @@ def main() -> int:
         log = Path(folder) / "server.log"
         with ServerProcess(arguments.model, log, *_options(arguments)) as server:
             result = asyncio.run(measure(server, arguments))
-    output = arguments.output
-    if output is None:
-        name = f"serve-load-{slug(processor())}.json"
-        output = Path(__file__).parent / "results" / name
-    with partial_file(output) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {output}", file=sys.stderr)
+    print(f"wrote {write_result(result, 'serve-load', arguments.output)}", file=sys.stderr)
     print(json.dumps(result))
     return 1 if result["failures"] else 0
 
