@@ -186,6 +186,16 @@ def ffn_seconds(
     return np.maximum(gpu_L, cpu_L)
 
 
+def placement_ffn_seconds(problem: Problem, placement: Placement) -> np.ndarray:
+    """M_l of every layer of a placement, f64 [L]."""
+    return ffn_seconds(
+        problem,
+        hot_touched_L=(problem.touched_LF * placement.hot_LF).sum(axis=1),
+        num_hot_L=placement.num_hot_L,
+        dense_L=placement.dense_L,
+    )
+
+
 def num_visits(dense_L: np.ndarray, head: bool) -> int:
     """Runs of consecutive blocks on the GPU, the head being the last block."""
     on_I = np.append(dense_L, head).astype(np.int8)
@@ -194,12 +204,7 @@ def num_visits(dense_L: np.ndarray, head: bool) -> int:
 
 def placement_seconds(problem: Problem, placement: Placement) -> float:
     """T, the expected seconds of one token."""
-    ffn_L = ffn_seconds(
-        problem,
-        hot_touched_L=(problem.touched_LF * placement.hot_LF).sum(axis=1),
-        num_hot_L=placement.num_hot_L,
-        dense_L=placement.dense_L,
-    )
+    ffn_L = placement_ffn_seconds(problem, placement)
     dense_L = np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
     head = problem.head_gpu_s if placement.head else problem.head_cpu_s
     visits_s = problem.visit_s * num_visits(placement.dense_L, placement.head)
