@@ -43,9 +43,16 @@ def stepped(engine, ids=IDS):
 
 
 def make(tmp_path, **options):
-    shape = options.pop("shape", None) or make_sizes(num_layers=L, num_neurons=F)
+    shape = options.pop("sizes", None) or make_sizes(num_layers=L, num_neurons=F)
     threshold = options.pop("threshold", 0.05)
     model = make_model(sizes=shape, predictor_rank=8, **options)
     return dataclasses.replace(
         model, threshold_L=(threshold,) * shape.num_layers, path=tmp_path / "m.gguf"
     )
+
+
+def made(tmp_path, plan, **options):
+    """A saved model and its plan."""
+    model = make(tmp_path, **options)
+    model.save(model.path)
+    return model, planned(tmp_path, model, plan)

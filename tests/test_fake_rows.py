@@ -25,15 +25,9 @@ from hotsplit.runtime.step.sequences import Part
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
     pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+    pytest.mark.usefixtures("one_cache"),
 ]
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def checks(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOTSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def planned(tmp_path, model, plan, num_sequences):
