@@ -34,16 +34,7 @@ from typing import Any
 from machine import machine, write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from serve_client import (  # noqa: E402
-    CHAT,
-    COMPLETE,
-    Answer,
-    Broken,
-    Refused,
-    ServerProcess,
-    gauges,
-    stream,
-)
+from serve_client import CHAT, COMPLETE, Answer, Broken, Refused, ServerProcess, gauges, stream  # noqa: E402
 
 MAX_GROWTH = 0.02  # of resident memory
 STUCK_S = 600.0

@@ -16,10 +16,7 @@ from hotsplit.costs.budget import layer_bytes
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.profile.collect_streamed import collect_streamed
-from hotsplit.profile.config import (
-    ProfileConfig,
-    check_text,
-)
+from hotsplit.profile.config import ProfileConfig, check_text
 from hotsplit.profile.corpus.corpus import Windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.counting import Counter, gates_of
@@ -95,9 +92,7 @@ class Outcome:
 
 
 def profile(
-    config: ProfileConfig,
-    on_tokens: OnTokens = lambda count: None,
-    say: Say = lambda line: None,
+    config: ProfileConfig, on_tokens: OnTokens = lambda count: None, say: Say = lambda line: None
 ) -> ProfileReport:
     """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress.
 

@@ -8,19 +8,13 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
-from hotsplit.profile.config import (
-    DEFAULT_TOKENS,
-    ProfileConfig,
-    check_model,
-)
+from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model
 from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.corpus.sources import STDIN
 from hotsplit.profile.count.resume import Settings
 from hotsplit.profile.predictors.options import predictor_choices
-from hotsplit.profile.predictors.output import (
-    PredictorOutput,
-)
+from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.report.lines import report_paths
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.engine import Engine

@@ -51,9 +51,7 @@ def solve_grouped(
         _set_start(pipeline, program, start)
     is_neuron_granular = all((layer.sizes_G == 1).all() for layer in program.layers)
     solver = _StartedHiGHS(
-        msg=False,
-        timeLimit=time_limit_s,
-        gapRel=NEURON_GAP if is_neuron_granular else GROUPED_GAP,
+        msg=False, timeLimit=time_limit_s, gapRel=NEURON_GAP if is_neuron_granular else GROUPED_GAP
     )
     program.lp.solve(solver)
     highs = program.lp.solverModel

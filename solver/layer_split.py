@@ -23,13 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.costs.budget import (
-    FLOAT_BYTES,
-    head_bytes,
-    is_predictor,
-    kv_read,
-    layer_tensors,
-)
+from hotsplit.costs.budget import FLOAT_BYTES, head_bytes, is_predictor, kv_read, layer_tensors
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.solver.inputs import Inputs

@@ -272,11 +272,7 @@ def _answer(
     seconds = plan_seconds(pipeline, plan)
     assert bound_s <= seconds * (1 + 1e-9), (bound_s, seconds)
     return Answer(
-        status=status,
-        plan=plan,
-        objective_s=seconds,
-        bound_s=min(bound_s, seconds),
-        notes=notes,
+        status=status, plan=plan, objective_s=seconds, bound_s=min(bound_s, seconds), notes=notes
     )
 
 

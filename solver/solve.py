@@ -158,9 +158,7 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
     `hotsplit.costs.budget`, for when the runtime is not available to measure it. Raises HotsplitError
     for files that do not belong together and for budgets too small; then nothing is written."""
     check_output(
-        config.output,
-        force=config.force,
-        inputs=(config.model, config.profile, config.machine),
+        config.output, force=config.force, inputs=(config.model, config.profile, config.machine)
     )
     inputs = inputs_of(config, workspace)
     began = time.perf_counter()

@@ -37,11 +37,7 @@ hotsplit.solver.solve
 """.split()  # noqa: SIM905  # words
 READERS = [*COMMANDS, "fuzz_inputs", "llguidance", "matplotlib.figure", "pyarrow.parquet"]
 # What each server has imported.
-SERVERS = {
-    "command": [*PACKAGES, *COMMANDS],
-    "python": PACKAGES,
-    "fuzz": [*PACKAGES, *READERS],
-}
+SERVERS = {"command": [*PACKAGES, *COMMANDS], "python": PACKAGES, "fuzz": [*PACKAGES, *READERS]}
 READY = b"ready\n"
 LONGEST = 1 << 20  # bytes of a request
 MOST_STDIN = 1 << 16  # bytes that a pipe holds without a reader

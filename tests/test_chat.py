@@ -20,11 +20,7 @@ from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.drawing import chain_of
 from hotsplit.runtime.generate.dry import BreakerSets
 from hotsplit.runtime.generate.generation_options import GenerationOptions
-from hotsplit.runtime.generate.reasoning import (
-    ReasoningSplitter,
-    close_reasoning,
-    opens_reasoning,
-)
+from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 

@@ -166,11 +166,7 @@ def test_several_vectors_have_the_bits_of_the_file_in_all_groups(level, preferre
 @pytest.mark.parametrize("kind", GROUPED_KIND)
 @pytest.mark.parametrize("width", [64, 160])
 def test_a_dense_model_adds_groups_with_the_bits_of_its_file(
-    preferred,
-    level,
-    tmp_path,
-    kind,
-    width,
+    preferred, level, tmp_path, kind, width
 ):
     """Tokens are computed one after another, and several at once."""
     shape = make_sizes(width=width, num_neurons=192)

@@ -141,10 +141,7 @@ def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) ->
 def schedules(tmp_path, plan, count, **options):
     model = saved(tmp_path, **options)
     compared = 0
-    with (
-        loaded(tmp_path, model, plan, 1) as single,
-        loaded(tmp_path, model, plan, ROOM) as engine,
-    ):
+    with loaded(tmp_path, model, plan, 1) as single, loaded(tmp_path, model, plan, ROOM) as engine:
         alone = Alone(single)
         for seed in range(count):
             compared += schedule(engine, alone, random.Random(f"{plan} {seed}"), 8)

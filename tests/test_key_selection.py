@@ -316,8 +316,7 @@ def test_every_level_chooses_the_same_keys(path):
 
 @native
 @pytest.mark.parametrize(
-    ("rule", "kind"),
-    [(RULES[0], "f16"), (RULES[3], "q4_0"), (READ_IN_FULL[0], "f16")],
+    ("rule", "kind"), [(RULES[0], "f16"), (RULES[3], "q4_0"), (READ_IN_FULL[0], "f16")]
 )
 def test_a_row_does_not_depend_on_the_others(path, rule, kind):
     with load(path, rule, cache_type_k=kind) as engine:

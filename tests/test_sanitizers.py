@@ -41,8 +41,7 @@ SAYS = ["-g", "-fno-sanitize-recover=all"]
 NO_AMX = '#include "kernels.h"\nconst Kernels kernels_amx = {};\n'
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or platform.machine() != "x86_64",
-    reason="needs g++ on x86-64",
+    shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"
 )
 
 

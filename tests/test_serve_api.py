@@ -153,8 +153,7 @@ def test_stop_strings(served):
     assert text_of(answer) == whole[: whole.index(stop)]
     assert answer["choices"][0]["finish_reason"] == "stop"
     chunks = served.stream(
-        "/v1/chat/completions",
-        {"messages": SAID, "max_tokens": 30, "temperature": 0, "stop": stop},
+        "/v1/chat/completions", {"messages": SAID, "max_tokens": 30, "temperature": 0, "stop": stop}
     )
     said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     assert said == text_of(answer)

@@ -4,13 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from models import (
-    load_solver_files,
-    make_machine,
-    make_model,
-    make_sizes,
-    save_solver_files,
-)
+from models import load_solver_files, make_machine, make_model, make_sizes, save_solver_files
 
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split

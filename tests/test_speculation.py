@@ -33,10 +33,7 @@ from hotsplit.runtime.generate.draft_options import SpeculationOptions
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
-from hotsplit.runtime.generate.speculation import (
-    Speculation,
-    check_rows,
-)
+from hotsplit.runtime.generate.speculation import Speculation, check_rows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted

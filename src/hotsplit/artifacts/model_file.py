@@ -23,13 +23,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import VERSION, KeyReader
 from hotsplit.families.spec_keys import spec_keys
 from hotsplit.families.table import ARCHITECTURES
-from hotsplit.files.gguf_file import (
-    TensorEntry,
-    Value,
-    can_unpack,
-    type_of,
-    write_gguf,
-)
+from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, type_of, write_gguf
 from hotsplit.files.typed import shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.model.spec import SMOOTH, Activation, ModelSpec, Predict, PredictorKind

@@ -153,11 +153,7 @@ def part_of(name: str) -> str:
 
 def _tensor_fact(name: str, entry: TensorEntry) -> TensorFact:
     return TensorFact(
-        name=name,
-        kind=entry.kind,
-        shape=entry.shape,
-        part=part_of(name),
-        num_bytes=entry.num_bytes,
+        name=name, kind=entry.kind, shape=entry.shape, part=part_of(name), num_bytes=entry.num_bytes
     )
 
 

@@ -84,10 +84,7 @@ def _tokenizer_facts(t: TokenizerFacts) -> list[Row]:
         return [("tokenizer", "none")]
     ids = ", ".join(f"{name} {number}" for name, number in t.special_ids.items())
     return [
-        (
-            "tokenizer.json",
-            "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys",
-        ),
+        ("tokenizer.json", "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys"),
         ("tokenizer.ggml", f"{t.model or 'none'}, {t.num_tokens:,} tokens; {ids or 'no ids'}"),
         ("chat template", "yes" if t.has_chat_template else "no"),
     ]
