@@ -4,7 +4,7 @@
 # make demo              the whole pipeline on the bundled model, set-up included
 # make evaluate          compare the bundled (or any) model, run by its plan, with its dense self
 # make test              the tests, set-up included
-# make check             lint and types; changes no source file
+# make check             lint, layout and types; changes no source file
 # make fuzz MINUTES=60   feed damaged files to every reader; interrupt FAULTS=200 commands; two writers
 # make test-llamacpp     our model files in llama.cpp, its files here; builds llama.cpp first (10 min)
 # make tables            the tables of the documents, from benchmarks/results
@@ -278,9 +278,11 @@ gpu-rival-source:
 gpu-rival:
 	@benchmarks/gpu_rival.sh $(PYTHON) $(GPU_RIVAL)-source $(GPU_RIVAL)
 
+CPP = $(shell find src $(STAGES) tests -name '*.cpp' -o -name '*.h' -o -name '*.c')
 check: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)
 	@ln -sfn $(CURDIR)/src/hotsplit/* $(addprefix $(CURDIR)/,$(STAGES)) $(TYPES)
 	$(BIN)/mypy

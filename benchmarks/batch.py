@@ -9,21 +9,18 @@ are tokens per second of all sequences, from the median over rounds of the mean 
 measured with and without its flash attention, and the faster counts."""
 
 import argparse
-import json
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from machine import machine, processor, slug
+from machine import result_of, write_result
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.files.atomic import partial_file
 from hotsplit.measure.timing.rounds import take_turns
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.sequences import Part
@@ -38,21 +35,13 @@ def main() -> None:
     arguments = _arguments()
     library.set_threads(arguments.threads)
     modes = arguments.modes.split(",")
-    result: dict[str, object] = {
-        "benchmark": "batch", "model": arguments.model.stem,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(),
-        "level": library.level(), "threads": arguments.threads,
-        "load_before": os.getloadavg(), "rounds": arguments.rounds,
-    }  # fmt: skip
+    result = result_of("batch", model=arguments.model.stem, level=library.level(),
+                       threads=arguments.threads, rounds=arguments.rounds)  # fmt: skip
     samples = _measure(arguments, modes)
     sides = {side: _figures(by_count) for side, by_count in samples.items()}
     result |= {"tokens_per_s": sides, "samples_s": samples, "load_after": os.getloadavg()}
     _print(sides, modes)
-    name = f"batch-{arguments.name}-{slug(processor())}.json"
-    output = arguments.output or Path(__file__).parent / "results" / name
-    with partial_file(output) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {output}")
+    print(f"wrote {write_result(result, f'batch-{arguments.name}', arguments.output)}")
 
 
 def _measure(arguments: argparse.Namespace, modes: list[str]) -> dict[str, dict[int, list[float]]]:

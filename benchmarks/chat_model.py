@@ -15,7 +15,6 @@ closer to the limit than memory alone allows, or exceed it. torch has one thread
 --torch-threads says otherwise: further ones would spin after each product and compete with ours."""
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -24,17 +23,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import torch
 from decode import _bandwidth
-from machine import machine, processor, slug
+from machine import result_of, write_result
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.files.atomic import partial_file
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.measure.timing.rounds import in_turn
 from hotsplit.runtime.kernels.cpu import library
@@ -63,34 +60,22 @@ class Measured:
 
 
 def main() -> None:
-    name = f"chat-model-{slug(processor())}.json"
-    run(parser().parse_args(), "chat_model", "SmolLM2-135M-Instruct", name)
+    run(parser().parse_args(), "chat_model", "SmolLM2-135M-Instruct", "chat-model")
 
 
 def run(arguments: argparse.Namespace, benchmark: str, model: str, name: str) -> None:
-    """Measures all types of a folder and writes the result, by default to results/`name`."""
+    """Measures all types of a folder and writes the result, by default to results/NAME-PROCESSOR.json."""
     torch.set_num_threads(arguments.torch_threads)
     ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
     weight = Residence().matrix(ones).data  # 512 MiB in huge pages, like the weights
-    result: dict[str, object] = {
-        "benchmark": benchmark,
-        "model": model,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "level": library.level(),
-        "torch_threads": arguments.torch_threads,
-        "load_before": os.getloadavg(),
-        "rounds": arguments.rounds,
-    }
+    result = result_of(benchmark, model=model, level=library.level(),
+                       torch_threads=arguments.torch_threads, rounds=arguments.rounds)  # fmt: skip
     print(f"{library.level()}, torch with {arguments.torch_threads} threads")
     threads = [int(count) for count in arguments.threads.split(",")]
     types = arguments.types.split(",")
     result["types"] = {kind: _type(arguments, kind, threads, weight) for kind in types}
     result["load_after"] = os.getloadavg()
-    output = arguments.output or Path(__file__).parent / "results" / name
-    with partial_file(output) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {output}")
+    print(f"wrote {write_result(result, name, arguments.output)}")
 
 
 def _type(

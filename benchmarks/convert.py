@@ -26,9 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGUFReader
-from machine import machine, processor, slug
-
-from hotsplit.files.atomic import partial_file
+from machine import machine, processor, slug, write_result
 
 RIVAL_OUTTYPE = {"f16": "f16", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "f16"}
 WITHOUT_FSYNC = (
@@ -70,8 +68,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with partial_file(arguments.output) as unfinished:
-        unfinished.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(result, "convert", arguments.output)
     print(json.dumps(result))
 
 

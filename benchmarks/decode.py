@@ -12,7 +12,6 @@ mean counts. The sparse feed-forward is also measured alone,
 over a tenth of the neurons, counting only the bytes of their rows."""
 
 import argparse
-import json
 import math
 import os
 import random
@@ -20,20 +19,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from machine import machine, processor, slug
+from machine import result_of, write_result
 from planted_checkpoint import make_planted
 from random_checkpoint import Shape
 from rival import Rival
 
 from hotsplit import Engine
 from hotsplit.convert.convert import ConvertConfig, convert
-from hotsplit.files.atomic import partial_file
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.measure.timing.rounds import in_turn
 from hotsplit.runtime.device.bits import pack_bits
@@ -42,6 +39,7 @@ from hotsplit.runtime.model.feed_forward import Gate
 from hotsplit.runtime.model.native_neurons import NativeNeurons
 from hotsplit.runtime.weights.resident import Residence
 
+MODEL = "synthetic: planted_checkpoint.py"
 MODES = ("dense", "exact", "predicted")
 FFN = "a tenth of all neurons"
 CONTEXT = 128
@@ -86,26 +84,14 @@ def main() -> None:
     torch.set_num_threads(1)
     ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
     weight = Residence().matrix(ones).data  # in huge pages, like the weights
-    result: dict[str, object] = {
-        "benchmark": "decode",
-        "model": "synthetic: planted_checkpoint.py",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "level": library.level(),
-        "load_before": os.getloadavg(),
-        "rounds": arguments.rounds,
-    }
+    result = result_of("decode", model=MODEL, level=library.level(), rounds=arguments.rounds)
     threads = [int(count) for count in arguments.threads.split(",")]
     types = arguments.types.split(",")
     for kind in types:
         make_models(arguments.folder, kind, arguments.num_layers)
     result["types"] = {kind: _type(arguments, kind, threads, weight) for kind in types}
     result["load_after"] = os.getloadavg()
-    name = f"decode-{slug(processor())}.json"
-    output = arguments.output or Path(__file__).parent / "results" / name
-    with partial_file(output) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {output}")
+    print(f"wrote {write_result(result, 'decode', arguments.output)}")
 
 
 def _type(

@@ -11,7 +11,6 @@ import sys
 
 from chat_model import parser, run
 from decode import make_models
-from machine import processor, slug
 from random_checkpoint import Shape
 
 KIND = "q4_k_m"
@@ -35,7 +34,7 @@ def main() -> None:
         subprocess.run([arguments.rival, "-c", QUANTISE, str(source), str(made)], check=True)
         made.replace(target)
     model = "synthetic: planted_checkpoint.py, the SiLU twin, quantised by llama.cpp"
-    run(arguments, "k_quant_model", model, f"k-quant-model-{slug(processor())}.json")
+    run(arguments, "k_quant_model", model, "k-quant-model")
 
 
 if __name__ == "__main__":

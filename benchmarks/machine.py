@@ -1,10 +1,32 @@
-"""The machine and the versions used for a result."""
+"""Result files, with the machine and the versions that made them."""
 
+import json
 import os
 import platform
 import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+from hotsplit.files.atomic import partial_file
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def result_of(benchmark: str, **facts: object) -> dict[str, object]:
+    """The start of a result: what is measured, when, where, under what load."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    here = {"time": now, "machine": machine(), "load_before": os.getloadavg()}
+    return {"benchmark": benchmark, **here, **facts}
+
+
+def write_result(result: Mapping[str, object], name: str, output: Path | None = None) -> Path:
+    """Writes a result to `output`, by default results/NAME-PROCESSOR.json; returns the path."""
+    path = output or RESULTS / f"{name}-{slug(processor())}.json"
+    with partial_file(path) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+    return path
 
 
 def machine() -> dict[str, object]:

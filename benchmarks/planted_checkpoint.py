@@ -54,9 +54,7 @@ def make_planted(folder: Path, shape: Shape) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     _write_relu(folder)
     info = PredictorInfo(
-        kind="linear",
-        rank_L=(RANK,) * shape.num_layers,
-        threshold_L=(-MARGIN,) * shape.num_layers,
+        kind="linear", rank_L=(RANK,) * shape.num_layers, threshold_L=(-MARGIN,) * shape.num_layers
     )
     layers = tuple(predictors[layer] for layer in range(shape.num_layers))
     (folder / "predictors").mkdir(exist_ok=True)

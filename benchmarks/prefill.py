@@ -13,25 +13,22 @@ To force the instruction set of an older processor, with a rival built for the s
     HOTSPLIT_CPU_LEVEL=avx2 python benchmarks/prefill.py FOLDER --rival ..."""
 
 import argparse
-import json
 import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
-from decode import MODES, make_models
-from machine import machine, processor, slug
+from decode import MODEL, MODES, make_models
+from machine import result_of, write_result
 from random_checkpoint import Shape
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.files.atomic import partial_file
 from hotsplit.measure.timing.rounds import take_turns
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import use_threads
@@ -46,25 +43,13 @@ def main() -> None:
     threads = [int(count) for count in arguments.threads.split(",")]
     for kind in types:
         make_models(arguments.folder, kind, arguments.num_layers)
-    result: dict[str, object] = {
-        "benchmark": "prefill",
-        "model": "synthetic: planted_checkpoint.py",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "level": library.level(),
-        "forced": forced,
-        "tokens": arguments.tokens,
-        "load_before": os.getloadavg(),
-        "rounds": arguments.rounds,
-    }
+    result = result_of("prefill", model=MODEL, level=library.level(), forced=forced,
+                       tokens=arguments.tokens, rounds=arguments.rounds)  # fmt: skip
     print(f"{library.level()}, forced: {forced or 'nothing'}")
     result["types"] = {kind: _type(arguments, kind, threads) for kind in types}
     result["load_after"] = os.getloadavg()
-    name = f"prefill-{library.level()}-{slug(processor())}.json"
-    output = arguments.output or Path(__file__).parent / "results" / name
-    with partial_file(output) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {output}")
+    path = write_result(result, f"prefill-{library.level()}", arguments.output)
+    print(f"wrote {path}")
 
 
 def _type(arguments: argparse.Namespace, kind: str, threads: list[int]) -> dict[str, object]:

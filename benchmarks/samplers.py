@@ -20,15 +20,13 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from machine import machine, processor, slug
+from machine import result_of, write_result
 
-from hotsplit.files.atomic import partial_file
 from hotsplit.measure.timing.rounds import take_turns
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
@@ -66,19 +64,11 @@ ROWS = 8  # of logits, used in turn, since in generation every step has new logi
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
-    result: dict[str, object] = {
-        "benchmark": "samplers",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "load_before": os.getloadavg(),
-        "rounds": arguments.rounds,
-    }
+    result = result_of("samplers", rounds=arguments.rounds)
     for size in SIZES:
         result[str(size)] = _size(size, arguments)
     result["load_after"] = os.getloadavg()
-    name = f"samplers-{slug(processor())}.json"
-    with partial_file(Path(__file__).parent / "results" / name) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(result, "samplers")
     print(json.dumps(result))
 
 

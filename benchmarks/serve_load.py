@@ -18,6 +18,7 @@ samples to the mean of the last fifth. Clients run on the same processor."""
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -30,25 +31,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from machine import machine, processor, slug
+from machine import machine, write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from serve_client import (  # noqa: E402
-    CHAT,
-    COMPLETE,
-    Answer,
-    Broken,
-    Refused,
-    ServerProcess,
-    gauges,
-    stream,
-)
-
-from hotsplit.files.atomic import partial_file  # noqa: E402
+from serve_client import CHAT, COMPLETE, Answer, Broken, Refused, ServerProcess, gauges, stream  # noqa: E402
 
 MAX_GROWTH = 0.02  # of resident memory
 STUCK_S = 600.0
-WORDS = (
+WORDS = (  # noqa: SIM905  # words
     "river lantern copper window garden thunder paper winter mountain silver music harbour kettle "
     "orange velvet engine forest candle bridge summer marble pocket ribbon shadow"
 ).split()
@@ -82,13 +72,7 @@ def main() -> int:
         log = Path(folder) / "server.log"
         with ServerProcess(arguments.model, log, *_options(arguments)) as server:
             result = asyncio.run(measure(server, arguments))
-    output = arguments.output
-    if output is None:
-        name = f"serve-load-{slug(processor())}.json"
-        output = Path(__file__).parent / "results" / name
-    with partial_file(output) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {output}", file=sys.stderr)
+    print(f"wrote {write_result(result, 'serve-load', arguments.output)}", file=sys.stderr)
     print(json.dumps(result))
     return 1 if result["failures"] else 0
 
@@ -212,10 +196,8 @@ async def _asked(port: int, request: Request, patience: float | int | None) -> A
     if not isinstance(patience, float):
         answer = await asked
         return answer if most is None else None
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asked, patience)
-    except TimeoutError:
-        pass
     return None
 
 

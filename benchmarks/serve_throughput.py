@@ -39,10 +39,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from machine import machine, processor, slug
+from machine import machine, write_result
 from serve_load import WORDS
 
-from hotsplit.files.atomic import partial_file
 from hotsplit.measure.timing.rounds import in_turn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -74,11 +73,8 @@ def main() -> None:
         "ratios": ratios(samples), "samples": samples,
     }  # fmt: skip
     _print(result)
-    name = f"serve-throughput-{arguments.name}-{slug(processor())}.json"
-    output = arguments.output or Path(__file__).parent / "results" / name
-    with partial_file(output) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {output}", file=sys.stderr)
+    path = write_result(result, f"serve-throughput-{arguments.name}", arguments.output)
+    print(f"wrote {path}", file=sys.stderr)
     print(json.dumps({key: value for key, value in result.items() if key != "samples"}))
 
 

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from hotsplit.artifacts.model_file import compute_model_id, sample_bytes
+from hotsplit.artifacts.model_gguf import compute_model_id, sample_bytes
 from hotsplit.convert.pickle_source import read_state_dict
 from hotsplit.convert.safetensors_source import read_safetensors
 from hotsplit.convert.source_tensor import SourceTensor
@@ -96,7 +96,7 @@ class Checkpoint:
             return tensor
 
     def model_id(self) -> str:
-        """See model_file.compute_model_id. The kind and the number of weight files do not
+        """See model_gguf.compute_model_id. The kind and the number of weight files do not
         matter."""
         return compute_model_id(self.config, self._samples())
 

@@ -14,7 +14,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile, read_model_gguf
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
+from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.rounding import restore

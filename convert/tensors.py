@@ -23,10 +23,7 @@ DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 
 
 def tensor_entries(
-    checkpoint: Checkpoint,
-    plan: Blueprint,
-    layout: Layout,
-    types: TensorTypes,
+    checkpoint: Checkpoint, plan: Blueprint, layout: Layout, types: TensorTypes
 ) -> dict[str, TensorEntry]:
     """Every tensor of the model file by its name there; its source is read when it is written.
     The down projections of the sparse layout are transposed.

@@ -26,9 +26,11 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
         assert layer is not None
         density[layer] = (hidden_TF != 0).float().mean().item()
 
-    with Engine.load(wanted.model, mode="dense") as engine:
-        with engine.observe(watch, lambda name, layer: name == "ffn_hidden"):
-            engine.logits(engine.codec.encode(wanted.text))
+    with (
+        Engine.load(wanted.model, mode="dense") as engine,
+        engine.observe(watch, lambda name, layer: name == "ffn_hidden"),
+    ):
+        engine.logits(engine.codec.encode(wanted.text))
     for layer, share in density.items():
         print(f"layer {layer:2}: {share:6.1%} {'#' * round(40 * share)}")
     return density

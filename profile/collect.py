@@ -1,7 +1,6 @@
 """Profiles a model: runs text through it and counts firings; on request, chooses thresholds and
 trains predictors."""
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,25 +13,24 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.budget import layer_bytes
-from hotsplit.errors import HotsplitError
-from hotsplit.files.outputs import check_output
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.profile.collect_streamed import collect_streamed
-from hotsplit.profile.config import (
-    DEFAULT_TOKENS,
-    ProfileConfig,
-    check_model,
-    check_text,
-)
-from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
+from hotsplit.profile.config import ProfileConfig, check_text
+from hotsplit.profile.corpus.corpus import Windows
 from hotsplit.profile.corpus.processes import Ranks
-from hotsplit.profile.corpus.sources import STDIN
 from hotsplit.profile.count.counting import Counter, gates_of
-from hotsplit.profile.count.resume import Settings, resume_path
+from hotsplit.profile.count.resume import resume_path
 from hotsplit.profile.count.run import Run
+from hotsplit.profile.inputs import (
+    check_inputs,
+    counted_mode,
+    load_engine,
+    settings_of,
+    stream_plan_of,
+    windows_of,
+)
 from hotsplit.profile.predictors.layer_trainer import LayerQuality, phases
-from hotsplit.profile.predictors.options import predictor_choices
 from hotsplit.profile.predictors.output import (
     MAX_TOKENS,
     Measured,
@@ -43,7 +41,7 @@ from hotsplit.profile.predictors.output import (
     sha256_of_corpora,
 )
 from hotsplit.profile.predictors.train import Trained, train_whole
-from hotsplit.profile.report.lines import report_paths, save_report
+from hotsplit.profile.report.lines import save_report
 from hotsplit.profile.sparsity.thresholds import (
     Found,
     Goal,
@@ -52,11 +50,10 @@ from hotsplit.profile.sparsity.thresholds import (
     thresholds_for,
 )
 from hotsplit.profile.stream.streamed_quality import compare_streamed
-from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
+from hotsplit.profile.stream.streaming import LayerStream, StreamPlan
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.engine_options import check_limits, device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
-from hotsplit.runtime.model.feed_forward import Gate, Mode
+from hotsplit.runtime.model.feed_forward import Gate
 
 OnTokens = Callable[[float], None]
 Say = Callable[[str], None]
@@ -95,9 +92,7 @@ class Outcome:
 
 
 def profile(
-    config: ProfileConfig,
-    on_tokens: OnTokens = lambda count: None,
-    say: Say = lambda line: None,
+    config: ProfileConfig, on_tokens: OnTokens = lambda count: None, say: Say = lambda line: None
 ) -> ProfileReport:
     """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress.
 
@@ -111,14 +106,14 @@ def profile(
     with Ranks() as ranks:
         device = ranks.together(lambda: ranks.device(config.device))
         model = ranks.together(lambda: ModelFile.load(config.model))
-        ranks.first_only(lambda: _check(config, model, files))
-        plan = ranks.together(lambda: _stream_plan(config, model, device, ranks))
+        ranks.first_only(lambda: check_inputs(config, model, files))
+        plan = ranks.together(lambda: stream_plan_of(config, model, device, ranks))
         if plan is not None:
             outcome = _run_streamed(config, model, plan, on_tokens, say)
             report = _report(config, model, files, outcome, time.perf_counter() - began)
             _save(config, files, outcome, report)
             return report
-        with _engine(config, model, ranks, device) as engine:
+        with load_engine(config, model, ranks, device) as engine:
             run, windows = _begin(config, engine, ranks, on_tokens)
             with run.signals():
                 outcome = _run_whole(config, run, windows, files, say)
@@ -128,85 +123,19 @@ def profile(
     return report
 
 
-# ---- what goes in -------------------------------------------------------------------------------
-
-
-def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
-    """Raises HotsplitError for errors that can be found before text is read."""
-    inputs = (config.model, *(path for path in config.corpora if path != STDIN))
-    outputs = (config.output, *report_paths(config.output))
-    for path in outputs:
-        check_output(path, force=config.force, inputs=inputs)
-    check_model(config, model)
-    if files:
-        files.check(model.spec.num_layers, inputs, outputs)
-
-
-def _stream_plan(
-    config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
-) -> StreamPlan | None:
-    """The plan for streaming; None for a model that fits into memory.
-
-    Raises HotsplitError for limits that do not run on the device, if not even one layer fits, and
-    if a run of several processes would be streamed."""
-    check_limits(model, device_of(device))
-    choices = predictor_choices(config.predictors, model) if config.train_predictors else None
-    plan = plan_stream(
-        model,
-        device=device_of(device),
-        max_memory_bytes=config.max_memory_bytes,
-        choices=choices,
-        folder=config.output.parent,
-    )
-    if plan is not None and ranks.size > 1:
-        raise HotsplitError(
-            f"{config.model}: does not fit into the memory, and several processes cannot stream"
-            " its layers; run one process, or raise --max-memory"
-        )
-    return plan
-
-
-def _engine(config: ProfileConfig, model: ModelFile, ranks: Ranks, device: str | None) -> Engine:
-    # Without thresholds, which a search sets and resets, "exact" computes what "dense" does.
-    mode: Mode = _counted_mode(model) if config.perplexity_budget is None else "exact"
-    return ranks.together(
-        lambda: Engine.load(config.model, mode=mode, device=device, is_resident=False)
-    )
-
-
-def _counted_mode(model: ModelFile) -> Mode:
-    """The mode in which firings are counted. Limits change what later layers see, so a model with
-    limits is counted as it will run."""
-    return "exact" if model.has_limits else "dense"
-
-
-def _windows(engine: Engine | LayerStream, config: ProfileConfig, ranks: Ranks) -> Windows:
-    """The first process reads the corpus, so that all have the same windows."""
-    found = ranks.first_only(
-        lambda: read_windows(
-            config.corpora,
-            engine.codec,
-            context_length=engine.context_length,
-            max_tokens=config.max_tokens or DEFAULT_TOKENS,
-            seed=config.seed,
-            text_key=config.text_key,
-            must_fill=config.max_tokens is not None,
-            vocab_size=engine.model.spec.vocab_size,
-        )
-    )
-    return found if ranks.size == 1 and found else spread_windows(found, ranks)
+# ---- the work -----------------------------------------------------------------------------------
 
 
 def _begin(
     config: ProfileConfig, engine: Engine, ranks: Ranks, on_tokens: OnTokens
 ) -> tuple[Run, Windows]:
-    windows = _windows(engine, config, ranks)
+    windows = windows_of(engine, config, ranks)
     ranks.first_only(lambda: check_text(config, len(windows.ids)))
     run = Run(
         engine,
         ranks,
         resume_path(config.output),
-        _settings(engine, windows, config, ranks),
+        settings_of(engine, windows, config, ranks),
         on_tokens,
         force=config.force,
         save_every_s=config.save_every_s,
@@ -214,45 +143,11 @@ def _begin(
     return run, windows
 
 
-def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
-    """What a run's numbers depend on; a run resumes only if all of it is unchanged."""
-    trains = config.train_predictors is not None
-    return {
-        "model": engine.model.model_id,
-        "types": _types(engine.model),
-        "thresholds of the model": str(engine.model.threshold_L),
-        "limits of the model": engine.model.limits.sha256,
-        "corpus": ", ".join(f"{c.name} {c.sha256}" for c in windows.corpora),
-        "text key": config.text_key,
-        "tokens": config.max_tokens or DEFAULT_TOKENS,
-        "seed": config.seed,
-        "windows": windows.sha256,
-        "arithmetic": arithmetic(engine.device),
-        "target sparsity": config.target_sparsity,
-        "perplexity budget": config.perplexity_budget,
-        "training": trains,
-        "predictors": str(config.predictors) if trains else None,
-        "threads": torch.get_num_threads() if trains else None,
-        "input layer offset": config.input_layer_offset if trains else None,
-        "processes": ranks.size if trains else None,  # counts are the same for any number
-    }
-
-
-def _types(model: ModelFile) -> str:
-    """A digest of the activation and of the tensors' names, types and shapes, by which files of one
-    model id may differ."""
-    tensors = sorted((name, entry.kind, entry.shape) for name, entry in model.tensors.items())
-    return hashlib.sha256(repr((model.activation, tensors)).encode()).hexdigest()
-
-
-# ---- the work -----------------------------------------------------------------------------------
-
-
 def _run_streamed(
     config: ProfileConfig, model: ModelFile, plan: StreamPlan, on_tokens: OnTokens, say: Say
 ) -> Outcome:
-    with LayerStream(model, plan, say, mode=_counted_mode(model)) as stream:
-        windows = _windows(stream, config, Ranks())
+    with LayerStream(model, plan, say, mode=counted_mode(model)) as stream:
+        windows = windows_of(stream, config, Ranks())
         check_text(config, len(windows.ids))
         _say_what_is_counted(config, windows.ids, say)
         gates, counter, trained = collect_streamed(stream, windows.ids, config, on_tokens)

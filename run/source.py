@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hotsplit.artifacts.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile, read_model_gguf
+from hotsplit.artifacts.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
+from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import draft_of
 from hotsplit.convert.gguf_source import activation_notes

@@ -97,12 +97,7 @@ class _Answer:
         return text or self._service.served.codec.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _choice(
-        self,
-        number: int,
-        text: str,
-        tokens: Sequence[Token],
-        report: Report | None,
-        start: int = 0,
+        self, number: int, text: str, tokens: Sequence[Token], report: Report | None, start: int = 0
     ) -> Body:
         return {
             "index": number,

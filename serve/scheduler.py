@@ -183,7 +183,7 @@ class Scheduler:
     def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
         try:
             return text, text.part(most)
-        except Exception as error:  # of any kind: the other texts continue
+        except Exception as error:
             self._fail(text, error)
             return None
 

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
 
 import uvicorn
@@ -95,7 +95,7 @@ class Server:
                     scheduler.stop()
                 self._tell(lambda: self._begin(served, scheduler, url))
                 scheduler.run()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # raised by the main thread
             self._error = error
             self._tell(self._leave)
 
@@ -198,10 +198,8 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         max_tokens=config.max_tokens,
     )
     served.chain(config.sampling)  # refuses impossible options
-    try:
+    with suppress(HotsplitError):  # requests with constraints are answered with the reason
         json_schema_constraint({"type": "object"}, codec)  # fills the cache of the vocabulary
-    except HotsplitError:
-        pass  # requests with constraints are answered with the reason
     return served
 
 

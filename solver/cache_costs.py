@@ -37,13 +37,8 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.budget import down_kind, is_cached, layer_bytes, layer_tensors
 from hotsplit.options.neuron_cache import CacheCosts
-from hotsplit.solver.problem import (
-    Placement,
-    Problem,
-    ffn_seconds,
-    num_visits,
-    overfetch,
-)
+from hotsplit.solver.problem import Placement, Problem, num_visits, placement_ffn_seconds
+from hotsplit.solver.problem_builder import overfetch
 
 # The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5
@@ -155,12 +150,7 @@ def _cpu_row_seconds(model: ModelFile, machine: Machine, layer: int, density: fl
 
 def _rest_seconds(problem: Problem, placement: Placement, is_cached_L: np.ndarray) -> float:
     """Seconds of a token besides the neurons of cached layers."""
-    ffn_L = ffn_seconds(
-        problem,
-        hot_touched_L=(problem.touched_LF * placement.hot_LF).sum(axis=1),
-        num_hot_L=placement.num_hot_L,
-        dense_L=placement.dense_L,
-    )
+    ffn_L = placement_ffn_seconds(problem, placement)
     dense_L = np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
     head_s = problem.head_gpu_s if placement.head else problem.head_cpu_s
     visits_s = problem.visit_s * num_visits(placement.dense_L, placement.head)

@@ -28,13 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.solver.problem import (
-    Placement,
-    Problem,
-    of_counts,
-    on_one_device,
-    placement_seconds,
-)
+from hotsplit.solver.problem import Placement, Problem, of_counts, on_one_device, placement_seconds
 
 BOUND_UNITS = 16384  # maximum units of memory for the bound
 PLACEMENT_UNITS = 4096  # and for a placement, which stores every choice

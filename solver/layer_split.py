@@ -23,23 +23,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.costs.budget import (
-    FLOAT_BYTES,
-    head_bytes,
-    is_predictor,
-    kv_read,
-    layer_tensors,
-)
+from hotsplit.costs.budget import FLOAT_BYTES, head_bytes, is_predictor, kv_read, layer_tensors
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.pipeline import PipelinePlacement
-from hotsplit.solver.problem import (
-    Placement,
-    copy_seconds,
-    head_launches_s,
-    layer_seconds,
-)
+from hotsplit.solver.problem import Placement
+from hotsplit.solver.problem_builder import copy_seconds, head_launches_s, layer_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from hotsplit.solver.formulation import GROUPED_GAP, GroupedResult, solve_grouped
 from hotsplit.solver.fullest import fullest_plan
+from hotsplit.solver.grouped import GROUPED_GAP, GroupedResult, solve_grouped
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
 from hotsplit.solver.lagrangian import place_neurons, search
 from hotsplit.solver.pipeline import (
@@ -272,11 +272,7 @@ def _answer(
     seconds = plan_seconds(pipeline, plan)
     assert bound_s <= seconds * (1 + 1e-9), (bound_s, seconds)
     return Answer(
-        status=status,
-        plan=plan,
-        objective_s=seconds,
-        bound_s=min(bound_s, seconds),
-        notes=notes,
+        status=status, plan=plan, objective_s=seconds, bound_s=min(bound_s, seconds), notes=notes
     )
 
 

@@ -35,9 +35,9 @@ from hotsplit.solver.lagrangian import block_costs, chain_costs, first_prices
 from hotsplit.solver.problem import (
     Placement,
     Problem,
-    ffn_seconds,
     num_visits,
     on_one_device,
+    placement_ffn_seconds,
     segment,
 )
 
@@ -182,12 +182,7 @@ def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
     placement, total = plan.placement, 0.0
     for gpu, problem in enumerate(pipeline.problems):
         is_home_L = plan.home_I[:-1] == gpu
-        ffn_L = ffn_seconds(
-            problem,
-            hot_touched_L=(problem.touched_LF * placement.hot_LF).sum(axis=1),
-            num_hot_L=placement.num_hot_L,
-            dense_L=placement.dense_L,
-        )
+        ffn_L = placement_ffn_seconds(problem, placement)
         dense_L = np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
         total += float((ffn_L + dense_L)[is_home_L].sum())
         if plan.home_I[-1] == gpu:

@@ -1,7 +1,7 @@
 """The solve command: model + profile + machine -> model.split.gguf.
 
 `inputs` loads the files and checks that they belong together, `modes` chooses a mode, `optimise`
-finds a plan, `verify` checks it, `advice` comments on it, and this module writes it."""
+finds a plan, `verify` checks it, `advice` and `notes` comment on it, and this module writes it."""
 
 import time
 from dataclasses import dataclass, replace
@@ -15,7 +15,6 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import PlanMode, Split
 from hotsplit.costs.budget import Items, workspace_bytes
-from hotsplit.costs.mode_choice import choose_mode, loss_line
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
@@ -24,9 +23,10 @@ from hotsplit.model.rope import check_scaling
 from hotsplit.options.engine_config import MAX_SEQUENCES
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
-from hotsplit.solver.advice import Advice, advise, room_notes
-from hotsplit.solver.inputs import NO_GPU, Inputs, Workspace, load_inputs
+from hotsplit.solver.advice import Advice, advise
+from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.modes import Alternative, Found, find, find_fastest
+from hotsplit.solver.notes import mode_notes, notes_of
 from hotsplit.solver.problem import Placement, Problem
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (
@@ -36,7 +36,6 @@ from hotsplit.solver.with_cache import (
     cost_line,
     planned_cache,
 )
-from hotsplit.system.sizes import format_bytes
 
 COMPARED_S = 2.0  # time limit of the integer program for a plan that is only a comparison
 
@@ -159,9 +158,7 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
     `hotsplit.costs.budget`, for when the runtime is not available to measure it. Raises HotsplitError
     for files that do not belong together and for budgets too small; then nothing is written."""
     check_output(
-        config.output,
-        force=config.force,
-        inputs=(config.model, config.profile, config.machine),
+        config.output, force=config.force, inputs=(config.model, config.profile, config.machine)
     )
     inputs = inputs_of(config, workspace)
     began = time.perf_counter()
@@ -263,86 +260,6 @@ def split_of(found: Found, *, solve_s: float) -> Split:
     return replace(empty, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
 
 
-def _doubts(inputs: Inputs) -> list[str]:
-    """Warns if a quarter or more of the CPU's rates varied when they were measured."""
-    costs = inputs.machine.costs
-    rates = [*costs.all_rows_gb_per_s.values(), *costs.chosen_rows_gb_per_s.values()]
-    doubtful = sum(figure.is_doubtful for figure in rates)
-    if 4 * doubtful < len(rates):
-        return []
-    return [
-        f"{doubtful} of {len(rates)} rates of the CPU in {inputs.paths[2]} varied while they were"
-        " measured: predicted speeds may be far off; calibrate again when the machine is idle"
-    ]
-
-
-def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
-    """Notes on the figures, memories and assumptions that the plan rests on, and on other
-    budgets."""
-    model, notes = inputs.model, []
-    if not inputs.machine.gpus:
-        notes.append("the machine file has no GPU: the plan is for the CPU alone")
-    for gpu in inputs.gpus:
-        if gpu.source not in ("measured", NO_GPU.source):
-            line = f"the figures of {gpu.name} were not measured here: {gpu.source}"
-            notes += [] if line in notes else [line]
-    notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)
-    unused = len(inputs.machine.gpus) - len(inputs.budgets)
-    if unused > 0:
-        notes.append(
-            f"{len(inputs.machine.gpus)} GPUs: the plan uses the first {len(inputs.budgets)}; give"
-            " --vram-budget once per GPU for more"
-        )
-    if inputs.mode == "predicted" and model.predictor and not model.predictor.density_L:
-        notes.append(
-            "how many neurons the predictors name is unknown: the plan assumes as many as fire"
-        )
-    silent = np.flatnonzero(~inputs.profile.active_count_LF.any(axis=1)).tolist()
-    if silent:
-        some = ", ".join(map(str, silent[:4])) + (", ..." if len(silent) > 4 else "")
-        notes.append(f"no neuron of {len(silent)} layers ({some}) fired in the profile")
-    if model.has_limits and any(inputs.budgets):
-        notes.append(
-            "the file has limits, which run only on the CPU so far: on a machine with a GPU, this"
-            " plan runs with --device cpu alone"
-        )
-    if not np.allclose(inputs.profile.threshold_L, model.threshold_L, rtol=1e-6):
-        notes.append("the profile was taken with other activation thresholds than the model has")
-    if inputs.machine.gpus:
-        notes += room_notes(advice, split, inputs.model)
-    return notes
-
-
-def _memory_notes(inputs: Inputs, split: Split) -> list[str]:
-    """Notes on budgets above a GPU's memory, or above what was free when it was measured, and on a
-    plan that takes more main memory than was free."""
-    notes = []
-    for gpu, budget in zip(inputs.machine.gpus, inputs.budgets, strict=False):
-        if budget > gpu.memory_bytes:
-            notes.append(f"the budget is above the {format_bytes(gpu.memory_bytes)} of {gpu.name}")
-        elif budget > gpu.free_bytes:
-            free = format_bytes(gpu.free_bytes)
-            notes.append(f"the budget is above the {free} of {gpu.name} that were free")
-    held, free_bytes = sum(split.cpu_bytes.values()), inputs.machine.free_bytes
-    if held > free_bytes:
-        notes.append(
-            f"the plan takes {format_bytes(held)} of main memory; {format_bytes(free_bytes)} were"
-            " free when this machine was measured"
-        )
-    return notes
-
-
-def _offload_notes(inputs: Inputs, split: Split) -> list[str]:
-    rule = split.kv_offload
-    if rule is None:
-        return []
-    return [
-        f"keys and values take {format_bytes(split.cpu_bytes['kv_cache'])} of main memory and none of the"
-        f" GPU's; a token reads at most {min(rule.longest, inputs.context_length):,} positions, on the"
-        " CPU"
-    ]
-
-
 def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     hot_touched = float((pipeline.model.touched_LF * answer.placement.hot_LF).sum())
@@ -375,7 +292,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         notes=(
             *answer.notes,
             *_cache_notes(found, split),
-            *mode_notes(config, split, advice, inputs.model),
+            *mode_notes(config.mode, config.max_loss, split, advice, inputs.model),
             *notes_of(inputs, advice, split),
         ),
     )
@@ -389,24 +306,3 @@ def _cache_notes(found: Found, split: Split) -> list[str]:
         return [] if line is None else [line]
     plain = find(replace(inputs, swapped_rows=0), time_limit_s=COMPARED_S)
     return [cost_line(inputs, placement, split, plain.answer.objective_s)]
-
-
-def mode_notes(
-    config: SolveConfig, split: Split, advice: Advice, model: ModelFile
-) -> tuple[str, ...]:
-    """Notes for a user who asked for this mode, or for none."""
-    notes = []
-    if config.mode is None:
-        line = choose_mode(model, config.max_loss).line
-        if line is not None and split.mode == "dense":
-            notes.append(line)
-        return tuple(notes)
-    line = loss_line(model, config.mode, config.max_loss)
-    notes += [] if line is None else [line]
-    if advice.layer_split_s < split.objective_s and any(split.budgets):
-        notes.append(
-            f"a split by whole layers, all weights read, takes"
-            f" {1e3 * advice.layer_split_s:.3g} ms a token on this machine, and this plan"
-            f" {1e3 * split.objective_s:.3g} ms: without --mode the fastest is planned"
-        )
-    return tuple(notes)

@@ -58,10 +58,7 @@ class Measure:
 
 def scaled(weight_LF: Tensor, allocation: Allocation) -> Tensor:
     """f32: weights of mean 1, by layer if each has its own t; never 0."""
-    if allocation == "uniform":
-        mean_L1 = weight_LF.mean(dim=1, keepdim=True)
-    else:
-        mean_L1 = weight_LF.mean()
+    mean_L1 = weight_LF.mean(dim=1, keepdim=True) if allocation == "uniform" else weight_LF.mean()
     return (weight_LF / mean_L1).clamp(min=1e-6).float()
 
 

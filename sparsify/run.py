@@ -236,9 +236,7 @@ class Run:
 
 
 def sparsify(
-    config: SparsifyConfig,
-    say: Say = lambda line: None,
-    on_tokens: OnTokens = lambda count: None,
+    config: SparsifyConfig, say: Say = lambda line: None, on_tokens: OnTokens = lambda count: None
 ) -> SparsifyReport:
     """Trains, and writes a checkpoint for every share. The caller removes the work files with
     `plan.finish`.

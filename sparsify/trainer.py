@@ -92,10 +92,12 @@ class Trainer:
 
     @torch.no_grad()
     def _watch(self, watch: Watch, windows: Sequence[Tensor]) -> None:
-        with autocast(self.student.device.type, self.student.dtype):
-            with watched(self.student.layers, watch):
-                for ids_T in windows:
-                    hidden_states(self.student.model, ids_T[None].to(self.student.device))
+        with (
+            autocast(self.student.device.type, self.student.dtype),
+            watched(self.student.layers, watch),
+        ):
+            for ids_T in windows:
+                hidden_states(self.student.model, ids_T[None].to(self.student.device))
 
     def train(self, windows: Sequence[Tensor]) -> StepReport:
         """Does one step on windows of the same length, this process's share of a batch.
@@ -135,12 +137,14 @@ class Trainer:
         """Adds the gradients of one pass; returns its weighted KL."""
         model, layers = self.student.model, self.student.layers
         weight_of_layers = self.config.layer_weight
-        with autocast(self.student.device.type, self.student.dtype):
-            with differences(layers if weight_of_layers else ()) as found:
-                with torch.no_grad(), dense(layers):
-                    dense_TD = hidden_states(model, ids_BT).flatten(0, 1)
-                with watched(layers, scores):
-                    sparse_TD = hidden_states(model, ids_BT).flatten(0, 1)
+        with (
+            autocast(self.student.device.type, self.student.dtype),
+            differences(layers if weight_of_layers else ()) as found,
+        ):
+            with torch.no_grad(), dense(layers):
+                dense_TD = hidden_states(model, ids_BT).flatten(0, 1)
+            with watched(layers, scores):
+                sparse_TD = hidden_states(model, ids_BT).flatten(0, 1)
         kl = divergence(sparse_TD, dense_TD, self.student.head_VD).mean()
         loss = kl
         if weight_of_layers:
@@ -168,11 +172,12 @@ class Trainer:
             if not is_finite:
                 found.append(layer)
 
-        with torch.no_grad(), autocast(self.student.device.type, self.student.dtype):
-            with watched(self.student.layers, watch):
-                hidden_states(
-                    self.student.model, torch.stack(list(windows)).to(self.student.device)
-                )
+        with (
+            torch.no_grad(),
+            autocast(self.student.device.type, self.student.dtype),
+            watched(self.student.layers, watch),
+        ):
+            hidden_states(self.student.model, torch.stack(list(windows)).to(self.student.device))
         if found:
             return found[0]
         broken = [int(name.split(".")[0]) for name, parameter in self.parameters.items()

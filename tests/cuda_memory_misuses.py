@@ -1,18 +1,7 @@
 """Wrong uses of memory, streams and events, in the form of cuda_misuses.py."""
 
 import torch
-from cuda_misuses import (
-    COUNT,
-    OTHER,
-    copy,
-    kernel,
-    node,
-    pinned,
-    raw,
-    rejected,
-    streams,
-    zeros,
-)
+from cuda_misuses import COUNT, OTHER, copy, kernel, node, pinned, raw, rejected, streams, zeros
 from fake_cuda import library
 from fake_cuda.devices import FakeCuda
 from fake_cuda.library import call, made

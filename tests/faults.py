@@ -90,7 +90,7 @@ class Case:
 
     def restore(self) -> None:
         """Restores the inputs, and the output folder's permissions."""
-        os.chmod(self.output, 0o755)
+        self.output.chmod(0o755)
         for name in self.command.inputs:
             source, target = self.whole / name, self.input / name
             (shutil.copytree if source.is_dir() else shutil.copy2)(
@@ -191,7 +191,7 @@ def _arm(case: Case, fault: Fault | None) -> list[int]:
         if fault.kind in SIGNALS:
             os.kill(os.getpid(), SIGNALS[fault.kind])
         elif fault.kind == "read-only":
-            os.chmod(case.output, 0o555)
+            case.output.chmod(0o555)
         elif fault.kind == "input cut":
             os.truncate(case.input / fault.input, fault.count)
 

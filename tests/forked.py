@@ -29,19 +29,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-PACKAGES = "torch numpy safetensors tokenizers transformers".split()
+PACKAGES = ["torch", "numpy", "safetensors", "tokenizers", "transformers"]
 COMMANDS = """
 hotsplit.cli hotsplit.commands.all_commands hotsplit.runtime.engine
 hotsplit.profile.collect hotsplit.measure.evaluate.quality hotsplit.convert.convert
 hotsplit.solver.solve
-""".split()
+""".split()  # noqa: SIM905  # words
 READERS = [*COMMANDS, "fuzz_inputs", "llguidance", "matplotlib.figure", "pyarrow.parquet"]
 # What each server has imported.
-SERVERS = {
-    "command": [*PACKAGES, *COMMANDS],
-    "python": PACKAGES,
-    "fuzz": [*PACKAGES, *READERS],
-}
+SERVERS = {"command": [*PACKAGES, *COMMANDS], "python": PACKAGES, "fuzz": [*PACKAGES, *READERS]}
 READY = b"ready\n"
 LONGEST = 1 << 20  # bytes of a request
 MOST_STDIN = 1 << 16  # bytes that a pipe holds without a reader
@@ -230,7 +226,7 @@ def _end_with(run: Callable[[], int]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except Exception:  # reported, as by an interpreter
+    except Exception:  # noqa: BLE001  # reported, as by an interpreter
         traceback.print_exc()
         code = 1
     # An interpreter that ends normally destroys all objects, which would copy the server's pages.

@@ -147,7 +147,7 @@ def outcome_of(case: Callable[[], str], work: Path) -> str:
         message = str(error)
         is_line = "\n" not in message and len(message) < MAX_LINE and _is_unicode(message)
         outcome = "refused" if is_line else f"refused in no line: {message[:200]!r}"
-    except BaseException as error:  # a harness reports everything
+    except BaseException as error:  # noqa: BLE001  # a harness reports everything
         at = error.__traceback__
         while at is not None and at.tb_next is not None:
             at = at.tb_next
@@ -242,7 +242,7 @@ def run_cases(
         missing = [
             (k, i) for k, numbers in cases.items() for i in numbers if (k, i) not in outcomes
         ]
-        firsts = {kind: number for kind, number in reversed(missing)}
+        firsts = dict(reversed(missing))
         ranges = [f"{kind}:{firsts[kind]}:{cases[kind].stop}" for kind in cases if kind in firsts]
         done = forked.run_python(
             "import fuzz; fuzz.main()", inputs, work, limit_s, *ranges,

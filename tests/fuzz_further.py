@@ -91,7 +91,7 @@ def inspect(case: Case) -> None:
 
 def inspect_model(case: Case) -> None:
     """Shows what a model file holds, and the operations of its step."""
-    from hotsplit.inspection.tables import print_facts
+    from hotsplit.inspection.printing import print_facts
     from hotsplit.inspection.to_json import to_json
     from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
@@ -105,7 +105,7 @@ def inspect_model(case: Case) -> None:
 
 def inspect_folder(case: Case) -> None:
     from hotsplit.convert.checkpoint_summary import summarise_checkpoint
-    from hotsplit.inspection.tables import print_facts
+    from hotsplit.inspection.printing import print_facts
     from hotsplit.inspection.to_json import to_json
 
     with stdout_of_a_pipe():

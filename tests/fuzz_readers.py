@@ -171,10 +171,7 @@ def restore_prompt(case: Case) -> None:
     from hotsplit import Engine
     from hotsplit.runtime.generate.prompt_cache import restore_prompt
 
-    with (
-        Engine.load(case.inputs / "silu.gguf", device="cpu") as engine,
-        engine.sequence() as text,
-    ):
+    with Engine.load(case.inputs / "silu.gguf", device="cpu") as engine, engine.sequence() as text:
         restore_prompt(text, case.path, engine.prompt_key())
         text.extend([5])
 

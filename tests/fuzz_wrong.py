@@ -15,12 +15,7 @@ NOT_COUNTS = (-1, 1.5, True, "1", None, [], {}, 2**63, 10**30)
 NOT_TEXTS = (None, 0, True, [], {}, ["x"])
 NOT_SHARES = (-0.5, 1.5, 1e9, INF, -INF, NAN, "x", None, True)
 
-OPTIONAL = {
-    "quality",
-    "arithmetic",
-    "is_trained",
-    "__metadata__",
-}  # optional metadata
+OPTIONAL = {"quality", "arithmetic", "is_trained", "__metadata__"}  # optional metadata
 
 
 Change = Callable[[random.Random, dict, dict], None]

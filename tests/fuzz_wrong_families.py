@@ -102,7 +102,7 @@ FALCON_GGUF = _gguf("falcon") | {
     "key heads in no groups": one_of("falcon.attention.head_count_kv", np.uint32(0), np.uint32(3)),
 }
 OPT_GGUF = _gguf("opt") | {
-    "norms after, of which there is one more": one_of("hotsplit.is_post_norm", True, "x"),
+    "norms after, of which there is one more": one_of("hotsplit.is_post_norm", True, "x")
 }
 QWEN_GGUF = _gguf("qwen3") | {
     "no epsilon": one_of("qwen3.attention.layer_norm_rms_epsilon", *map(np.float32, (0, -1, NAN))),

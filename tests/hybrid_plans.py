@@ -49,3 +49,10 @@ def make(tmp_path, **options):
     return dataclasses.replace(
         model, threshold_L=(threshold,) * sizes.num_layers, path=tmp_path / "m.gguf"
     )
+
+
+def made(tmp_path, plan, **options):
+    """A saved model and its plan."""
+    model = make(tmp_path, **options)
+    model.save(model.path)
+    return model, planned(tmp_path, model, plan)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import quants
@@ -438,3 +439,9 @@ def save_solver_files(folder: Path, model: ModelFile | None = None, **machines: 
     for name, machine in (machines or {"c": slow}).items():
         machine.save(folder / name)
     return folder
+
+
+def load_solver_files(folder: Path) -> dict[str, Any]:
+    """What `verify` takes, from a folder of `save_solver_files`."""
+    files = {"model": (ModelFile, "m.gguf"), "profile": (Profile, "p"), "machine": (Machine, "c")}
+    return {name: kind.load(folder / file) for name, (kind, file) in files.items()}

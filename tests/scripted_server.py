@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self._is_allowed():
-            return
+            return None
         self.owner.asked.append(asked)
         script = self.owner.scripts[asked["messages"][-1]["content"]]
         if script.status != 200:
@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._write(b": waiting\n\n")  # fails if the client is gone
             time.sleep(script.pause_s)
         if script.finish is None:
-            return
+            return None
         if script.error:
             return self._say({"error": {"message": script.error}})
         num = len(script.pieces)
@@ -133,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": 31, "completion_tokens": num, "total_tokens": 31 + num}
         self._say({"choices": [], "usage": usage, "timings": speed})
         self._write(b"data: [DONE]\n\n")
+        return None
 
     def _say(self, chunk: dict[str, Any]) -> None:
         self._write(b"data: " + json.dumps(chunk).encode() + b"\n\n")

@@ -156,9 +156,7 @@ async def ask(
 
 
 @asynccontextmanager
-async def connected(
-    port: int,
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection that is aborted on exit, along with answers in progress."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

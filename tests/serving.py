@@ -48,7 +48,7 @@ class Served:
         self.key = key
         arguments = [str(model), "--port", "0", "--json", "--threads", "1", *options]
         (read, out), (read_log, error) = os.pipe(), os.pipe()
-        with open(os.devnull) as nothing:
+        with Path(os.devnull).open() as nothing:
             self.process = Forked(["serve", *arguments], (nothing.fileno(), out, error))
         os.close(out)
         os.close(error)

@@ -13,8 +13,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 KERNELS = TESTS.parent / "runtime" / "kernels" / "cpu"
-FLAGS = "-std=c++17 -O1 -w -ffp-contract=off".split()
-VNNI = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx512vnni".split()
+FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off"]
+VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mavx512vnni"]
 # Undefined behaviour traps (see test_sanitizers.py): without AMX only this test runs the level's
 # code. Address checks are calls, which compile in two thirds of the time and run three times as long.
 CALLS = "--param=asan-instrumentation-with-call-threshold=0"
@@ -48,7 +48,7 @@ def program(tmp_path_factory) -> Path:
         subprocess.Popen(["g++", *FLAGS, *flags, "-c", source, "-o", output])
         for (source, flags), output in zip(sources.values(), objects, strict=True)
     ]
-    assert not any([job.wait() for job in jobs])  # a list, so that every job is waited for
+    assert not any([job.wait() for job in jobs])  # noqa: C419  # so that every job is waited for
     subprocess.run(["g++", *SANITIZE, *objects, "-o", folder / "program"], check=True)
     return folder / "program"
 

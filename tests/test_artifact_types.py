@@ -15,7 +15,8 @@ from test_runtime import make_split
 
 from hotsplit.artifacts import predictor_file, profile_file
 from hotsplit.artifacts.machine_file import Machine
-from hotsplit.artifacts.model_file import SPLIT_ARCHITECTURE, ModelFile, PredictorInfo
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split

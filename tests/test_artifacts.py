@@ -13,7 +13,8 @@ from models import make_machine, make_model, make_profile, make_sizes
 from test_runtime import make_split
 
 from hotsplit.artifacts.machine_file import Machine
-from hotsplit.artifacts.model_file import ModelFile, PredictorInfo, compute_model_id
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.artifacts.model_gguf import compute_model_id
 from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import EDGES, NUM_BINS, Profile
 from hotsplit.errors import HotsplitError

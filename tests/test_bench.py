@@ -239,7 +239,7 @@ def test_parts_sum_to_the_run(bench_files, kind):
 
 # ---- the report ---------------------------------------------------------------------------------
 
-LLAMA_BENCH = (
+LLAMA_BENCH = (  # noqa: SIM905  # words
     "build_commit build_number cpu_info gpu_info backends model_filename model_type model_size"
     " model_n_params n_batch n_ubatch n_threads type_k type_v n_gpu_layers n_prompt n_gen n_depth"
     " test_time avg_ns stddev_ns avg_ts stddev_ts samples_ns samples_ts"

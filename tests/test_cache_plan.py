@@ -8,13 +8,14 @@ from models import make_machine, make_model, make_profile, make_sizes, power_law
 from test_runtime import make_split
 
 from hotsplit.artifacts.cache_plan import CachePlan
-from hotsplit.artifacts.model_file import SPLIT_ARCHITECTURE
+from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry, read_gguf, write_gguf
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.cache_costs import cache_costs, expected_reads
-from hotsplit.solver.problem import build_problem, of_counts, placement_seconds
+from hotsplit.solver.problem import of_counts, placement_seconds
+from hotsplit.solver.problem_builder import build_problem
 
 CLOSE = 1e-9
 S = "hotsplit.split."

@@ -14,12 +14,12 @@ from hotsplit.runtime.neuron_cache.reference import ReferencePolicy
 
 def make_costs(num_layers, *, random=None, **changes):
     """Times of a slow CPU and a fast GPU, multiplied by random factors if there is a generator."""
-    each = dict(hot_s=0.0, hot_row_s=0.1, cold_s=0.0, cold_row_s=1.0, copy_row_s=2.0,
-                gather_row_s=0.2)  # fmt: skip
+    each = {"hot_s": 0.0, "hot_row_s": 0.1, "cold_s": 0.0, "cold_row_s": 1.0, "copy_row_s": 2.0,
+                "gather_row_s": 0.2}  # fmt: skip
     arrays = {f"{name}_L": np.full(num_layers, value) for name, value in each.items()}
     if random is not None:
         arrays = {name: value * random.uniform(0, 2, num_layers) for name, value in arrays.items()}
-    return CacheCosts(**(dict(rest_s=10.0, copy_s=0.1) | arrays | changes))
+    return CacheCosts(**({"rest_s": 10.0, "copy_s": 0.1} | arrays | changes))
 
 
 def make_case(seed):

@@ -159,9 +159,12 @@ def test_a_restored_state_continues_bit_for_bit(path, tmp_path, types):
             assert restore_prompt(text, tmp_path / "state", engine.prompt_key()) == 30
             assert torch.equal(text.extend(IDS[30:], "all"), wanted)
     other = ("f32", "f32") if types[0] != "f32" else ("f16", "f16")
-    with load(path, other) as engine, engine.sequence() as text:
-        with pytest.raises(HotsplitError, match="made with another cache type"):
-            restore_prompt(text, tmp_path / "state", engine.prompt_key())
+    with (
+        load(path, other) as engine,
+        engine.sequence() as text,
+        pytest.raises(HotsplitError, match="made with another cache type"),
+    ):
+        restore_prompt(text, tmp_path / "state", engine.prompt_key())
 
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)

@@ -176,7 +176,7 @@ def test_figures_whose_rounds_differ_widely_are_doubtful():
     assert len(notes) == 1
     assert "cpu with 2 threads (10 at best" in notes[0]
     assert "another process may be using the memory" in notes[0] and "-v" not in notes[0]
-    machine = replace(machine, cpu_bandwidth_gb_per_s={n: torn for n in range(1, 20)})
+    machine = replace(machine, cpu_bandwidth_gb_per_s=dict.fromkeys(range(1, 20), torn))
     (note,) = [line for line in report(machine) if line.startswith("note")]
     assert note.startswith(f"note: 19 of {len(machine.figures)} figures") and "-v lists all" in note
     notes = [line for line in report(machine, is_verbose=True) if line.startswith("note")]

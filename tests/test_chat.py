@@ -20,11 +20,7 @@ from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.drawing import chain_of
 from hotsplit.runtime.generate.dry import BreakerSets
 from hotsplit.runtime.generate.generation_options import GenerationOptions
-from hotsplit.runtime.generate.reasoning import (
-    ReasoningSplitter,
-    close_reasoning,
-    opens_reasoning,
-)
+from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 
@@ -285,9 +281,8 @@ def test_messages_that_the_template_rejects_are_removed(engine):
 
 def test_closing_a_conversation_releases_its_sequence(engine):
     for _ in range(4):
-        with talk(engine), talk(engine) as chat:
-            with pytest.raises(HotsplitError, match="in use"):
-                engine.sequence()
+        with talk(engine), talk(engine) as chat, pytest.raises(HotsplitError, match="in use"):
+            engine.sequence()
         with pytest.raises(HotsplitError, match="closed"):
             text_of(chat.say("Hello"))
 

@@ -3,7 +3,6 @@ one-line error."""
 
 import itertools
 import json
-import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -266,7 +265,7 @@ def test_the_process_inherits_no_files_and_no_environment(monkeypatch):
     process.render("it", "", {})
     pid = process._process.pid
     assert b"SECRET" not in Path(f"/proc/{pid}/environ").read_bytes()
-    assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
+    assert sorted(path.name for path in Path(f"/proc/{pid}/fd").iterdir()) == ["0", "1", "2"]
     limits = Path(f"/proc/{pid}/limits").read_text()
     assert "Max open files            3" in limits
     process.close()

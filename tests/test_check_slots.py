@@ -15,23 +15,15 @@ from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.check.device_check import SLOT_PARTS
 from hotsplit.runtime.check.kernels import Wrong
 from hotsplit.runtime.check.slots import check_pack_open, check_scatter
-from hotsplit.runtime.device import pinned
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels, triton_slot_kernels
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.system.log_lines import lines_on_stderr
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built"),
+    pytest.mark.usefixtures("nothing_checked"),
+]
 IDS = np.random.default_rng(0).integers(0, 200, 6).tolist()
-
-
-@pytest.fixture(autouse=True)
-def clean(tmp_path, monkeypatch):
-    """A separate cache for the test, in a process without results of earlier checks."""
-    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gpu_products, "_replaced", set())
-    monkeypatch.setattr(gpu_products, "_in_f32_only", set())
-    monkeypatch.setattr(pinned, "_refused", [])
 
 
 def misplaced(kernel):

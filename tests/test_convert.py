@@ -29,7 +29,8 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hotsplit.artifacts.model_file import Layout, ModelFile, PredictorInfo, compute_model_id
+from hotsplit.artifacts.model_file import Layout, ModelFile, PredictorInfo
+from hotsplit.artifacts.model_gguf import compute_model_id
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import convert

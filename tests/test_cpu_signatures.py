@@ -35,7 +35,7 @@ def headers() -> str:
 
 
 def test_signatures_are_those_of_the_headers():
-    assert SIGNATURES == declared_in(headers())
+    assert declared_in(headers()) == SIGNATURES
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_signatures_are_those_of_the_headers():
 def test_another_declaration_is_found(old, new):
     text = headers()
     assert old in text
-    assert SIGNATURES != declared_in(text.replace(old, new))
+    assert declared_in(text.replace(old, new)) != SIGNATURES
 
 
 def test_every_function_that_is_called_has_a_signature():

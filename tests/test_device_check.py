@@ -3,11 +3,11 @@ line reports the failure, and the part is not tried again."""
 
 import _thread
 import dataclasses
-import os
 import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,7 +38,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.runtime.check import device_check
 from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.check.launches import NAMES
-from hotsplit.runtime.device import pinned
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
@@ -48,18 +47,12 @@ from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.system.log_lines import lines_on_stderr
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built"),
+    pytest.mark.usefixtures("nothing_checked"),
+]
 F, L = 96, 2
 HOT = [np.arange(0, F, 2), np.arange(F)]
-
-
-@pytest.fixture(autouse=True)
-def clean(tmp_path, monkeypatch):
-    """A separate cache for the test; what earlier checks recorded for the process is cleared."""
-    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gpu_products, "_replaced", set())
-    monkeypatch.setattr(gpu_products, "_in_f32_only", set())
-    monkeypatch.setattr(pinned, "_refused", [])
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +265,7 @@ Engine.load(sys.argv[2], split=sys.argv[3], device="cpu")
 
 
 def test_the_next_load_reports_a_check_that_ended_its_process(planned, load):
-    here = os.path.dirname(__file__)
+    here = Path(__file__).parent
     done = run_python(KILLED, here, planned[0], planned[1])
     assert done.returncode == -9
     (checks,) = stored_checks()

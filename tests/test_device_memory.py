@@ -297,10 +297,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     # Errors of Triton, torch and cuBLAS when the driver has no memory left.
     for text in ("Triton Error [CUDA]: out of memory", "CUDA error: out of memory\nmore lines",
                  "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):  # fmt: skip
-        with (
-            pytest.raises(HotsplitError, match="cuda:0: more memory"),
-            out_of_memory_as_error(GPU),
-        ):
+        with pytest.raises(HotsplitError, match="cuda:0: more memory"), out_of_memory_as_error(GPU):
             raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="of another kind"), out_of_memory_as_error(GPU):
         raise RuntimeError("of another kind")

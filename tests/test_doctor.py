@@ -195,10 +195,7 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
     finally:
         library.set_level(level)
     done = json.loads(capsys.readouterr().out.splitlines()[-1])["done"]
-    assert {line.split(":")[0].split(", ")[1] for line in done["wrong"]} == {
-        "q4_0",
-        "q4_0_tiled",
-    }
+    assert {line.split(":")[0].split(", ")[1] for line in done["wrong"]} == {"q4_0", "q4_0_tiled"}
     assert len(done["wrong"]) == (3 + 2) * len(library.usable_levels())
 
 

@@ -25,15 +25,9 @@ from hotsplit.runtime.step.sequences import Part
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
     pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+    pytest.mark.usefixtures("one_cache"),
 ]
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def checks(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOTSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def planned(tmp_path, model, plan, num_sequences):
@@ -78,17 +72,17 @@ def test_random_schedules(tmp_path, plan):
     """Sequences are extended, forked and rolled back at random, by captured graphs; each row equals
     that of its text computed alone."""
     model = saved(tmp_path)
-    with fake_cuda(num_devices=2, seed=3) as cuda:
-        with (
-            loaded(tmp_path, model, plan, 1) as single,
-            loaded(tmp_path, model, plan, ROOM) as engine,
-        ):
-            assert engine.not_native is None, engine.not_native
-            alone, before = Alone(single), cuda.num_graphs
-            with torch.inference_mode():
-                assert schedule(engine, alone, random.Random(1), 5) > 15
-            assert cuda.num_graphs > before and len(engine._live.native.segments) > 2
-            del alone  # and with it the step's memory
+    with (
+        fake_cuda(num_devices=2, seed=3) as cuda,
+        loaded(tmp_path, model, plan, 1) as single,
+        loaded(tmp_path, model, plan, ROOM) as engine,
+    ):
+        assert engine.not_native is None, engine.not_native
+        alone, before = Alone(single), cuda.num_graphs
+        with torch.inference_mode():
+            assert schedule(engine, alone, random.Random(1), 5) > 15
+        assert cuda.num_graphs > before and len(engine._live.native.segments) > 2
+        del alone  # and with it the step's memory
     check_the_runtime()
 
 
@@ -97,13 +91,12 @@ def test_prompts_and_steps_of_several_texts(tmp_path):
     them."""
     model = saved(tmp_path)
     prompts = [[5, 3, 7], [2] * 70, [1, 4, 4, 2, 1]]
-    with fake_cuda(seed=5):
-        with loaded(tmp_path, model, "random", 3) as engine:
-            texts = [engine.sequence() for _ in prompts]
-            parts = [Part(sequence=s, tokens=p) for s, p in zip(texts, prompts, strict=True)]
-            first = engine.run(parts)
-            next_parts = [Part(sequence=s, tokens=[9], wanted="all") for s in texts]
-            second = engine.run(next_parts)
+    with fake_cuda(seed=5), loaded(tmp_path, model, "random", 3) as engine:
+        texts = [engine.sequence() for _ in prompts]
+        parts = [Part(sequence=s, tokens=p) for s, p in zip(texts, prompts, strict=True)]
+        first = engine.run(parts)
+        next_parts = [Part(sequence=s, tokens=[9], wanted="all") for s in texts]
+        second = engine.run(next_parts)
     check_the_runtime()
     with Engine.load(model.path, mode="predicted", device="cpu", context_length=CONTEXT) as engine:
         for prompt, a, b in zip(prompts, first, second, strict=True):

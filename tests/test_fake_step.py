@@ -24,17 +24,10 @@ from hotsplit.system.log_lines import lines_on_stderr
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
     pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+    pytest.mark.usefixtures("one_cache"),
 ]
 QUICK = ["two GPUs, layers on the CPU"]  # test_fake_replay has every kind of layer
 TOKENS = IDS[:4]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def checks(tmp_path_factory):
-    """One cache for the results of the devices' checks, which later loads need not repeat."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOTSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def slow_unless(names, quick):

@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import ModelFile, read_model_gguf
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.budget import plan_bytes

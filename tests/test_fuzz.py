@@ -210,8 +210,9 @@ def test_counts_are_printed_by_kind(capsys):
               "b": Known(cases=2, done=2, seconds=120, lines={one}, cpu_seconds=90)}  # fmt: skip
     print_counts(counts)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1:] == ["a 4 3 0 1 2 2 2 1 0".split(), "b 2 0 2 0 1 0 0 2 2".split(),
-                        "all 6 3 2 1 2 2 2 3 2".split()]  # fmt: skip
+    assert rows[1:] == [["a", "4", "3", "0", "1", "2", "2", "2", "1", "0"],
+                        ["b", "2", "0", "2", "0", "1", "0", "0", "2", "2"],
+                        ["all", "6", "3", "2", "1", "2", "2", "2", "3", "2"]]  # fmt: skip
     assert len(all_kinds()) == len(KINDS) + len(ODDS) + len(MEANINGS) + len(PAIRS)
 
 

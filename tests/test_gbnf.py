@@ -21,11 +21,7 @@ from constrained_texts import (
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate import gbnf, gbnf_parser
-from hotsplit.runtime.generate.constraints import (
-    gbnf_constraint,
-    lark_constraint,
-    regex_constraint,
-)
+from hotsplit.runtime.generate.constraints import gbnf_constraint, lark_constraint, regex_constraint
 
 
 @pytest.mark.parametrize("grammar", [JSON_GBNF, ARITHMETIC_GBNF, LIST_GBNF, CHESS_GBNF])

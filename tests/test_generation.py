@@ -216,9 +216,11 @@ def test_use_of_a_sequence_by_another_generation_is_detected(codec_model):
 
 def test_a_context_too_short_to_be_shifted(codec_model):
     options = GenerationOptions(max_tokens=5, ignores_end=True, shift_keep=0)
-    with Engine.load(codec_model, context_length=2) as engine:
-        with pytest.raises(HotsplitError, match="a context of 2 is too short to drop half of it"):
-            list(engine.generate([1], options=options))
+    with (
+        Engine.load(codec_model, context_length=2) as engine,
+        pytest.raises(HotsplitError, match="a context of 2 is too short to drop half of it"),
+    ):
+        list(engine.generate([1], options=options))
 
 
 # ---- the state of a prompt in a file -------------------------------------------------------------
@@ -253,9 +255,12 @@ def test_a_state_of_another_type_of_the_same_model_is_refused(tmp_path):
     with Engine.load(files[0].path) as engine, engine.sequence() as text:
         text.extend([1, 2, 3])
         save_prompt(text, tmp_path / "p", engine.prompt_key())
-    with Engine.load(files[1].path) as engine, engine.sequence() as text:
-        with pytest.raises(HotsplitError, match="other weights"):
-            restore_prompt(text, tmp_path / "p", engine.prompt_key())
+    with (
+        Engine.load(files[1].path) as engine,
+        engine.sequence() as text,
+        pytest.raises(HotsplitError, match="other weights"),
+    ):
+        restore_prompt(text, tmp_path / "p", engine.prompt_key())
 
 
 def test_a_state_of_other_predictor_thresholds_or_another_activation_is_refused(tmp_path):
@@ -323,9 +328,12 @@ def test_a_state_of_something_else_is_refused(tmp_path):
             with pytest.raises(HotsplitError, match=message):
                 restore_prompt(text, path, engine.prompt_key())
             assert text.length == 0
-    with Engine.load(model.path, mode="exact", context_length=2) as engine:
-        with engine.sequence() as text, pytest.raises(HotsplitError, match="context of 2"):
-            restore_prompt(text, path, engine.prompt_key())
+    with (
+        Engine.load(model.path, mode="exact", context_length=2) as engine,
+        engine.sequence() as text,
+        pytest.raises(HotsplitError, match="context of 2"),
+    ):
+        restore_prompt(text, path, engine.prompt_key())
     chance = np.random.default_rng(0)
     with Engine.load(model.path, mode="exact") as engine:
         for at in chance.integers(0, len(whole), 60).tolist():

@@ -31,17 +31,12 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kerne
 REFERENCE = reference_kernels()
 NAN = float("nan")
 
+pytestmark = pytest.mark.usefixtures("several_rows")
+
 
 @pytest.fixture(scope="module")
 def kernels():
     return triton_kernels()
-
-
-@pytest.fixture(autouse=True)
-def several_rows(monkeypatch):
-    """A program takes several rows of these small matrices, as it does of large ones. This also
-    saves time: the interpreter takes about 10 ms per program."""
-    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
 @pytest.fixture

@@ -19,24 +19,18 @@ from gpu_matrices import (
 
 from hotsplit.model.spec import SMOOTH
 from hotsplit.runtime.device.bits import pack_bits
-from hotsplit.runtime.kernels.gpu import launch
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 
 REFERENCE = reference_kernels()
 NAN = float("nan")
 
+pytestmark = pytest.mark.usefixtures("several_rows")
+
 
 @pytest.fixture(scope="module")
 def kernels():
     return triton_kernels()
-
-
-@pytest.fixture(autouse=True)
-def several_rows(monkeypatch):
-    """A program takes several rows of these small matrices, as it does of large ones. This also
-    saves time: the interpreter takes about 10 ms per program."""
-    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
 # ---- gate and up ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from gpu_matrices import KINDS, assert_close, block_width, device, make_matrix, vector
 
 from hotsplit.runtime.device.bits import pack_bits
-from hotsplit.runtime.kernels.gpu import launch, ranges
+from hotsplit.runtime.kernels.gpu import ranges
 from hotsplit.runtime.kernels.gpu.kernels import ROWS, reference_kernels, triton_kernels
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
 from hotsplit.runtime.kernels.gpu.torch_kernels import ROWS as PIECE_ROWS
@@ -26,16 +26,12 @@ KINDS_AND_ROWS = [
     ("q8_0_planar", 8),
 ]
 
+pytestmark = pytest.mark.usefixtures("several_rows")
+
 
 @pytest.fixture(scope="module")
 def kernels():
     return triton_kernels()
-
-
-@pytest.fixture(autouse=True)
-def several_rows(monkeypatch):
-    """A program takes several rows of a matrix, as it does of large ones."""
-    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
 def vectors(num_rows, width, seed=1):

@@ -6,7 +6,7 @@ import torch
 from models import make_model, make_sizes
 from test_cpu_kernels import rounded
 from test_runtime import IDS, decoded
-from test_tiled import rows_of
+from test_tiled import assert_same_with_any_threads, copied_and_mapped, rows_of
 
 from hotsplit import Engine
 from hotsplit.files.gguf_file import TensorEntry
@@ -100,11 +100,7 @@ def test_sums_with_unusual_coefficients_are_bit_identical(level, kind, bad):
 @pytest.mark.parametrize("kind", GROUPED_KIND)
 def test_threads_do_not_change_the_bits(restore_library, kind):
     groups, c_A = grouped(file_rows(kind, 1024, 1056), kind), torch.randn(1024)
-    found = []
-    for count in (1, 2, 3):
-        library.set_threads(count)
-        found.append(library.accumulate_rows(groups, GROUPED_KIND[kind], c_A))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert_same_with_any_threads(lambda: library.accumulate_rows(groups, GROUPED_KIND[kind], c_A))
 
 
 def test_incomplete_groups_are_not_grouped():
@@ -160,10 +156,7 @@ def test_several_vectors_have_the_bits_of_the_file_in_all_groups(level, preferre
     groups add it to sums that are not 0."""
     shape = make_sizes(width=160, num_neurons=1088)
     make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
-    with (
-        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,
-        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,
-    ):
+    with copied_and_mapped(tmp_path / "m.gguf", "dense") as (copied, mapped):
         assert is_grouped(copied.layers[0].ffn.blocks[0].down.kind)
         for count in (2, 3, 7, 9):
             ids_T = torch.arange(1, count + 1)
@@ -173,19 +166,12 @@ def test_several_vectors_have_the_bits_of_the_file_in_all_groups(level, preferre
 @pytest.mark.parametrize("kind", GROUPED_KIND)
 @pytest.mark.parametrize("width", [64, 160])
 def test_a_dense_model_adds_groups_with_the_bits_of_its_file(
-    preferred,
-    level,
-    tmp_path,
-    kind,
-    width,
+    preferred, level, tmp_path, kind, width
 ):
     """Tokens are computed one after another, and several at once."""
     shape = make_sizes(width=width, num_neurons=192)
     make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
-    with (
-        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,
-        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,
-    ):
+    with copied_and_mapped(tmp_path / "m.gguf", "dense") as (copied, mapped):
         assert copied.not_native is None
         for layer in copied.layers:
             (block,) = layer.ffn.blocks

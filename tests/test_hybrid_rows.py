@@ -9,6 +9,7 @@ import torch
 from fake_streams import FakeDevice
 from hybrid_plans import PLANS, make
 from test_runtime import make_split
+from test_sequences import ROOM, change_texts
 
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split
@@ -25,7 +26,7 @@ from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.config import ServeConfig
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-CONTEXT, ROOM = 80, 8
+CONTEXT = 80
 DIVIDED = ("every kind of layer", "two GPUs, layers on the CPU", "attention on the CPU", "random")
 
 
@@ -119,16 +120,7 @@ def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) ->
     texts = [engine.sequence()]
     compared = 0
     for _ in range(steps):
-        deed = chance.random()
-        if deed < 0.3 and len(texts) < ROOM:
-            texts.append(
-                chance.choice(texts).fork() if chance.random() < 0.6 else engine.sequence()
-            )
-        elif deed < 0.4 and len(texts) > 1:
-            texts.pop(chance.randrange(len(texts))).close()
-        elif deed < 0.55:
-            text = chance.choice(texts)
-            text.rollback(chance.randint(0, text.length))
+        change_texts(engine, texts, chance, chance.random(), 0.3)
         parts = []
         for text in chance.sample(texts, chance.randint(1, len(texts))):
             count = min(text.room, chance.choice((1, 1, 1, 2, 3, 5)))
@@ -149,10 +141,7 @@ def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) ->
 def schedules(tmp_path, plan, count, **options):
     model = saved(tmp_path, **options)
     compared = 0
-    with (
-        loaded(tmp_path, model, plan, 1) as single,
-        loaded(tmp_path, model, plan, ROOM) as engine,
-    ):
+    with loaded(tmp_path, model, plan, 1) as single, loaded(tmp_path, model, plan, ROOM) as engine:
         alone = Alone(single)
         for seed in range(count):
             compared += schedule(engine, alone, random.Random(f"{plan} {seed}"), 8)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
 from fake_streams import FakeDevice, Race
-from hybrid_plans import ALL, PLANS, SOME, F, L, make, planned, stepped
+from hybrid_plans import ALL, PLANS, SOME, F, L, made, make, planned, stepped
 from models import make_sizes
 from reference import assert_rows_agree, rel_error
 from test_families import CASES, converted
@@ -53,12 +53,39 @@ def steps(step, ids=IDS):
     return torch.stack([step.run(token, i).clone() for i, token in enumerate(ids)])
 
 
+def assert_same_in_any_order(engine, split, ids=IDS):
+    want = steps(hybrid(engine, split, plain_backend(reference_kernels())), ids)
+    for seed in range(3):
+        step = hybrid(engine, split, FakeDevice(seed=seed).backend(reference_kernels()))
+        assert torch.equal(steps(step, ids), want)
+
+
+def assert_every_event_is_needed(engine, split):
+    """Without any one of the waits of a step, two streams race."""
+    device = FakeDevice()
+    step = hybrid(engine, split, device.backend(reference_kernels()))
+    before = device.num_waits
+    step.run(IDS[0], 0)
+    assert device.num_waits > before
+    for number in range(before, device.num_waits):
+        step = hybrid(engine, split, FakeDevice(dropped=number).backend(reference_kernels()))
+        with pytest.raises(Race):
+            step.run(IDS[0], 0)
+
+
+def logged(engine, split):
+    """The operations of the first token."""
+    device = FakeDevice()
+    step = hybrid(engine, split, device.backend(reference_kernels()))
+    device.log.clear()
+    step.run(IDS[0], 0)
+    return device.log
+
+
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_division_gives_the_logits_of_the_undivided_model(tmp_path, plan, mode):
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, plan)
+    model, split = made(tmp_path, plan)
     with Engine.load(model.path, mode=mode) as whole:
         want = stepped(whole)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
@@ -69,9 +96,7 @@ def test_every_division_gives_the_logits_of_the_undivided_model(tmp_path, plan, 
 @pytest.mark.parametrize("plan", ["every kind of layer", "random"])
 def test_scaled_rotary_embeddings(tmp_path, plan):
     """YaRN's magnitude reaches the kernels of both sides."""
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, plan)
+    model, split = made(tmp_path, plan)
     scaled = {"rope_scaling": "yarn", "rope_scale": 4.0}
     with Engine.load(model.path) as plain, Engine.load(model.path, **scaled) as whole:
         unscaled, want = stepped(plain), stepped(whole)
@@ -86,9 +111,7 @@ def test_scaled_rotary_embeddings(tmp_path, plan):
 @pytest.mark.parametrize("kind", [kind for kind in BOUNDS if kind != "f32"])
 def test_every_type_of_weights(tmp_path, kind, plan, mode):
     shape = make_sizes(num_layers=L, num_neurons=F, width=256 if kind.endswith("_k") else 64)
-    model = make(tmp_path, kind=kind, sizes=shape)
-    model.save(model.path)
-    split = planned(tmp_path, model, plan)
+    model, split = made(tmp_path, plan, kind=kind, sizes=shape)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
         step = hybrid(engine, split, plain_backend(reference_kernels()))
         got, want = steps(step), stepped(engine)
@@ -100,9 +123,7 @@ def test_every_type_of_weights(tmp_path, kind, plan, mode):
 
 @pytest.mark.parametrize("activation", ["fatrelu", "drelu", "silu", "gelu", "gelu_tanh"])
 def test_every_activation(tmp_path, activation):
-    model = make(tmp_path, activation=activation)
-    model.save(model.path)
-    split = planned(tmp_path, model, "every kind of layer")
+    model, split = made(tmp_path, "every kind of layer", activation=activation)
     for mode in ("dense", "exact"):
         with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
             step = hybrid(engine, split, plain_backend(reference_kernels()))
@@ -152,47 +173,25 @@ def test_every_graph_of_layers(tmp_path, case):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, plan)
+    model, split = made(tmp_path, plan)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        want = steps(hybrid(engine, split, plain_backend(reference_kernels())))
-        for seed in range(3):
-            device = FakeDevice(seed=seed)
-            step = hybrid(engine, split, device.backend(reference_kernels()))
-            assert torch.equal(steps(step), want)
+        assert_same_in_any_order(engine, split)
 
 
 @pytest.mark.parametrize("plan", ["mixed", "every kind of layer", "two GPUs, layers on the CPU"])
 def test_every_event_is_needed(tmp_path, plan):
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, plan)
+    model, split = made(tmp_path, plan)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        device = FakeDevice()
-        step = hybrid(engine, split, device.backend(reference_kernels()))
-        before = device.num_waits
-        step.run(IDS[0], 0)
-        assert device.num_waits > before
-        for number in range(before, device.num_waits):
-            device = FakeDevice(dropped=number)
-            step = hybrid(engine, split, device.backend(reference_kernels()))
-            with pytest.raises(Race):
-                step.run(IDS[0], 0)
+        assert_every_event_is_needed(engine, split)
 
 
 def test_each_layer_with_cold_neurons_takes_one_round_trip(tmp_path):
     """A round trip is two copies, the host function, and the copy back; a layer wholly on the GPU
     needs none."""
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, "mixed")  # divided, all on the CPU, all on the GPU, divided
+    model, split = made(tmp_path, "mixed")  # divided, all on the CPU, all on the GPU, divided
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        device = FakeDevice()
-        step = hybrid(engine, split, device.backend(reference_kernels()))
-        device.log.clear()
-        step.run(IDS[0], 0)
-        main, side = ([o.name for o in device.log if o.stream == stream] for stream in (0, 1))
+        log = logged(engine, split)
+        main, side = ([o.name for o in log if o.stream == stream] for stream in (0, 1))
         assert side == ["copy", "copy", "host", "copy"] * 3
         assert main.count("copy") == 3 and "host" not in main  # position, embedding, logits
         counted = sum(dense_kernels(model, i, has_predictor=True) for i in range(L))
@@ -211,41 +210,28 @@ def test_norms_of_heads_are_counted_with_attention(tmp_path):
     )
     split.save(tmp_path / "s.gguf")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
-        device = FakeDevice()
-        step = hybrid(engine, split, device.backend(reference_kernels()))
-        device.log.clear()
-        step.run(IDS[0], 0)
+        log = logged(engine, split)
     counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(num_layers))
     counted += num_layers * (HOT_KERNELS - 1) + HEAD_KERNELS
     counted += 1 - num_layers  # the embedding is on the head's GPU; attention's kernels append
-    assert sum(o.name == "kernel" for o in device.log) == counted
+    assert sum(o.name == "kernel" for o in log) == counted
 
 
 def test_tied_weights_are_embedded_on_the_heads_gpu(tmp_path):
-    model = make(tmp_path, is_tied=True)
-    model.save(model.path)
-    split = planned(tmp_path, model, "two GPUs")
+    model, split = made(tmp_path, "two GPUs", is_tied=True)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
-        device = FakeDevice()
-        step = hybrid(engine, split, device.backend(reference_kernels()))
-        device.log.clear()
-        step.run(IDS[0], 0)
-        first = next(operation for operation in device.log if operation.name == "kernel")
+        log = logged(engine, split)
+        first = next(operation for operation in log if operation.name == "kernel")
         assert first.stream == 2  # the main stream of the second GPU
 
 
 def test_the_cpu_and_the_gpu_compute_a_layer_at_the_same_time(tmp_path):
     """A layer's hot and cold neurons do not wait for each other."""
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, "random")
+    model, split = made(tmp_path, "random")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        device = FakeDevice()
-        step = hybrid(engine, split, device.backend(reference_kernels()))
-        device.log.clear()
-        step.run(IDS[0], 0)
-        hosts = [o for o in device.log if o.name == "host"]
-        kernels = [o for o in device.log if o.name == "kernel"]
+        log = logged(engine, split)
+        hosts = [o for o in log if o.name == "host"]
+        kernels = [o for o in log if o.name == "kernel"]
         assert len(hosts) == L
         for host in hosts:
             beside = [k for k in kernels if not (k.is_before(host) or host.is_before(k))]
@@ -298,9 +284,7 @@ def test_a_nan_score_names_its_neuron(tmp_path):
 def test_all_neurons_on_the_cpu(tmp_path):
     """cpu_ffn gives the logits of an engine without a plan and, except for the workspace, the bytes
     of a plan with no neuron on the GPU; it is refused with a plan."""
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, "no neuron on the GPU")
+    model, split = made(tmp_path, "no neuron on the GPU")
     with Engine.load(model.path, mode="exact") as whole:
         want = stepped(whole)
     with Engine.load(model.path, mode="exact", cpu_ffn=True) as engine:
@@ -308,16 +292,14 @@ def test_all_neurons_on_the_cpu(tmp_path):
         step = hybrid(engine, split, plain_backend(reference_kernels()))
         assert rel_error(steps(step), want) < BOUNDS["f32"]
         for side, items in (("gpu", split.gpu_bytes), ("cpu", split.cpu_bytes)):
-            got = {item: count for item, count in engine.bytes_by_role[side].items()}
+            got = dict(engine.bytes_by_role[side].items())
             assert {**got, "workspace": 0} == {**items, "workspace": 0}
     with pytest.raises(HotsplitError, match="leave one out"):
         Engine.load(model.path, split=tmp_path / "s.gguf", cpu_ffn=True)
 
 
 def test_traffic_of_the_cpu_is_counted(tmp_path):
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, "random")
+    model, split = made(tmp_path, "random")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense") as engine:
         step = hybrid(engine, split, plain_backend(reference_kernels()))
         before = engine.traffic.total
@@ -330,9 +312,7 @@ def test_traffic_of_the_cpu_is_counted(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["names", "cold", "hot"])
 def test_the_comparison_notices_a_missing_part(tmp_path, wrong):
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, "random")
+    model, split = made(tmp_path, "random")
 
     def nothing(*arguments, **options) -> None:
         pass
@@ -352,9 +332,7 @@ def test_the_comparison_notices_a_missing_part(tmp_path, wrong):
 
 def test_memory_that_a_graph_refers_to_is_kept(tmp_path):
     """A captured graph holds no references to the functions that submitted it."""
-    model = make(tmp_path)
-    model.save(model.path)
-    split = planned(tmp_path, model, "every kind of layer")
+    model, split = made(tmp_path, "every kind of layer")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
         backend = plain_backend(reference_kernels())
         forgetful = dataclasses.replace(backend, prepare=lambda stream, submit: print)

@@ -112,7 +112,7 @@ def test_tensors_of_one_layer_or_of_all(tmp_path, capsys):
     assert all(f"blk.{layer}.ffn_up.weight" in every for layer in range(12))
     assert "--tensors" not in every
     lines = [line for line in every.splitlines() if "blk.11.ffn_up.weight" in line]
-    assert lines[0].split() == "blk.11.ffn_up.weight f32 96 x 64 ffn 24,576".split()
+    assert lines[0].split() == ["blk.11.ffn_up.weight", "f32", "96", "x", "64", "ffn", "24,576"]
 
 
 @pytest.mark.parametrize(

@@ -316,8 +316,7 @@ def test_every_level_chooses_the_same_keys(path):
 
 @native
 @pytest.mark.parametrize(
-    ("rule", "kind"),
-    [(RULES[0], "f16"), (RULES[3], "q4_0"), (READ_IN_FULL[0], "f16")],
+    ("rule", "kind"), [(RULES[0], "f16"), (RULES[3], "q4_0"), (READ_IN_FULL[0], "f16")]
 )
 def test_a_row_does_not_depend_on_the_others(path, rule, kind):
     with load(path, rule, cache_type_k=kind) as engine:
@@ -371,9 +370,12 @@ def test_a_restored_state_continues_bit_for_bit(path, tmp_path, at):
     with load(path) as engine, engine.sequence() as text:
         restore_prompt(text, tmp_path / "s", engine.prompt_key())
         assert torch.equal(text.extend(IDS[at:], "all"), expected[at:])
-    with load(path, RULES[1]) as engine, engine.sequence() as text:
-        with pytest.raises(HotsplitError, match="another cache type: .*bounds.*, this is .*mean"):
-            restore_prompt(text, tmp_path / "s", engine.prompt_key())
+    with (
+        load(path, RULES[1]) as engine,
+        engine.sequence() as text,
+        pytest.raises(HotsplitError, match="another cache type: .*bounds.*, this is .*mean"),
+    ):
+        restore_prompt(text, tmp_path / "s", engine.prompt_key())
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -8,11 +8,16 @@ import pytest
 import torch
 from fake_cuda import library as fake_library
 from fake_cuda.torch_cuda import fake_cuda
-from fake_streams import FakeDevice, Race
 from hybrid_plans import PLANS, SOME, F, make, planned, stepped
 from models import make_sizes
 from reference import rel_error
-from test_hybrid_step import hybrid, steps
+from test_hybrid_step import (
+    assert_every_event_is_needed,
+    assert_same_in_any_order,
+    hybrid,
+    logged,
+    steps,
+)
 from test_native_step import BOUNDS
 
 from hotsplit import Engine
@@ -25,7 +30,10 @@ from hotsplit.runtime.model.attention import Turns
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.plain_backend import plain_backend
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built"),
+    pytest.mark.usefixtures("one_cache"),
+]
 CONTEXT = 160
 IDS = torch.randint(50, (CONTEXT,), generator=torch.Generator().manual_seed(5)).tolist()
 EVERYTHING = KeySelection(window=CONTEXT // 32 * 32 + 32)
@@ -41,14 +49,6 @@ def offloaded(tmp_path, plan, rule=SOME_KEYS, num_sequences=1, **options):
     return model, planned(
         tmp_path, model, plan, context_length=CONTEXT, num_sequences=num_sequences, kv_offload=rule
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def checks(tmp_path_factory):
-    """A cache folder, in which later loads find the results of the devices' checks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOTSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -92,34 +92,20 @@ def test_a_long_text_reads_the_keys_that_the_cpu_alone_would(tmp_path, plan, kin
 def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
     model, split = offloaded(tmp_path, plan)
     with Engine.load(model.path, split=tmp_path / "s.gguf", **ON_THE_CPU) as engine:
-        want = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS[:5])
-        for seed in range(3):
-            step = hybrid(engine, split, FakeDevice(seed=seed).backend(reference_kernels()))
-            assert torch.equal(steps(step, IDS[:5]), want)
+        assert_same_in_any_order(engine, split, IDS[:5])
 
 
 def test_every_event_is_needed(tmp_path):
     model, split = offloaded(tmp_path, "random")
     with Engine.load(model.path, split=tmp_path / "s.gguf", **ON_THE_CPU) as engine:
-        device = FakeDevice()
-        step = hybrid(engine, split, device.backend(reference_kernels()))
-        before = device.num_waits
-        step.run(IDS[0], 0)
-        assert device.num_waits > before
-        for number in range(before, device.num_waits):
-            step = hybrid(engine, split, FakeDevice(dropped=number).backend(reference_kernels()))
-            with pytest.raises(Race):
-                step.run(IDS[0], 0)
+        assert_every_event_is_needed(engine, split)
 
 
 def test_a_layer_takes_one_round_trip_for_its_attention(tmp_path):
     model, split = offloaded(tmp_path, "all on the GPU")
     with Engine.load(model.path, split=tmp_path / "s.gguf", **ON_THE_CPU) as engine:
-        device = FakeDevice()
-        step = hybrid(engine, split, device.backend(reference_kernels()))
-        device.log.clear()
-        step.run(IDS[0], 0)
-        names = [operation.name for operation in device.log]
+        log = logged(engine, split)
+        names = [operation.name for operation in log]
         assert names.count("host") == 4 and names.count("copy") == 2 * 4 + 2  # embedding, logits
 
 
@@ -172,13 +158,15 @@ def test_an_engine_on_a_device_gives_the_cpus_logits(tmp_path, plan):
     ids = IDS[:100]
     with Engine.load(model.path, kv_offload=str(SOME_KEYS), **ON_THE_CPU) as engine:
         want, prompt = stepped(engine, ids[:6]), engine.logits(ids)
-    with fake_cuda(num_devices=2) as cuda:
-        with Engine.load(model.path, split=tmp_path / "s.gguf", device="cuda") as engine:
-            assert engine.not_native is None and cuda.num_graphs >= 1
-            assert not engine.bytes_by_role["gpu"]["kv_cache"]
-            for layer in engine.layers:
-                assert layer.attention.cache.device.type == "cpu"
-            got, read = stepped(engine, ids[:6]), engine.logits(ids)
+    with (
+        fake_cuda(num_devices=2) as cuda,
+        Engine.load(model.path, split=tmp_path / "s.gguf", device="cuda") as engine,
+    ):
+        assert engine.not_native is None and cuda.num_graphs >= 1
+        assert not engine.bytes_by_role["gpu"]["kv_cache"]
+        for layer in engine.layers:
+            assert layer.attention.cache.device.type == "cpu"
+        got, read = stepped(engine, ids[:6]), engine.logits(ids)
     check_the_runtime()
     assert rel_error(got, want) < BOUNDS["f32"]
     differs = (read - prompt).abs().amax(dim=1) > 1e-4 * prompt.abs().max()
@@ -225,28 +213,30 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
     """A step is interrupted between submitting and finishing; the other text's next logits are as
     before."""
     model, split = offloaded(tmp_path, "random", num_sequences=2)
-    with fake_cuda():
-        with Engine.load(
+    with (
+        fake_cuda(),
+        Engine.load(
             model.path, split=tmp_path / "s.gguf", device="cuda", num_sequences=2
-        ) as engine:
-            step = engine._live.native
-            with engine.sequence() as text, engine.sequence() as other:
-                text.extend(IDS[:80], "none")
-                other.extend(IDS[:70], "none")
-                want = text.extend([IDS[80]])
-                text.rollback(80)
-                submit = step._submit
+        ) as engine,
+    ):
+        step = engine._live.native
+        with engine.sequence() as text, engine.sequence() as other:
+            text.extend(IDS[:80], "none")
+            other.extend(IDS[:70], "none")
+            want = text.extend([IDS[80]])
+            text.rollback(80)
+            submit = step._submit
 
-                def interrupted(segments):
-                    submit(segments)
-                    raise KeyboardInterrupt
+            def interrupted(segments):
+                submit(segments)
+                raise KeyboardInterrupt
 
-                object.__setattr__(step, "_submit", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    other.extend([5])
-                object.__setattr__(step, "_submit", submit)
-                other.close()
-                assert torch.equal(text.extend([IDS[80]]), want)
+            object.__setattr__(step, "_submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                other.extend([5])
+            object.__setattr__(step, "_submit", submit)
+            other.close()
+            assert torch.equal(text.extend([IDS[80]]), want)
     check_the_runtime()
 
 
@@ -258,17 +248,19 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
 def test_the_announced_bytes_are_those_allocated(tmp_path, num_sequences):
     """The cache with its tables takes no bytes on the device, only main memory."""
     model, split = offloaded(tmp_path, "mixed", num_sequences=num_sequences)
-    with fake_cuda():
-        with Engine.load(
+    with (
+        fake_cuda(),
+        Engine.load(
             model.path, split=tmp_path / "s.gguf", device="cuda", num_sequences=num_sequences
-        ) as engine:
-            (memory,) = engine.memories.values()
-            assert "kv_cache" not in memory.taken and not split.gpu_bytes["kv_cache"]
-            caches = [layer.attention.cache for layer in engine.layers]
-            kept = [(c.key_BKPX, c.value_BKPX, *c.tables.tensors) for c in caches]
-            taken = sum(tensor.nbytes for tensors in kept for tensor in tensors)
-            assert split.cpu_bytes["kv_cache"] == taken
-            assert memory.taken["attention"] == split.gpu_bytes["attention"]
+        ) as engine,
+    ):
+        (memory,) = engine.memories.values()
+        assert "kv_cache" not in memory.taken and not split.gpu_bytes["kv_cache"]
+        caches = [layer.attention.cache for layer in engine.layers]
+        kept = [(c.key_BKPX, c.value_BKPX, *c.tables.tensors) for c in caches]
+        taken = sum(tensor.nbytes for tensors in kept for tensor in tensors)
+        assert split.cpu_bytes["kv_cache"] == taken
+        assert memory.taken["attention"] == split.gpu_bytes["attention"]
 
 
 # ---- refusals ------------------------------------------------------------------------------------

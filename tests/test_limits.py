@@ -250,10 +250,12 @@ def test_observed_passes_apply_the_same_limits(tmp_path):
     reference = Reference(model)
     want = reference.logits(IDS)
     path = saved(model.with_limits(reference.made(), "here"), tmp_path)
-    with Engine.load(path, mode="exact") as engine:
-        with engine.observe(lambda name, layer, tensor: None, lambda name, layer: False):
-            assert rel_error(engine.logits(IDS), want) < BOUNDS["f32"]
-            assert rel_error(one_by_one(engine, IDS[:9]), want[:9]) < BOUNDS["f32"]
+    with (
+        Engine.load(path, mode="exact") as engine,
+        engine.observe(lambda name, layer, tensor: None, lambda name, layer: False),
+    ):
+        assert rel_error(engine.logits(IDS), want) < BOUNDS["f32"]
+        assert rel_error(one_by_one(engine, IDS[:9]), want[:9]) < BOUNDS["f32"]
 
 
 def test_limits_are_the_same_without_the_kernels(tmp_path, monkeypatch):

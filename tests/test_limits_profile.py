@@ -404,7 +404,7 @@ def test_a_trained_model_goes_through_the_commands(tmp_path):
     assert 0 < solved["num_hot"] < solved["num_neurons"]
     assert reports[4]["mode"] == "exact" and reports[7]["mode"] != "dense"
     assert 0.3 < np.mean(exact["hidden_share_L"]) < 0.5
-    assert predicted["mode"] == "predicted" and 0 < predicted["kl_mean"]
+    assert predicted["mode"] == "predicted" and predicted["kl_mean"] > 0
     done = run_command("eval", "m.gguf", "--corpus", text, "--tokens", 300, cwd=tmp_path)
     assert "dense is this file without its limits" in done.stdout + done.stderr
     done = run_command("report", "m.gguf", "--profile", "p.safetensors", "--split", "m.split.gguf",

@@ -194,7 +194,7 @@ def test_records_that_no_measurement_gives_are_refused(tmp_path, name, value):
         dataclasses.replace(model, quality={"exact": wrong}).save(tmp_path / "m.gguf")
     model.save(tmp_path / "m.gguf")
     key = f"hotsplit.quality.exact.{name}"
-    from hotsplit.artifacts.model_file import read_model_gguf
+    from hotsplit.artifacts.model_gguf import read_model_gguf
 
     keys, tensors = read_model_gguf(tmp_path / "m.gguf")
     for found in (type(keys[key])(value) if value == value and value >= 0 else np.float64(value),

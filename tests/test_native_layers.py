@@ -151,19 +151,22 @@ def test_several_sequences(tmp_path, calls):
     found = []
     for names in ({"layer_out"}, {"layer_out", "attn_out"}):
         seen = []
-        with Engine.load(model.path, num_sequences=2) as engine:
-            with engine.observe(
+        with (
+            Engine.load(model.path, num_sequences=2) as engine,
+            engine.observe(
                 lambda name, layer, tensor, seen=seen: seen.append(tensor.clone()),
                 lambda name, layer, names=names: name in names and (name, layer) != ("attn_out", 0),
-            ):
-                with engine.sequence() as first, engine.sequence() as second:
-                    for ids in (slice(0, 6), slice(6, 14)):
-                        for sequence, text in zip((first, second), texts, strict=True):
-                            sequence.extend(text[ids])
+            ),
+            engine.sequence() as first,
+            engine.sequence() as second,
+        ):
+            for ids in (slice(0, 6), slice(6, 14)):
+                for sequence, text in zip((first, second), texts, strict=True):
+                    sequence.extend(text[ids])
         found.append([t for t in seen if t.shape[-1] == model.spec.hidden_size])
     native, in_torch = found[0], found[1]
     assert calls == [0, 1] * 4
-    outs = [t for t in in_torch]
+    outs = list(in_torch)
     assert len(native) == 8 and len(outs) == 12
     outs = [outs[i] for i in range(12) if i % 3 != 1]
     for mine, other in zip(native, outs, strict=True):
@@ -174,12 +177,14 @@ def test_what_one_layer_wants_decides_for_all(tmp_path, calls):
     model = saved(tmp_path)
     for name, expected in (("ffn_gate", [0, 1]), ("attn_out", [])):
         seen = []
-        with Engine.load(model.path) as engine:
-            with engine.observe(
+        with (
+            Engine.load(model.path) as engine,
+            engine.observe(
                 lambda name, layer, tensor, seen=seen: seen.append((name, layer)),
                 lambda found, layer, name=name: (found, layer) == (name, 1),
-            ):
-                engine.hidden(IDS)
+            ),
+        ):
+            engine.hidden(IDS)
         assert seen == [(name, 1)] and calls == expected
         calls.clear()
 

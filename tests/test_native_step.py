@@ -5,6 +5,7 @@ refuses what it does not support."""
 import dataclasses
 import os
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -277,5 +278,4 @@ def test_ten_thousand_steps_take_no_more_memory(tmp_path):
 
 
 def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -194,8 +194,7 @@ def test_prompts_follow_the_tables(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "plan, mode",
-    [("random", "exact"), ("every kind of layer", "predicted"), ("two GPUs", "exact")],
+    "plan, mode", [("random", "exact"), ("every kind of layer", "predicted"), ("two GPUs", "exact")]
 )
 def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan, mode):
     want = Cached.of(tmp_path, plan, mode)

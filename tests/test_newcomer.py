@@ -233,7 +233,7 @@ def test_an_option_without_its_argument_names_the_commands_help(capsys):
 
 
 def test_sizes_in_the_usual_spellings():
-    sizes = "8G 8g 8 8GiB 8192M 8388608K".split()
+    sizes = ["8G", "8g", "8", "8GiB", "8192M", "8388608K"]
     assert {parse_bytes(size) for size in sizes} == {8 << 30}
     assert parse_bytes("1T") == 1 << 40 and parse_bytes("8GB") == 8 * 10**9
 
@@ -290,10 +290,7 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
                            outtype="q8_0", layout="stock")  # fmt: skip
     convert(config)
     for mode, count in (("exact", 1), ("dense", 0)):  # mode dense uses the file's own matrices
-        with (
-            lines_on_stderr(),
-            hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", mode=mode),
-        ):
+        with lines_on_stderr(), hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", mode=mode):
             pass
         told = [line for line in capsys.readouterr().err.splitlines() if "transposed" in line]
         assert len(told) == count
@@ -449,10 +446,7 @@ def test_values_of_other_types_are_refused_by_the_api(tmp_path):
         for wrong in ("abc", ["a"], [1.5], None, 5, [[1]], [True]):
             with pytest.raises(HotsplitError, match="wanted a list of integers|wanted integers"):
                 engine.logits(wrong)
-            with (
-                engine.sequence() as text,
-                pytest.raises(HotsplitError, match="wanted a list of"),
-            ):
+            with engine.sequence() as text, pytest.raises(HotsplitError, match="wanted a list of"):
                 text.extend(wrong)
         with engine.sequence() as text:
             text.extend(np.array([1, 2, 3]))

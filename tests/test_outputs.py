@@ -113,8 +113,8 @@ def test_a_partial_file_that_another_run_removed_as_stale_is_created_again(tmp_p
 
     def flock(descriptor, how):
         if not taken:
-            taken.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-            os.unlink(taken[0])
+            taken.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+            Path(taken[0]).unlink()
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -312,9 +312,12 @@ def test_no_output_is_written_from_an_input_that_changed(tmp_path):
                   source.unlink, lambda: (folder / "config.json").write_text("[]")):  # fmt: skip
         source.write_text("before")
         for make in (partial_file, partial_folder):
-            with pytest.raises(HotsplitError, match="was changed while it was read"):
-                with reading(source, folder), make(tmp_path / "out"):
-                    touch()
+            with (
+                pytest.raises(HotsplitError, match="was changed while it was read"),
+                reading(source, folder),
+                make(tmp_path / "out"),
+            ):
+                touch()
             source.write_text("before")
             (folder / "config.json").write_text("{}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "in"]
@@ -344,9 +347,8 @@ def test_an_output_folder_may_replace_one_among_the_texts_that_are_read(tmp_path
 
 
 def test_reading_refuses_to_be_nested(tmp_path):
-    with reading(tmp_path), pytest.raises(AssertionError, match="within"):
-        with reading(tmp_path):
-            pass
+    with reading(tmp_path), pytest.raises(AssertionError, match="within"), reading(tmp_path):
+        pass
     with reading(tmp_path):
         pass
 

@@ -11,7 +11,8 @@ from models import byte_level_keys, make_model, make_sizes, save_solver_files
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import SPLIT_ARCHITECTURE, ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.commands.serve import _places_of, _say_loaded

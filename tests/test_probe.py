@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).parent.parent / "runtime" / "kernels" / "cpu"
-FLAGS = "-std=c++17 -O1 -w -ffp-contract=off".split()
+FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off"]
 MAIN = """
 #include <cstdio>
 #include <cstring>

@@ -12,6 +12,7 @@ from test_gpu_neurons import *  # noqa: F403
 ARCHITECTURES = (89, 90, 120)
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("several_rows"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device instead"),
 ]
 

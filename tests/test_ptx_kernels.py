@@ -19,7 +19,10 @@ from hotsplit.runtime.kernels.gpu import launch
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "gpu-proof.json"
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead"),
+    pytest.mark.usefixtures("several_rows"),
+]
 HOPPER, BLACKWELL = 90, 120
 QUICK = [
     ("dot q4_k", HOPPER), ("dot q4_0", BLACKWELL), ("dot q8_0", HOPPER), ("unpack q4_k", HOPPER),
@@ -28,12 +31,6 @@ QUICK = [
     ("norm", BLACKWELL), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
     ("attention", BLACKWELL), ("down of q6_k", HOPPER),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def several_rows(monkeypatch):
-    """Programs of several matrix rows for small matrices too, as in the kernels' own tests."""
-    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
 @pytest.fixture(scope="module")

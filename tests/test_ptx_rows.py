@@ -15,11 +15,13 @@ from ptx.kernels import PtxKernels
 
 from hotsplit.runtime.check.kernels import check_launch
 from hotsplit.runtime.check.launches import NAMES
-from hotsplit.runtime.kernels.gpu import launch
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
 ARCHITECTURES = (89, 90, 120)
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead"),
+    pytest.mark.usefixtures("several_rows"),
+]
 QUICK = {
     "dot q4_0, 4 rows": lambda k: rows.test_dot(k, "q4_0_planar", 4),
     "dot f16, 8 rows": lambda k: rows.test_dot(k, "f16", 8),
@@ -50,11 +52,6 @@ REST = {
     "append of repeated rows": rows.test_a_repeated_row_appends_once_and_attends,
     "NaN": rows.test_a_row_does_not_see_another_ones_nan,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def several_rows(monkeypatch):
-    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
 @pytest.mark.parametrize("case", QUICK)

@@ -249,6 +249,9 @@ def test_a_prompt_kept_under_another_scaling_is_not_restored(model, ids, tmp_pat
     with engine(2.0) as first, first.sequence() as sequence:
         sequence.extend(ids[:20])
         save_prompt(sequence, tmp_path / "state", first.prompt_key())
-    with engine(4.0) as second, second.sequence() as sequence:
-        with pytest.raises(HotsplitError, match="another rope scaling: 'YaRN, 2 times"):
-            restore_prompt(sequence, tmp_path / "state", second.prompt_key())
+    with (
+        engine(4.0) as second,
+        second.sequence() as sequence,
+        pytest.raises(HotsplitError, match="another rope scaling: 'YaRN, 2 times"),
+    ):
+        restore_prompt(sequence, tmp_path / "state", second.prompt_key())

@@ -216,8 +216,8 @@ def test_a_folder_that_is_removed_while_a_run_waits_is_made_again(monkeypatch, c
 
     def flock(descriptor, how):
         if not taken:
-            taken.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-            shutil.rmtree(Path(taken[0]).parent)
+            taken.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+            shutil.rmtree(taken[0].parent)
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)

@@ -198,9 +198,11 @@ def test_layer_ahead_predictors_take_the_input_of_the_layer_before(tmp_path):
     info = dataclasses.replace(model.predictor, input_layer_offset=1)
     dataclasses.replace(model, predictor=info).save(model.path)
     seen = {}
-    with Engine.load(model.path, mode="predicted") as engine:
-        with engine.observe(lambda n, i, t: seen.update({(n, i): t.clone()})):
-            engine.logits(IDS)
+    with (
+        Engine.load(model.path, mode="predicted") as engine,
+        engine.observe(lambda n, i, t: seen.update({(n, i): t.clone()})),
+    ):
+        engine.logits(IDS)
     down, up = (
         torch.from_numpy(model.tensors[f"blk.1.ffn_pred_{p}.weight"].read()) for p in ("down", "up")
     )

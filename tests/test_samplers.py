@@ -58,7 +58,7 @@ def settings(name: str, draw: random.Random, tokens: Tokens) -> tuple:
 
 def ours_dry(c: Candidates, history, multiplier, base, allowed, last_n, breakers) -> Candidates:
     return dry(c, history, multiplier=multiplier, base=base, allowed_length=allowed, last_n=last_n,
-               breakers={i: ((),) for i in breakers})  # fmt: skip
+               breakers=dict.fromkeys(breakers, ((),)))  # fmt: skip
 
 
 def ours_penalties(c: Candidates, history, last_n, repeat, frequency, presence) -> Candidates:

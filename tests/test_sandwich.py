@@ -6,11 +6,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from fake_streams import FakeDevice
 from hybrid_plans import PLANS, SOME, F, L, planned, stepped
 from models import family_model, make_sizes
 from reference import rel_error
-from test_hybrid_step import hybrid, steps
+from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
 from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
@@ -197,10 +196,7 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, family, p
     model = saved(tmp_path, family)
     split = planned(tmp_path, model, plan)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        want = steps(hybrid(engine, split, plain_backend(reference_kernels())))
-        for seed in range(3):
-            step = hybrid(engine, split, FakeDevice(seed=seed).backend(reference_kernels()))
-            assert torch.equal(steps(step), want)
+        assert_same_in_any_order(engine, split)
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -209,11 +205,8 @@ def test_each_norm_is_one_kernel_with_the_sum_before_it(tmp_path, family):
     assert dense_kernels(model, 0, has_predictor=False) == 4 + 4 + 3
     split = planned(tmp_path, model, "mixed")  # divided, all on the CPU, all on the GPU, divided
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        device = FakeDevice()
-        step = hybrid(engine, split, device.backend(reference_kernels()))
-        device.log.clear()
-        step.run(IDS[0], 0)
-        main = [operation.name for operation in device.log if operation.stream == 0]
+        log = logged(engine, split)
+        main = [operation.name for operation in log if operation.stream == 0]
         counted = sum(dense_kernels(model, index, has_predictor=True) for index in range(L))
         # Attention's kernels do the append as well.
         assert main.count("kernel") == counted - L + 3 * (HOT_KERNELS - 1) + HEAD_KERNELS

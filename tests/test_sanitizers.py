@@ -13,7 +13,7 @@ from hotsplit.runtime.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "runtime" / "kernels" / "cpu"
-AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split()
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 SOURCES = {
     "dispatch": [],
     "probe": [],
@@ -22,14 +22,14 @@ SOURCES = {
     "step": [],
     "row_copies": [],
     "rows_generic": [],
-    "rows_avx2": "-mavx2 -mfma -mf16c".split(),
-    "rows_avxvnni": "-mavx2 -mavxvnni -mfma -mf16c".split(),
+    "rows_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "rows_avxvnni": ["-mavx2", "-mavxvnni", "-mfma", "-mf16c"],
     "rows_avx512": AVX512,
     "rows_avx512vnni": [*AVX512, "-mavx512vnni"],
     "rows_avx512bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
     "rows_amx": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8"],
 }
-FLAGS = "-std=c++17 -O1 -w -ffp-contract=off -pthread".split()
+FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-pthread"]
 # A null pointer needs no separate check: the address sanitizer reports the access.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null"]
 # Undefined behaviour traps: this compiles in half the time that messages with line numbers take. A
@@ -41,8 +41,7 @@ SAYS = ["-g", "-fno-sanitize-recover=all"]
 NO_AMX = '#include "kernels.h"\nconst Kernels kernels_amx = {};\n'
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or platform.machine() != "x86_64",
-    reason="needs g++ on x86-64",
+    shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"
 )
 
 

@@ -83,22 +83,28 @@ def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequen
     return len(got)
 
 
+def change_texts(
+    engine: Engine, texts: list[Sequence], chance: random.Random, deed: float, begin: float
+) -> None:
+    """Begins or forks a text if `deed` is less than `begin`, or ends one if it is less by a tenth
+    more, or rolls one back if it is less by another 0.15."""
+    if deed < begin and len(texts) < ROOM:
+        texts.append(chance.choice(texts).fork() if chance.random() < 0.6 else engine.sequence())
+    elif deed < begin + 0.1 and len(texts) > 1:
+        texts.pop(chance.randrange(len(texts))).close()
+    elif deed < begin + 0.25:
+        text = chance.choice(texts)
+        text.rollback(chance.randint(0, text.length))
+
+
 def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) -> int:
     """Takes up to ROOM sequences through random operations; returns the number of rows compared."""
     texts = [engine.sequence()]
     compared = 0
     for _ in range(steps):
         deed = chance.random()
-        if deed < 0.15 and len(texts) < ROOM:
-            texts.append(
-                chance.choice(texts).fork() if chance.random() < 0.6 else engine.sequence()
-            )
-        elif deed < 0.25 and len(texts) > 1:
-            texts.pop(chance.randrange(len(texts))).close()
-        elif deed < 0.4:
-            text = chance.choice(texts)
-            text.rollback(chance.randint(0, text.length))
-        elif deed < 0.55 and len(texts) < ROOM:
+        change_texts(engine, texts, chance, deed, 0.15)
+        if 0.4 <= deed < 0.55 and len(texts) < ROOM:
             text = chance.choice(texts)
             if text.room >= 2:
                 compared += draft_tree(engine, alone, chance, text)

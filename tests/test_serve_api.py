@@ -153,8 +153,7 @@ def test_stop_strings(served):
     assert text_of(answer) == whole[: whole.index(stop)]
     assert answer["choices"][0]["finish_reason"] == "stop"
     chunks = served.stream(
-        "/v1/chat/completions",
-        {"messages": SAID, "max_tokens": 30, "temperature": 0, "stop": stop},
+        "/v1/chat/completions", {"messages": SAID, "max_tokens": 30, "temperature": 0, "stop": stop}
     )
     said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     assert said == text_of(answer)
@@ -438,7 +437,7 @@ def test_concurrent_requests_get_the_same_text_as_alone(served, engine):
     def guarded(number):
         try:
             client(number)
-        except Exception as error:  # for the main thread
+        except Exception as error:  # noqa: BLE001  # for the main thread
             failures.append(error)
 
     threads = [threading.Thread(target=guarded, args=(number,)) for number in range(12)]

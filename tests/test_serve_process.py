@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from serving import Served, leave, save_model
@@ -151,8 +152,8 @@ def test_a_thousand_requests_leak_neither_files_nor_memory(model):
             assert served.ask("/v1/completions", body)[0] == 200
         if number in (300, 999):
             served.until(lambda: served.metric("hotsplit_running") == 0)
-            files = len(os.listdir(f"/proc/{pid}/fd"))
-            memory = int(open(f"/proc/{pid}/statm").read().split()[1]) * 4096
+            files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+            memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
             if number == 300:
                 before = files, memory
     assert files <= before[0] + 3 and memory < before[1] + (32 << 20)
@@ -189,7 +190,7 @@ def test_an_invalid_key_in_the_environment_is_refused(monkeypatch, capsys):
 
 
 def test_a_start_line_that_cannot_be_written_ends_the_server(codec_model):
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "hotsplit", "serve", codec_model, "--port", "0", "--json"],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,

@@ -22,20 +22,20 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs import budget
 from hotsplit.costs.kernel_counts import HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
-from hotsplit.solver.formulation import solve_grouped
+from hotsplit.solver.grouped import solve_grouped
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
 from hotsplit.solver.lagrangian import search
 from hotsplit.solver.optimise import find_placement
 from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
 from hotsplit.solver.problem import (
     Problem,
-    build_problem,
     is_feasible,
     of_counts,
     on_one_device,
     placement_bytes,
     placement_seconds,
 )
+from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import verify
 

@@ -7,13 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, make_model, make_profile, make_sizes, save_solver_files
+from models import (
+    byte_level_keys,
+    load_solver_files,
+    make_model,
+    make_profile,
+    make_sizes,
+    save_solver_files,
+)
 from test_cache_plan import a_cache
 from test_neuron_cache_hybrid import Cached, weights_of
 
 from hotsplit import Engine
-from hotsplit.artifacts.machine_file import Machine
-from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
@@ -58,14 +63,6 @@ def solved(files, output, **changes):
     return solve(config(files, output, **changes), lambda *given: WORKSPACE)
 
 
-def loaded(files):
-    return {
-        "model": ModelFile.load(files / "m.gguf"),
-        "profile": Profile.load(files / "p"),
-        "machine": Machine.load(files / "c"),
-    }
-
-
 # A neuron is 3 rows of 64 values in f16. Staging holds 3 swaps: each takes a neuron's rows, 6
 # copies of 4 int64 and 3 numbers of 32 bits.
 NEURON, STAGING = 3 * 128, 3 * (3 * 128 + 6 * 32 + 3 * 4)
@@ -106,7 +103,7 @@ def test_a_plan_begins_with_the_profiles_frequencies(files, tmp_path):
 
 def test_wrong_times_and_frequencies_are_rejected(files, tmp_path):
     solved(files, tmp_path / "plan")
-    split, known = Split.load(tmp_path / "plan"), loaded(files)
+    split, known = Split.load(tmp_path / "plan"), load_solver_files(files)
     verify(split, **known)
     times, frequency = split.cache.costs, split.cache.frequency
     waits = int(np.argmax(times.cold_row_s_L))

@@ -25,7 +25,7 @@ from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import layer_split
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
-from hotsplit.solver.problem import build_problem
+from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, solve
 
 

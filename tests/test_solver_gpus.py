@@ -29,13 +29,8 @@ from hotsplit.costs import budget
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.pipeline import (
-    Pipeline,
-    held_bytes,
-    plan_is_feasible,
-    plan_seconds,
-)
-from hotsplit.solver.problem import build_problem
+from hotsplit.solver.pipeline import Pipeline, held_bytes, plan_is_feasible, plan_seconds
+from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
 from hotsplit.solver.verify import verify
 

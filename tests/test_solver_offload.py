@@ -4,12 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from models import make_machine, make_model, make_profile, make_sizes
+from models import load_solver_files, make_machine, make_model, make_sizes, save_solver_files
 
 from hotsplit import Engine
-from hotsplit.artifacts.machine_file import Machine
-from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.costs.budget import kv_bytes, kv_read
@@ -26,15 +23,9 @@ CONTEXT = 512
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("offload")
     shape = make_sizes(num_layers=3, context_length=4096)
     model = make_model(sizes=shape, kind="f16", predictor_rank=8)
-    model.save(folder / "m.gguf")
-    make_profile(model).save(folder / "p")
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
-        folder / "c"
-    )
-    return folder
+    return save_solver_files(tmp_path_factory.mktemp("offload"), model)
 
 
 def solved(files, output, **changes):
@@ -53,14 +44,6 @@ def solved(files, output, **changes):
     return solve(SolveConfig(**values | changes), workspace), asked
 
 
-def loaded(files):
-    return {
-        "model": ModelFile.load(files / "m.gguf"),
-        "profile": Profile.load(files / "p"),
-        "machine": Machine.load(files / "c"),
-    }
-
-
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_keys_are_in_main_memory_and_their_room_goes_to_neurons(
@@ -68,7 +51,7 @@ def test_keys_are_in_main_memory_and_their_room_goes_to_neurons(
 ):
     options = {"mode": mode, "num_sequences": num_sequences}
     report, asked = solved(files, tmp_path / "o", **options)
-    split, known = Split.load(tmp_path / "o"), loaded(files)
+    split, known = Split.load(tmp_path / "o"), load_solver_files(files)
     plain, _ = solved(files, tmp_path / "p", kv_offload=None, **options)
     types = replace(CacheTypes.of("f16"), selection=KeySelection.parse(RULE))
     positions = num_sequences * CONTEXT
@@ -91,7 +74,7 @@ def test_keys_are_in_main_memory_and_their_room_goes_to_neurons(
 
 
 def test_a_second_computation_of_the_seconds_agrees_and_rejects_others(files, tmp_path):
-    known = loaded(files)
+    known = load_solver_files(files)
     for budget in (0, WORKSPACE + (40 << 10), WORKSPACE + (110 << 10), 64 << 20):
         for mode in ("dense", "exact", "predicted"):
             solved(files, tmp_path / "o", vram_budget_bytes=budget, mode=mode)
@@ -111,7 +94,7 @@ def test_a_second_computation_of_the_seconds_agrees_and_rejects_others(files, tm
 
 def test_the_bytes_that_a_token_reads_by_hand(files):
     """A layer has two key-value heads of 16 values in f16; summaries and codes pad them to 64."""
-    model = loaded(files)["model"]
+    model = load_solver_files(files)["model"]
     types = replace(CacheTypes.of("f16"), selection=KeySelection.parse(RULE))
     row, summary, code = 2 * 2 * 16, 2 * 64 + 4, 64 // 4 + 4
     for half, want in (

@@ -156,7 +156,9 @@ def test_a_run_that_was_killed_before_it_saved_its_state_can_be_repeated(config)
 
 
 def test_a_run_from_python_takes_the_lock_too(config):
-    with locked_folder(config.work_folder):
-        with pytest.raises(HotsplitError, match="another run is at work in this folder"):
-            sparsify(config)
+    with (
+        locked_folder(config.work_folder),
+        pytest.raises(HotsplitError, match="another run is at work in this folder"),
+    ):
+        sparsify(config)
     assert not config.checkpoint_of(0.6).exists()

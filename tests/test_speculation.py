@@ -33,10 +33,7 @@ from hotsplit.runtime.generate.draft_options import SpeculationOptions
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
-from hotsplit.runtime.generate.speculation import (
-    Speculation,
-    check_rows,
-)
+from hotsplit.runtime.generate.speculation import Speculation, check_rows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
@@ -393,9 +390,11 @@ def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path
         refuses(engine, "could change the text here")
         with speculating(engine, SpeculationOptions(type="ngram", is_optional=True)) as drafts:
             assert drafts is None
-        with pytest.raises(HotsplitError, match="leave --speculate out"):
-            with speculating(engine, SpeculationOptions(type="ngram")):
-                pass
+        with (
+            pytest.raises(HotsplitError, match="leave --speculate out"),
+            speculating(engine, SpeculationOptions(type="ngram")),
+        ):
+            pass
 
 
 @click.command()
@@ -501,9 +500,11 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
         dataclasses.replace(model, path=tmp_path / "draft.gguf").save(tmp_path / "draft.gguf")
         options = SpeculationOptions(type="draft")
         with Engine.load(path, mode="dense") as engine:
-            with pytest.raises(HotsplitError, match=match) as caught:
-                with speculating(engine, options, tmp_path / "draft.gguf"):
-                    pass
+            with (
+                pytest.raises(HotsplitError, match=match) as caught,
+                speculating(engine, options, tmp_path / "draft.gguf"),
+            ):
+                pass
             assert "\n" not in str(caught.value)
 
 

@@ -115,10 +115,12 @@ def windows_of(seed=0, lengths=(200, 16, 129, 128, 256)):
 def test_observers_see_the_same_bits_layer_by_layer(folder, tmp_path, case, spills):
     """Chunks of 128, one of them of a single token, in windows of many lengths."""
     want, got, other = Record(), Record(), Record()
-    with Engine.load(folder / case, mode="dense", device="cpu") as engine:
-        with engine.observe(want.observe):
-            for ids in windows_of():
-                engine.hidden(ids)
+    with (
+        Engine.load(folder / case, mode="dense", device="cpu") as engine,
+        engine.observe(want.observe),
+    ):
+        for ids in windows_of():
+            engine.hidden(ids)
     with stream_of(folder / case, tmp_path, spills=spills) as stream:
         with stream.observe(got.observe):
             stream.run(windows_of(), lambda count: None)
@@ -140,9 +142,11 @@ def test_native_layers_show_the_same_bits_one_at_a_time(folder, tmp_path, case):
             with engine.observe(record.observe, lambda name, layer, names=names: name in names):
                 for ids in windows_of():
                     engine.hidden(ids)
-    with stream_of(folder / case, tmp_path) as stream:
-        with stream.observe(got.observe, lambda name, layer: name in SHOWN):
-            stream.run(windows_of(), lambda count: None)
+    with (
+        stream_of(folder / case, tmp_path) as stream,
+        stream.observe(got.observe, lambda name, layer: name in SHOWN),
+    ):
+        stream.run(windows_of(), lambda count: None)
     assert is_same(got, want)
     assert {name for name, layer in got.seen} == SHOWN - {"ffn_predicted"}
     for key, tensors in got.seen.items():

@@ -60,7 +60,8 @@ doc_to_target: "{{{{choices[0]}}}}"
 generation_kwargs: {{until: ["t", "\\n\\n"], max_gen_toks: 12, do_sample: false}}
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
-WORDS = "the quick brown fox def add(a, b): return jumps over lazy dogs and cats in a b c".split()
+TEXT = "the quick brown fox def add(a, b): return jumps over lazy dogs and cats in a b c"
+WORDS = TEXT.split()
 
 
 def documents() -> list[dict]:

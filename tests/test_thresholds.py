@@ -347,9 +347,11 @@ def test_wrong_thresholds_are_refused(made, tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(HotsplitError, match="dense uses no thresholds"):
         Engine.load(model, mode="dense", thresholds=folder / "p")
-    with Engine.load(model) as engine:
-        with pytest.raises(HotsplitError, match=f"wanted {num_layers} finite"):
-            engine.set_thresholds((0.1,) * (num_layers + 1))
+    with (
+        Engine.load(model) as engine,
+        pytest.raises(HotsplitError, match=f"wanted {num_layers} finite"),
+    ):
+        engine.set_thresholds((0.1,) * (num_layers + 1))
 
 
 def test_thresholds_for_relu_models_are_refused(made, tmp_path):
@@ -363,7 +365,11 @@ def test_thresholds_for_relu_models_are_refused(made, tmp_path):
     path = damaged(folder, tmp_path / "p", model_id=model_id)
     with pytest.raises(HotsplitError, match="this one is relu"):
         Engine.load(tmp_path / "m.gguf", thresholds=path)
-    config = dict(model=tmp_path / "m.gguf", corpora=(folder / "t.txt",), output=tmp_path / "q")
+    config = {
+        "model": tmp_path / "m.gguf",
+        "corpora": (folder / "t.txt",),
+        "output": tmp_path / "q",
+    }
     for option in ({"perplexity_budget": 0.01}, {"target_sparsity": 0.5}):
         with pytest.raises(HotsplitError, match="is relu"):
             profile(ProfileConfig(**config, **option))

@@ -1,10 +1,11 @@
 """Tiled rows: the same bits as the rows of the file at every level, and where they are used."""
 
+from contextlib import contextmanager
+
 import k_quants
 import pytest
 import torch
 from models import make_model, make_sizes
-from test_cpu_kernels import LEVELS
 from test_runtime import IDS, decoded
 
 from hotsplit import Engine
@@ -21,14 +22,6 @@ WIDTHS = [(kind, width) for kind in BLOCK_BYTES for width in (32, 64, 96, 160, 5
 WIDTHS += [(kind, width) for kind in k_quants.BLOCK_BYTES for width in (256, 512, 768)]
 
 
-@pytest.fixture(params=LEVELS)
-def level(request):
-    before = library.level()
-    library.set_level(request.param)
-    yield request.param
-    library.set_level(before)
-
-
 def rows_of(kind, num_rows, width, seed=0):
     """Rows with random quants and scales of either sign near 0.01."""
     if kind in k_quants.BLOCK_BYTES:
@@ -38,6 +31,24 @@ def rows_of(kind, num_rows, width, seed=0):
     blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=made)
     blocks[..., 1] = 0x20 + blocks[..., 1] % 4 + blocks[..., 1] // 128 * 128
     return blocks.flatten(1)
+
+
+@contextmanager
+def copied_and_mapped(path, mode):
+    """Engines whose weights are in memory, packed as the runtime likes, and in the file."""
+    with (
+        Engine.load(path, mode=mode, is_resident=True) as copied,
+        Engine.load(path, mode=mode, is_resident=False) as mapped,
+    ):
+        yield copied, mapped
+
+
+def assert_same_with_any_threads(compute):
+    found = []
+    for count in (1, 2, 3):
+        library.set_threads(count)
+        found.append(compute())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def tiled(rows, kind):
@@ -72,24 +83,7 @@ def test_the_bytes_of_a_small_tile():
             rows[r, b, 2:] = torch.arange(32) + 64 * (r % 4)
     tile = tiled(rows.flatten(1), "q8_0").flatten()
     assert tile[:64:2].tolist() == list(range(32)) and not tile[1:64:2].any()
-    assert tile[64:80].tolist() == [
-        0,
-        1,
-        2,
-        3,
-        64,
-        65,
-        66,
-        67,
-        128,
-        129,
-        130,
-        131,
-        192,
-        193,
-        194,
-        195,
-    ]
+    assert tile[64:80].tolist() == [i + 64 * r for r in range(4) for i in range(4)]
     assert tile[128:132].tolist() == [4, 5, 6, 7]
     assert torch.equal(tile[64:576], tile[576:1088])  # the quants of the second block
     assert tile[1088:1120:2].tolist() == list(range(32, 48))
@@ -145,22 +139,11 @@ def test_products_with_many_vectors_have_the_bits_of_single_ones(level, kind):
     assert torch.equal(library.dot_rows(tiled(rows, kind), TILED_KIND[kind], x_TD), want_TA)
 
 
-@pytest.fixture
-def threads():
-    before = library.num_threads()
-    yield
-    library.set_threads(before)
-
-
 @pytest.mark.parametrize("kind", TILED_KIND)
-def test_threads_do_not_change_the_bits(threads, kind):
+def test_threads_do_not_change_the_bits(restore_library, kind):
     tiles = tiled(rows_of(kind, 1040, 256), kind)
     x_D = torch.randn(256)
-    found = []
-    for count in (1, 2, 3):
-        library.set_threads(count)
-        found.append(library.dot_rows(tiles, TILED_KIND[kind], x_D))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert_same_with_any_threads(lambda: library.dot_rows(tiles, TILED_KIND[kind], x_D))
 
 
 def test_rows_that_are_no_whole_tiles_become_planar():
@@ -210,10 +193,7 @@ def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, k
     width, rank = (256, 256) if kind in k_quants.BLOCK_BYTES else (64, 32)
     shape = make_sizes(width=width, num_neurons=96)
     make_model(sizes=shape, kind=kind, predictor_rank=rank).save(tmp_path / "m.gguf")
-    with (
-        Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=True) as copied,
-        Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=False) as mapped,
-    ):
+    with copied_and_mapped(tmp_path / "m.gguf", mode) as (copied, mapped):
         assert copied.not_native is None
         for layer in copied.layers:
             (block,) = layer.ffn.blocks
@@ -229,10 +209,7 @@ def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, k
 def test_only_the_generic_level_keeps_planar_rows(level, tmp_path, kind):
     shape = make_sizes(width=256 if kind in k_quants.BLOCK_BYTES else 64, num_neurons=96)
     make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
-    with (
-        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,
-        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,
-    ):
+    with copied_and_mapped(tmp_path / "m.gguf", "dense") as (copied, mapped):
         weight = copied.layers[0].ffn.blocks[0].gate.weight
         assert is_tiled(weight.kind) == (level != "generic")
         assert torch.equal(decoded(copied, IDS), decoded(mapped, IDS))

@@ -169,7 +169,7 @@ def test_an_error_in_a_thread_prints_one_line():
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{}"], ["inspect", "{}", "--json"]])
 def test_a_full_stdout_gives_one_line(tmp_path, arguments):
     make_profile(make_model()).save(tmp_path / "p")
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-c", PROGRAM, *(a.format(tmp_path / "p") for a in arguments)]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert result.returncode == 1
@@ -203,7 +203,7 @@ def test_closed_streams_do_not_stop_a_command_that_writes_files(tmp_path, closed
 
 
 def test_a_full_stderr_causes_no_further_error(tmp_path):
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-c", PROGRAM, "inspect", "none"]
         assert subprocess.run(command, stderr=full, check=False).returncode == 1
 

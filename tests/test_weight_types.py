@@ -60,7 +60,7 @@ def test_numbers_are_those_of_the_kernels_and_the_encoder():
 def test_derived_lists():
     assert BY_QUALITY == ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0") and SMALLEST == "q4_0"
     small = ("q8_0", "q4_0")
-    assert SMALLER == {"f32": small, "f16": small, "bf16": small, "q8_0": ("q4_0",)}
+    assert {"f32": small, "f16": small, "bf16": small, "q8_0": ("q4_0",)} == SMALLER
     assert CACHE_NAMES == ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
     assert get_args(PredictorType) == ("auto", "f16", "q8_0", "q4_0")
     assert {*INEXACT_ROWS} == {"q4_k", "q5_k", "q6_k", "q6_k_planar"}
@@ -77,7 +77,8 @@ def test_the_table_needs_no_other_module_of_the_package():
 
 def test_few_files_name_a_type():
     """A new type is a row of the table and its arithmetic, so few files can list types."""
-    stages = "src convert profile measure solver sparsify runtime serve report run".split()
+    stages = ["src", "convert", "profile", "measure", "solver", "sparsify", "runtime", "serve",
+              "report", "run"]  # fmt: skip
     files = [p for stage in stages for p in (ROOT / stage).rglob("*") if p.is_file()]
     code = [p for p in files if p.suffix in (".py", ".h", ".cpp", ".cu", ".html", ".js")]
     assert len(code) > 300

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,7 +116,9 @@ def test_a_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     synced = []
 
     def fsync(descriptor):
-        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / "x").exists()))
+        synced.append(
+            (str(Path(f"/proc/self/fd/{descriptor}").readlink()), (tmp_path / "x").exists())
+        )
 
     monkeypatch.setattr(os, "fsync", fsync)
     with partial_file(tmp_path / "x") as unfinished:

@@ -16,7 +16,7 @@ Part = Literal["train", "held-out"]
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 # Whole modules, so that no function of a held-out text was ever seen in training.
 HELD_OUT = frozenset(
-    "argparse code concurrent configparser csv dataclasses fractions heapq json mimetypes queue"
+    "argparse code concurrent configparser csv dataclasses fractions heapq json mimetypes queue"  # noqa: SIM905  # words
     " sched shelve shutil statistics string tarfile textwrap wsgiref zipfile".split()
 )
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -31,9 +31,9 @@ def library_files(part: Part) -> list[Path]:
     for path in sorted(LIBRARY.rglob("*.py")):
         names = path.relative_to(LIBRARY).parts
         module = names[0].removesuffix(".py")
-        if SKIPPED_FOLDERS.isdisjoint(names) and module not in GENERATED:
-            if (module in HELD_OUT) == (part == "held-out"):
-                files.append(path)
+        is_source = SKIPPED_FOLDERS.isdisjoint(names) and module not in GENERATED
+        if is_source and (module in HELD_OUT) == (part == "held-out"):
+            files.append(path)
     if not files:
         raise FileNotFoundError(f"{LIBRARY}: no source of the standard library here")
     return files

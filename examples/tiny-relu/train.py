@@ -55,21 +55,21 @@ class TrainConfig:
     seed: int = 0
 
 
-MODEL = dict(
-    vocab_size=4096,
-    hidden_size=256,
-    intermediate_size=1024,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_position_embeddings=1024,
-    hidden_act="relu",
-    tie_word_embeddings=True,
-    bos_token_id=0,
-    eos_token_id=0,
-    pad_token_id=None,
-    rms_norm_eps=1e-5,
-)
+MODEL = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "hidden_act": "relu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-5,
+}
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -112,7 +112,7 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon does the same in bf16, which processors without bf16 units emulate."""
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -116,7 +116,7 @@ class PythonRival:
             "type_k": type_of(options.type_k), "type_v": type_of(options.type_v), "threads": options.threads,
             "gpu_layers": options.gpu_layers,
         }  # fmt: skip
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
             [options.path, "-c", WORKER.read_text(encoding="utf-8"), json.dumps(asked)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,

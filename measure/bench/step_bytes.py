@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import (
-    head_bytes,
-    is_dense,
-    is_predictor,
-    layer_bytes,
-    layer_tensors,
-)
+from hotsplit.costs.budget import head_bytes, is_dense, is_predictor, layer_bytes, layer_tensors
 from hotsplit.measure.bench.parts import (
     CACHE,
     COLD,

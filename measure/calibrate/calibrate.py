@@ -46,9 +46,7 @@ class CalibrateConfig:
 
 
 def calibrate(
-    config: CalibrateConfig,
-    say: Say = lambda line: None,
-    on_probe: OnProbe = lambda count: None,
+    config: CalibrateConfig, say: Say = lambda line: None, on_probe: OnProbe = lambda count: None
 ) -> Machine:
     """Measures and writes `output`; `say` gets the results as lines, `on_probe` is called after
     each timing. If there is no GPU here, the figures of `gpu_from`'s GPUs are taken.

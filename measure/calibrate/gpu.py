@@ -62,11 +62,7 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
 
     copies, launches = _captured(copy_one, NUM_NODES), _captured(lambda: one.mul_(1.0), NUM_NODES)
     return [
-        Probe(
-            name="bandwidth",
-            seconds=lambda: _event_seconds(many.sum),
-            num_bytes=many.nbytes,
-        ),
+        Probe(name="bandwidth", seconds=lambda: _event_seconds(many.sum), num_bytes=many.nbytes),
         Probe(
             name="pinned",
             seconds=lambda: _event_seconds(lambda: into.copy_(pinned, non_blocking=True)),

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.artifacts.model_file import ModelFile, read_model_gguf
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.typed import shown

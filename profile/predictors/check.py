@@ -91,11 +91,13 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
             fires.append(gates[layer].act(tensor, is_dense=False)[1])
 
     ids = text_token_ids(model)
-    with Engine.load(
-        model.path, mode=mode, device="cpu", context_length=len(ids), is_resident=False
-    ) as engine:
-        with engine.observe(observe, lambda name, layer: name in ("ffn_norm", fired)):
-            engine.hidden(ids)
+    with (
+        Engine.load(
+            model.path, mode=mode, device="cpu", context_length=len(ids), is_resident=False
+        ) as engine,
+        engine.observe(observe, lambda name, layer: name in ("ffn_norm", fired)),
+    ):
+        engine.hidden(ids)
     return inputs, fires
 
 

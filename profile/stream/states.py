@@ -52,7 +52,7 @@ class FileStates:
         self.width = width
         num_bytes = 4 * num_tokens * width
         try:
-            self.file: io.FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]
+            self.file: io.FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]  # noqa: SIM115  # until close()
         except OSError as error:
             raise HotsplitError(f"{folder}: cannot be written: {error.strerror}") from error
         try:

@@ -81,13 +81,15 @@ def _hidden(
     """Hidden states after the last layer, f32 [N, D] on the CPU; `observe` and `wants` as in
     Engine.observe."""
     last, pieces = model.spec.num_layers - 1, []
-    with LayerStream(model, plan, mode=mode) as stream:
-        with stream.observe(
+    with (
+        LayerStream(model, plan, mode=mode) as stream,
+        stream.observe(
             lambda name, layer, x_TD: pieces.append(x_TD.to(CPU, copy=True)),
             lambda name, layer: name == "layer_out" and layer == last,
-        ):
-            with stream.observe(observe, wants):
-                stream.run(windows)
+        ),
+        stream.observe(observe, wants),
+    ):
+        stream.run(windows)
     return torch.cat(pieces)
 
 

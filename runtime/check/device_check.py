@@ -338,7 +338,7 @@ def outcome(run: Callable[[], None], limit_s: float, *, is_waited_for: bool = Fa
         try:
             with torch.inference_mode():
                 run()
-        except Exception as error:  # any exception means that the part fails
+        except Exception as error:  # noqa: BLE001  # any exception means that the part fails
             is_memory = any(words in str(error).lower() for words in _NO_MEMORY)
             found.append(_NotChecked() if is_memory else _line(error))
         else:

@@ -4,6 +4,7 @@ Reading a row of the cache or of a matrix needs a page translation, and a few gi
 4 KiB are more pages than any processor's TLB holds."""
 
 import mmap
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -22,10 +23,8 @@ def untouched(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = PinnableMemory(-1, num_bytes + HUGE_PAGE_BYTES, flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a system without huge pages is only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a system without huge pages is only slower
-            pass
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     return mapping, memory[-memory.data_ptr() % HUGE_PAGE_BYTES :]
 

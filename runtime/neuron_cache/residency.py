@@ -29,7 +29,7 @@ class Residency:
         """Makes swaps (cycle.SWAP). Raises AssertionError, before anything changes, if they do not
         fit the tables."""
         layer_S, slot_S, in_S, out_S = (swaps_S[name] for name in ("layer", "slot", "in", "out"))
-        assert (0 <= slot_S).all() and (slot_S < self.num_slots_L[layer_S]).all(), slot_S
+        assert (slot_S >= 0).all() and (slot_S < self.num_slots_L[layer_S]).all(), slot_S
         place_S = self.first_L[layer_S] + slot_S
         assert (self.id[place_S] == out_S).all(), "a neuron leaves a slot that it is not in"
         assert (self.slot_LF[layer_S, in_S] < 0).all(), "an incoming neuron already has a slot"

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ def _quiet() -> Iterator[None]:
     """Suppresses the lines that torch's profiler writes to file descriptor 2."""
     kept = os.dup(2)
     try:
-        with open(os.devnull, "wb") as nothing:
+        with Path(os.devnull).open("wb") as nothing:
             os.dup2(nothing.fileno(), 2)
         yield
     finally:

@@ -87,10 +87,7 @@ def _replaced(cuda: FakeCuda) -> dict[str, object]:
 
 @contextmanager
 def fake_cuda(
-    num_devices: int = 1,
-    total_bytes: int = 1 << 30,
-    seed: int = 0,
-    kernels: Kernels | None = None,
+    num_devices: int = 1, total_bytes: int = 1 << 30, seed: int = 0, kernels: Kernels | None = None
 ) -> Iterator[FakeCuda]:
     """CUDA devices for the code in the block.
 

@@ -29,7 +29,7 @@ KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 # unit. Except for f32 matrices, a prompt's products take both factors in 16 bits, each rounded by at
 # most half of eps.
 STEP_BOUND = 2 * torch.finfo(torch.float16).eps
-STEP_BOUNDS = Bounds({kind: STEP_BOUND for kind in KINDS})
+STEP_BOUNDS = Bounds(dict.fromkeys(KINDS, STEP_BOUND))
 PROMPT_BOUNDS = {kind: 4 * torch.finfo(torch.float16).eps for kind in KINDS}
 PROMPT_BOUNDS["bf16"] = 4 * torch.finfo(torch.bfloat16).eps
 ONE_GPU = [name for name in PLANS if "two GPUs" not in name]

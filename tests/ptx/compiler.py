@@ -148,7 +148,7 @@ def main() -> None:
             return
         try:
             answer = _answer(devices, *question)
-        except Exception as error:  # raised by the caller
+        except Exception as error:  # noqa: BLE001  # raised by the caller
             answer = f"{type(error).__name__}: {error}"
         pickle.dump(answer, answers)
         answers.flush()

@@ -8,16 +8,7 @@ import numpy as np
 from ptx import fields, floats
 from ptx.faults import UnknownInstruction
 from ptx.fields import no_more, of
-from ptx.operands import (
-    ALL_BYTES,
-    DTYPE,
-    either,
-    immediate,
-    pure,
-    source,
-    spread,
-    stored_bits,
-)
+from ptx.operands import ALL_BYTES, DTYPE, either, immediate, pure, source, spread, stored_bits
 
 WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")

@@ -76,7 +76,8 @@ void pack_panels(const Input& x, int64_t D) {
 // 16 rows, of which TILE_BLOCKS blocks are unpacked at a time.
 template <class F>
 struct WeightTile {
-    const uint8_t* row[LANES];  // may repeat after the first `valid`; if tiled, the first is the tile
+    // may repeat after the first `valid`; if tiled, the first is the tile
+    const uint8_t* row[LANES];
     int64_t valid;
     alignas(64) uint8_t copy[TILE_BLOCKS][WEIGHTS_BYTES];  // four bytes of each row in turn
     alignas(64) float scale[TILE_BLOCKS][LANES];

@@ -93,7 +93,8 @@ enum Status : int32_t {
 // llama.cpp's 8, because the rounding (1.5e-5 of the largest of 32) is then below that of an f16,
 // and a prompt on AMX's int8 tiles can have the same arithmetic as a step.
 struct Input {
-    const float* f32;  // vector t begins at f32 + t * stride; for f32, f16 and quantise(); bf16 without pairs
+    // vector t begins at f32 + t * stride; for f32, f16 and quantise(); bf16 without pairs
+    const float* f32;
     uint8_t* packed;   // capacity * packed_bytes(D), 64-aligned; output of quantise()
     int64_t stride, capacity;
     int64_t first, count;  // vectors first .. first + count - 1 are used
@@ -110,6 +111,7 @@ constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
 // Kinds that take the same packed form share a number. f32 and f16 take none, which is 0, and bf16 takes one
 // only at levels with AVX512_BF16.
 constexpr int NUM_FORMS = 4;
+// clang-format off
 constexpr int form_of(int32_t kind) {
     switch (kind) {
         case KIND_Q4_0: case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return 2;
@@ -132,6 +134,7 @@ constexpr int32_t kind_in_file(int32_t kind) {
         default: return kind;
     }
 }
+// clang-format on
 // Number of rows that are stored together; a matrix of the kind has a multiple of this number.
 constexpr int64_t rows_together(int32_t kind) {
     return is_tiled(kind) ? TILE_ROWS : is_grouped(kind) ? GROUP_ROWS : 1;

@@ -215,7 +215,8 @@ struct HsNeurons {
     uint8_t* workspace;     // hs_neurons_bytes(), 64-aligned
     int64_t width, num_neurons;                // D, F
     int64_t num_tokens, max_tokens;            // T, 1 .. max_tokens; the workspace is for max_tokens
-    int64_t gate_bytes, up_bytes, down_bytes;  // of rows that all calls so far needed, see NeuronBytes
+    // of rows that all calls so far needed, see NeuronBytes
+    int64_t gate_bytes, up_bytes, down_bytes;
     int32_t activation, mode;
     float threshold;
 };

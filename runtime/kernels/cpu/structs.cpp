@@ -4,6 +4,7 @@
 
 namespace {
 
+// clang-format off
 const StructField FIELDS[] = {
     STRUCT(HsMatrix),
     FIELD(HsMatrix, data), FIELD(HsMatrix, bias), FIELD(HsMatrix, num_rows),
@@ -68,6 +69,7 @@ const StructField FIELDS[] = {
     FIELD(HsCopies, copy), FIELD(HsCopies, count),
     {nullptr, nullptr, 0, 0},
 };
+// clang-format on
 
 }  // namespace
 

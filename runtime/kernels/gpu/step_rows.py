@@ -41,6 +41,7 @@ def by_rows(kernel: Callable[Parameters, None], name: str = "") -> Callable[Para
         for row in reversed(range(len(given[first]))):
             own = {key: _row(given[key], key, axes[key], row) for key in axes if key in given}
             kernel(**{**given, **own})  # type: ignore[call-arg]
+        return None
 
     return run
 

@@ -3,6 +3,7 @@
 
 namespace {
 
+// clang-format off
 const StructField FIELDS[] = {
     STRUCT(CacheLayer),
     FIELD(CacheLayer, score), FIELD(CacheLayer, burst), FIELD(CacheLayer, slot),
@@ -29,6 +30,7 @@ const StructField FIELDS[] = {
     FIELD(NeuronCache, steps_on), FIELD(NeuronCache, num_starts),
     {nullptr, nullptr, 0, 0},
 };
+// clang-format on
 
 }  // namespace
 

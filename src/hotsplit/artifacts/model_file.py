@@ -6,9 +6,7 @@ what llama.cpp loads.
 
 Letters: L layers, D model width, F feed-forward neurons of a layer, R predictor rank."""
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,21 +16,14 @@ import numpy as np
 from gguf.quants import dequantize
 
 from hotsplit.artifacts.limits_file import GATE, Limits, limit_entries, limits_in
+from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.artifacts.model_keys import quality_keys
-from hotsplit.artifacts.powerinfer_file import adopt
 from hotsplit.errors import HotsplitError
 from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import VERSION, KeyReader
 from hotsplit.families.spec_keys import spec_keys
 from hotsplit.families.table import ARCHITECTURES
-from hotsplit.files.gguf_file import (
-    TensorEntry,
-    Value,
-    can_unpack,
-    open_gguf,
-    type_of,
-    write_gguf,
-)
+from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, type_of, write_gguf
 from hotsplit.files.typed import shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.model.spec import SMOOTH, Activation, ModelSpec, Predict, PredictorKind
@@ -51,7 +42,6 @@ TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
 TEMPLATES_KEY = "tokenizer.chat_templates"  # the names of the named ones
 END_KEY = "tokenizer.end_token_ids"
-SPLIT_ARCHITECTURE = "hotsplit-split"  # in split files, which are GGUF too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,60 +325,6 @@ class ModelFile:
         if self.is_trained_sparse:
             keys["hotsplit.limits.trained"] = True
         return keys | quality_keys(self.quality)
-
-
-def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
-    """Keys and tensors of a GGUF; those of PowerInfer's files are translated.
-
-    The keys always include `hotsplit.model_id`: `convert` writes it, and for a third-party file
-    it is computed here. Raises HotsplitError for a folder, a split file and a broken file."""
-    if path.is_dir():
-        raise HotsplitError(
-            f"{path}: is a folder; wanted a model file (GGUF), which hotsplit convert makes from a"
-            " checkpoint"
-        )
-    file = open_gguf(path, "model file (GGUF)")
-    keys, tensors = file.keys, file.tensors
-    if keys.get("general.architecture") == SPLIT_ARCHITECTURE:
-        raise HotsplitError(
-            f"{path}: is a split file; give the model (GGUF) that it was solved for, and the split"
-            " file with --split (of generate, chat and serve)"
-        )
-    if not isinstance(keys.get("hotsplit.model_id"), str):
-        prefix = f"{keys.get('general.architecture')}."
-        config = {key: value for key, value in keys.items() if key.startswith(prefix)}
-        samples = ((n, e.shape, sample_bytes(e.read())) for n, e in tensors.items())
-        keys = keys | {"hotsplit.model_id": compute_model_id(config, samples)}
-    if file.magic == "GGUF":
-        return keys, tensors
-    try:
-        return adopt(keys, tensors)
-    except HotsplitError as error:
-        raise HotsplitError(f"{path}: {error}; convert its checkpoint again") from error
-
-
-def compute_model_id(
-    config: Mapping[str, object], samples: Iterable[tuple[str, tuple[int, ...], bytes]]
-) -> str:
-    """An id of the weights: sha256 over the config and each tensor's name, shape and sampled bytes.
-
-    `convert` computes it once, from the checkpoint, so that all types and layouts made from one
-    checkpoint share it; for a third-party GGUF it is computed at load. It is cheap even for
-    100 GB."""
-    volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
-    stable = {key: value for key, value in config.items() if key not in volatile}
-    digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
-    for name, shape, sample in sorted(samples, key=lambda item: item[0]):
-        digest.update(f"{name}{list(shape)}".encode())
-        digest.update(sample)
-    return digest.hexdigest()
-
-
-def sample_bytes(raw: np.ndarray) -> bytes:
-    """Up to 4 KiB each from the start, the middle and the end of a tensor's bytes."""
-    flat = raw.reshape(-1).view(np.uint8)
-    middle = len(flat) // 2
-    return b"".join(flat[a : a + 4096].tobytes() for a in (0, middle, max(0, len(flat) - 4096)))
 
 
 def _next_step(kind: str) -> str:

@@ -37,10 +37,7 @@ def adopt(
         k.replace("bamboo.", "llama.", 1) if found == "bamboo" else k: v for k, v in keys.items()
     }
     threshold = own.pop("powerinfer.sparse_threshold", np.float32(0.0))
-    own |= {
-        "general.architecture": name,
-        "hotsplit.ffn.activation": ACTIVATIONS[found],
-    }
+    own |= {"general.architecture": name, "hotsplit.ffn.activation": ACTIVATIONS[found]}
     renamed = {_rename(name): entry for name, entry in tensors.items()}
     if name == "opt":
         renamed = _without_first_positions(renamed)

@@ -10,7 +10,8 @@ from typing import cast, get_args
 import numpy as np
 
 from hotsplit.artifacts.cache_plan import KEYS, CachePlan, refuse_half
-from hotsplit.artifacts.model_file import SPLIT_ARCHITECTURE, ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.costs.budget import ITEMS, CacheSize, Items, is_predictor, kv_kind, plan_bytes_of_gpus
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of

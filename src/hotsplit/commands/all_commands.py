@@ -305,7 +305,7 @@ def inspect_command(
 
 
 def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
-    from hotsplit.inspection.tables import print_facts, print_table
+    from hotsplit.inspection.printing import print_facts, print_table
     from hotsplit.inspection.to_json import to_json
     from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
@@ -322,7 +322,7 @@ def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
 
 def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
     from hotsplit.convert.checkpoint_summary import summarise_checkpoint
-    from hotsplit.inspection.tables import print_facts
+    from hotsplit.inspection.printing import print_facts
     from hotsplit.inspection.to_json import to_json
 
     summary = summarise_checkpoint(folder)

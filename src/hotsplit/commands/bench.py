@@ -13,15 +13,12 @@ from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
     FileCommand,
-    device_option,
     finish,
     json_option,
-    max_loss_option,
-    mode_option,
+    running_options,
     say,
     split_option,
     take_engine_options,
-    threads_option,
 )
 from hotsplit.system.sizes import whole_number
 
@@ -65,10 +62,7 @@ class Lengths(click.ParamType):
 @cache_type_options
 @rope_options
 @neuron_cache_option
-@mode_option
-@max_loss_option
-@threads_option
-@device_option
+@running_options
 @click.option("--cache-replay", is_flag=True,
               help="Compare policies of the neuron cache on --text instead, with the times in the plan (--split).")  # fmt: skip
 @click.option("--cache-tokens", type=click.IntRange(64, 1 << 20), default=2000, show_default=True,
@@ -116,3 +110,4 @@ def bench(
         finish({}, False, [f"note: {note}" for note in report.notes])
     else:
         finish(to_json(report) if as_json else {}, as_json, lines_of(report))
+    return None

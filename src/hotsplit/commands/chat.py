@@ -29,12 +29,9 @@ from hotsplit.commands.options.shared import (
     FileCommand,
     context_option,
     cpu_ffn_option,
-    device_option,
-    max_loss_option,
-    mode_option,
+    running_options,
     say,
     split_option,
-    threads_option,
     thresholds_option,
 )
 from hotsplit.commands.options.speculation import (
@@ -100,10 +97,7 @@ A message that begins with / is written with //."""
 @rope_options
 @neuron_cache_option
 @thresholds_option
-@mode_option
-@max_loss_option
-@threads_option
-@device_option
+@running_options
 def chat(**options: Any) -> None:
     """Talk with a model.
 

@@ -28,15 +28,13 @@ from hotsplit.commands.options.shared import (
     FileCommand,
     context_option,
     cpu_ffn_option,
-    device_option,
     finish,
     force_option,
+    joined,
     json_option,
-    max_loss_option,
-    mode_option,
+    running_options,
     say,
     split_option,
-    threads_option,
     thresholds_option,
 )
 from hotsplit.commands.options.speculation import (
@@ -71,7 +69,8 @@ class Wanted:
     variables: Mapping[str, object]  # of the template
 
 
-_TEXTS = (
+# Under the names of `write`'s parameters.
+text_options = joined(
     click.option("-p", "--prompt", help="The text to continue; - reads it from stdin."),
     click.option("-f", "--file", "prompt_file",
                  type=click.Path(path_type=Path, allow_dash=True),
@@ -93,13 +92,6 @@ _TEXTS = (
     click.option("--json-lines", is_flag=True,
                  help="Print one JSON object per token on stdout, then the report."),
 )  # fmt: skip
-
-
-def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the text options, under the names of `write`'s parameters."""
-    for option in reversed(_TEXTS):
-        command = option(command)
-    return command
 
 
 @click.command(cls=FileCommand, epilog=examples.GENERATE)
@@ -129,10 +121,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @rope_options
 @neuron_cache_option
 @thresholds_option
-@mode_option
-@max_loss_option
-@threads_option
-@device_option
+@running_options
 @json_option
 def generate(**options: Any) -> None:
     """Continue a text, or several together.

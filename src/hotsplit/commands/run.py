@@ -4,7 +4,6 @@ The stages are chosen, run and cached by the package hotsplit.run; texts are wri
 command `generate`, conversations held by `chat`."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +21,13 @@ from hotsplit.commands.options.shared import (
     FileCommand,
     Size,
     context_option,
-    device_option,
     finish,
+    joined,
     json_option,
     let_threads_sleep,
-    max_loss_option,
-    mode_option,
+    running_options,
     say,
     take_engine_options,
-    threads_option,
 )
 from hotsplit.commands.options.speculation import speculation_options
 from hotsplit.commands.run_checks import check_model, check_options, has_prompt
@@ -44,7 +41,7 @@ ASKED_FROM_S = 600.0  # longer work must be confirmed at a terminal
 # Options for a text, which a conversation does not take.
 _WRITE = ("prompt", "prompt_file", "prompts_file", "keep", "num_logprobs", "is_shown", "json_lines",
           "is_chat", "as_json")  # fmt: skip
-_OPTIONS = (
+_own_options = joined(
     click.option("-vb", "--vram", "--vram-budget", "vram", type=Size(), multiple=True,
                  help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
                  " GPU. [default: most of what is free on the first, or on --device]"),
@@ -83,12 +80,6 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-def _own_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 @click.command(cls=FileCommand, short_help="Prepare a model, then continue a text or chat.")
 @click.argument("source", type=FILE)
 @text_options
@@ -98,10 +89,7 @@ def _own_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @speculation_options
 @rope_options
 @cache_type_options
-@mode_option
-@max_loss_option
-@threads_option
-@device_option
+@running_options
 @json_option
 def run(
     source: Path, vram: tuple[int, ...], corpora: tuple[Path, ...], tokens: int | None,

@@ -20,14 +20,11 @@ from hotsplit.commands.options.shared import (
     Size,
     context_option,
     cpu_ffn_option,
-    device_option,
     json_option,
-    max_loss_option,
-    mode_option,
+    running_options,
     say,
     split_option,
     take_engine_options,
-    threads_option,
     thresholds_option,
 )
 from hotsplit.errors import HotsplitError
@@ -92,10 +89,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @cache_type_options
 @rope_options
 @thresholds_option
-@mode_option
-@max_loss_option
-@threads_option
-@device_option
+@running_options
 @json_option
 def serve(
     model: Path, split: Path | None, as_json: bool, api_key: str | None, threads: int | None,

@@ -44,7 +44,7 @@ def run(argv: Sequence[str] | None = None) -> int:
                 return _run(arguments, is_program=is_program)
         except SystemExit:
             raise
-        except BaseException as error:  # every error, see the module's docstring
+        except BaseException as error:  # noqa: BLE001  # every error, see the module's docstring
             return _end(signals.instead_of(error), arguments)
 
 
@@ -190,9 +190,9 @@ def _open_closed_streams() -> None:
     if sys.stdin is None:
         _unused(os.O_RDONLY)
     if sys.stdout is None:
-        sys.stdout = open(_unused(os.O_RDONLY), "w", encoding="utf-8")
+        sys.stdout = open(_unused(os.O_RDONLY), "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
-        sys.stderr = open(_unused(os.O_WRONLY), "w", encoding="utf-8", errors="backslashreplace")
+        sys.stderr = open(_unused(os.O_WRONLY), "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
 
 
 def _unused(flags: int) -> int:

@@ -314,15 +314,11 @@ def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
 
 def bytes_on_one_side(model: ModelFile, context_length: int) -> Items:
     """Itemised bytes of a whole model on one device, with the temporaries of short passes."""
-    layers = model.spec.num_layers
-    _, items = plan_bytes(
-        model,
-        context_length=context_length,
-        num_hot=[0] * layers,
-        dense_on_gpu=[False] * layers,
-        head_on_gpu=False,
+    none, context = [False] * model.spec.num_layers, context_length
+    plan = plan_bytes_of_gpus(
+        model, context_length=context, num_hot=none, dense_on_gpu=none, head_on_gpu=False
     )
-    return items
+    return plan[1]
 
 
 def plan_bytes(

@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -81,19 +82,15 @@ def _folders() -> set[str]:
     """Folders that are replaced as plain text, since their names may contain characters at which
     _PATH stops."""
     known = [Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)]
-    try:
+    with suppress(RuntimeError):
         known.append(Path.home())
-    except RuntimeError:
-        pass
     return {str(path) for path in known if len(path.parts) > 1}
 
 
 def _names() -> set[str]:
     host = socket.gethostname()
     found = {host, host.partition(".")[0]}
-    try:
+    with suppress(OSError, KeyError, RuntimeError):  # a user without a passwd entry
         found |= {getpass.getuser(), Path.home().name}
-    except (OSError, KeyError, RuntimeError):  # a user without a passwd entry
-        pass
     found |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "HOSTNAME")}
     return {name for name in found if len(name) > 1}

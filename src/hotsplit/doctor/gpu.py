@@ -156,7 +156,7 @@ def checks(
     else:
         crash = []
     now = {gpu["index"]: gpu["key"] for gpu in seen if gpu.get("key") is not None}
-    by_use = sorted(reversed(stored), key=lambda each: not _changes(each.key, now))
+    by_use = sorted(reversed(stored), key=lambda each: not _changes(each.key, now))  # noqa: C414  # of equals the last comes first
     used = {(each.key.index, each.key.device): each for each in by_use}
     found = [finding for each in used.values() for finding in _check(each, now)]
     if not found and not crash and has_gpu:

@@ -20,7 +20,7 @@ def put_folder(partial: Path, path: Path) -> None:
     for _ in range(ATTEMPTS):
         try:
             if path.exists() and _exchange(partial, path):
-                return
+                return None
             if path.exists():  # not atomic: for a moment nothing has the name
                 path.replace(old)
             partial.replace(path)
@@ -42,7 +42,7 @@ def put_new(partial: Path, path: Path) -> None:
     that name; a run that is killed in between leaves the empty one. A folder is then renamed after
     a check, and may replace an empty folder that appeared in between."""
     if _renamed(partial, path, _NO_REPLACE):
-        return
+        return None
     if partial.is_dir():
         return _put_new_folder(partial, path)
     try:

@@ -138,7 +138,8 @@ def _check_writable(path: Path, *, force: bool) -> None:
 
 def _is_same(path: Path, other: Path) -> bool:
     """True for the same file, through links and for hard links as well."""
-    if os.path.exists(path) and os.path.exists(other):
+    # Path.exists raises PermissionError under a folder that may not be entered.
+    if os.path.exists(path) and os.path.exists(other):  # noqa: PTH110
         return path.samefile(other)
     return os.path.realpath(path) == os.path.realpath(other)
 

@@ -9,13 +9,8 @@ from typing import cast
 
 import numpy as np
 
-from hotsplit.artifacts.model_file import (
-    SPLIT_ARCHITECTURE,
-    TEMPLATE_KEY,
-    TOKENIZER_KEY,
-    ModelFile,
-    PredictorInfo,
-)
+from hotsplit.artifacts.model_file import TEMPLATE_KEY, TOKENIZER_KEY, ModelFile, PredictorInfo
+from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
 from hotsplit.inspection.artifact_summaries import SplitSummary
@@ -158,11 +153,7 @@ def part_of(name: str) -> str:
 
 def _tensor_fact(name: str, entry: TensorEntry) -> TensorFact:
     return TensorFact(
-        name=name,
-        kind=entry.kind,
-        shape=entry.shape,
-        part=part_of(name),
-        num_bytes=entry.num_bytes,
+        name=name, kind=entry.kind, shape=entry.shape, part=part_of(name), num_bytes=entry.num_bytes
     )
 
 

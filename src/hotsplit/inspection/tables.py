@@ -1,10 +1,7 @@
 """Prints summaries, and other names with values, as tables on stdout."""
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from hotsplit.artifacts.machine_file import Figure
@@ -17,51 +14,19 @@ from hotsplit.inspection.artifact_summaries import (
 )
 from hotsplit.inspection.gguf_summary import Amount, GgufSummary, TensorFact, TokenizerFacts
 from hotsplit.inspection.inspect_file import Summary
+from hotsplit.inspection.printing import Row, columns_table, facts_table, print_tables
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
-
-WIDTH_OF_A_PIPE = 120  # columns if stdout is not a terminal
-Row = Sequence[object]
-
-
-def print_facts(title: str, rows: Iterable[Row]) -> None:
-    """Prints one table of names and values on stdout."""
-    _print([_facts(title, rows)])
-
-
-def print_table(title: str, columns: list[str], rows: Sequence[Row]) -> None:
-    _print([_table(title, columns, list(rows))])
 
 
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
     """Prints a summary on stdout. Of a GGUF, it lists all tensors if `all_tensors`, otherwise those
     outside the layers and those of the first layer."""
-    _print(_tables(summary, all_tensors))
-
-
-def _print(tables: Iterable[Table]) -> None:
-    """Prints tables on stdout. In a pipe or a file, lines lose the trailing spaces with which rich
-    fills the last column."""
-    console = _console()
-    with console.capture() as captured:
-        for table in tables:
-            console.print(table)
-    text = captured.get()
-    if not console.is_terminal:
-        text = "".join(f"{line.rstrip(' ')}\n" for line in text.splitlines())
-    console.file.write(text)
-
-
-def _console() -> Console:
-    console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
-    if console.is_terminal:
-        return console
-    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False,
-                   width=WIDTH_OF_A_PIPE)  # fmt: skip
+    print_tables(_tables(summary, all_tensors))
 
 
 def _tables(summary: Summary, all_tensors: bool) -> list[Table]:
-    head = _facts(
+    head = facts_table(
         summary.kind,
         [("file", summary.path), ("size", format_bytes(summary.file_bytes)), *_facts_of(summary)],
     )
@@ -119,10 +84,7 @@ def _tokenizer_facts(t: TokenizerFacts) -> list[Row]:
         return [("tokenizer", "none")]
     ids = ", ".join(f"{name} {number}" for name, number in t.special_ids.items())
     return [
-        (
-            "tokenizer.json",
-            "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys",
-        ),
+        ("tokenizer.json", "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys"),
         ("tokenizer.ggml", f"{t.model or 'none'}, {t.num_tokens:,} tokens; {ids or 'no ids'}"),
         ("chat template", "yes" if t.has_chat_template else "no"),
     ]
@@ -130,7 +92,7 @@ def _tokenizer_facts(t: TokenizerFacts) -> list[Row]:
 
 def _gguf_tables(summary: GgufSummary, all_tensors: bool) -> list[Table]:
     chosen = [f for f in summary.tensors if all_tensors or _stands_for_others(f)]
-    tensors = _table("tensors", ["name", "type", "shape", "part", "bytes"], [
+    tensors = columns_table("tensors", ["name", "type", "shape", "part", "bytes"], [
         (f.name, f.kind, " x ".join(map(str, f.shape)), f.part, f"{f.num_bytes:,}") for f in chosen
     ])  # fmt: skip
     if len(chosen) < len(summary.tensors):
@@ -140,7 +102,7 @@ def _gguf_tables(summary: GgufSummary, all_tensors: bool) -> list[Table]:
     if summary.model and summary.model.predictor and _differ(summary.model.predictor):
         tables.append(_predictor_layers(summary.model.predictor))
     if summary.keys:
-        tables.append(_facts("other keys" if summary.model else "keys", summary.keys.items()))
+        tables.append(facts_table("other keys" if summary.model else "keys", summary.keys.items()))
     return [*tables, tensors]
 
 
@@ -150,7 +112,7 @@ def _stands_for_others(fact: TensorFact) -> bool:
 
 def _amounts(title: str, amounts: dict[str, Amount]) -> Table:
     total = sum(amount.num_bytes for amount in amounts.values()) or 1
-    return _table(title, ["", "tensors", "bytes", "", "share"], [
+    return columns_table(title, ["", "tensors", "bytes", "", "share"], [
         (name, a.num_tensors, f"{a.num_bytes:,}", format_bytes(a.num_bytes),
          f"{a.num_bytes / total:.1%}")
         for name, a in amounts.items()
@@ -179,7 +141,7 @@ def _profile_facts(summary: ProfileSummary) -> list[Row]:
 
 def _profile_layers(summary: ProfileSummary) -> Table:
     columns = ["layer", "density", "firings of the hottest fifth", "never fired", "threshold"]
-    return _table("layers", columns, [
+    return columns_table("layers", columns, [
         (layer, f"{density:.2%}", f"{fifth:.1%}", f"{never:,}", f"{threshold:g}")
         for layer, (density, fifth, never, threshold) in enumerate(zip(
             summary.density_L, summary.hottest_fifth_L, summary.never_fired_L,
@@ -217,7 +179,7 @@ def _predictor_facts(predictor: PredictorInfo | None) -> list[Row]:
 
 def _predictor_layers(predictor: PredictorInfo) -> Table:
     density_L = [f"{density:.2%}" for density in predictor.density_L]
-    return _table("predictors by layer", ["layer", "rank", "threshold", "predicted density"], [
+    return columns_table("predictors by layer", ["layer", "rank", "threshold", "predicted density"], [
         (layer, rank, f"{threshold:g}", density)
         for layer, (rank, threshold, density) in enumerate(zip(
             predictor.rank_L, predictor.threshold_L,
@@ -289,7 +251,7 @@ def _head_place(summary: SplitSummary) -> str:
 def _split_gpus(summary: SplitSummary) -> Table:
     """Each GPU with the first and the last layer that has something on it."""
     columns = ["GPU", "budget", "layers", "dense blocks", "hot neurons", "head"]
-    return _table("GPUs", columns, [
+    return columns_table("GPUs", columns, [
         (number, format_bytes(gpu.budget_bytes),
          _range([layer for layer in gpu.layers if _has_any(summary, layer)]),
          gpu.num_dense, f"{gpu.num_hot:,}", "here" if gpu.has_head else "")
@@ -313,12 +275,12 @@ def _split_bytes(summary: SplitSummary) -> Table:
     ]  # fmt: skip
     gpu, cpu = sum(summary.gpu_bytes.values()), sum(summary.cpu_bytes.values())
     rows.append(("all", f"{gpu:,}", format_bytes(gpu), f"{cpu:,}", format_bytes(cpu)))
-    return _table("bytes", ["", "GPUs" if summary.home else "GPU", "", "CPU", ""], rows)
+    return columns_table("bytes", ["", "GPUs" if summary.home else "GPU", "", "CPU", ""], rows)
 
 
 def _split_layers(summary: SplitSummary) -> Table:
     home = summary.home or (0,) * (len(summary.num_hot_L) + 1)
-    return _table("layers", ["layer", "home", "hot neurons", "dense block"], [
+    return columns_table("layers", ["layer", "home", "hot neurons", "dense block"], [
         (layer, f"GPU {home[layer]}" if _has_any(summary, layer) else "CPU", f"{num_hot:,}",
          f"GPU {home[layer]}" if is_on_gpu else "CPU")
         for layer, (num_hot, is_on_gpu) in enumerate(
@@ -342,7 +304,7 @@ def _machine_facts(summary: MachineSummary) -> list[Row]:
 def _gpus(summary: MachineSummary) -> list[Table]:
     """Every figure under its name in the file, with the unit in the name."""
     return [
-        _facts(f"GPU {number}", [
+        facts_table(f"GPU {number}", [
             (name, _shown(value)) for name, value in figures.items()
         ])
         for number, figures in enumerate(summary.gpu_figures())
@@ -363,43 +325,9 @@ def _figure(figure: Figure) -> str:
     return f"{figure.best:.4g} (half of {figure.rounds} rounds {low:.4g} to {high:.4g})"
 
 
-# ---- all -----------------------------------------------------------------------------------
-
-
 def _span(values: Sequence[float], form: str = "g") -> str:
     """One number if all layers have the same, otherwise the range; "unknown" without values."""
     if not values:
         return "unknown"
     low, high = format(min(values), form), format(max(values), form)
     return f"{low} in all layers" if low == high else f"{low} to {high}"
-
-
-def _facts(title: str, rows: Iterable[Row]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(_printable(name), _printable(value))
-    return table
-
-
-_TEXTS = ("type", "shape", "part", "device", "operation", "reads", "writes")
-
-
-def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
-    """The first column and those in _TEXTS are left-aligned, all others right-aligned."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for number, column in enumerate(columns):
-        is_text = number == 0 or column in _TEXTS
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(_printable, row))
-    return table
-
-
-def _printable(value: object) -> str:
-    """The value as text, with escapes for control characters and for those that stdout cannot
-    encode: a file may hold anything."""
-    encoding = sys.stdout.encoding or "utf-8"
-    text = str(value).encode(encoding, "backslashreplace").decode(encoding)
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

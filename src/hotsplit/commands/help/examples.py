@@ -46,12 +46,10 @@ GENERATE = _examples(
     "hotsplit generate model.gguf --prompts prompts.txt --json",
 )
 CHAT = _examples(
-    "hotsplit chat model.gguf",
-    'hotsplit chat model.gguf -sys "Answer in one sentence." -c 4096',
+    "hotsplit chat model.gguf", 'hotsplit chat model.gguf -sys "Answer in one sentence." -c 4096'
 )
 SERVE = _examples(
-    "hotsplit serve model.gguf",
-    "hotsplit serve model.gguf --port 8000 --parallel 8 -c 4096",
+    "hotsplit serve model.gguf", "hotsplit serve model.gguf --port 8000 --parallel 8 -c 4096"
 )
 EVAL = _examples(
     "hotsplit eval model.gguf --corpus held-out.txt",

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from hotsplit.commands.options.shared import FILE
+from hotsplit.commands.options.shared import FILE, joined
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 
@@ -19,7 +19,8 @@ MAX_CHARACTERS = 4 << 20  # of a schema or grammar in a file
 LARK_SUFFIX = ".lark"
 NAMES = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex")
 
-_OPTIONS = (
+# The command takes their values as keywords named as in NAMES.
+constraint_options = joined(
     click.option("-j", "--json-schema", metavar="TEXT", help="JSON schema for the output."),
     click.option("-jf", "--json-schema-file", type=FILE, help="The same, from a file."),
     click.option("--grammar", metavar="TEXT", help="Grammar (GBNF or Lark) for the output."),
@@ -43,13 +44,6 @@ class ConstraintOptions:
         given = [f"--{name.replace('_', '-')}" for name in NAMES if getattr(self, name) is not None]
         if len(given) > 1:
             raise click.UsageError(f"{' and '.join(given)} exclude each other; give one")
-
-
-def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options to a command, which takes them as keywords named as in NAMES."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def constraint_of(options: ConstraintOptions, codec: "TextCodec") -> "Constraint | None":

@@ -5,10 +5,10 @@ that has none.
 A command's own options pass unchanged, including those with llama.cpp's spelling (-c, -n, --temp,
 -ctk)."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -198,7 +198,7 @@ def _gpu_layers(name: str, values: list[str], notes: list[str], command: str) ->
     if text in ("all", "auto", "-1") or (
         text.isascii() and text.isdecimal() and int(text[:9]) >= ALL_LAYERS
     ):
-        if not any(os.path.exists(device) for device in GPU_DEVICES):
+        if not any(Path(device).exists() for device in GPU_DEVICES):
             notes.append(f"note: {name} {text[:9]} has no effect: there is no NVIDIA GPU here")
         return []
     how = (

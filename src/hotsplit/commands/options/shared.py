@@ -160,6 +160,17 @@ def output(*endings: str) -> OutputPath:
     return kind
 
 
+def joined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A decorator that adds all of these options, in this order."""
+
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 split_option = click.option(
     "-spif-ms",
     "--split",
@@ -237,6 +248,9 @@ max_loss_option = engine_option(
     show_default=True,
     help="Largest rise in perplexity of an automatically chosen mode; 0.01 is 1 %.",
 )
+
+
+running_options = joined(mode_option, max_loss_option, threads_option, device_option)
 
 
 def context_option(help_text: str) -> Callable[[Any], Any]:

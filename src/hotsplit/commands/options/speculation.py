@@ -1,12 +1,13 @@
 """The options of speculative decoding, in llama.cpp's spellings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from hotsplit.commands.options.shared import joined
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.draft_options import SpecType, SpeculationOptions
 
@@ -14,12 +15,12 @@ if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine
     from hotsplit.runtime.generate.speculation import Speculation
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SpeculationOptions()
 # docs/measured.md: rewriting a file with changes is 2.6 times as fast in q8_0; all other cases, in
 # small blocks, are at most 2 % slower.
 _UNLESS_TOLD: SpecType = "ngram"
-_OPTIONS = (
+# `take_speculation_options` turns their values into SpeculationOptions.
+speculation_options = joined(
     click.option(
         "--speculate", "--spec-type", "spec_type", type=click.Choice(get_args(SpecType)),
         help="Draft tokens and verify several in one step; the text stays the same. ngram drafts"
@@ -43,14 +44,6 @@ _OPTIONS = (
         show_default=True, hidden=True, help="Probability below which a draft model stops drafting.",
     ),
 )  # fmt: skip
-
-
-def speculation_options(command: Command) -> Command:
-    """Adds the options to a click command. Their values come in as keyword arguments, which
-    `take_speculation_options` turns into SpeculationOptions."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOptions, Path | None]:

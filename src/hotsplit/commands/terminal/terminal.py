@@ -134,7 +134,7 @@ def note(line: str) -> None:
 def state_folder() -> Path:
     """The user's state folder according to the XDG base directory specification."""
     named = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
+    base = Path(named) if Path(named).is_absolute() else Path.home() / ".local" / "state"
     return base / "hotsplit"
 
 

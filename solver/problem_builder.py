@@ -1,0 +1,202 @@
+"""Computes the numbers of a placement problem from the model, the profile and the machine, as the
+docstring of `problem` defines them.
+
+Letters: L layers, F neurons of a layer."""
+
+import numpy as np
+
+from hotsplit.artifacts.machine_file import Gpu, Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import PlanMode
+from hotsplit.costs.budget import (
+    FLOAT_BYTES,
+    down_kind,
+    head_bytes,
+    is_dense,
+    is_predictor,
+    kv_bytes,
+    kv_positions,
+    kv_read,
+    layer_bytes,
+    layer_tensors,
+    workspace_bytes,
+)
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Attention
+from hotsplit.options.cache_types import CacheTypes
+from hotsplit.solver.problem import Problem
+
+
+def build_problem(
+    *,
+    model: ModelFile,
+    profile: Profile,
+    machine: Machine,
+    vram_budget_bytes: int,
+    context_length: int,
+    mode: PlanMode,
+    gpu: Gpu | None = None,
+    workspace: int | None = None,
+    num_sequences: int = 1,
+    cache_types: CacheTypes | None = None,
+) -> Problem:
+    """The numbers of a problem, with every byte count from `hotsplit.costs.budget`.
+
+    The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
+    estimate of `hotsplit.costs.budget`. A token reads the keys and values of one of `num_sequences`
+    texts. `cache_types` with a selection put them into main memory; None is the model's own
+    type."""
+    gpu = machine.gpus[0] if gpu is None else gpu
+    gpu_s, spec = 1e-9 / gpu.bandwidth_gb_per_s.best, model.spec
+    layers = range(spec.num_layers)
+    sizes = [layer_bytes(model, layer) for layer in layers]
+    is_offloaded = cache_types is not None and cache_types.selection is not None
+    read_kv_L = np.array([kv_read(model, layer, context_length, cache_types) for layer in layers])
+    positions = kv_positions(context_length, num_sequences)
+    kv_L = np.array([kv_bytes(model, layer, positions, cache_types) for layer in layers])
+    of_attention = [s.attention - s.head_norms * is_offloaded for s in sizes]
+    attend_s_L = np.zeros(spec.num_layers)
+    if is_offloaded:
+        attend_s_L += [
+            attend_seconds(spec.layers[layer].attention, machine, gpu, read_kv_L[layer])
+            for layer in layers
+        ]
+    order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
+    frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
+    if mode == "dense":
+        frequency_LF = np.ones_like(frequency_LF)
+    has_predictor = mode == "predicted"
+    read_L = np.array(of_attention) + read_kv_L * (not is_offloaded)
+    named_LF = np.ones_like(frequency_LF)
+    if mode == "predicted":
+        read_L += np.array([s.predictor for s in sizes])
+        named_LF = np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
+    gate_LF = named_LF * np.array([s.gate_row for s in sizes])[:, None]
+    up_LF = frequency_LF * np.array([s.up_row for s in sizes])[:, None]
+    down_LF = frequency_LF * np.array([s.down_row for s in sizes])[:, None]
+    touched_LF = gate_LF + up_LF + down_LF
+    parts = [part_LF.sum(axis=1) for part_LF in (gate_LF, up_LF, down_LF)]
+    share_2L = np.stack([named_LF.mean(axis=1), frequency_LF.mean(axis=1)])
+    cpu_s_L = _neuron_seconds(model, machine, share_2L, *parts)
+    touched_L = touched_LF.sum(axis=1)
+    none_s_L = np.full(spec.num_layers, 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
+    cpu_s_per_byte_L = np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0)
+    saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s_per_byte_L[:, None]
+    launch_s = HOT_KERNELS * gpu.launch_s.best
+    num_too_few_L = (saved_LF <= launch_s + gpu.round_trip_s.best).sum(axis=1)
+    head = head_bytes(model)
+    head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind)
+    token_s = machine.costs.token_s.best
+    return Problem(
+        order_LF=order_LF,
+        touched_LF=touched_LF,
+        neuron_bytes_L=np.array([s.neuron for s in sizes]),
+        min_hot_L=np.minimum(num_too_few_L + 1, [layer.neurons.number for layer in spec.layers]),
+        dense_bytes_L=np.array(
+            [
+                num_bytes + s.predictor * has_predictor + kv * (not is_offloaded)
+                for num_bytes, s, kv in zip(of_attention, sizes, kv_L.tolist(), strict=True)
+            ]
+        ),
+        dense_gpu_s_L=read_L * gpu_s
+        + _dense_launches(model, mode, has_cache=not is_offloaded) * gpu.launch_s.best
+        + attend_s_L,
+        dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, read_kv_L),
+        head_bytes=head,
+        head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
+        head_cpu_s=head_cpu_s + token_s,
+        workspace_bytes=workspace_bytes(model, context_length) if workspace is None else workspace,
+        budget_bytes=vram_budget_bytes,
+        gpu_s_per_byte=gpu_s,
+        cpu_s_per_byte_L=cpu_s_per_byte_L,
+        launch_s=launch_s,
+        round_trip_s=gpu.round_trip_s.best,
+        visit_s=2 * copy_seconds(gpu, FLOAT_BYTES * spec.hidden_size),
+    )
+
+
+def copy_seconds(gpu: Gpu, num_bytes: int) -> float:
+    """Seconds of one copy between the GPU and pinned memory."""
+    return gpu.copy_latency_s.best + num_bytes * 1e-9 / gpu.host_to_device_gb_per_s.best
+
+
+def head_launches_s(model: ModelFile, gpu: Gpu) -> float:
+    """Fixed costs of the head on a GPU: its kernels, and the logits' copy on top of a visit's."""
+    logits = FLOAT_BYTES * model.spec.vocab_size
+    return HEAD_KERNELS * gpu.launch_s.best + logits * 1e-9 / gpu.host_to_device_gb_per_s.best
+
+
+def _dense_launches(model: ModelFile, mode: PlanMode, *, has_cache: bool) -> np.ndarray:
+    """Kernels of each dense block, int [L]."""
+    options = {"has_predictor": mode == "predicted", "has_cache": has_cache}
+    layers = range(model.spec.num_layers)
+    return np.array([dense_kernels(model, layer, **options) for layer in layers])
+
+
+def attend_seconds(attention: Attention, machine: Machine, gpu: Gpu, kv_read: float) -> float:
+    """Seconds of a layer's attention on the CPU if its projections are on a GPU, with the round
+    trip and the copies; `kv_read`: bytes of keys and values."""
+    values = attention.query_size + attention.qkv_size
+    copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.best
+    return gpu.round_trip_s.best + copies_s + kv_read / (machine.costs.kv_gb_per_s.best * 1e9)
+
+
+def _neuron_seconds(
+    model: ModelFile,
+    machine: Machine,
+    share_2L: np.ndarray,
+    gate_L: np.ndarray,
+    up_L: np.ndarray,
+    down_L: np.ndarray,
+) -> np.ndarray:
+    """CPU seconds of these touched bytes, f64 [L]. `share_2L`: the share of neurons whose gate rows
+    are read, and the share whose up and down rows are."""
+    seconds = []
+    for layer in range(model.spec.num_layers):
+        tensors = layer_tensors(model, layer)
+        gate_kind = tensors[f"{model.spec.layers[layer].neurons.gate_name}.weight"].kind
+        named, fired = share_2L[:, layer].tolist()
+        gate = gate_L[layer] / machine.cpu_rate(gate_kind, density=named)
+        up = up_L[layer] / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=fired)
+        seconds.append(
+            gate + up + down_L[layer] / machine.cpu_rate(down_kind(model, layer), density=fired)
+        )
+    return np.array(seconds)
+
+
+def _dense_cpu_seconds(
+    model: ModelFile, machine: Machine, mode: PlanMode, kv_read_L: np.ndarray
+) -> np.ndarray:
+    """D_l on the CPU, f64 [L]."""
+    seconds = []
+    for layer in range(model.spec.num_layers):
+        total = kv_read_L[layer] / (machine.costs.kv_gb_per_s.best * 1e9)
+        total += layer_seconds(machine, mode)
+        for name, entry in layer_tensors(model, layer).items():
+            if is_dense(name) or (mode == "predicted" and is_predictor(name)):
+                total += entry.num_bytes / machine.cpu_rate(entry.kind)
+        seconds.append(total)
+    return np.array(seconds)
+
+
+def layer_seconds(machine: Machine, mode: PlanMode) -> float:
+    """Seconds of a layer on the CPU besides its bytes."""
+    return machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
+
+
+def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:
+    """Predicted neurons for each one that fires, f64 [L]; 1 if unknown, or if none fires.
+
+    Raises HotsplitError for an invalid share of neurons."""
+    named = model.predictor.density_L if model.predictor is not None else ()
+    if not all(0 <= share <= 1 for share in named):
+        raise HotsplitError(
+            f"{model.path}: predictors that name {list(named)} of the neurons, wanted shares from 0"
+            " to 1; train them again"
+        )
+    if not named:
+        return np.ones(model.spec.num_layers)
+    density_L = profile.density_L
+    return np.divide(named, density_L, out=np.ones_like(density_L), where=density_L > 0)
