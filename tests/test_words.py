@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CODE = (
-    "src", "convert", "profile", "solver", "sparsify", "runtime", "serve", "bench", "report", "run",
+    "src", "convert", "profile", "solver", "sparsify", "runtime", "serve", "measure", "report", "run",
     "benchmarks", "examples", "tests",
 )  # fmt: skip
 DOCUMENTS = ("README.md", "docs")

@@ -71,4 +71,4 @@ def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
         for start in range(0, len(token_ids), window):
             engine.logits(list(token_ids[start : start + window]))
     bits = [np.concatenate(parts[layer]) for layer in range(len(engine.layers))]
-    return Trace(num_neurons=engine.layers[0].ffn.num_neurons, bits_TLW=np.stack(bits, axis=1))
+    return Trace(num_neurons=engine.model.spec.most_neurons, bits_TLW=np.stack(bits, axis=1))

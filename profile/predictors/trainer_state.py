@@ -57,7 +57,7 @@ class Kept:
         """All processes must call this together: each fills in the rows of its own tokens."""
         if self.settled:
             return self.settled
-        count = sum(len(batch.x_TD) for batch in self.layers[0].kept)
+        count = max(sum(len(batch.x_TD) for batch in layer.kept) for layer in self.layers)
         count_of_rank = torch.zeros(self.ranks.size, dtype=torch.int64)
         count_of_rank[self.ranks.rank] = count
         count_of_rank = self.ranks.sum(count_of_rank)

@@ -78,15 +78,14 @@ class PredictorsSummary:
         predictors = Predictors.load(path)
         layers = list(enumerate(predictors.layers))
         entries = [entry for n, layer in layers for entry in layer.entries(n).values()]
-        first = predictors.layers[0] if predictors.layers else None
         return cls(
             path=path,
             file_bytes=path.stat().st_size,
             model_id=predictors.model_id,
             predictor=predictors.info,
             num_layers=len(predictors.layers),
-            width=0 if first is None else first.width,
-            num_neurons=0 if first is None else first.up.shape[0],
+            width=max((layer.width for layer in predictors.layers), default=0),
+            num_neurons=max((layer.up.shape[0] for layer in predictors.layers), default=0),
             type_L=tuple(layer.matrix_kind or "f32" for layer in predictors.layers),
             has_biases=any(len(entry.shape) == 1 for entry in entries),
             weight_bytes=sum(entry.num_bytes for entry in entries),

@@ -263,8 +263,8 @@ def _has_any(summary: SplitSummary, layer: int) -> bool:
     return summary.dense_on_gpu[layer] or summary.num_hot_L[layer] > 0
 
 
-def _range(layers: list[int]) -> str:
-    return f"{layers[0]} to {layers[-1]}" if layers else "none"
+def _range(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
 
 
 def _split_bytes(summary: SplitSummary) -> Table:
