@@ -81,6 +81,7 @@ def launch_for_kind(kind: str) -> None:
     index = torch.zeros(64, dtype=torch.int64)
     kernels.unpack(weights, torch.empty(64, WIDTH, dtype=torch.bfloat16), index)
     kernels.embed(weights, index[:1], x)
+    kernels.embed(weights, index[:1], x, scale=8.0)
     kernels.dot(weights, out, x, out, has_relu=True)
     named = torch.empty(NEURONS // 32, dtype=torch.int32)
     predictor = matrix(kind, NEURONS, RANK)

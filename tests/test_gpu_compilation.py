@@ -15,7 +15,7 @@ from gpu_compilation import FILE_KINDS, FLOATS
 from gpu_matrices import KINDS
 
 SCRIPT = Path(__file__).with_name("gpu_compilation.py")
-FOR_MATRICES = {"_unpack": 3, "_dot": 1, "_predict": 2, "_gate_up": 3, "_down": 2}
+FOR_MATRICES = {"_unpack": 4, "_dot": 1, "_predict": 2, "_gate_up": 3, "_down": 2}
 FOR_VECTORS = {"_add_norm": 3, "_rotate_append": 4, "_attend_part": 8, "_attend_join": 8,
                "_scatter": 1, "_pack_open": 1}  # fmt: skip
 HOPPER, ADA = 90, 89

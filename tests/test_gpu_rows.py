@@ -7,7 +7,7 @@ most of these comparisons with the kernels executed as PTX."""
 
 import pytest
 import torch
-from gpu_matrices import KINDS, assert_close, block_width, device, make_matrix, vector
+from gpu_matrices import EPS, KINDS, assert_close, block_width, device, make_matrix, sizes, vector
 
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.gpu import ranges
@@ -123,6 +123,14 @@ def test_embed(kernels, is_added):
     out = vectors(4, 64, 2)
     assert_rows_as_alone(kernels, "embed", matrix=matrix, index_1=index, out_D=out, is_added=is_added)  # fmt: skip
     assert not torch.equal(out[0], out[1])
+
+
+def test_embed_times_a_scale(kernels):
+    matrix, index = make_matrix("q8_0_planar", 9, 64), torch.tensor([3, 0], device=device())
+    found = [vectors(2, 64, 2) for _ in range(2)]
+    for out, kernel in zip(found, (kernels, REFERENCE), strict=True):
+        kernel.embed(matrix, index, out, is_added=True, scale=7.3)
+    assert_close(*found, 4 * EPS * (7.3 * sizes(matrix)[index] + vectors(2, 64, 2).abs()))
 
 
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)

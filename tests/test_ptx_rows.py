@@ -43,6 +43,7 @@ REST = {
        rows.test_gate_up_with_ids_biases_and_types(k, a, d)
        for activation in ("relu", "drelu", "silu") for is_dense in (False, True)},
     "embed": lambda k: rows.test_embed(k, True),
+    "embed scaled": lambda k: rows.test_embed_times_a_scale(k),
     "norm": lambda k: rows.test_add_norm(k, True, 2),
     "attend to blocks": lambda k: rows.test_attend_to_blocks(k, 8, torch.float16, None),
     "attend of one row": lambda k: rows.test_attend_to_blocks(k, 1, torch.float32, None),
