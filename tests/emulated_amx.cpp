@@ -128,8 +128,8 @@ int main(int argc, char** argv) {
         misuse(argv[1]);
         return 0;
     }
-    for (int32_t kind : {KIND_Q8_0, KIND_Q4_0, KIND_Q8_0_PLANAR, KIND_Q4_0_PLANAR, KIND_Q8_0_TILED,
-                         KIND_Q4_0_TILED})
+    for (int32_t kind :
+         {KIND_Q8_0, KIND_Q4_0, KIND_Q8_0_PLANAR, KIND_Q4_0_PLANAR, KIND_Q8_0_TILED, KIND_Q4_0_TILED})
         for (int64_t D : {32, 64, 96, 576, 2048})
             for (int64_t N : {1, 15, 16, 17, 40, 48}) {
                 // Rows and vectors share tiles, so short rows are tried with every N and T. Blocks

@@ -74,8 +74,7 @@ inline void emulated_stored(int tile, void* to, int64_t stride) {
     EmulatedTiles& tiles = emulated_tiles();
     tiles.want_tile(tile);
     for (int64_t r = 0; r < tiles.rows[tile]; ++r)
-        std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles.data[tile][r],
-                    tiles.row_bytes[tile]);
+        std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles.data[tile][r], tiles.row_bytes[tile]);
 }
 
 // sum[m][n] += a[m][4 k + i] * b[k][4 n + i] for all k and i < 4: int8 products, an int32 sum

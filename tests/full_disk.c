@@ -20,7 +20,7 @@ static long allowed(int file, size_t count) {
 
 ssize_t write(int file, const void* data, size_t count) {
     static ssize_t (*real)(int, const void*, size_t);
-    if (!real) real = (ssize_t(*)(int, const void*, size_t))dlsym(RTLD_NEXT, "write");
+    if (!real) real = (ssize_t (*)(int, const void*, size_t))dlsym(RTLD_NEXT, "write");
     const long size = allowed(file, count);
     if (count && !size) return errno = ENOSPC, -1;
     return real(file, data, (size_t)size);
@@ -39,7 +39,7 @@ ssize_t writev(int file, const struct iovec* parts, int count) {
 
 ssize_t pwrite64(int file, const void* data, size_t count, off64_t offset) {
     static ssize_t (*real)(int, const void*, size_t, off64_t);
-    if (!real) real = (ssize_t(*)(int, const void*, size_t, off64_t))dlsym(RTLD_NEXT, "pwrite64");
+    if (!real) real = (ssize_t (*)(int, const void*, size_t, off64_t))dlsym(RTLD_NEXT, "pwrite64");
     const long size = allowed(file, count);
     if (count && !size) return errno = ENOSPC, -1;
     return real(file, data, (size_t)size, offset);

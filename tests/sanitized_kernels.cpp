@@ -126,8 +126,13 @@ bool groups_at(int32_t kind, int64_t D, int64_t A) {
 
 HsMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
     if (num_rows % TILE_ROWS || is_grouped(kind)) kind = summed(kind);
-    return {weights(kind, num_rows, D), has_bias ? floats(num_rows) : nullptr, num_rows, D,
-            row_bytes_of(kind, D), kind, 0};
+    return {weights(kind, num_rows, D),
+            has_bias ? floats(num_rows) : nullptr,
+            num_rows,
+            D,
+            row_bytes_of(kind, D),
+            kind,
+            0};
 }
 
 HsNorm norm(int64_t n, bool is_layer_norm) {
@@ -150,7 +155,8 @@ bool neurons(const HsBlock& whole, int32_t activation, int64_t D, int64_t F) {
     const int64_t W = (F + 31) / 32;
     std::vector<int32_t> id(F);
     for (int64_t j = 0; j < F; ++j) id[j] = static_cast<int32_t>(F - 1 - j);
-    for (const int32_t* ids : {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(id.data())}) {
+    for (const int32_t* ids :
+         {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(id.data())}) {
         HsNeurons n = {};
         n.block = whole, n.block.id = ids;
         n.x = floats(T * D), n.y = floats(T * D), n.fired = words(T * W);
@@ -323,7 +329,9 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     layer.num_heads = H, layer.num_kv_heads = K, layer.head_width = W, layer.num_neurons = F;
     layer.scale = 1.0f / std::sqrt(static_cast<float>(W));
     layer.window = mode == MODE_EXACT ? 7 : 0;
-    layer.activation = !is_gated ? ACTIVATION_RELU : rank == 32 ? ACTIVATION_GELU_TANH : ACTIVATION_SILU;
+    layer.activation = !is_gated    ? ACTIVATION_RELU
+                       : rank == 32 ? ACTIVATION_GELU_TANH
+                                    : ACTIVATION_SILU;
     step.layer = &layer, step.num_layers = 1, step.rotary = &rotary, step.num_rotaries = 1;
     step.width = D, step.num_neurons = F, step.context_length = C, step.max_rows = R;
     const int32_t one_block[] = {0};
@@ -365,8 +373,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
            hs_step(&step, &no_position, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
            hs_step(&step, rows, 3, together) == STATUS_BAD_ARGUMENT &&
            hs_step(&step, rows, R + 1, together) == STATUS_BAD_ARGUMENT && parts(step, logits) &&
-           refuses_operations(step) &&
-           pages(step, layer, logits);
+           refuses_operations(step) && pages(step, layer, logits);
 }
 
 // A model of one layer whose tokens read selected keys, in a cache for two sequences.
@@ -596,7 +603,8 @@ int main() {
         std::printf("copies are wrong\n");
         return 1;
     }
-    for (const char* name : {"generic", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx"}) {
+    for (const char* name :
+         {"generic", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx"}) {
         if (hs_set_level(name) != STATUS_OK) continue;
         for (int threads : {1, 3}) {
             const bool is_last = threads > 1;

@@ -5,9 +5,7 @@
 
 namespace {
 
-int64_t block_values(int32_t kind) {
-    return kind >= KIND_Q4_K ? 256 : kind >= KIND_Q8_0 ? 32 : 1;
-}
+int64_t block_values(int32_t kind) { return kind >= KIND_Q4_K ? 256 : kind >= KIND_Q8_0 ? 32 : 1; }
 
 const Encoders& encoders_of(int32_t level) {
 #ifdef __x86_64__
@@ -35,19 +33,18 @@ EXPORT int32_t hs_encode_best_level() {
 #ifdef __x86_64__
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return LEVEL_GENERIC;
-    const bool has_avx512 =
-        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     return has_avx512 ? LEVEL_AVX512 : LEVEL_AVX2;
 #else
     return LEVEL_GENERIC;
 #endif
 }
 
-EXPORT int32_t hs_encode(int32_t level, int32_t source_kind, const uint8_t* source,
-                            int64_t row_stride, int64_t column_stride, const int64_t* index,
-                            int64_t num_rows, int64_t num_columns, int32_t kind, float limit,
-                            uint8_t* target, float* largest) {
+EXPORT int32_t hs_encode(int32_t level, int32_t source_kind, const uint8_t* source, int64_t row_stride,
+                         int64_t column_stride, const int64_t* index, int64_t num_rows,
+                         int64_t num_columns, int32_t kind, float limit, uint8_t* target,
+                         float* largest) {
     Job job = {source, row_stride, column_stride, index, num_rows, num_columns, 0, target};
     std::memcpy(&job.limit, &limit, 4);
     if (!is_valid(job, level, source_kind, kind)) return STATUS_BAD_ARGUMENT;

@@ -55,7 +55,6 @@ int32_t hs_encode_best_level();
 // magnitude, NaN if there is one. If largest >= limit (or NaN), the target is incomplete. Moves
 // N * M values in and N rows out, in the caller's thread.
 int32_t hs_encode(int32_t level, int32_t source_kind, const uint8_t* source, int64_t row_stride,
-                     int64_t column_stride, const int64_t* index, int64_t num_rows,
-                     int64_t num_columns, int32_t kind, float limit, uint8_t* target,
-                     float* largest);
+                  int64_t column_stride, const int64_t* index, int64_t num_rows, int64_t num_columns,
+                  int32_t kind, float limit, uint8_t* target, float* largest);
 }

@@ -34,8 +34,7 @@ inline void turn_8x8(const float* from, int64_t from_stride, float* to, int64_t 
     }
     for (int i = 0; i < 4; ++i) {
         _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(row[i], row[i + 4], 0x20));
-        _mm256_storeu_ps(to + (i + 4) * to_stride,
-                         _mm256_permute2f128_ps(row[i], row[i + 4], 0x31));
+        _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(row[i], row[i + 4], 0x31));
     }
 }
 

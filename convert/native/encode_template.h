@@ -195,9 +195,8 @@ uint32_t encode_rows(const Job& job) {
             const uint32_t here = seen.all();
             largest = here > largest ? here : largest;
             if (here < job.limit)
-                pack_values<Target>(x, count,
-                                    job.target + n * row_bytes +
-                                        m * Target::BLOCK_BYTES / Target::VALUES);
+                pack_values<Target>(
+                    x, count, job.target + n * row_bytes + m * Target::BLOCK_BYTES / Target::VALUES);
         }
     }
     return largest;
@@ -230,13 +229,11 @@ uint32_t encode_columns(const Job& job) {
             largest = here > largest ? here : largest;
             if (here >= job.limit) continue;
             for (int64_t t = 0; t < TILES; ++t) turn(line[t * TILE], turned[t][0], TILE);
-            uint8_t* target =
-                job.target + n * row_bytes + m * Target::BLOCK_BYTES / Target::VALUES;
+            uint8_t* target = job.target + n * row_bytes + m * Target::BLOCK_BYTES / Target::VALUES;
             for (int64_t r = 0; r < rows; ++r) {
                 for (int64_t t = 0; TILES > 1 && t < TILES; ++t)
                     __builtin_memcpy(row + t * TILE, turned[t][r], TILE * sizeof(float));
-                pack_values<Target>(TILES > 1 ? row : turned[0][r], columns,
-                                    target + r * row_bytes);
+                pack_values<Target>(TILES > 1 ? row : turned[0][r], columns, target + r * row_bytes);
             }
         }
     }
@@ -249,10 +246,7 @@ uint32_t encode(const Job& job) {
                                   : encode_columns<Source, Target>(job);
 }
 
-#define ENCODERS_OF(Source)                                                                        \
-    {                                                                                              \
-        encode<Source, ToF32>, encode<Source, ToF16>, encode<Source, ToBF16>,                      \
-            encode<Source, ToQ8_0>, encode<Source, ToQ4_0>, encode<Source, ToQ4K>,                 \
-            encode<Source, ToQ5K>, encode<Source, ToQ6K>                                           \
-    }
+#define ENCODERS_OF(Source)                                                                         \
+    {encode<Source, ToF32>,  encode<Source, ToF16>, encode<Source, ToBF16>, encode<Source, ToQ8_0>, \
+     encode<Source, ToQ4_0>, encode<Source, ToQ4K>, encode<Source, ToQ5K>,  encode<Source, ToQ6K>}
 #define ENCODERS {ENCODERS_OF(F32), ENCODERS_OF(F16), ENCODERS_OF(BF16)}

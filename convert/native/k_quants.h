@@ -87,8 +87,8 @@ inline void fit_with_minimum(const Eight* x, float first, Fit& fit) {
         best_error += weight[i] * (off * off);
     }
     for (int trial = 0; trial <= TRIALS; ++trial) {
-        inverse = (first + 0.1f * static_cast<float>(trial) + static_cast<float>(MOST)) /
-                  (most - least);
+        inverse =
+            (first + 0.1f * static_cast<float>(trial) + static_cast<float>(MOST)) / (most - least);
         Eight sum_l = zero, sum_l2 = zero, sum_xl = zero, quants[BLOCK];
         for (int i = 0; i < BLOCK; ++i) {
             nearest_in(inverse * (x[i] - least), 0, MOST, quant);
@@ -164,8 +164,8 @@ inline void parts_of(const float* x, Eight* parts) {
 inline void write_nibbles(const EightInts* quant, uint8_t* p) {
     for (int pair = 0; pair < 4; ++pair)
         for (int i = 0; i < BLOCK; ++i)
-            p[pair * BLOCK + i] = static_cast<uint8_t>((quant[i][2 * pair] & 15) |
-                                                       (quant[i][2 * pair + 1] & 15) << 4);
+            p[pair * BLOCK + i] =
+                static_cast<uint8_t>((quant[i][2 * pair] & 15) | (quant[i][2 * pair + 1] & 15) << 4);
 }
 
 struct ToQ4K {
@@ -293,8 +293,8 @@ struct ToQ6K {
             for (int i = 0; i < 64; ++i)
                 nibbles[i] = static_cast<uint8_t>((q[i] & 15) | (q[i + 64] & 15) << 4);
             for (int i = 0; i < 32; ++i)
-                upper[i] = static_cast<uint8_t>(q[i] >> 4 | q[i + 32] >> 4 << 2 |
-                                                q[i + 64] >> 4 << 4 | q[i + 96] >> 4 << 6);
+                upper[i] = static_cast<uint8_t>(q[i] >> 4 | q[i + 32] >> 4 << 2 | q[i + 64] >> 4 << 4 |
+                                                q[i + 96] >> 4 << 6);
         }
     }
 };

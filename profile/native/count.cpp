@@ -43,8 +43,8 @@ inline int64_t pick_from(int64_t f, int64_t found, const float* row, int64_t F, 
     return found;
 }
 
-int64_t pick_generic(const float* row, int64_t F, float threshold, bool is_magnitude,
-                     int32_t* fired, float* size) {
+int64_t pick_generic(const float* row, int64_t F, float threshold, bool is_magnitude, int32_t* fired,
+                     float* size) {
     return pick_from(0, 0, row, F, threshold, is_magnitude, fired, size);
 }
 
@@ -57,8 +57,7 @@ __attribute__((target("avx512f,popcnt"))) int64_t pick_avx512(const float* row, 
     int64_t found = 0, f = 0;
     for (; f + LANES <= F; f += LANES) {
         const __m512 value = _mm512_loadu_ps(row + f), magnitude = _mm512_abs_ps(value);
-        const __mmask16 fires =
-            _mm512_cmp_ps_mask(is_magnitude ? magnitude : value, limit, _CMP_GT_OQ);
+        const __mmask16 fires = _mm512_cmp_ps_mask(is_magnitude ? magnitude : value, limit, _CMP_GT_OQ);
         const __m512i before = _mm512_loadu_si512(fired + f);
         _mm512_storeu_si512(fired + f, _mm512_mask_add_epi32(before, fires, before, one));
         _mm512_storeu_ps(size + found, _mm512_maskz_compress_ps(fires, magnitude));
@@ -83,8 +82,7 @@ Pick best_pick() {
 // bin 0. T * F < 2^31. Returns 0, or 1 for impossible sizes.
 extern "C" __attribute__((visibility("default"))) int32_t hs_count(
     const float* value, int64_t T, int64_t F, float threshold, int32_t is_magnitude,
-    const uint8_t* first, const float* edge, int64_t* count, int64_t* histogram,
-    int64_t num_bins) {
+    const uint8_t* first, const float* edge, int64_t* count, int64_t* histogram, int64_t num_bins) {
     if (T < 0 || F < 1 || num_bins < 1 || num_bins > MAX_BINS || T > INT32_MAX / F) return 1;
     std::vector<int32_t> fired_in_chunk(F);
     std::vector<float> sizes(F + LANES);

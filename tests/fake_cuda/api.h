@@ -24,8 +24,8 @@ void break_capture(Capture& capture, const std::string& why);
 
 }  // namespace fake
 
-#define FAKE_CALL(name)                                                     \
-  std::lock_guard<std::recursive_mutex> guard(fake::state().mutex);         \
+#define FAKE_CALL(name)                                             \
+  std::lock_guard<std::recursive_mutex> guard(fake::state().mutex); \
   if (const int status = fake::refused(name)) return status
 
 #define FAKE_UNSAFE_IN_CAPTURE(name) \

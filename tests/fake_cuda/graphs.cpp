@@ -95,19 +95,27 @@ void describe(std::ostream& out, const Graph& graph) {
     for (const Use& use : work.uses)
       out << "\t" << (use.is_write ? "w" : "r") << " " << (uintptr_t)use.start << " " << use.bytes;
     out << "\n";
-    for (const int dep : graph.nodes[i].deps) out << "edge\t" << edge++ << "\t" << dep << "\t" << i << "\n";
+    for (const int dep : graph.nodes[i].deps)
+      out << "edge\t" << edge++ << "\t" << dep << "\t" << i << "\n";
   }
 }
 
 const char* text_of(int status) {
   switch (status) {
-    case kSuccess: return "no error";
-    case kInvalidValue: return "invalid argument";
-    case kOutOfMemory: return "out of memory";
-    case kInvalidDevice: return "invalid device ordinal";
-    case kInvalidHandle: return "invalid resource handle";
-    case kNotReady: return "device not ready";
-    default: return "unrecognized error code";
+    case kSuccess:
+      return "no error";
+    case kInvalidValue:
+      return "invalid argument";
+    case kOutOfMemory:
+      return "out of memory";
+    case kInvalidDevice:
+      return "invalid device ordinal";
+    case kInvalidHandle:
+      return "invalid resource handle";
+    case kNotReady:
+      return "device not ready";
+    default:
+      return "unrecognized error code";
   }
 }
 
@@ -122,7 +130,8 @@ int cudaStreamBeginCapture(void* handle, int mode) {
   FAKE_CALL("cudaStreamBeginCapture");
   auto found = state().streams.find(handle);
   if (found == state().streams.end() || !found->second->is_alive)
-    return violation(kCaptureUnsupported, "cudaStreamBeginCapture: the default stream, or one that"
+    return violation(kCaptureUnsupported,
+                     "cudaStreamBeginCapture: the default stream, or one that"
                      " was destroyed, cannot be captured");
   Stream& stream = *found->second;
   if (stream.capture)
@@ -147,8 +156,10 @@ int cudaStreamEndCapture(void* handle, void** graph) {
   if (capture->origin != &stream) {
     const int origin = capture->origin->number;
     end(*capture);
-    return violation(kCaptureUnmatched, "cudaStreamEndCapture: the capture began on stream %d, not"
-                     " on %d", origin, stream.number);
+    return violation(kCaptureUnmatched,
+                     "cudaStreamEndCapture: the capture began on stream %d, not"
+                     " on %d",
+                     origin, stream.number);
   }
   if (capture->mode != 2 && capture->thread != std::this_thread::get_id())
     return violation(kCaptureWrongThread, "cudaStreamEndCapture: another thread began the capture");
@@ -160,9 +171,10 @@ int cudaStreamEndCapture(void* handle, void** graph) {
   }
   const int loose = unjoined(*capture, tail);
   if (loose >= 0)
-    return violation(kCaptureUnjoined, "cudaStreamEndCapture: stream %d was not joined: its %s is not"
-                     " waited for", capture->nodes[loose].work->stream,
-                     capture->nodes[loose].work->name.c_str());
+    return violation(kCaptureUnjoined,
+                     "cudaStreamEndCapture: stream %d was not joined: its %s is not"
+                     " waited for",
+                     capture->nodes[loose].work->stream, capture->nodes[loose].work->name.c_str());
   *graph = keep(state().graphs, capture->nodes);
   return kSuccess;
 }
@@ -299,8 +311,10 @@ const char* fakeText(const char* what) {
   std::ostringstream out;
   const std::string asked = what;
   static const char* const names[] = {"device", "pinned", "registered"};
-  if (asked == "violations") for (auto& line : state().violations) out << line << "\n";
-  if (asked == "log") for (auto& line : state().log) out << line << "\n";
+  if (asked == "violations")
+    for (auto& line : state().violations) out << line << "\n";
+  if (asked == "log")
+    for (auto& line : state().log) out << line << "\n";
   if (asked == "left")
     for (auto& [start, region] : state().regions)
       out << names[int(region.place)] << " " << region.bytes << "\n";

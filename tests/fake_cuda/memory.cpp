@@ -68,19 +68,19 @@ int resolve(Use& use, const char* name, int device, bool may_be_pageable) {
   if (!region) {
     const std::string what = about(use.start);
     if (may_be_pageable && what == "memory of the host that is not pinned") return kSuccess;
-    return violation(kIllegalAddress, "%s: %zu bytes at %p are %s", name, use.bytes,
-                     (void*)use.start, what.c_str());
+    return violation(kIllegalAddress, "%s: %zu bytes at %p are %s", name, use.bytes, (void*)use.start,
+                     what.c_str());
   }
   if (region->place == Place::kDevice && device >= 0 && region->device != device)
-    return violation(kIllegalAddress, "%s: %p is memory of device %d, the stream is of device %d",
-                     name, (void*)use.start, region->device, device);
+    return violation(kIllegalAddress, "%s: %p is memory of device %d, the stream is of device %d", name,
+                     (void*)use.start, region->device, device);
   use.region = region->id;
   if (!has_blocks(use.start)) return kSuccess;
   char* first = nullptr;
   Block* block = block_at(use.start, use.bytes, &first);
   if (!block || !block->is_live)
-    return violation(kIllegalAddress, "%s: %zu bytes at %p are memory that was freed", name,
-                     use.bytes, (void*)use.start);
+    return violation(kIllegalAddress, "%s: %zu bytes at %p are memory that was freed", name, use.bytes,
+                     (void*)use.start);
   use.block = block->id;
   return kSuccess;
 }
@@ -109,8 +109,8 @@ static int allocate(void** found, size_t bytes, Place place) {
     last_text = "out of memory";
     return last_status = kOutOfMemory;
   }
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return last_status = kOutOfMemory;
   memset(memory, 0xff, bytes);  // NaN where memory is read before it is written
   s.regions[(char*)memory] = {place, bytes, current_device, s.next_id++};
@@ -123,9 +123,9 @@ static int release(const char* name, void* pointer, Place place) {
   auto& s = state();
   auto found = s.regions.find((char*)pointer);
   if (found == s.regions.end() || found->second.place != place)
-    return violation(kInvalidValue, "%s: %p is %s", name, pointer,
-                     s.freed.count((char*)pointer) ? "freed already"
-                                                   : "not the start of an allocation of its kind");
+    return violation(
+        kInvalidValue, "%s: %p is %s", name, pointer,
+        s.freed.count((char*)pointer) ? "freed already" : "not the start of an allocation of its kind");
   const Region region = found->second;
   if (const int status = complete_device(region.device)) return status;  // CUDA waits, too
   s.regions.erase((char*)pointer);
@@ -135,8 +135,8 @@ static int release(const char* name, void* pointer, Place place) {
   if (place == Place::kDevice) s.used_bytes[region.device] -= region.bytes;
   s.freed[(char*)pointer] = region.bytes;
   // Keeps the addresses reserved: memory that malloc got there would count as freed.
-  mmap(pointer, region.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
-       -1, 0);
+  mmap(pointer, region.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+       0);
   return kSuccess;
 }
 
@@ -178,8 +178,8 @@ int cudaHostRegister(void* pointer, size_t bytes, unsigned) {
   auto next = regions.upper_bound((char*)pointer);
   const bool meets_next = next != regions.end() && next->first < (char*)pointer + bytes;
   if (meets_next || region_at((char*)pointer, 1))
-    return violation(kAlreadyRegistered, "cudaHostRegister: %zu bytes at %p are pinned in part",
-                     bytes, pointer);
+    return violation(kAlreadyRegistered, "cudaHostRegister: %zu bytes at %p are pinned in part", bytes,
+                     pointer);
   regions[(char*)pointer] = {Place::kRegistered, bytes, current_device, state().next_id++};
   state().freed.erase((char*)pointer);
   return kSuccess;

@@ -73,8 +73,7 @@ void drain(const std::vector<uint64_t>& wanted) {
 
 void forget_known() {
   auto& queue = state().queue;
-  if (!std::all_of(queue.begin(), queue.end(), [](const Operation& op) { return op.is_known; }))
-    return;
+  if (!std::all_of(queue.begin(), queue.end(), [](const Operation& op) { return op.is_known; })) return;
   state().base += queue.size();
   queue.clear();
 }
@@ -86,9 +85,10 @@ std::string conflict(const Work& first, const Work& second) {
     for (const Use& b : second.uses)
       if ((a.is_write || b.is_write) && a.start < b.start + b.bytes && b.start < a.start + a.bytes) {
         char text[400];
-        snprintf(text, sizeof text, "%s on stream %d and %s on stream %d use the same memory, and"
-                 " no event orders them", first.name.c_str(), first.stream, second.name.c_str(),
-                 second.stream);
+        snprintf(text, sizeof text,
+                 "%s on stream %d and %s on stream %d use the same memory, and"
+                 " no event orders them",
+                 first.name.c_str(), first.stream, second.name.c_str(), second.stream);
         return text;
       }
   return "";

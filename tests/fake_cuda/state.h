@@ -94,8 +94,8 @@ struct Node {
 struct Graph {
   std::vector<Node> nodes;
   bool is_alive = true;
-  int omitted = -1;                  // number of the edge that launches leave out; -1: none
-  std::set<uint64_t> last_launch;    // operations of the last launch, which the next one follows
+  int omitted = -1;                // number of the edge that launches leave out; -1: none
+  std::set<uint64_t> last_launch;  // operations of the last launch, which the next one follows
 };
 
 struct Stream;

@@ -64,8 +64,10 @@ int may_submit(const char* name, Stream& stream) {
   for (auto& capture : state().captures) {
     if (capture->thread != std::this_thread::get_id() || capture->origin->device != stream.device)
       continue;
-    status = violation(kCaptureImplicit, "%s: the default stream is used while stream %d is captured;"
-                       " its work does not enter the graph", name, capture->origin->number);
+    status = violation(kCaptureImplicit,
+                       "%s: the default stream is used while stream %d is captured;"
+                       " its work does not enter the graph",
+                       name, capture->origin->number);
     break_capture(*capture, last_text);
   }
   return status;
@@ -180,8 +182,10 @@ int cudaEventRecord(void* handle, void* stream_handle) {
   Stream* stream = event ? stream_of("cudaEventRecord", stream_handle) : nullptr;
   if (!stream) return last_status;
   if (event->device != stream->device)
-    return violation(kInvalidHandle, "cudaEventRecord: an event of device %d on a stream of device"
-                     " %d", event->device, stream->device);
+    return violation(kInvalidHandle,
+                     "cudaEventRecord: an event of device %d on a stream of device"
+                     " %d",
+                     event->device, stream->device);
   if (const int status = may_submit("cudaEventRecord", *stream)) return status;
   event->is_recorded = true;
   event->frontier = stream->frontier;
@@ -219,13 +223,17 @@ int cudaStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
   Stream* stream = event ? stream_of("cudaStreamWaitEvent", stream_handle) : nullptr;
   if (!stream) return last_status;
   if (!event->is_recorded)
-    return violation(kInvalidValue, "cudaStreamWaitEvent: stream %d waits for an event that was"
-                     " never recorded", stream->number);
+    return violation(kInvalidValue,
+                     "cudaStreamWaitEvent: stream %d waits for an event that was"
+                     " never recorded",
+                     stream->number);
   if (const int status = may_submit("cudaStreamWaitEvent", *stream)) return status;
   if (!event->capture) {
     if (stream->capture) {
-      violation(kCaptureIsolation, "cudaStreamWaitEvent: stream %d, which is captured, waits for"
-                " an event from outside of the capture", stream->number);
+      violation(kCaptureIsolation,
+                "cudaStreamWaitEvent: stream %d, which is captured, waits for"
+                " an event from outside of the capture",
+                stream->number);
       break_capture(*stream->capture, last_text);
       return kCaptureIsolation;
     }
@@ -233,8 +241,10 @@ int cudaStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
     return kSuccess;
   }
   if (!event->capture->is_active)
-    return violation(kCapturedEvent, "cudaStreamWaitEvent: stream %d waits for an event of a capture"
-                     " that has ended", stream->number);
+    return violation(kCapturedEvent,
+                     "cudaStreamWaitEvent: stream %d waits for an event of a capture"
+                     " that has ended",
+                     stream->number);
   if (stream->capture && stream->capture != event->capture) {
     violation(kCaptureMerge, "cudaStreamWaitEvent: stream %d waits for an event of another capture",
               stream->number);
@@ -258,8 +268,10 @@ int cudaLaunchHostFunc(void* stream_handle, void (*function)(void*), void* argum
   work->device = stream->device;
   work->is_host = true;
   auto declared = state().declared.find(argument);
-  if (declared == state().declared.end()) state().num_undeclared++;
-  else work->uses = declared->second;
+  if (declared == state().declared.end())
+    state().num_undeclared++;
+  else
+    work->uses = declared->second;
   for (Use& use : work->uses)
     if (const int status = resolve(use, "host function", -1, true)) return status;
   work->run = [function, argument] {
@@ -285,8 +297,10 @@ int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* s
     is_pageable |= !use.region;
   }
   if (is_pageable && stream->capture) {
-    violation(kCaptureUnsupported, "cudaMemcpyAsync: %zu bytes of memory that is not pinned, while"
-              " stream %d is captured", bytes, stream->number);
+    violation(kCaptureUnsupported,
+              "cudaMemcpyAsync: %zu bytes of memory that is not pinned, while"
+              " stream %d is captured",
+              bytes, stream->number);
     break_capture(*stream->capture, last_text);
     return kCaptureUnsupported;
   }
@@ -309,8 +323,10 @@ int fakeLaunchKernel(const char* name, void* stream_handle, int (*function)(int6
   Stream* stream = stream_of(name, stream_handle);
   if (!stream) return last_status;
   if (stream->device != current_device)
-    return violation(kInvalidHandle, "%s: launched on a stream of device %d, the current device is"
-                     " %d", name, stream->device, current_device);
+    return violation(kInvalidHandle,
+                     "%s: launched on a stream of device %d, the current device is"
+                     " %d",
+                     name, stream->device, current_device);
   if (const int status = may_submit(name, *stream)) return status;
   auto work = std::make_shared<Work>();
   work->name = name;

@@ -23,8 +23,8 @@ inline void unpack_tile(const uint8_t* first, const int64_t* place, int64_t stri
 
 // score[q * room + c] = scale * query[q] . tile[c] for all c < TILE and q < QUERIES
 template <int QUERIES>
-inline void score_tile(const float* tile, const float* query, int64_t padded, float scale,
-                       float* score, int64_t room) {
+inline void score_tile(const float* tile, const float* query, int64_t padded, float scale, float* score,
+                       int64_t room) {
     for (int64_t c = 0; c < TILE; c += 4) {
         const float* key = tile + c * padded;
         Floats sum[QUERIES][4];
@@ -59,21 +59,17 @@ inline void mix_columns(const float* tile, const float* weight, int64_t stride, 
     for (int64_t i = i0; i < i1; i += COLUMNS * LANES) {
         Floats sum[QUERIES][COLUMNS];
         for (int g = 0; g < QUERIES; ++g)
-            for (int v = 0; v < COLUMNS; ++v)
-                sum[g][v] = load_floats(out + g * padded + i + v * LANES);
+            for (int v = 0; v < COLUMNS; ++v) sum[g][v] = load_floats(out + g * padded + i + v * LANES);
         for (int64_t c = 0; c < TILE; ++c) {
             Floats value[COLUMNS];
-            for (int v = 0; v < COLUMNS; ++v)
-                value[v] = load_floats(tile + c * padded + i + v * LANES);
+            for (int v = 0; v < COLUMNS; ++v) value[v] = load_floats(tile + c * padded + i + v * LANES);
             for (int g = 0; g < QUERIES; ++g) {
                 const Floats by = broadcast(weight[g * stride + c]);
-                for (int v = 0; v < COLUMNS; ++v)
-                    sum[g][v] = multiply_add(value[v], by, sum[g][v]);
+                for (int v = 0; v < COLUMNS; ++v) sum[g][v] = multiply_add(value[v], by, sum[g][v]);
             }
         }
         for (int g = 0; g < QUERIES; ++g)
-            for (int v = 0; v < COLUMNS; ++v)
-                store_floats(out + g * padded + i + v * LANES, sum[g][v]);
+            for (int v = 0; v < COLUMNS; ++v) store_floats(out + g * padded + i + v * LANES, sum[g][v]);
     }
 }
 
@@ -89,8 +85,8 @@ inline void mix_tile(const float* tile, const float* weight, int64_t stride, int
 
 // Calls body(position, tile) for every tile of the rows in `runs` that a query attends to.
 template <class Format, class Body>
-inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const int64_t* place, int64_t stride,
-                      const Body& body) {
+inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const int64_t* place,
+                      int64_t stride, const Body& body) {
     alignas(64) float tile[TILE * MAX_HEAD_WIDTH];
     for (int64_t start = 0; start < a.n; start += a.run) {
         const int64_t length = a.n - start < a.run ? a.n - start : a.run;
@@ -149,7 +145,8 @@ void weigh_keys(const AttendPart& a) {
     each_tile<Format>(a, a.key, a.key_place, a.key_bytes, [&](int64_t c, const float* tile) {
         if (a.value_place) prefetch_values(a, c);
         each_query(a.num_queries, [&](int64_t q, auto count) {
-            score_tile<count>(tile, a.query + q * padded, padded, a.scale, a.score + q * room + c, room);
+            score_tile<count>(tile, a.query + q * padded, padded, a.scale, a.score + q * room + c,
+                              room);
         });
     });
     for (int64_t q = 0; q < a.num_queries; ++q) {

@@ -160,8 +160,15 @@ class Attention {
         const Place& place = places[t];
         if (selector.is_on() && !selector.takes_all(place.position)) {
             const int64_t far = selector.is_capped() ? s.select.sinks + s.select.top : 0;
-            return {t, 1, place.position, far, selector.num_taken(place.position),
-                    selector.window_begin(place.position), 0, true, unit};
+            return {t,
+                    1,
+                    place.position,
+                    far,
+                    selector.num_taken(place.position),
+                    selector.window_begin(place.position),
+                    0,
+                    true,
+                    unit};
         }
         int64_t n = 1;
         while (t + n < t1 && n < chunk_rows && places[t + n].sequence == place.sequence &&
@@ -171,8 +178,7 @@ class Attention {
         return {t, n, last, 0, last + 1, 0, begin_of(place.position) / PART, false, unit};
     }
 
-    void run(const HsLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
-             int64_t t1) {
+    void run(const HsLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0, int64_t t1) {
         std::array<Chunk, MAX_ROWS> chunk;
         int64_t num_chunks = 0, units = 0, bytes = 0, searches = 0;
         parts = 0;
@@ -245,17 +251,18 @@ class Attention {
         const int64_t queries = c.count * G;
         AttendPart a;
         if (c.is_selected)
-            a.key_place = a.value_place = find(l, places[c.begin].sequence, kv_head,
-                                               selector.of(c.begin - t0, kv_head) + begin, n, key[0], value[0]);
+            a.key_place = a.value_place =
+                find(l, places[c.begin].sequence, kv_head, selector.of(c.begin - t0, kv_head) + begin,
+                     n, key[0], value[0]);
         for (int64_t i = 0; !c.is_selected && i * run < n; ++i) {
-            const int64_t from =
-                place_of(places[c.begin].sequence, begin + i * run) + kv_head * length;
+            const int64_t from = place_of(places[c.begin].sequence, begin + i * run) + kv_head * length;
             key[i] = l.key + from * key_bytes, value[i] = l.value + from * value_bytes;
         }
         for (int64_t q = 0; q < queries; ++q)
             count[q] = static_cast<int32_t>(
-                c.is_selected ? n
-                              : std::clamp<int64_t>(places[c.begin + q / G].position + 1 - begin, 0, n));
+                c.is_selected
+                    ? n
+                    : std::clamp<int64_t>(places[c.begin + q / G].position + 1 - begin, 0, n));
         if (l.window) {
             for (int64_t q = 0; q < queries; ++q)
                 from[q] = static_cast<int32_t>(
@@ -281,7 +288,8 @@ class Attention {
     }
 
     // Unpacks n keys in runs to f32 and rotates them to consecutive positions from `first` on.
-    void turn_keys(int64_t first, int64_t run, int64_t n, const int64_t* place, const uint8_t** key) const {
+    void turn_keys(int64_t first, int64_t run, int64_t n, const int64_t* place,
+                   const uint8_t** key) const {
         static thread_local std::vector<float> turned;
         if (turned.size() < static_cast<size_t>(PART * W)) turned.resize(PART * W);
         for (int64_t i = 0; i * run < n; ++i) {

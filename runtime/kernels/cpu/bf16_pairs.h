@@ -38,8 +38,8 @@ void quantise_bf16(const Input& x, int64_t D) {
         uint8_t* to = x.packed + (x.first + t) * bf16_bytes(D);
         for (int64_t d = 0; d < D; d += BLOCK) {
             const __m512 low = _mm512_maskz_loadu_ps(first_of_16(D - d), from + d);
-            const __m512 high = D - d > 16 ? _mm512_maskz_loadu_ps(first_of_16(D - d - 16), from + d + 16)
-                                           : zero();
+            const __m512 high =
+                D - d > 16 ? _mm512_maskz_loadu_ps(first_of_16(D - d - 16), from + d + 16) : zero();
             _mm512_storeu_si512(to + 2 * d, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
         }
     }
@@ -47,9 +47,11 @@ void quantise_bf16(const Input& x, int64_t D) {
 
 // sums[t][r] = rows[r] . x[t] in lanes. Prefetches `next` and `also`, which may be null.
 template <int ROWS, int COUNT>
-__attribute__((always_inline)) inline void multiply_pairs(const uint8_t* const* rows, const uint8_t* const* next,
+__attribute__((always_inline)) inline void multiply_pairs(const uint8_t* const* rows,
+                                                          const uint8_t* const* next,
                                                           const uint8_t* const* also, int64_t D,
-                                                          const uint8_t* const* x, Floats (*sums)[ROWS]) {
+                                                          const uint8_t* const* x,
+                                                          Floats (*sums)[ROWS]) {
     Floats part[COUNT][ROWS];
     for (int t = 0; t < COUNT; ++t)
         for (int r = 0; r < ROWS; ++r) part[t][r] = zero();
@@ -67,15 +69,16 @@ __attribute__((always_inline)) inline void multiply_pairs(const uint8_t* const* 
         for (int r = 0; also && r < ROWS; ++r) __builtin_prefetch(also[r] + at);
         add(load_pairs, at);
     }
-    if (const int64_t rest = D % BLOCK) add([=](const uint8_t* p) { return load_some_pairs(p, rest); }, bytes);
+    if (const int64_t rest = D % BLOCK)
+        add([=](const uint8_t* p) { return load_some_pairs(p, rest); }, bytes);
     for (int t = 0; t < COUNT; ++t)
         for (int r = 0; r < ROWS; ++r) sums[t][r] = part[t][r];
 }
 
 // y[0 .. ROWS-1] = rows[r] . x for ROWS rows, which hide the latency of each other's additions.
 template <int ROWS>
-inline void dot_pairs_of_one(const uint8_t* const* rows, const uint8_t* const* next, const uint8_t* const* also,
-                             int64_t D, const uint8_t* x, float* y) {
+inline void dot_pairs_of_one(const uint8_t* const* rows, const uint8_t* const* next,
+                             const uint8_t* const* also, int64_t D, const uint8_t* x, float* y) {
     Floats sums[1][ROWS];
     multiply_pairs<ROWS, 1>(rows, next, also, D, &x, sums);
     for (int first = 0; first < ROWS; first += QUAD_ROWS) {
@@ -102,21 +105,36 @@ inline void dot_pairs_of_list(const Rows& rows, const uint8_t* x, float* y, int6
     int64_t a = a0;
     for (; a + 8 <= a1; a += 8) dot(Count<8>{}, a);
     switch (a1 - a) {
-        case 1: dot(Count<1>{}, a); break;
-        case 2: dot(Count<2>{}, a); break;
-        case 3: dot(Count<3>{}, a); break;
-        case 4: dot(Count<4>{}, a); break;
-        case 5: dot(Count<5>{}, a); break;
-        case 6: dot(Count<6>{}, a); break;
-        case 7: dot(Count<7>{}, a); break;
-        default: break;
+        case 1:
+            dot(Count<1>{}, a);
+            break;
+        case 2:
+            dot(Count<2>{}, a);
+            break;
+        case 3:
+            dot(Count<3>{}, a);
+            break;
+        case 4:
+            dot(Count<4>{}, a);
+            break;
+        case 5:
+            dot(Count<5>{}, a);
+            break;
+        case 6:
+            dot(Count<6>{}, a);
+            break;
+        case 7:
+            dot(Count<7>{}, a);
+            break;
+        default:
+            break;
     }
 }
 
 // y[t * y_stride + r] = rows[r] . x[t] for the first `valid` of four rows and COUNT vectors from t0 on.
 template <int COUNT>
-inline void dot_pairs(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x, int64_t t0,
-                      float* y, int64_t y_stride, int64_t valid) {
+inline void dot_pairs(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
+                      int64_t t0, float* y, int64_t y_stride, int64_t valid) {
     const uint8_t* vectors[COUNT];
     for (int t = 0; t < COUNT; ++t) vectors[t] = bf16_vector(x, D, t0 + t);
     Floats sums[COUNT][QUAD_ROWS];
@@ -143,7 +161,8 @@ inline void dot_pairs_run(const Rows& rows, const uint8_t* x, float* y, int64_t 
             if (r >= valid) continue;
             const uint8_t* row = row_of(rows, a + r);
             const uint8_t* next = ahead_in_run(rows, row, RUN_AHEAD, a1);
-            multiply_pairs<1, 1>(&row, &next, nullptr, rows.D, &x, reinterpret_cast<Floats(*)[1]>(sums + r));
+            multiply_pairs<1, 1>(&row, &next, nullptr, rows.D, &x,
+                                 reinterpret_cast<Floats(*)[1]>(sums + r));
             for (int64_t at = 0; rows.also && at < bytes; at += 64)
                 __builtin_prefetch(rows.also[a + r - a0] + at);
         }
@@ -158,13 +177,17 @@ constexpr int PAIR_VECTORS = 6;
 // Bytes of rows that stay in L2 while all vectors are multiplied by them, a few at a time.
 constexpr int64_t PAIR_CHUNK = 256 * 1024;
 
-inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
+inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                     int64_t a1) {
     const int64_t D = rows.D, bytes = 2 * D;
-    if (x.count == 1 && is_one_run(rows, bytes)) return dot_pairs_run(rows, bf16_vector(x, D, 0), y, a0, a1);
-    if (x.count == 1 && !rows.queue && !rows.next) return dot_pairs_of_list(rows, bf16_vector(x, D, 0), y, a0, a1);
+    if (x.count == 1 && is_one_run(rows, bytes))
+        return dot_pairs_run(rows, bf16_vector(x, D, 0), y, a0, a1);
+    if (x.count == 1 && !rows.queue && !rows.next)
+        return dot_pairs_of_list(rows, bf16_vector(x, D, 0), y, a0, a1);
     if (x.count == 1)
-        return for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
-                                          const uint8_t* const* next, const uint8_t* const* also) {
+        return for_rows(rows, a0, a1,
+                        [&](auto count, int64_t a, const uint8_t* const* row,
+                            const uint8_t* const* next, const uint8_t* const* also) {
             constexpr int ROWS = decltype(count)::VALUE;
             dot_pairs_of_one<ROWS>(row, next, also, D, bf16_vector(x, D, 0), y + a);
         });
@@ -187,12 +210,23 @@ inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_strid
                     dot_pairs<decltype(vectors)::VALUE>(row, next, D, x, t, y + a, y_stride, valid);
                 };
                 switch (count) {
-                    case 1: dot(Count<1>{}); break;
-                    case 2: dot(Count<2>{}); break;
-                    case 3: dot(Count<3>{}); break;
-                    case 4: dot(Count<4>{}); break;
-                    case 5: dot(Count<5>{}); break;
-                    default: dot(Count<6>{});
+                    case 1:
+                        dot(Count<1>{});
+                        break;
+                    case 2:
+                        dot(Count<2>{});
+                        break;
+                    case 3:
+                        dot(Count<3>{});
+                        break;
+                    case 4:
+                        dot(Count<4>{});
+                        break;
+                    case 5:
+                        dot(Count<5>{});
+                        break;
+                    default:
+                        dot(Count<6>{});
                 }
             }
         }
@@ -235,7 +269,8 @@ void order_bf16_sums(float* y, int64_t d0, int64_t d1) {
 
 // sum[0..1] += the sum of ROWS rows, in order; `load` loads 32 columns of a row.
 template <int ROWS, class Load>
-inline void add_rows_to(Floats* sum, const uint8_t* const* rows, int64_t at, const Pairs* c, const Load& load) {
+inline void add_rows_to(Floats* sum, const uint8_t* const* rows, int64_t at, const Pairs* c,
+                        const Load& load) {
     for (int r = 0; r < ROWS; r += 2) {
         const Pairs first = load(rows[r] + at);
         const Pairs second = r + 1 < ROWS ? load(rows[r + 1] + at) : as_pairs(_mm512_setzero_si512());
@@ -270,7 +305,8 @@ inline void add_bf16_rows(const uint8_t* const* rows, const float* c, float* y, 
     __builtin_memcpy(y + d, last, (d1 - d) * sizeof(float));
 }
 
-void accumulate_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1, int64_t d0, int64_t d1) {
+void accumulate_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1, int64_t d0,
+                     int64_t d1) {
     if (rows.then) {
         AheadRows then(rows.then, rows.num_then, rows.then_bytes);
         auto add = [&](auto count, int64_t a) {
@@ -299,8 +335,9 @@ void accumulate_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int
         if (a < a1) add(Count<1>{}, a);
         return;
     }
-    for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next,
-                               const uint8_t* const* also) {
+    for_rows(rows, a0, a1,
+             [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next,
+                 const uint8_t* const* also) {
         constexpr int ROWS = decltype(count)::VALUE;
         add_bf16_rows<ROWS>(row, c + a, y, d0, d1, [&](int64_t at) {
             for (int r = 0; r < ROWS; ++r) __builtin_prefetch(next[r] + at);
@@ -322,7 +359,9 @@ inline void pair_coefficients(const float* c, int64_t k, PairWords& to) {
     }
 }
 
-inline Pairs broadcast_pair(uint32_t word) { return as_pairs(_mm512_set1_epi32(static_cast<int>(word))); }
+inline Pairs broadcast_pair(uint32_t word) {
+    return as_pairs(_mm512_set1_epi32(static_cast<int>(word)));
+}
 
 // y[t] += the sum over pairs of rows of `tile`, which has VALUES vectors for each pair, for COUNT vectors.
 template <int VALUES, int COUNT>
@@ -343,8 +382,8 @@ inline void add_pair_tile(const Pairs* tile, int64_t pairs, const PairWords* c, 
 }
 
 template <int VALUES>
-inline void add_pair_tile_to(const Pairs* tile, int64_t pairs, const PairWords* c, int64_t count, float* y,
-                             int64_t y_stride) {
+inline void add_pair_tile_to(const Pairs* tile, int64_t pairs, const PairWords* c, int64_t count,
+                             float* y, int64_t y_stride) {
     constexpr int MOST = 24 / VALUES;
     auto add = [&](auto vectors, int64_t t) {
         constexpr int COUNT = decltype(vectors)::VALUE;
@@ -421,14 +460,16 @@ struct Bf16Tile {
             for (int v = 0; v < 2; ++v) sum[b][v] = load_floats(y + b * BLOCK + v * LANES);
         int64_t i = list.first();
         for (; i + 2 <= list.end(); i += 2) {
-            const uint8_t* row[2] = {bytes + list.place[i] * ROW_BYTES, bytes + list.place[i + 1] * ROW_BYTES};
+            const uint8_t* row[2] = {bytes + list.place[i] * ROW_BYTES,
+                                     bytes + list.place[i + 1] * ROW_BYTES};
             const Pairs c = reinterpret_cast<Pairs>(broadcast(list.c[i]));
             for (int b = 0; b < BLOCKS; ++b) add_rows_to<2>(sum[b], row, 2 * BLOCK * b, &c, load_pairs);
         }
         if (i < list.end()) {
             const uint8_t* row = bytes + list.place[i] * ROW_BYTES;
             const Pairs c = reinterpret_cast<Pairs>(broadcast(list.c[i]));
-            for (int b = 0; b < BLOCKS; ++b) add_rows_to<1>(sum[b], &row, 2 * BLOCK * b, &c, load_pairs);
+            for (int b = 0; b < BLOCKS; ++b)
+                add_rows_to<1>(sum[b], &row, 2 * BLOCK * b, &c, load_pairs);
         }
         for (int b = 0; b < BLOCKS; ++b)
             for (int v = 0; v < 2; ++v) store_floats(y + b * BLOCK + v * LANES, sum[b][v]);
@@ -462,8 +503,8 @@ inline void add_bf16_block(const uint8_t* tile, const PairWords* c, float* const
     }
 }
 
-void accumulate_grouped_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1, int64_t d0,
-                             int64_t d1) {
+void accumulate_grouped_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
+                             int64_t d0, int64_t d1) {
     alignas(64) PairWords words;
     for (int64_t a = a0; a < a1; a += SUM_ROWS) {
         pair_coefficients(c + a, SUM_ROWS, words);
@@ -480,7 +521,8 @@ void accumulate_grouped_bf16_many(const Rows& rows, int64_t a0, int64_t, const M
     alignas(64) PairWords c[PAIRED_VECTORS];
     for (int64_t t0 = 0; t0 < s.count; t0 += PAIRED_VECTORS) {
         const int64_t count = s.count - t0 < PAIRED_VECTORS ? s.count - t0 : PAIRED_VECTORS;
-        for (int64_t i = 0; i < count; ++i) pair_coefficients(s.c + (t0 + i) * s.c_stride, SUM_ROWS, c[i]);
+        for (int64_t i = 0; i < count; ++i)
+            pair_coefficients(s.c + (t0 + i) * s.c_stride, SUM_ROWS, c[i]);
         for (int64_t b = s.d0 / BLOCK; b < s.d1 / BLOCK; ++b) {
             const uint8_t* tile = GroupedFloats<BF16>::tile(rows.weight + a0 * rows.stride, b);
             auto add = [&](auto vectors, int64_t t) {

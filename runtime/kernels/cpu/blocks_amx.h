@@ -13,11 +13,12 @@
 // products) take five vector instructions on two ports, which limits Sapphire Rapids to 200
 // products per cycle. The sizes below are derived from its caches (48 KiB, 2 MiB) and not measured.
 
-constexpr int64_t GROUP = 16;         // vectors: the rows of a tile of sums
-constexpr int64_t TILE_BLOCKS = 16;   // blocks of a row that are multiplied together
-constexpr int64_t LEAST_VECTORS = 8;  // by estimate, a tile takes as long as six vectors in blocks_vnni.h
-constexpr int64_t MOST_GROUPS = 8;    // groups for which weights are unpacked once: MAX_ROWS vectors
-constexpr int64_t ROW_TILES = 2;      // tiles of rows that use a panel while it is in L1
+constexpr int64_t GROUP = 16;        // vectors: the rows of a tile of sums
+constexpr int64_t TILE_BLOCKS = 16;  // blocks of a row that are multiplied together
+constexpr int64_t LEAST_VECTORS =
+    8;                              // by estimate, a tile takes as long as six vectors in blocks_vnni.h
+constexpr int64_t MOST_GROUPS = 8;  // groups for which weights are unpacked once: MAX_ROWS vectors
+constexpr int64_t ROW_TILES = 2;    // tiles of rows that use a panel while it is in L1
 constexpr int64_t PLANE_BYTES = BLOCK * GROUP;
 constexpr int64_t PANEL_BYTES = 2 * PLANE_BYTES + GROUP * 4;
 constexpr int64_t WEIGHTS_BYTES = BLOCK * LANES;  // of a block of 16 rows, as a tile
@@ -122,7 +123,8 @@ struct WeightTile {
                     _mm512_store_si512(part, bits(fours[v]));
                 } else {  // the high nibbles are the last 16 values of a block
                     _mm512_store_si512(part, from_nibbles(bits(fours[v])));
-                    _mm512_store_si512(part + 4 * 64, from_nibbles(_mm512_srli_epi16(bits(fours[v]), 4)));
+                    _mm512_store_si512(part + 4 * 64,
+                                       from_nibbles(_mm512_srli_epi16(bits(fours[v]), 4)));
                 }
             }
         }
@@ -158,15 +160,15 @@ struct TileSums {
 };
 
 // The instructions name tiles by literals.
-#define MULTIPLY(HIGH, LOW, WEIGHTS, X)                \
-    _tile_loadd(WEIGHTS, weights, 64);                 \
-    _tile_loadd(X, panel, BLOCK);                      \
-    _tile_zero(HIGH);                                  \
-    _tile_zero(LOW);                                   \
-    _tile_dpbssd(HIGH, X, WEIGHTS);                    \
-    _tile_loadd(X, panel + PLANE_BYTES, BLOCK);        \
-    _tile_dpbssd(LOW, X, WEIGHTS);                     \
-    _tile_stored(HIGH, sums.plane[0], 64);             \
+#define MULTIPLY(HIGH, LOW, WEIGHTS, X)         \
+    _tile_loadd(WEIGHTS, weights, 64);          \
+    _tile_loadd(X, panel, BLOCK);               \
+    _tile_zero(HIGH);                           \
+    _tile_zero(LOW);                            \
+    _tile_dpbssd(HIGH, X, WEIGHTS);             \
+    _tile_loadd(X, panel + PLANE_BYTES, BLOCK); \
+    _tile_dpbssd(LOW, X, WEIGHTS);              \
+    _tile_stored(HIGH, sums.plane[0], 64);      \
     _tile_stored(LOW, sums.plane[1], 64)
 
 // Multiplies a block in one of two sets of tiles, so that the instructions of one do not wait for
@@ -184,9 +186,9 @@ inline void multiply_block(const uint8_t* weights, const uint8_t* panel, int64_t
 inline void add_scaled(const TileSums& sums, Floats scale, const float* x_scale, Floats* total) {
 #pragma GCC unroll 16
     for (int i = 0; i < GROUP; ++i) {
-        const Ints products = ints(_mm512_add_epi32(
-            _mm512_slli_epi32(_mm512_load_si512(sums.plane[0][i]), 8),
-            _mm512_load_si512(sums.plane[1][i])));
+        const Ints products =
+            ints(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums.plane[0][i]), 8),
+                                  _mm512_load_si512(sums.plane[1][i])));
         total[i] = fused(to_floats(products), mul(scale, broadcast(x_scale[i])), total[i]);
     }
 }
@@ -225,8 +227,7 @@ struct BlockOrder {
 // sums of a block take some hundred cycles to be in memory, from where they are loaded.
 template <class F>
 inline void dot_panels(WeightTile<F>* tiles, int64_t num_tiles, const uint8_t* next, int64_t n,
-                       const Input& x, int64_t group, int64_t num_groups, float* y,
-                       int64_t y_stride) {
+                       const Input& x, int64_t group, int64_t num_groups, float* y, int64_t y_stride) {
     constexpr int64_t SUMS_AHEAD = 3;
     const Panels panels(x, n);
     const int64_t next_bytes = num_tiles * LANES * F::BLOCK_BYTES, next_group = n * PANEL_BYTES;
@@ -271,8 +272,7 @@ inline void dot_panels(WeightTile<F>* tiles, int64_t num_tiles, const uint8_t* n
 }
 
 template <class F>
-void dot_tiles(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-               int64_t a1) {
+void dot_tiles(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
     const TilesInUse in_use;
     const int64_t end = (x.first + x.count + GROUP - 1) / GROUP;
     WeightTile<F> tiles[ROW_TILES];

@@ -12,8 +12,7 @@ template <class F>
 inline void quantise_unit(const int16_t* value, uint8_t* to) {
     for (int half = 0; half < 2; ++half) {
         const __m256i values = load_32_bytes(value + 16 * half);
-        const __m256i high =
-            _mm256_srai_epi16(_mm256_add_epi16(values, _mm256_set1_epi16(128)), 8);
+        const __m256i high = _mm256_srai_epi16(_mm256_add_epi16(values, _mm256_set1_epi16(128)), 8);
         const __m256i low = _mm256_sub_epi16(values, _mm256_slli_epi16(high, 8));
         const __m256i bytes =  // packs gives high 0-7, low 0-7, high 8-15, low 8-15
             _mm256_permute4x64_epi64(_mm256_packs_epi16(high, low), 0xd8);
@@ -24,13 +23,13 @@ inline void quantise_unit(const int16_t* value, uint8_t* to) {
 
 // 256 * (w . high) + w . low, eight sums
 inline __m256i both_planes(__m256i w, const uint8_t* x) {
-    const __m256i upper =
-        _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), w, load_32_bytes(x));
+    const __m256i upper = _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), w, load_32_bytes(x));
     return _mm256_dpbusd_avx_epi32(_mm256_slli_epi32(upper, 8), w, load_32_bytes(x + 32));
 }
 
 template <class F>
-__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
+__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m,
+                                                        const uint8_t* x, int64_t stride) {
     Ints s[FEW][4];
     for (int r = 0; m < 4 && r < FEW; ++r)
         for (int i = 0; i < 4; ++i) s[r][i] = Ints{};

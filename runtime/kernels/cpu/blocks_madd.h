@@ -17,7 +17,8 @@ inline void quantise_unit(const int16_t* value, uint8_t* to) {
 }
 
 template <class F>
-__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
+__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m,
+                                                        const uint8_t* x, int64_t stride) {
     Ints s[FEW][4];
     for (int r = 0; m < 4 && r < FEW; ++r)
         for (int i = 0; i < 4; ++i) s[r][i] = Ints{};
@@ -57,7 +58,8 @@ template <class F>
 inline void tile_weights(const Ints* quarter, Ints* w) {
     for (int v = 0; v < 8; ++v) {
         if constexpr (F::QUANT_BYTES == 16)
-            unsigned_words(v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f, w + 2 * v);
+            unsigned_words(v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f,
+                           w + 2 * v);
         else
             signed_words(quarter[v], w + 2 * v);
     }

@@ -49,17 +49,17 @@ struct PackedBlocks {
         next_vector = unit<F>() * 64;
         next_scale = n4;
     }
-    uint8_t* values;  // of the first vector; units are `stride` bytes apart
-    float* scale;     // of each block
-    int32_t* sum;     // of each block's values
+    uint8_t* values;     // of the first vector; units are `stride` bytes apart
+    float* scale;        // of each block
+    int32_t* sum;        // of each block's values
     int32_t* first_sum;  // of each block's first sixteen
     int64_t stride, next_vector, next_scale;
 };
 
 // acc + the products of FEW rows and blocks b .. b + m - 1 times their scales, m <= 4.
 template <class F>
-__attribute__((always_inline)) inline Floats add_four(const uint8_t* const* rows, int64_t n, int64_t b, int64_t m,
-                       const PackedBlocks<F>& x, Floats acc) {
+__attribute__((always_inline)) inline Floats add_four(const uint8_t* const* rows, int64_t n, int64_t b,
+                                                      int64_t m, const PackedBlocks<F>& x, Floats acc) {
     constexpr int64_t Q = F::QUANT_BYTES;
     const uint8_t *quants[FEW], *scale[FEW];
     alignas(64) uint8_t copy[FEW][4 * Q + 8];
@@ -84,12 +84,14 @@ __attribute__((always_inline)) inline Floats add_four(const uint8_t* const* rows
 // first step. Always inlined, as is add_four(): gcc 12 would otherwise call them and keep the pointers to
 // rows in memory, which takes 1.2 times as long.
 template <class F, int QUADS, int AHEAD>
-__attribute__((always_inline)) inline void add_few(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+__attribute__((always_inline)) inline void add_few(const uint8_t* const* rows,
+                                                   const uint8_t* const* next, int64_t n,
                                                    const PackedBlocks<F>& x, Floats* acc) {
     constexpr int64_t LINES = AHEAD > 0 ? 4 * F::BLOCK_BYTES / 64 : 0;
     Ahead<AHEAD> ahead(next, n * F::BLOCK_BYTES);
     const int64_t fours = n / 4 * 4;
-    for (int64_t at = fours / 4 * LINES * 64; AHEAD > 0 && at < n * F::BLOCK_BYTES; at += 64) ahead.ask();
+    for (int64_t at = fours / 4 * LINES * 64; AHEAD > 0 && at < n * F::BLOCK_BYTES; at += 64)
+        ahead.ask();
     for (int64_t b = 0; b < fours; b += 4) {
         for (int64_t line = 0; line < LINES; ++line) ahead.ask();
         for (int i = 0; i < QUADS; ++i) acc[i] = add_four<F>(rows + i * FEW, n, b, 4, x, acc[i]);
@@ -122,14 +124,16 @@ inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next, int 
 
 // Multiplies rows a0 .. a1-1 by one vector, two times FEW at a time, and prefetches rows of the queue.
 template <class F>
-inline void dot_queued(const Rows& rows, const PackedBlocks<F>& x, int64_t n, float* y, int64_t a0, int64_t a1) {
+inline void dot_queued(const Rows& rows, const PackedBlocks<F>& x, int64_t n, float* y, int64_t a0,
+                       int64_t a1) {
     auto dot = [&](auto quads, int64_t a) {
         constexpr int QUADS = decltype(quads)::VALUE, ROWS = QUADS * FEW;
         const int64_t valid = a1 - a < ROWS ? a1 - a : ROWS;
         const uint8_t *row[ROWS], *then[2 * ROWS];
         for (int64_t r = 0; r < ROWS; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
         int num_then = rows.queue->take(then, ROWS) ? ROWS : 0;
-        if (rows.queue->size() > a1 - a - valid && rows.queue->take(then + ROWS, ROWS)) num_then = 2 * ROWS;
+        if (rows.queue->size() > a1 - a - valid && rows.queue->take(then + ROWS, ROWS))
+            num_then = 2 * ROWS;
         float sums[ROWS];
         dot_few<F, QUADS>(row, then, num_then, n, x, sums);
         __builtin_memcpy(y + a, sums, valid * sizeof(float));
@@ -190,7 +194,8 @@ class RowsTile {
 
 // Levels with TILES_AT_ONCE 2 define it, see blocks_vnni.h.
 template <class F>
-inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start, Ints* out);
+inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start,
+                              Ints* out);
 
 // Multiplies rows begin .. end-1 of N tiles of LANES rows each by up to TILE_TOKENS vectors.
 template <class F, int N, class Tile>
@@ -232,7 +237,8 @@ inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_
         alignas(64) float sums[N][LANES];
         for (int i = 0; i < N; ++i) {
             auto part = [&](int p) { return load_floats(acc[t][p][i]); };
-            store_floats(sums[i], add_floats(add_floats(part(0), part(1)), add_floats(part(2), part(3))));
+            store_floats(sums[i],
+                         add_floats(add_floats(part(0), part(1)), add_floats(part(2), part(3))));
         }
         __builtin_memcpy(y + t * y_stride, sums[0] + begin, (end - begin) * sizeof(float));
     }
@@ -273,8 +279,7 @@ void quantise_blocks(const Input& x, int64_t D) {
 // Multiplies LANES rows by several vectors at a time (with AMX, by fewer than LEAST_VECTORS; avx2: panels). The
 // last rows, if at most LANES / 2, and all rows if there is one vector, take one vector at a time.
 template <class F>
-void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-                int64_t a1) {
+void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
 #ifdef LEVEL_AMX
     if (x.count >= LEAST_VECTORS) return dot_tiles<F>(rows, x, y, y_stride, a0, a1);
 #endif

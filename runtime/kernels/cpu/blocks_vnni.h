@@ -18,16 +18,15 @@ template <class F>
 inline void quantise_unit(const int16_t* value, uint8_t* to) {
     for (int64_t i = 0; i < unit<F>(); ++i) {
         const __m512i values = load_64_bytes(value + i * BLOCK);
-        const __m512i high =
-            _mm512_srai_epi16(_mm512_add_epi16(values, _mm512_set1_epi16(128)), 8);
+        const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(values, _mm512_set1_epi16(128)), 8);
         const __m512i low = _mm512_sub_epi16(values, _mm512_slli_epi16(high, 8));
         const __m256i bytes[2] = {_mm512_cvtepi16_epi8(high), _mm512_cvtepi16_epi8(low)};
         for (int plane = 0; plane < 2; ++plane) {
             uint8_t* at = to + plane * PLANE<F>;
             if constexpr (F::QUANT_BYTES == 16) {
                 __builtin_memcpy(at + 16 * i, &bytes[plane], 16);
-                __builtin_memcpy(at + 64 + 16 * i,
-                                 reinterpret_cast<const uint8_t*>(&bytes[plane]) + 16, 16);
+                __builtin_memcpy(at + 64 + 16 * i, reinterpret_cast<const uint8_t*>(&bytes[plane]) + 16,
+                                 16);
             } else {
                 __builtin_memcpy(at + 32 * i, &bytes[plane], 32);
             }
@@ -52,8 +51,10 @@ inline __m512i both_planes(__m512i sum, __m512i w, __m512i high, __m512i low) {
 }
 
 template <class F>
-__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
-    const uint64_t there = m < 4 ? (1ull << 16 * m) - 1 : ~0ull;  // one bit per byte, 16 bytes per block
+__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m,
+                                                        const uint8_t* x, int64_t stride) {
+    const uint64_t there =
+        m < 4 ? (1ull << 16 * m) - 1 : ~0ull;  // one bit per byte, 16 bytes per block
     __m512i sum[4];
     if constexpr (F::QUANT_BYTES == 16) {
         const __m512i high[2] = {load_64_bytes(x), load_64_bytes(x + 64)};
@@ -73,8 +74,9 @@ __attribute__((always_inline)) inline Ints few_products(const uint8_t* const* qu
         const __m512i high[2] = {load_64_bytes(x), load_64_bytes(x + stride)};
         const __m512i low[2] = {load_64_bytes(x + 64), load_64_bytes(x + stride + 64)};
         const __m512i sign = _mm512_set1_epi8(-128);
-        const uint64_t half[2] = {m < 2 ? 0xffffffffull : ~0ull,
-                                  m < 3 ? 0 : m < 4 ? 0xffffffffull : ~0ull};
+        const uint64_t half[2] = {m < 2 ? 0xffffffffull : ~0ull, m < 3   ? 0
+                                                                 : m < 4 ? 0xffffffffull
+                                                                         : ~0ull};
         for (int r = 0; r < 4; ++r) {
             __m512i pair[2];  // eight sums per block, two blocks
             for (int i = 0; i < 2; ++i) {
@@ -118,7 +120,8 @@ inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start
 
 // tile_products() of two tiles, which share what is read of x.
 template <class F>
-inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start, Ints* out) {
+inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start,
+                              Ints* out) {
     const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
     __m512i high[2][2], low[2][2];
     for (int i = 0; i < 2; ++i) {

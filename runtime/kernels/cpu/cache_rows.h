@@ -89,8 +89,12 @@ inline void store_q4_0(const float* x, uint8_t* to) {
 inline void store_cache_row(int32_t kind, const float* x, int64_t W, uint8_t* to) {
     uint16_t* half = reinterpret_cast<uint16_t*>(to);
     switch (kind) {
-        case KIND_F32: std::memcpy(to, x, W * sizeof(float)); break;
-        case KIND_F16: kernels().store_f16(x, W, half); break;
+        case KIND_F32:
+            std::memcpy(to, x, W * sizeof(float));
+            break;
+        case KIND_F16:
+            kernels().store_f16(x, W, half);
+            break;
         case KIND_BF16:
             for (int64_t i = 0; i < W; ++i) half[i] = to_bf16(x[i]);
             break;

@@ -74,8 +74,7 @@ bool has_amx() {
     if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     if ((d & TILE_AND_INT8) != TILE_AND_INT8) return false;
     asm volatile("xgetbv" : "=a"(state), "=d"(upper) : "c"(0));
-    return (state & TILE_STATE) == TILE_STATE &&
-           syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+    return (state & TILE_STATE) == TILE_STATE && syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
 #else
     return false;
 #endif
@@ -133,9 +132,8 @@ Level* find(const char* name) {
 #include "k_tiles.h"
 
 constexpr int32_t MAX_THREADS = 1024;
-constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,   2,   2,   34, 18,
-                                            144, 176, 210, 18, 34, 18, 34, 18, 34,
-                                            64, 64, 144, 176, 210};  // of a block
+constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,  2,  2,  34, 18, 144, 176, 210, 18, 34,
+                                            18, 34, 18, 34, 64, 64,  144, 176, 210};  // of a block
 
 Status check(int32_t kind, int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index,
              int64_t A) {
@@ -232,9 +230,9 @@ int64_t row_bytes_of(int32_t kind, int64_t D) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride,
-                              int64_t num_rows, int64_t D, const float* x, int64_t T,
-                              const int32_t* index, int64_t A, float* y) {
+EXPORT int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+                           int64_t D, const float* x, int64_t T, const int32_t* index, int64_t A,
+                           float* y) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
     if (T < 1) return STATUS_BAD_ARGUMENT;
@@ -244,15 +242,14 @@ EXPORT int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride,
     if (!prepared.is_ready) return STATUS_NO_MEMORY;
     const Input& input = prepared.input;
     const Rows rows = {weight, stride, D, index, A};
-    split(A * row_bytes * T, A, T == 1 ? TILE_ROWS : 64, 16, [=, &rows, &input](int64_t a0, int64_t a1) {
-        dot_rows(rows, input, y, A, a0, a1);
-    });
+    split(A * row_bytes * T, A, T == 1 ? TILE_ROWS : 64, 16,
+          [=, &rows, &input](int64_t a0, int64_t a1) { dot_rows(rows, input, y, A, a0, a1); });
     return STATUS_OK;
 }
 
-EXPORT int32_t hs_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride,
-                                     int64_t num_rows, int64_t D, const float* c,
-                                     const int32_t* index, int64_t A, float* y) {
+EXPORT int32_t hs_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+                                  int64_t D, const float* c, const int32_t* index, int64_t A,
+                                  float* y) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
     AccumulateRows* accumulate_rows = current->kernels->accumulate_rows[kind];
@@ -269,9 +266,8 @@ EXPORT int32_t hs_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t s
     return STATUS_OK;
 }
 
-EXPORT int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from,
-                               int64_t num_rows, int64_t D, const int32_t* index, int64_t A,
-                               uint8_t* to, int64_t stride) {
+EXPORT int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
+                            int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride) {
     const int64_t row_bytes = row_bytes_of(kind, D), n = D / BLOCK;
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
     const bool is_same = to_kind == kind;
@@ -294,7 +290,8 @@ EXPORT int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from,
                 pack_tiled(row, n, quant_bytes, r, out);
             else if (!form_of(to_kind))
                 for (int64_t b = 0; b < n; ++b)
-                    std::memcpy(out + (b * GROUP_ROWS + r) * block_bytes, row + b * block_bytes, block_bytes);
+                    std::memcpy(out + (b * GROUP_ROWS + r) * block_bytes, row + b * block_bytes,
+                                block_bytes);
             else if (is_grouped(to_kind))
                 pack_grouped(row, n, quant_bytes, r, out);
             else
@@ -304,9 +301,8 @@ EXPORT int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from,
     return STATUS_OK;
 }
 
-EXPORT int32_t hs_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride,
-                                 int64_t num_rows, int64_t D, const int32_t* index, int64_t A,
-                                 float* out) {
+EXPORT int32_t hs_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+                              int64_t D, const int32_t* index, int64_t A, float* out) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
     UnpackRows* unpack_rows = current->kernels->unpack_rows[kind];

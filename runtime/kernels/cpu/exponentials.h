@@ -4,14 +4,16 @@
 
 // The lanes of a where `which` has all bits set, the lanes of b elsewhere.
 inline Floats chosen(Ints which, Floats a, Floats b) {
-    return reinterpret_cast<Floats>((which & reinterpret_cast<Ints>(a)) | (~which & reinterpret_cast<Ints>(b)));
+    return reinterpret_cast<Floats>((which & reinterpret_cast<Ints>(a)) |
+                                    (~which & reinterpret_cast<Ints>(b)));
 }
 
 // exp as 2^n * p(r), with the remainder |r| <= log(2) / 2 and a Taylor polynomial p of degree 7. Below -87, x
 // counts as -87.
 inline Floats exp_of(Floats x) {
     x = chosen(x < broadcast(-87.0f), broadcast(-87.0f), x);  // NaN stays
-    const Floats shifted = x * broadcast(1.44269504f) + broadcast(12582912.0f), n = shifted - broadcast(12582912.0f);
+    const Floats shifted = x * broadcast(1.44269504f) + broadcast(12582912.0f),
+                 n = shifted - broadcast(12582912.0f);
     const Floats r = (x - n * broadcast(0.693145752f)) - n * broadcast(1.42860677e-6f);
     constexpr float factors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
     Floats p = broadcast(1.0f / 5040);

@@ -10,8 +10,8 @@
 // load of a vector serves four rows. All groups process one piece of the rows' columns, which stays
 // in L1, before the next; meanwhile their sums are kept in memory.
 
-constexpr int QUAD_ROWS = 4;      // multiplied together; also what four_sums() takes
-constexpr int GROUP_VECTORS = 3;  // most vectors multiplied together
+constexpr int QUAD_ROWS = 4;          // multiplied together; also what four_sums() takes
+constexpr int GROUP_VECTORS = 3;      // most vectors multiplied together
 constexpr int64_t TILE_VECTORS = 32;  // most vectors multiplied by a quad of rows
 // Registers for sums, out of 32 or 16; the others hold the vectors of a group and a row.
 constexpr int SUM_REGISTERS = LANES == 16 ? 24 : 12;
@@ -43,9 +43,11 @@ inline void four_sums(const Floats* v, float* y) {
 // sums[t][r] += rows[r] . x[t] over columns 0 .. columns-1 (whole blocks). Prefetches the same
 // columns of `next` and `also`, which may be null.
 template <class Format, int ROWS, int COUNT>
-__attribute__((always_inline)) inline void add_products(const uint8_t* const* rows, const uint8_t* const* next,
-                         const float* const* x, int64_t columns, Floats (*sums)[ROWS][2],
-                         const uint8_t* const* also = nullptr) {
+__attribute__((always_inline)) inline void add_products(const uint8_t* const* rows,
+                                                        const uint8_t* const* next,
+                                                        const float* const* x, int64_t columns,
+                                                        Floats (*sums)[ROWS][2],
+                                                        const uint8_t* const* also = nullptr) {
     // If there are too few registers for both sums of all products, all first sums are computed
     // first.
     constexpr int AT_ONCE = 2 * ROWS * COUNT <= SUM_REGISTERS ? 2 : 1;
@@ -89,8 +91,9 @@ __attribute__((always_inline)) inline void add_products(const uint8_t* const* ro
 
 // y[r] = rows[r] . x for r < valid, given the sums over whole blocks.
 template <class Format, int ROWS>
-__attribute__((always_inline)) inline void store_products(const Floats (*sums)[2], const uint8_t* const* rows, const float* x,
-                           int64_t D, int64_t valid, float* y) {
+__attribute__((always_inline)) inline void store_products(const Floats (*sums)[2],
+                                                          const uint8_t* const* rows, const float* x,
+                                                          int64_t D, int64_t valid, float* y) {
     Floats total[QUAD_ROWS];
     for (int r = 0; r < QUAD_ROWS; ++r)
         total[r] = r < ROWS ? add_floats(sums[r][0], sums[r][1]) : zero();
@@ -121,8 +124,8 @@ inline int64_t group_size(int64_t left) {
 }
 
 template <class Format, int COUNT>
-inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, const Input& x,
-                      int64_t t, int64_t d, int64_t columns, Floats (*sums)[QUAD_ROWS][2]) {
+inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, const Input& x, int64_t t,
+                      int64_t d, int64_t columns, Floats (*sums)[QUAD_ROWS][2]) {
     const float* vectors[COUNT];
     for (int i = 0; i < COUNT; ++i) vectors[i] = x.vector(t + i) + d;
     add_products<Format, QUAD_ROWS, COUNT>(rows, next, vectors, columns, sums + t);
@@ -130,8 +133,8 @@ inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, co
 
 // The products of a group of vectors with rows of a single piece, whose sums stay in registers.
 template <class Format, int COUNT>
-void multiply_group(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
-                    const Input& x, int64_t t, float* y, int64_t y_stride, int64_t valid) {
+void multiply_group(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
+                    int64_t t, float* y, int64_t y_stride, int64_t valid) {
     const float* vectors[COUNT];
     for (int i = 0; i < COUNT; ++i) vectors[i] = x.vector(t + i);
     Floats sums[COUNT][QUAD_ROWS][2];
@@ -145,8 +148,8 @@ void multiply_group(const uint8_t* const* rows, const uint8_t* const* next, int6
 // Rows of a single piece. GMAC/s of a Zen 4 core, f16 rows of 576 values and 32 vectors: 47, and 43
 // with sums in memory.
 template <class Format>
-void dot_short_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
-                    const Input& x, float* y, int64_t y_stride, int64_t valid) {
+void dot_short_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
+                    float* y, int64_t y_stride, int64_t valid) {
     for (int64_t t = 0, count; t < x.count; t += count) {
         const uint8_t* const* ahead = t == 0 ? next : nullptr;
         count = group_size(x.count - t);
@@ -164,8 +167,7 @@ void dot_short_quad(const uint8_t* const* rows, const uint8_t* const* next, int6
 template <class Format>
 void dot_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
               float* y, int64_t y_stride, int64_t valid) {
-    if (D <= PIECE_COLUMNS<Format>)
-        return dot_short_quad<Format>(rows, next, D, x, y, y_stride, valid);
+    if (D <= PIECE_COLUMNS<Format>) return dot_short_quad<Format>(rows, next, D, x, y, y_stride, valid);
     Floats sums[TILE_VECTORS][QUAD_ROWS][2];
     for (int64_t t = 0; t < x.count; ++t)
         for (int r = 0; r < QUAD_ROWS; ++r) sums[t][r][0] = sums[t][r][1] = zero();
@@ -222,8 +224,9 @@ void dot_float_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride
     if (x.count == 1 && is_one_run(rows, rows.D * Format::VALUE_BYTES))
         return dot_run<Format>(rows, x.vector(0), y, a0, a1);
     if (x.count == 1)
-        return for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
-                                          const uint8_t* const* next, const uint8_t* const* also) {
+        return for_rows(rows, a0, a1,
+                        [&](auto count, int64_t a, const uint8_t* const* row,
+                            const uint8_t* const* next, const uint8_t* const* also) {
             dot_floats<Format, decltype(count)::VALUE>(row, next, also, rows.D, x.vector(0), y + a);
         });
     for (int64_t a = a0; a < a1; a += QUAD_ROWS) {
@@ -235,8 +238,8 @@ void dot_float_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride
         }
         for (int64_t t = 0; t < x.count; t += TILE_VECTORS) {
             const int64_t end = t + TILE_VECTORS < x.count ? t + TILE_VECTORS : x.count;
-            dot_quad<Format>(row, t == 0 ? next : nullptr, rows.D, x.part(t, end),
-                             y + t * y_stride + a, y_stride, valid);
+            dot_quad<Format>(row, t == 0 ? next : nullptr, rows.D, x.part(t, end), y + t * y_stride + a,
+                             y_stride, valid);
         }
     }
 }

@@ -55,9 +55,7 @@ struct Named {
     const float* score;
     float threshold;
 
-    bool has(int64_t j) const {
-        return bits ? bits[j / 32] >> (j % 32) & 1 : !(score[j] <= threshold);
-    }
+    bool has(int64_t j) const { return bits ? bits[j / 32] >> (j % 32) & 1 : !(score[j] <= threshold); }
 
     // Bit i says whether neuron j + i is predicted, for i < n <= 64. j % 32 == 0.
     uint64_t which(int64_t j, int64_t n) const {

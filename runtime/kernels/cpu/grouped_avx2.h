@@ -19,7 +19,8 @@ inline void gather_eight(const ManySums& s, int64_t t, float (*to)[EIGHT]) {
     for (int64_t j = 0; j < SUM_ROWS; j += 4) {
         const uint8_t* four[EIGHT];
         for (int64_t i = 0; i < EIGHT; ++i)
-            four[i] = reinterpret_cast<const uint8_t*>((t + i < s.count ? s.c + (t + i) * s.c_stride : nothing) + j);
+            four[i] = reinterpret_cast<const uint8_t*>(
+                (t + i < s.count ? s.c + (t + i) * s.c_stride : nothing) + j);
         transpose_16(four, reinterpret_cast<Ints*>(to[j]));
     }
 }
@@ -60,15 +61,15 @@ inline void split_place(Nibbles, const uint8_t* quants, PlaceWords& of) {
     for (int u = 0; u < COLUMN_VECTORS / 2; ++u) {
         const Ints words = load_in_order(quants + 4 * LANES * u);
         for (int v = 0; v < 4; ++v)
-            of[v / 2][v % 2 * 2 + u] = ints(_mm256_sub_epi16(bits(shift_words(words, 4 * v) & 0x000f000f),
-                                                             _mm256_set1_epi16(8)));
+            of[v / 2][v % 2 * 2 + u] = ints(
+                _mm256_sub_epi16(bits(shift_words(words, 4 * v) & 0x000f000f), _mm256_set1_epi16(8)));
     }
 }
 
 // y + i * y_stride, BLOCK columns, += the sums over a block's rows with the factors of vector `first` + i.
 template <int COUNT>
-inline void add_places(const PlaceWords* words, const EightFactors& factors, int64_t first, bool is_behind, float* y,
-                       int64_t y_stride) {
+inline void add_places(const PlaceWords* words, const EightFactors& factors, int64_t first,
+                       bool is_behind, float* y, int64_t y_stride) {
     Ints sum[COUNT][COLUMN_VECTORS] = {};
     for (int64_t p = 0; p < PLACES; ++p)
         for (int odd = 0; odd < 2; ++odd) {
@@ -77,7 +78,8 @@ inline void add_places(const PlaceWords* words, const EightFactors& factors, int
                 factor[i] = Ints{} + (odd ? factors.odd : factors.even)[p][first + i];
             for (int v = 0; v < COLUMN_VECTORS; ++v) {
                 const Ints w = in_register(words[p][odd][v]);
-                for (int i = 0; i < COUNT; ++i) sum[i][v] = in_register(add_pairs(sum[i][v], w, factor[i]));
+                for (int i = 0; i < COUNT; ++i)
+                    sum[i][v] = in_register(add_pairs(sum[i][v], w, factor[i]));
             }
         }
     for (int i = 0; i < COUNT; ++i)
@@ -101,13 +103,15 @@ inline int64_t add_grouped_lanes(const uint8_t* group, int64_t D, const ManySums
             fill_eight(tile, c, factors);
             for (int64_t p = 0; p < PLACES; ++p) {
                 const uint8_t* quants = tile + F::SCALES_BYTES + p * F::PLACE_BYTES;
-                for (int64_t at = 0; at < F::PLACE_BYTES; at += 64) __builtin_prefetch(quants + 2 * F::TILE_BYTES + at);
+                for (int64_t at = 0; at < F::PLACE_BYTES; at += 64)
+                    __builtin_prefetch(quants + 2 * F::TILE_BYTES + at);
                 split_place(F(), quants, words[p]);
             }
             const bool is_behind = is_behind_units<F>(b, D);
             float* y = s.y + t * s.y_stride + b * BLOCK;
             int64_t i = 0;
-            for (; i + 2 <= count; i += 2) add_places<2>(words, factors, i, is_behind, y + i * s.y_stride, s.y_stride);
+            for (; i + 2 <= count; i += 2)
+                add_places<2>(words, factors, i, is_behind, y + i * s.y_stride, s.y_stride);
             if (i < count) add_places<1>(words, factors, i, is_behind, y + i * s.y_stride, s.y_stride);
         }
     }

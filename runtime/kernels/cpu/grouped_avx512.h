@@ -63,8 +63,8 @@ inline void split_place(Bytes, const uint8_t* quants, Ints (*part)[2]) {
 inline void split_place(Nibbles, const uint8_t* quants, Ints (*part)[2]) {
     const Ints words = load_in_order(quants);
     for (int v = 0; v < 4; ++v)
-        part[v / 2][v % 2] = ints(_mm512_sub_epi16(bits(shift_words(words, 4 * v) & 0x000f000f),
-                                                   _mm512_set1_epi16(8)));
+        part[v / 2][v % 2] =
+            ints(_mm512_sub_epi16(bits(shift_words(words, 4 * v) & 0x000f000f), _mm512_set1_epi16(8)));
 }
 
 // y + i * y_stride, BLOCK columns, += the sums over a block's rows with the factors in lane `lane` + i.

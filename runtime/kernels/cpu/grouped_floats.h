@@ -6,7 +6,9 @@ template <class Float>
 struct GroupedFloats : Float {
     static constexpr int64_t TILE_BYTES = SUM_ROWS * Float::BLOCK_BYTES;
 
-    static inline const uint8_t* tile(const uint8_t* group, int64_t b) { return group + b * TILE_BYTES; }
+    static inline const uint8_t* tile(const uint8_t* group, int64_t b) {
+        return group + b * TILE_BYTES;
+    }
 };
 
 // y[i][0 .. BLOCK-1] += the sum over a block's rows, in order, times c[i * c_stride + row].

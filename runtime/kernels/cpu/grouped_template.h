@@ -16,7 +16,9 @@ struct Grouped : Planar {
     static constexpr int64_t SCALES_BYTES = 2 * SUM_ROWS, PLACE_BYTES = 4 * Planar::QUANT_BYTES;
     static constexpr int WORDS = PLACE_BYTES / (4 * LANES);  // vectors of a place
 
-    static inline const uint8_t* tile(const uint8_t* group, int64_t b) { return group + b * TILE_BYTES; }
+    static inline const uint8_t* tile(const uint8_t* group, int64_t b) {
+        return group + b * TILE_BYTES;
+    }
 };
 
 // The sums of LANES columns, or twice as many, from the sums of their parts; see split().
@@ -134,8 +136,8 @@ inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bo
 // Whole groups of rows a0 .. a1-1. The factors of a block take as long as its sums and are computed
 // one block ahead of them.
 template <class F>
-void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
-                        int64_t d0, int64_t d1) {
+void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1, int64_t d0,
+                        int64_t d1) {
     GroupFactors factors[2];
     const int64_t b0 = d0 / BLOCK, b1 = d1 / BLOCK;
     const uint8_t* end = end_of_run(rows, a1);

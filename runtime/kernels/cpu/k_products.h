@@ -49,22 +49,24 @@ struct SuperFactors {
         static_assert(sizeof(Factors) == 24 * sizeof(float), "16 factors, then 8 minima");
         Factors of[LANES];
         for (int r = 0; r < LANES; ++r) F::factors(rows[r] + at, 1.0f, of[r]);
-        const auto* row = reinterpret_cast<const float(*)[24]>(of);
+        const auto* row = reinterpret_cast<const float (*)[24]>(of);
         lanes_of<F::HAS_MINIMA ? 8 : 16>(row, 0, factor);
         if constexpr (F::HAS_MINIMA) lanes_of<8>(row, 16, minimum);
     }
 
     // The terms of part b of LANES rows for one vector; w: the part's weights; `sum` and
     // `first_sum`: of the vector's values.
-    __attribute__((always_inline)) inline Floats term(int b, const Ints* w, const uint8_t* values, int64_t block, int32_t sum,
-                       int32_t first_sum) const {
+    __attribute__((always_inline)) inline Floats term(int b, const Ints* w, const uint8_t* values,
+                                                      int64_t block, int32_t sum,
+                                                      int32_t first_sum) const {
         if constexpr (F::HAS_MINIMA) {
             const Floats products = to_floats(tile_products<Q8_0>(w, values, block, Ints{}));
             const Floats offset = mul(load_floats(minimum[b]), to_floats(Ints{} - sum));
             return fused(load_floats(factor[b]), products, offset);
         } else {
             const Ints first = tile_products<Q8_0, 0, 4>(w, values, block, Ints{} - 32 * first_sum);
-            const Ints last = tile_products<Q8_0, 4, 8>(w, values, block, Ints{} - 32 * (sum - first_sum));
+            const Ints last =
+                tile_products<Q8_0, 4, 8>(w, values, block, Ints{} - 32 * (sum - first_sum));
             return fused(load_floats(factor[2 * b + 1]), to_floats(last),
                          mul(load_floats(factor[2 * b]), to_floats(first)));
         }
@@ -85,7 +87,9 @@ struct SuperRows {
         to.read(rows, at);
     }
     // The bits of block s that extend its nibbles.
-    void bits(int64_t s, Ints* to) const { bytes_of(rows, s * F::BLOCK_BYTES + F::BITS_AT, F::BITS_BYTES, to); }
+    void bits(int64_t s, Ints* to) const {
+        bytes_of(rows, s * F::BLOCK_BYTES + F::BITS_AT, F::BITS_BYTES, to);
+    }
     // The nibbles of a pair of parts.
     void quants(int64_t s, int pair, Ints* to) const {
         bytes_of(rows, s * F::BLOCK_BYTES + F::QUANTS_AT + 32 * pair, 32, to);
@@ -120,8 +124,8 @@ inline void dot_super_tile(const Tile& tile, int64_t n, const Input& input, floa
                 const uint8_t* values = x.values + b / unit<Q8_0>() * x.stride;
                 for (int64_t t = 0; t < T; ++t) {
                     const int64_t of = t * x.next_scale + b;
-                    const Floats term = factors.term(p, w, values + t * x.next_vector, b, x.sum[of],
-                                                     x.first_sum[of]);
+                    const Floats term =
+                        factors.term(p, w, values + t * x.next_vector, b, x.sum[of], x.first_sum[of]);
                     store_floats(part[t][p],
                                  fused(broadcast(x.scale[of]), term, load_floats(part[t][p])));
                 }
@@ -172,8 +176,8 @@ inline void dot_super_tile_one(const Tile& tile, int64_t n, const PackedBlocks<Q
 
 // y[r] = rows[r] . x, r < ROWS, for one vector. Prefetches the rows `next`, and `also` if it is not null.
 template <class F, int ROWS>
-void dot_super_rows(const uint8_t* const* rows, const uint8_t* const* next,
-                           const uint8_t* const* also, int64_t n, const PackedBlocks<Q8_0>& x, float* y) {
+void dot_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const uint8_t* const* also,
+                    int64_t n, const PackedBlocks<Q8_0>& x, float* y) {
     constexpr int TOGETHER = ROWS < SUPER_ROWS ? ROWS : SUPER_ROWS;
     for (int r = 0; r < ROWS; r += TOGETHER) {
         SuperX at = {x.values, x.stride, x.scale, x.sum, x.first_sum};
@@ -226,8 +230,9 @@ void dot_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
 #endif
     for (int64_t t = 0; a < a1 && t < x.count; ++t) {
         const PackedBlocks<Q8_0> vector(x.part(t, t + 1), n);
-        for_rows(rows, a, a1, [&](auto count, int64_t row, const uint8_t* const* from,
-                                  const uint8_t* const* next, const uint8_t* const* also) {
+        for_rows(rows, a, a1,
+                 [&](auto count, int64_t row, const uint8_t* const* from, const uint8_t* const* next,
+                     const uint8_t* const* also) {
             dot_super_rows<F, decltype(count)::VALUE>(from, next, also, n, vector,
                                                       y + t * y_stride + row);
         });

@@ -18,8 +18,8 @@ inline void parts_of(const uint8_t* block, __m256i* part) {
             low = _mm256_or_si256(low, _mm256_slli_epi16(masked(above, 1), 4));
             high = _mm256_or_si256(high, _mm256_slli_epi16(masked(above, 2), 3));
         } else if constexpr (F::BITS_BYTES == 64) {
-            const __m256i above = _mm256_srli_epi16(
-                load_32_bytes(block + F::BITS_AT + pair / 2 * 32), pair % 2 * 2);
+            const __m256i above =
+                _mm256_srli_epi16(load_32_bytes(block + F::BITS_AT + pair / 2 * 32), pair % 2 * 2);
             low = _mm256_or_si256(low, _mm256_slli_epi16(masked(above, 3), 4));
             high = _mm256_or_si256(high, masked(above, 0x30));
         }
@@ -56,12 +56,13 @@ inline void products_of_halves(const __m256i* part, const SuperX& x, __m256i* fi
             each[i] = ints(_mm512_madd_epi16(_mm512_cvtepu8_epi16(part[p]),
                                              load_64_bytes(x.values + p * x.stride)));
         }
-        const __m512i all = bits(unpack_sums_64(unpack_sums_32(each[0], each[1]),
-                                                unpack_sums_32(each[2], each[3])));
+        const __m512i all =
+            bits(unpack_sums_64(unpack_sums_32(each[0], each[1]), unpack_sums_32(each[2], each[3])));
         half[four][0] = _mm512_castsi512_si256(all), half[four][1] = _mm512_extracti64x4_epi64(all, 1);
     }
     for (int i = 0; i < 2; ++i)
-        sums[i] = _mm256_add_epi32(lower_lanes(half[0][i], half[1][i]), upper_lanes(half[0][i], half[1][i]));
+        sums[i] =
+            _mm256_add_epi32(lower_lanes(half[0][i], half[1][i]), upper_lanes(half[0][i], half[1][i]));
     *first = sums[0], *last = sums[1];
 #else
     for (int half = 0; half < 2; ++half) {
@@ -73,8 +74,8 @@ inline void products_of_halves(const __m256i* part, const SuperX& x, __m256i* fi
                                         load_32_bytes(x.values + p * x.stride + 32 * half));
         }
         sums_in_lanes(each, sums);
-        *(half ? last : first) = _mm256_add_epi32(lower_lanes(sums[0], sums[1]),
-                                                  upper_lanes(sums[0], sums[1]));
+        *(half ? last : first) =
+            _mm256_add_epi32(lower_lanes(sums[0], sums[1]), upper_lanes(sums[0], sums[1]));
     }
 #endif
 }
@@ -101,7 +102,8 @@ inline __m256i products_of_parts(const __m256i* part, const SuperX& x) {
 }
 
 template <class F>
-__attribute__((always_inline)) inline void add_super(const uint8_t* const* block, const SuperX& x, SuperSums& sums) {
+__attribute__((always_inline)) inline void add_super(const uint8_t* const* block, const SuperX& x,
+                                                     SuperSums& sums) {
     __m256i part[8];
     parts_of<F>(block[0], part);
     const __m256i sum = load_32_bytes(x.sum);
@@ -123,9 +125,8 @@ __attribute__((always_inline)) inline void add_super(const uint8_t* const* block
         const __m256i pairs = _mm256_cvtepi8_epi16(load_16_bytes(block[0] + 192));
         const __m256 d = _mm256_broadcastss_ps(scale_of_q6_k(block[0]));
         const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16);
-        const __m256 factor[2] = {
-            _mm256_mul_ps(_mm256_cvtepi32_ps(even), d),
-            _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16)), d)};
+        const __m256 factor[2] = {_mm256_mul_ps(_mm256_cvtepi32_ps(even), d),
+                                  _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16)), d)};
         term = _mm256_fmadd_ps(factor[1], _mm256_cvtepi32_ps(last),
                                _mm256_mul_ps(factor[0], _mm256_cvtepi32_ps(first)));
     }

@@ -32,8 +32,7 @@ inline __m512i two_parts(const uint8_t* block, int u) {
 // Eight numbers of the first of two vectors of 16 bytes and eight of the second, from byte 0 or 8 on.
 inline __m512 floats_of_both(__m256i numbers, int half) {
     const __m256i ordered = _mm256_permute4x64_epi64(numbers, 0xd8);
-    const __m128i bytes =
-        half ? _mm256_extracti128_si256(ordered, 1) : _mm256_castsi256_si128(ordered);
+    const __m128i bytes = half ? _mm256_extracti128_si256(ordered, 1) : _mm256_castsi256_si128(ordered);
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
 }
 
@@ -101,8 +100,8 @@ __attribute__((always_inline)) inline void add_super(const uint8_t* const* block
         const __m256i numbers = _mm256_inserti128_si256(
             _mm256_castsi128_si256(load_16_bytes(block[0] + 192)), load_16_bytes(block[1] + 192), 1);
         const __m512 d = _mm512_permutexvar_ps(
-            rows, _mm512_castps128_ps512(
-                      _mm_unpacklo_ps(scale_of_q6_k(block[0]), scale_of_q6_k(block[1]))));
+            rows,
+            _mm512_castps128_ps512(_mm_unpacklo_ps(scale_of_q6_k(block[0]), scale_of_q6_k(block[1]))));
         const __m512i halves = _mm512_cvtepi8_epi16(numbers);  // the two of a part in each 32 bits
         const __m512 factor[2] = {
             mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(halves, 16), 16)), d),

@@ -11,8 +11,8 @@ inline void keep_in_memory(T& numbers) {
 struct SuperX {
     const uint8_t* values;  // units are `stride` bytes apart
     int64_t stride;
-    const float* scale;                 // [8]
-    const int32_t *sum, *first_sum;     // [8] of each block's values, and of its first 16
+    const float* scale;              // [8]
+    const int32_t *sum, *first_sum;  // [8] of each block's values, and of its first 16
 };
 
 // A pair of parts that share bytes: the low nibbles are the first part, the high ones the second. A

@@ -27,8 +27,8 @@ inline void unpack_q5_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
         const __m256i bytes = dwords_of(quants + 8 * v), above = dwords_of(bits + 8 * v);
         w[v] = _mm256_cvtepi32_ps(
             or_masked(_mm256_and_si256(bytes, fifteen), shifted(above, 4 - part), fifth));
-        w[v + 4] = _mm256_cvtepi32_ps(
-            or_masked(_mm256_srli_epi32(bytes, 4), shifted(above, 3 - part), fifth));
+        w[v + 4] =
+            _mm256_cvtepi32_ps(or_masked(_mm256_srli_epi32(bytes, 4), shifted(above, 3 - part), fifth));
     }
 }
 
@@ -39,8 +39,7 @@ inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
         const __m256i bytes = dwords_of(quants + 8 * v), above = dwords_of(bits + 8 * v);
         const __m256i low =
             or_masked(_mm256_and_si256(bytes, fifteen), shifted(above, 4 - 2 * part), mask);
-        const __m256i high =
-            or_masked(_mm256_srli_epi32(bytes, 4), shifted(above, -2 * part), mask);
+        const __m256i high = or_masked(_mm256_srli_epi32(bytes, 4), shifted(above, -2 * part), mask);
         w[v] = _mm256_cvtepi32_ps(_mm256_sub_epi32(low, middle));
         w[v + 4] = _mm256_cvtepi32_ps(_mm256_sub_epi32(high, middle));
     }

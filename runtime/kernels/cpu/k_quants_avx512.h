@@ -32,8 +32,8 @@ inline void unpack_q5_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
     for (int v = 0; v < 2; ++v) {
         const __m512i bytes = dwords_of(quants + 16 * v), above = dwords_of(bits + 16 * v);
         // fifteen ? bytes : shifted bits
-        const __m512i low = _mm512_ternarylogic_epi32(fifteen, bytes,
-                                                      shifted_dwords(above, 4 - part), 0xca);
+        const __m512i low =
+            _mm512_ternarylogic_epi32(fifteen, bytes, shifted_dwords(above, 4 - part), 0xca);
         const __m512i high = _mm512_ternarylogic_epi32(fifteen, _mm512_srli_epi32(bytes, 4),
                                                        shifted_dwords(above, 3 - part), 0xca);
         w[v] = _mm512_permutex2var_ps(table, low, upper);
@@ -46,8 +46,8 @@ inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
     const __m512i middle = _mm512_set1_epi32(32);
     for (int v = 0; v < 2; ++v) {
         const __m512i bytes = dwords_of(quants + 16 * v), above = dwords_of(bits + 16 * v);
-        const __m512i low = or_masked(_mm512_and_si512(bytes, fifteen),
-                                      shifted_dwords(above, 4 - 2 * part), mask);
+        const __m512i low =
+            or_masked(_mm512_and_si512(bytes, fifteen), shifted_dwords(above, 4 - 2 * part), mask);
         const __m512i high =
             or_masked(_mm512_srli_epi32(bytes, 4), shifted_dwords(above, -2 * part), mask);
         w[v] = _mm512_cvtepi32_ps(_mm512_sub_epi32(low, middle));

@@ -35,14 +35,12 @@ inline void unpack_nibbles(const uint8_t* quants, const Above& above, int32_t* q
 }
 
 inline void ints_of_q5_k(const uint8_t* quants, const uint8_t* bits, int part, int32_t* q) {
-    unpack_nibbles(
-        quants, [=](int i, int high) { return (bits[i] >> (part + high) & 1) << 4; }, q);
+    unpack_nibbles(quants, [=](int i, int high) { return (bits[i] >> (part + high) & 1) << 4; }, q);
 }
 
 inline void ints_of_q6_k(const uint8_t* quants, const uint8_t* bits, int part, int32_t* q) {
     unpack_nibbles(
-        quants, [=](int i, int high) { return ((bits[i] >> (2 * part + 4 * high) & 3) << 4) - 32; },
-        q);
+        quants, [=](int i, int high) { return ((bits[i] >> (2 * part + 4 * high) & 3) << 4) - 32; }, q);
 }
 
 inline void unpack_q4_k(const uint8_t* quants, Floats* w) {

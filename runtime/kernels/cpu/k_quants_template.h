@@ -24,7 +24,8 @@ constexpr bool IS_SUPER = false;
 template <class F>
 inline void bytes_of_pair(const Ints* quants, const Ints* above, int pair, Ints* low, Ints* high) {
     for (int v = 0; v < 8; ++v)
-        F::four(quants[v], F::BITS_BYTES > 0 ? above[F::above_at(pair, v)] : Ints{}, pair, low[v], high[v]);
+        F::four(quants[v], F::BITS_BYTES > 0 ? above[F::above_at(pair, v)] : Ints{}, pair, low[v],
+                high[v]);
 }
 
 template <int BYTES>

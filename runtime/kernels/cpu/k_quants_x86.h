@@ -1,20 +1,16 @@
 // K-quant code shared by AVX2 and AVX-512; see k_quants_template.h.
 
-inline __m256 floats_of_u8(__m128i bytes) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
-}
+inline __m256 floats_of_u8(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
 
-inline __m256 floats_of_i8(__m128i bytes) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-}
+inline __m256 floats_of_i8(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
 
 // The 6-bit numbers of a q4_K or q5_K block as bytes: eight scales, then eight minima. The first
 // four of each are the low six bits of bytes 0-3 and 4-7 of the twelve; the others are in the
 // nibbles of bytes 8-11, with their upper two bits at the top of bytes 0-3 and 4-7.
 inline __m128i six_bit_numbers(const uint8_t* block) {
     const __m128i bits = load_16_bytes(block + 4);  // the 12 bytes, and four more
-    const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(2, 1, 2, 0)),
-                                       _mm_set_epi32(4, 0, 0, 0));
+    const __m128i low =
+        _mm_srlv_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(2, 1, 2, 0)), _mm_set_epi32(4, 0, 0, 0));
     const __m128i high = _mm_srli_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(1, 1, 0, 0)), 2);
     const __m128i low_mask = _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f);
     const __m128i high_mask = _mm_set_epi32(0x30303030, 0, 0x30303030, 0);
@@ -36,8 +32,7 @@ inline __m128 scale_of_q6_k(const uint8_t* block) {
 
 inline void factors_of_q6_k(const uint8_t* block, float c, float* factor) {
     const __m128i scales = load_16_bytes(block + 192);
-    const __m256 d =
-        _mm256_broadcastss_ps(_mm_mul_ps(scale_of_q6_k(block), _mm_set1_ps(c)));
+    const __m256 d = _mm256_broadcastss_ps(_mm_mul_ps(scale_of_q6_k(block), _mm_set1_ps(c)));
     _mm256_storeu_ps(factor, _mm256_mul_ps(floats_of_i8(scales), d));
     _mm256_storeu_ps(factor + 8, _mm256_mul_ps(floats_of_i8(_mm_srli_si128(scales, 8)), d));
 }

@@ -9,7 +9,7 @@ struct SuperTile {
     static constexpr SuperShape SHAPE = super_shape(F::KIND);
 
     const uint8_t* tile;
-    int64_t n, lane;  // n: blocks of a row
+    int64_t n, lane;          // n: blocks of a row
     const TiledAhead* ahead;  // or null
 
     // The numbers of block s: `room` with eight scales and eight minima of each row, below 64, or q6_K's scales, which
@@ -18,8 +18,11 @@ struct SuperTile {
         const uint8_t* scales = tile + super_place(SHAPE, n, s).scales;
         if constexpr (!F::HAS_MINIMA) return scales;
         for (int64_t at = 0; at < 4 * TILE_ROWS; at += 4 * LANES, scales += 4 * LANES) {
-            const Ints first = load_ints(scales), second = load_ints(scales + 64), third = load_ints(scales + 128);
-            auto keep = [&](int number, Ints four) { __builtin_memcpy(room[number] + at, &four, sizeof four); };
+            const Ints first = load_ints(scales), second = load_ints(scales + 64),
+                       third = load_ints(scales + 128);
+            auto keep = [&](int number, Ints four) {
+                __builtin_memcpy(room[number] + at, &four, sizeof four);
+            };
             keep(0, first & 0x3f3f3f3f);
             keep(4, (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030));
             keep(8, second & 0x3f3f3f3f);
@@ -40,7 +43,8 @@ struct SuperTile {
                 store_floats(to.minimum[p], mul(load_i8(number + TILE_ROWS * (p + 8)), m));
             }
         } else {
-            for (int i = 0; i < 16; ++i) store_floats(to.factor[i], mul(load_i8(number + TILE_ROWS * i), d));
+            for (int i = 0; i < 16; ++i)
+                store_floats(to.factor[i], mul(load_i8(number + TILE_ROWS * i), d));
         }
     }
 
@@ -75,8 +79,8 @@ struct SuperTile {
 
 // Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
 template <class F>
-inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-                                 int64_t a1, const TiledAhead* ahead) {
+inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride,
+                                 int64_t a0, int64_t a1, const TiledAhead* ahead) {
     const int64_t n = rows.D / BLOCK, first = a0 / TILE_ROWS * TILE_ROWS;
     const uint8_t* at = rows.weight + first * rows.stride;
 #ifdef LEVEL_AVX2
@@ -90,11 +94,12 @@ inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int
 #endif
 #ifdef HAS_PANELS
     if (x.count > 1)
-        return for_halves(x, a0 - first, has_both_halves, [&](auto halves, int64_t lane, int64_t t, const Input& part) {
+        return for_halves(x, a0 - first, has_both_halves,
+                          [&](auto halves, int64_t lane, int64_t t, const Input& part) {
             const SuperTile<F> tile[2] = {{at, n / 8, lane, lane + t == 0 ? ahead : nullptr},
                                           {at, n / 8, LANES, nullptr}};
-            dot_super_panel<F, decltype(halves)::VALUE>(tile, n, part, y + t * y_stride, y_stride, a0 - first - lane,
-                                                        a1 - first - lane);
+            dot_super_panel<F, decltype(halves)::VALUE>(tile, n, part, y + t * y_stride, y_stride,
+                                                        a0 - first - lane, a1 - first - lane);
         });
 #endif
     for (int64_t lane = a0 % TILE_ROWS / LANES * LANES; first + lane < a1; lane += LANES) {
@@ -120,12 +125,14 @@ inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int
 
 // For a row of a list, the LANES rows of its tile that include it are computed (half of a tile with AVX2).
 template <class F>
-void dot_tiled_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
+void dot_tiled_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                     int64_t a1) {
     if (rows.index) {
         Rows whole = rows;
         whole.index = nullptr;
         for (int64_t a = a0; a < a1; ++a)
-            dot_tiled_super_rows<F>(whole, x, y + a, y_stride, rows.index[a], rows.index[a] + 1, nullptr);
+            dot_tiled_super_rows<F>(whole, x, y + a, y_stride, rows.index[a], rows.index[a] + 1,
+                                    nullptr);
         return;
     }
     // Here, unlike in dot_tiled(), tiles are prefetched from two vectors on: unpacking takes so

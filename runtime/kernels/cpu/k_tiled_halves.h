@@ -32,7 +32,8 @@ inline void dot_whole_super_tile(const SuperTile<F>& tile, const PackedBlocks<Q8
         HalfTerms<F> terms[2];
         for (int i = 0; i < 2; ++i) {
             const uint8_t* floats = tile.tile + place.floats + 2 * LANES * i;
-            terms[i] = {load_f16(floats), F::HAS_MINIMA ? load_f16(floats + 2 * TILE_ROWS) : zero(), number + LANES * i};
+            terms[i] = {load_f16(floats), F::HAS_MINIMA ? load_f16(floats + 2 * TILE_ROWS) : zero(),
+                        number + LANES * i};
         }
 #pragma GCC unroll 4
         for (int pair = 0; pair < 4; ++pair) {
@@ -43,7 +44,8 @@ inline void dot_whole_super_tile(const SuperTile<F>& tile, const PackedBlocks<Q8
             Ints first[2][2] = {}, last[2][2];
             for (int j = 0; j < 2; ++j) values[j] = x.values + (8 * s + p[j]) * x.stride;
             const uint8_t* quants = tile.tile + place.quants + 32 * TILE_ROWS * pair;
-            constexpr int RANGES = F::HAS_MINIMA ? 1 : 2, LENGTH = 8 / RANGES;  // q6_K has two scales a part
+            constexpr int RANGES = F::HAS_MINIMA ? 1 : 2,
+                          LENGTH = 8 / RANGES;  // q6_K has two scales a part
 #pragma GCC unroll 2
             for (int range = 0; range < RANGES; ++range) {
                 auto start = [&](int j) {
@@ -52,7 +54,8 @@ inline void dot_whole_super_tile(const SuperTile<F>& tile, const PackedBlocks<Q8
                     return Ints{} - 32 * (range == 0 ? x.first_sum[b] : x.sum[b] - x.first_sum[b]);
                 };
 #pragma GCC unroll 2
-                for (int j = 0; j < 2; ++j) {  // one part at a time: two would need more registers than there are
+                for (int j = 0; j < 2;
+                     ++j) {  // one part at a time: two would need more registers than there are
                     HalfSums<false> sums[2] = {HalfSums<false>(start(j)), HalfSums<false>(start(j))};
 #pragma GCC unroll 8
                     for (int v = LENGTH * range; v < LENGTH * (range + 1); ++v)
@@ -62,18 +65,21 @@ inline void dot_whole_super_tile(const SuperTile<F>& tile, const PackedBlocks<Q8
                             const Ints nibbles = load_in_order(quants + 4 * TILE_ROWS * v + at);
                             Ints above = {}, of[2];
                             if constexpr (F::BITS_BYTES > 0)
-                                above = load_ints(tile.tile + place.bits + 4 * TILE_ROWS * F::above_at(pair, v) + at);
+                                above = load_ints(tile.tile + place.bits +
+                                                  4 * TILE_ROWS * F::above_at(pair, v) + at);
                             F::four(nibbles, above, pair, of[0], of[1]);
                             sums[i].add(of[j], values[j], v);
                         }
-                    for (int i = 0; i < 2; ++i) (range + 1 == RANGES ? last : first)[j][i] = sums[i].total();
+                    for (int i = 0; i < 2; ++i)
+                        (range + 1 == RANGES ? last : first)[j][i] = sums[i].total();
                 }
             }
             for (int j = 0; j < 2; ++j) {
                 const int64_t b = 8 * s + p[j];
                 const Floats by = broadcast(x.scale[b]);
                 for (int i = 0; i < 2; ++i)
-                    part[p[j]][i] = fused(by, terms[i].term(p[j], first[j][i], last[j][i], x.sum[b]), part[p[j]][i]);
+                    part[p[j]][i] = fused(by, terms[i].term(p[j], first[j][i], last[j][i], x.sum[b]),
+                                          part[p[j]][i]);
             }
         }
     }

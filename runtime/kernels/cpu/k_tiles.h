@@ -13,9 +13,14 @@ struct SuperShape {
 
 constexpr SuperShape super_shape(int32_t kind) {
     switch (kind) {
-        case KIND_Q4_K: case KIND_Q4_K_TILED: return {144, 2, 0, 12, 4, 0, 16, 16};
-        case KIND_Q5_K: case KIND_Q5_K_TILED: return {176, 2, 0, 12, 4, 32, 16, 48};
-        default: return {210, 1, 208, 16, 192, 64, 128, 0};
+        case KIND_Q4_K:
+        case KIND_Q4_K_TILED:
+            return {144, 2, 0, 12, 4, 0, 16, 16};
+        case KIND_Q5_K:
+        case KIND_Q5_K_TILED:
+            return {176, 2, 0, 12, 4, 32, 16, 48};
+        default:
+            return {210, 1, 208, 16, 192, 64, 128, 0};
     }
 }
 
@@ -30,7 +35,8 @@ struct SuperPlace {
 constexpr SuperPlace super_place(const SuperShape& shape, int64_t n, int64_t s) {
     const int64_t floats_bytes = TILE_ROWS * 2 * shape.floats;
     const int64_t rest_bytes = TILE_ROWS * shape.block_bytes - floats_bytes;
-    const int64_t first = shape.floats == 1 ? s / 2 * 2 : s, start = TILE_ROWS * shape.block_bytes * first;
+    const int64_t first = shape.floats == 1 ? s / 2 * 2 : s,
+                  start = TILE_ROWS * shape.block_bytes * first;
     const bool is_alone = shape.floats == 1 && first + 1 == n;
     const int64_t scales = start + (is_alone ? 0 : 64) + (s - first) * rest_bytes;
     const int64_t bits = scales + TILE_ROWS * shape.scale_bytes;

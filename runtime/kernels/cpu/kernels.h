@@ -55,7 +55,9 @@ constexpr bool is_tiled(int32_t kind) {
     return kind == KIND_Q4_0_TILED || kind == KIND_Q8_0_TILED ||
            (kind >= KIND_Q4_K_TILED && kind <= KIND_Q6_K_TILED);
 }
-constexpr bool is_grouped(int32_t kind) { return kind >= KIND_Q4_0_GROUPED && kind <= KIND_BF16_GROUPED; }
+constexpr bool is_grouped(int32_t kind) {
+    return kind >= KIND_Q4_0_GROUPED && kind <= KIND_BF16_GROUPED;
+}
 
 constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // kinds in which keys and values may be stored
 
@@ -95,7 +97,7 @@ enum Status : int32_t {
 struct Input {
     // vector t begins at f32 + t * stride; for f32, f16 and quantise(); bf16 without pairs
     const float* f32;
-    uint8_t* packed;   // capacity * packed_bytes(D), 64-aligned; output of quantise()
+    uint8_t* packed;  // capacity * packed_bytes(D), 64-aligned; output of quantise()
     int64_t stride, capacity;
     int64_t first, count;  // vectors first .. first + count - 1 are used
 
@@ -140,7 +142,7 @@ constexpr int64_t rows_together(int32_t kind) {
     return is_tiled(kind) ? TILE_ROWS : is_grouped(kind) ? GROUP_ROWS : 1;
 }
 
-constexpr int64_t BLOCK = 32;  // values unpacked at a time, also for float kinds
+constexpr int64_t BLOCK = 32;         // values unpacked at a time, also for float kinds
 constexpr int64_t SUPER_BLOCK = 256;  // values of a K-quant's block
 
 // Rows of D values, `stride` bytes apart. If index is null, row a is row a of the matrix. Rows of tiled
@@ -210,15 +212,15 @@ using Quantise = void(const Input& x, int64_t D);
 // `count`.
 struct AttendPart {
     const uint8_t *const *key, *const *value;  // runs of rows of W values each
-    int64_t run;                   // rows of a run, a multiple of 16 if there are several
-    int64_t key_bytes, value_bytes;  // of a row
+    int64_t run;                               // rows of a run, a multiple of 16 if there are several
+    int64_t key_bytes, value_bytes;            // of a row
     int64_t n, W, num_queries;
-    const int32_t* count;        // [num_queries] the number of rows that a query attends to, 0 .. n
-    const float* query;          // [num_queries, padded_head(W)], zeros after W
-    float scale;                 // of the scores
-    float* score;                // [num_queries, padded_part(n)], scratch
-    float *top, *total;          // [num_queries] the largest score; the sum of exp(score - top)
-    float* out;                  // [num_queries, padded_head(W)] the sum of exp(score - top) * value
+    const int32_t* count;  // [num_queries] the number of rows that a query attends to, 0 .. n
+    const float* query;    // [num_queries, padded_head(W)], zeros after W
+    float scale;           // of the scores
+    float* score;          // [num_queries, padded_part(n)], scratch
+    float *top, *total;    // [num_queries] the largest score; the sum of exp(score - top)
+    float* out;            // [num_queries, padded_head(W)] the sum of exp(score - top) * value
     // [n] the row of each position in the only run, in any order; null: rows are in order.
     const int64_t *key_place = nullptr, *value_place = nullptr;
     // With a window: [num_queries] the first row that a query attends to, 0 .. its count, and the
@@ -247,10 +249,12 @@ using AddTo = void(float* y, const float* x, int64_t n);
 using SumParts = void(const float* part, int64_t stride, int64_t count, int64_t n, float* y);
 // Norms of x [n]; y may be x. `bias` may not be null.
 using ApplyRmsNorm = void(const float* x, const float* weight, float epsilon, int64_t n, float* y);
-using ApplyLayerNorm = void(const float* x, const float* weight, const float* bias, float epsilon, int64_t n, float* y);
+using ApplyLayerNorm = void(const float* x, const float* weight, const float* bias, float epsilon,
+                            int64_t n, float* y);
 // Rotates pairs of values of each head, which are adjacent or half a head apart. x: [heads, width], in place;
 // cos and sin: [width / 2].
-using Rotate = void(float* x, int64_t heads, const float* cos, const float* sin, int64_t width, bool is_adjacent);
+using Rotate = void(float* x, int64_t heads, const float* cos, const float* sin, int64_t width,
+                    bool is_adjacent);
 // y[i] = x[i], rounded as by to_f16()
 using StoreF16 = void(const float* x, int64_t n, uint16_t* y);
 // Writes the indices of scores that are above the limit or NaN, ascending, to `chosen` [n]; returns
@@ -316,19 +320,18 @@ extern const Kernels kernels_amx;
 // Functions that library.py calls; step.h and row_copies.h declare the others.
 extern "C" {
 // weight: num_rows rows, `stride` bytes apart; x: [T, D]; index: A or null; y: [T, A], written.
-int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
-                       int64_t D, const float* x, int64_t T, const int32_t* index, int64_t A,
-                       float* y);
+int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows, int64_t D,
+                    const float* x, int64_t T, const int32_t* index, int64_t A, float* y);
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
 int32_t hs_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
-                              int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
+                           int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
 // Copies rows of the kind (index null: all rows) as rows of `to_kind`: the same kind; for q4_0 and
 // q8_0 also planar, tiled or grouped; for f16 and bf16 also grouped; for K-quants also tiled.
-int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
-                        int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
+int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows, int64_t D,
+                     const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.
-int32_t hs_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
-                          int64_t D, const int32_t* index, int64_t A, float* out);
+int32_t hs_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows, int64_t D,
+                       const int32_t* index, int64_t A, float* out);
 const char* hs_level();
 const char* hs_faulty_level();  // the best level that is advertised but faults or errs; or null
 int32_t hs_level_status(const char* name);

@@ -27,9 +27,11 @@ inline Ints over_quarters(Ints v, const Op& op) {
 
 template <class Format>
 struct BlockTile {
-    static constexpr int64_t BLOCKS = 4, COLUMNS = BLOCKS * BLOCK, ROW_BYTES = BLOCKS * Format::QUANT_BYTES;
+    static constexpr int64_t BLOCKS = 4, COLUMNS = BLOCKS * BLOCK,
+                             ROW_BYTES = BLOCKS * Format::QUANT_BYTES;
     static constexpr int64_t PADDED = 4;  // rows in the lanes of factors
-    static constexpr int PARTS = Format::PARTS, UNITS = COLUMNS / Format::UNIT, BLOCKS_OF_UNIT = BLOCKS / UNITS;
+    static constexpr int PARTS = Format::PARTS, UNITS = COLUMNS / Format::UNIT,
+                         BLOCKS_OF_UNIT = BLOCKS / UNITS;
     static constexpr AccumulateRows* ADD_ROWS = accumulate_rows<Format>;
     typedef Ints UnitSums[2][PARTS];
 
@@ -48,10 +50,12 @@ struct BlockTile {
         const FactorScale by = factor_scale(largest_products(list, product));
         Floats out[UNITS][2][PARTS];
         for (int u = 0; u < UNITS; ++u)
-            for (int v = 0; v < 2 * PARTS; ++v) out[u][v / PARTS][v % PARTS] = load_floats(y + u * Format::UNIT + v * LANES);
+            for (int v = 0; v < 2 * PARTS; ++v)
+                out[u][v / PARTS][v % PARTS] = load_floats(y + u * Format::UNIT + v * LANES);
         for (int g = 0; g < WINDOW_GROUPS; ++g) {
             if (list.begin[g] == list.begin[g + 1]) continue;
-            const Floats up = reinterpret_cast<Floats>(repeat_lanes(reinterpret_cast<Ints>(by.up), 4 * g));
+            const Floats up =
+                reinterpret_cast<Floats>(repeat_lanes(reinterpret_cast<Ints>(by.up), 4 * g));
             UnitSums sum[UNITS] = {};
             Ints zeros = {};
             for (int64_t i = list.begin[g]; i < list.begin[g + 1]; i += 4) {
@@ -76,7 +80,8 @@ struct BlockTile {
             }
         }
         for (int u = 0; u < UNITS; ++u)
-            for (int v = 0; v < 2 * PARTS; ++v) store_floats(y + u * Format::UNIT + v * LANES, out[u][v / PARTS][v % PARTS]);
+            for (int v = 0; v < 2 * PARTS; ++v)
+                store_floats(y + u * Format::UNIT + v * LANES, out[u][v / PARTS][v % PARTS]);
     }
 
   private:
@@ -99,7 +104,8 @@ struct BlockTile {
                 of_group = larger(of_group, reinterpret_cast<Ints>(exact) & 0x7fffffff);
             }
             of_group = over_quarters(of_group, larger);
-            largest = ints(_mm512_mask_mov_epi32(bits(largest), static_cast<__mmask16>(15 << 4 * g), bits(of_group)));
+            largest = ints(_mm512_mask_mov_epi32(bits(largest), static_cast<__mmask16>(15 << 4 * g),
+                                                 bits(of_group)));
         }
         return largest;
     }

@@ -31,7 +31,8 @@ template <class Format>
 struct FloatTile {
     // Whole blocks: the columns of a row after its last block are added without a fused multiply-add.
     static constexpr int VALUES = Format::VALUE_BYTES == 4 || VECTORS > 4 ? VECTORS : 4;
-    static constexpr int64_t COLUMNS = VALUES * LANES, ROW_BYTES = COLUMNS * Format::VALUE_BYTES, PADDED = 1;
+    static constexpr int64_t COLUMNS = VALUES * LANES, ROW_BYTES = COLUMNS * Format::VALUE_BYTES,
+                             PADDED = 1;
     static_assert(COLUMNS % BLOCK == 0);
     static constexpr AccumulateRows* ADD_ROWS = accumulate_rows<Format>;
 
@@ -49,7 +50,8 @@ struct FloatTile {
             const uint8_t* row = bytes + list.place[i] * ROW_BYTES;
             const Floats by = broadcast(list.c[i]);
             for (int v = 0; v < VALUES; ++v)
-                sum[v] = multiply_add(load_as(Format{}, row + v * LANES * Format::VALUE_BYTES), by, sum[v]);
+                sum[v] =
+                    multiply_add(load_as(Format{}, row + v * LANES * Format::VALUE_BYTES), by, sum[v]);
         }
         for (int v = 0; v < VALUES; ++v) store_floats(y + v * LANES, sum[v]);
     }

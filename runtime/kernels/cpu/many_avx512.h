@@ -17,8 +17,8 @@ inline void split_signed(Bytes, Ints words, Ints* part) {
 
 inline void split_signed(Nibbles, Ints words, Ints* part) {
     for (int p = 0; p < 4; ++p)
-        part[p] = ints(_mm512_sub_epi16(bits(shift_words(words, 4 * p) & 0x000f000f),
-                                        _mm512_set1_epi16(8)));
+        part[p] =
+            ints(_mm512_sub_epi16(bits(shift_words(words, 4 * p) & 0x000f000f), _mm512_set1_epi16(8)));
 }
 
 // Factors of eight vectors, for a unit's blocks.
@@ -49,8 +49,7 @@ typedef float LaneFloats[SUM_ROWS][16];
 
 // Transposes the coefficients of vectors t0 .. t1-1 for k rows, 16 vectors at a time; 0 for missing vectors.
 // May read past the k rows: the coefficients of every vector are padded to whole groups.
-inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64_t k,
-                                LaneFloats* to) {
+inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64_t k, LaneFloats* to) {
     alignas(64) static constexpr float nothing[SUM_ROWS] = {};
     for (int64_t t = t0; t < t1; t += 16, ++to)
         for (int64_t j = 0; j < k; j += 4) {
@@ -64,7 +63,7 @@ inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64
 
 // The coefficients of eight vectors, from the t-th gathered one on: eight values for each row of the group.
 inline const float (*eight_of(const LaneFloats* c, int64_t t))[16] {
-    return reinterpret_cast<const float(*)[16]>(&c[t / 16][0][t % 16]);
+    return reinterpret_cast<const float (*)[16]>(&c[t / 16][0][t % 16]);
 }
 
 inline Floats twice(const float* eight) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(eight)); }
@@ -185,11 +184,10 @@ inline void add_group_to_some(const uint8_t* const* rows, int64_t k, int64_t n, 
         for (int64_t b = 0; b < b1 - b0; b += BLOCKS) {
             const int64_t left = (b1 - b0 - b) * BLOCK, values = left < UNIT ? left : UNIT;
             split_unit<Format>(quants, b * Format::QUANT_BYTES, k, values, split);
-            for (int64_t i = 0; i < BLOCKS; i += 2)
-                spread_scales(scale, k, b + i, lane_scale[i / 2]);
+            for (int64_t i = 0; i < BLOCKS; i += 2) spread_scales(scale, k, b + i, lane_scale[i / 2]);
             for (int64_t t = t0; t < t1; t += LANE_VECTORS) {
                 const int64_t count = t1 - t < LANE_VECTORS ? t1 - t : LANE_VECTORS;
-                const float(*own)[16] = eight_of(c, t - t0);
+                const float (*own)[16] = eight_of(c, t - t0);
                 for (int64_t i = 0; i < BLOCKS; i += 2)
                     fill_lanes<Format>(lane_scale[i / 2], own, k, i, factors);
                 add_unit_to_eight<Format>(split, (k + 1) / 2, factors, count, values,
@@ -202,6 +200,5 @@ inline void add_group_to_some(const uint8_t* const* rows, int64_t k, int64_t n, 
 template <class Format>
 inline void add_group_to_many(const uint8_t* const* rows, int64_t k, int64_t n, const ManySums& s) {
     for (int64_t t = 0; t < s.count; t += GATHERED)
-        add_group_to_some<Format>(rows, k, n, s, t,
-                                  t + GATHERED < s.count ? t + GATHERED : s.count);
+        add_group_to_some<Format>(rows, k, n, s, t, t + GATHERED < s.count ? t + GATHERED : s.count);
 }

@@ -4,7 +4,7 @@
 // The quants of each pair of rows are split once for all vectors.
 
 constexpr int64_t SPLIT_VECTORS = 64 * 1024 / (4 * LANES);  // of a chunk of SUM_ROWS rows, any format
-constexpr int64_t FILLED = 8;  // vectors whose factors stay in L1
+constexpr int64_t FILLED = 8;                               // vectors whose factors stay in L1
 
 // y[v] += the unit's sums times their scales, for two vectors. Sums of `AT_ONCE` parts fill eight registers.
 template <class Format>

@@ -65,7 +65,8 @@ class Neurons {
         const int64_t N = block.num_neurons, grain = T == 1 ? TILE_ROWS : 32;
         const Input gate_x = x.as(block.gate.kind, T);
         const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
-        split(T * N * (row_bytes(block.gate) + row_bytes(block.up)), N, grain, 16, [&](int64_t a0, int64_t a1) {
+        split(T * N * (row_bytes(block.gate) + row_bytes(block.up)), N, grain, 16,
+              [&](int64_t a0, int64_t a1) {
             Rows rows = ::rows_of(block.gate);
             if (block.up.data) rows.after = block.up.data + a0 * block.up.stride;
             kernels().dot_rows[block.gate.kind](rows, gate_x, hidden_.value, N, a0, a1);
@@ -93,8 +94,18 @@ class Neurons {
         const int64_t chunks = (N + chunk - 1) / chunk;
         const Input gate_x = x.as(block.gate.kind, T);
         const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
-        const WholeNeurons whole = {block, gate, gate_x, up_x, T, hidden_.value, up_many_, hidden_.mask,
-                                    groups_of(N) * SUM_ROWS, sums_.part, chunk, seen_};
+        const WholeNeurons whole = {block,
+                                    gate,
+                                    gate_x,
+                                    up_x,
+                                    T,
+                                    hidden_.value,
+                                    up_many_,
+                                    hidden_.mask,
+                                    groups_of(N) * SUM_ROWS,
+                                    sums_.part,
+                                    chunk,
+                                    seen_};
         split(T * N * row_bytes(block.gate), chunks, 1, MAX_CHUNKS,
               [&](int64_t c0, int64_t c1) { whole.run(c0, c1); });
         auto join = [&](int64_t t, int64_t d0, int64_t d1) {
@@ -119,8 +130,7 @@ class Neurons {
         const int64_t chunks = (block.num_neurons + chunk - 1) / chunk;
         const int32_t* rows = position;
         if (block.row) {
-            for (int64_t i = 0; i < count; ++i)
-                candidate_[i] = block.row[position ? position[i] : i];
+            for (int64_t i = 0; i < count; ++i) candidate_[i] = block.row[position ? position[i] : i];
             rows = candidate_;
         }
         const Candidates all = {position, rows, count};
@@ -154,8 +164,8 @@ class Neurons {
 
     // Computes the hidden values of neurons that fire, group by group, then the sums, in pieces of
     // columns.
-    void run_many(const HsBlock& block, const Gate& gate, const Named* named, Operand& x,
-                  int64_t T, float* out, NeuronBytes& read, Fired fired) {
+    void run_many(const HsBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
+                  float* out, NeuronBytes& read, Fired fired) {
         const int64_t groups = groups_of(block.num_neurons);
         hidden_.groups = groups, hidden_.T = T;
         const Input gate_x = x.as(block.gate.kind, T);
@@ -163,11 +173,11 @@ class Neurons {
         const int64_t at_once = groups_at_once(groups);
         split(T * block.num_neurons * row_bytes(block.gate), groups, at_once, 16,
               [&](int64_t g0, int64_t g1) {
-                  for (int64_t g = g0, end; g < g1; g = end) {
-                      end = std::min(g + at_once, g1);
-                      run_groups(block, gate, named, gate_x, up_x, T, g, end);
-                  }
-              });
+            for (int64_t g = g0, end; g < g1; g = end) {
+                end = std::min(g + at_once, g1);
+                run_groups(block, gate, named, gate_x, up_x, T, g, end);
+            }
+        });
         sums_.add_many({block.down, block.row, block.num_neurons}, hidden_, T, out, D);
         for (int64_t g = 0; g < groups; ++g) {
             read.gate += num_read_[g].gate * row_bytes(block.gate);
@@ -202,7 +212,8 @@ class Neurons {
         if (all * TOGETHER > T * (end - first)) {
             for (int64_t p = first; p < end; p += SUM_ROWS) {
                 const int64_t count = std::min(SUM_ROWS, end - p);
-                kernels().dot_rows[m.kind](rows_of(m, block, p, count), x, y + p * T, SUM_ROWS, 0, count);
+                kernels().dot_rows[m.kind](rows_of(m, block, p, count), x, y + p * T, SUM_ROWS, 0,
+                                           count);
             }
             return;
         }
@@ -232,8 +243,8 @@ class Neurons {
             num_read_[g] = {};
             uint64_t any = 0;
             for (int64_t t = 0; t < T; ++t)
-                any |= needed.bits[g - g0][t] = named ? names(block, named[t], p0, count)
-                                                      : ~0ull >> (SUM_ROWS - count);
+                any |= needed.bits[g - g0][t] =
+                    named ? names(block, named[t], p0, count) : ~0ull >> (SUM_ROWS - count);
             num_read_[g].gate = __builtin_popcountll(any);
         }
         dot_groups(block.gate, block, gate_x, T, g0, g1, needed, hidden_.value);
@@ -259,7 +270,8 @@ class Neurons {
     }
 
     // Multiplies the activated gates of a group by its ups, and stores which of them fire.
-    void finish_group(const HsBlock& block, const Gate& gate, int64_t T, int64_t g, const uint64_t* needed) {
+    void finish_group(const HsBlock& block, const Gate& gate, int64_t T, int64_t g,
+                      const uint64_t* needed) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
         const Biases bias{block.up.bias, block.row, p0};
         const bool is_drelu = gate.activation == ACTIVATION_DRELU;
@@ -275,7 +287,8 @@ class Neurons {
     }
 
     // Activates gates of the group at position p0; the mask of those that fire.
-    static uint64_t act(const Gate& gate, const NeuronLimits& limits, int64_t p0, float* value, int64_t count) {
+    static uint64_t act(const Gate& gate, const NeuronLimits& limits, int64_t p0, float* value,
+                        int64_t count) {
         const bool is_dense = gate.mode == MODE_DENSE;
         if (gate.is_smooth()) return is_dense ? ~0ull : limits.open_gates(value, p0, count);
         const uint64_t fired = kernels().above(value, count, gate.least());
@@ -323,9 +336,9 @@ inline uint32_t by_output_forms(const HsBlock& block) {
 // True if this is a valid block of a layer of F neurons of width D.
 inline bool fits(const HsBlock& block, int64_t D, int64_t F, bool is_gated, int32_t mode) {
     if (block.is_by_output)
-        return mode == MODE_DENSE && !block.row && !block.id &&
-               block.num_neurons == F && is_gated == (block.up.data != nullptr) &&
-               fits(block.gate, F, D) && fits(block.down, D, F) && (!is_gated || fits(block.up, F, D));
+        return mode == MODE_DENSE && !block.row && !block.id && block.num_neurons == F &&
+               is_gated == (block.up.data != nullptr) && fits(block.gate, F, D) &&
+               fits(block.down, D, F) && (!is_gated || fits(block.up, F, D));
     const int64_t rows = block.down.num_rows;
     const bool is_whole = mode == MODE_DENSE && !block.row;
     if (!has_sums(block.down) && !(is_whole && is_grouped(block.down.kind))) return false;

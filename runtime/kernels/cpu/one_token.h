@@ -37,7 +37,13 @@ class OneToken {
   public:
     OneToken(const HsBlock& block, const Gate& gate, const Input& gate_x, const Input& up_x,
              const TokenRoom& room, const Candidates& all)
-        : block(block), gate(gate), gate_x(gate_x), up_x(up_x), limits(block, gate), room(room), all(all),
+        : block(block),
+          gate(gate),
+          gate_x(gate_x),
+          up_x(up_x),
+          limits(block, gate),
+          room(room),
+          all(all),
           is_together(block.gate.stride > row_bytes(block.gate)) {}
 
     // Writes the sums of chunks c0 .. c1-1.
@@ -94,7 +100,8 @@ class OneToken {
             const Batch ahead = open_after(now.a1, now.o1, a1);
             const bool is_last = now.a1 == a1, is_last_but_one = !is_last && ahead.a1 == a1;
             const int64_t group = all.place(is_last ? now.a0 : now.a1) / SUM_ROWS;
-            const NextRows next = ups(ahead.o0, ahead.o1);  // no gates will prefetch those of the last batch
+            const NextRows next =
+                ups(ahead.o0, ahead.o1);  // no gates will prefetch those of the last batch
             run_few(now.o0, now.o1, group, is_last_but_one ? next : gates_from(ahead.a1));
             if (!is_last_but_one) push(next);
             now = ahead;
@@ -205,7 +212,8 @@ class OneToken {
                 push({block.down, room.open, open.pending, std::min(open.pending + AT_ONCE, open.end)});
             const Rows rows = rows_of(block.down, room.open + first, open.pending - first);
             float* out = room.sum + room.position[first] / room.chunk * D();
-            kernels().accumulate_rows[block.down.kind](rows, room.hidden + first, out, 0, rows.A, 0, rows.D);
+            kernels().accumulate_rows[block.down.kind](rows, room.hidden + first, out, 0, rows.A, 0,
+                                                       rows.D);
         }
     }
 

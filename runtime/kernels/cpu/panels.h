@@ -24,8 +24,9 @@ inline void for_vectors(int64_t count, const Use& use) {
 // sum[i][t] = start(t) + the products of tile i and vector t, which are 64 bytes apart, over values
 // 4 * FIRST .. 4 * END - 1 of a block.
 template <class F, int R, int T, int FIRST = 0, int END = 8, class Start>
-__attribute__((always_inline)) inline void panel_products(const Ints (*w)[TILE_WEIGHTS<F>], const uint8_t* x,
-                                                          const Start& start, Ints (*sum)[T]) {
+__attribute__((always_inline)) inline void panel_products(const Ints (*w)[TILE_WEIGHTS<F>],
+                                                          const uint8_t* x, const Start& start,
+                                                          Ints (*sum)[T]) {
     static_assert(unit<F>() == 1, "packed vectors are 64 bytes apart");
     for (int t = 0; t < T; ++t)
         for (int i = 0; i < R; ++i) sum[i][t] = start(t);
@@ -38,7 +39,8 @@ __attribute__((always_inline)) inline void panel_products(const Ints (*w)[TILE_W
             int32_t pair;
             __builtin_memcpy(&pair, x + 64 * t + 4 * v, 4);
 #pragma GCC unroll 2
-            for (int i = 0; i < R; ++i) sum[i][t] = in_register(add_pairs(sum[i][t], weights[i], Ints{} + pair));
+            for (int i = 0; i < R; ++i)
+                sum[i][t] = in_register(add_pairs(sum[i][t], weights[i], Ints{} + pair));
         }
     }
 }
@@ -51,13 +53,14 @@ struct Panel {
 
 // Adds the products of m blocks from b0 on to acc[t][p], for T vectors from t on.
 template <class F, int R, int T>
-inline void multiply_panel(const Panel<F, R>& panel, int64_t b0, int64_t m, const PackedBlocks<F>& x, int64_t t,
-                           Floats (*acc)[4][R]) {
+inline void multiply_panel(const Panel<F, R>& panel, int64_t b0, int64_t m, const PackedBlocks<F>& x,
+                           int64_t t, Floats (*acc)[4][R]) {
     for (int64_t b = b0; b < b0 + m; ++b) {
         const int64_t p = b % 4, of = t * x.next_scale + b;
         Ints sum[R][T];
-        panel_products<F, R, T>(panel.weights[b - b0], x.values + b * x.stride + t * 64,
-                                [&](int j) { return Ints{} - OFFSET<F> * x.sum[of + j * x.next_scale]; }, sum);
+        panel_products<F, R, T>(panel.weights[b - b0], x.values + b * x.stride + t * 64, [&](int j) {
+            return Ints{} - OFFSET<F> * x.sum[of + j * x.next_scale];
+        }, sum);
         for (int j = 0; j < T; ++j) {
             const Floats by = broadcast(x.scale[of + j * x.next_scale]);
             for (int i = 0; i < R; ++i) {
@@ -70,7 +73,8 @@ inline void multiply_panel(const Panel<F, R>& panel, int64_t b0, int64_t m, cons
 
 // Multiplies rows begin .. end-1 of R tiles by up to PANEL_TOKENS vectors.
 template <class F, int R, class Tile>
-void dot_panel(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+void dot_panel(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride, int64_t begin,
+               int64_t end) {
     const PackedBlocks<F> x(input, n);
     Floats acc[PANEL_TOKENS][4][R];
     __builtin_memset(acc, 0, input.count * sizeof acc[0]);
@@ -91,7 +95,8 @@ void dot_panel(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_st
         alignas(64) float sums[R * LANES];
         for (int i = 0; i < R; ++i) {
             auto part = [&](int p) { return acc[t][p][i]; };
-            store_floats(sums + i * LANES, add_floats(add_floats(part(0), part(1)), add_floats(part(2), part(3))));
+            store_floats(sums + i * LANES,
+                         add_floats(add_floats(part(0), part(1)), add_floats(part(2), part(3))));
         }
         __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
     }
@@ -117,9 +122,12 @@ inline int64_t for_tiles_of_rows(const Rows& rows, int64_t a0, int64_t a1, const
 
 // Multiplies rows by several vectors; returns the first row that is left.
 template <class F>
-int64_t dot_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
+int64_t dot_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                   int64_t a1) {
     const int64_t n = rows.D / BLOCK;
-    return for_tiles_of_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
+    return for_tiles_of_rows(
+        rows, a0, a1,
+        [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
         constexpr int R = decltype(count)::VALUE;
         const int64_t valid = a1 - a < R * LANES ? a1 - a : R * LANES;
         for (int64_t t = 0; t < x.count; t += PANEL_TOKENS) {

@@ -26,9 +26,7 @@ struct Planar {
     static constexpr bool SCALED = true, IS_PLANAR = true;
 
     // The scale of block b in a row of n.
-    static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
-        return row + b * 2;
-    }
+    static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) { return row + b * 2; }
     static inline const uint8_t* quants(const uint8_t* row, int64_t n, int64_t b) {
         return row + n * 2 + b * BYTES;
     }
@@ -123,19 +121,19 @@ struct FactorScale {
 };
 
 inline FactorScale factor_scale(Ints largest) {
-    const Ints is_nan = largest >= 0x7f800000;  // or infinite
+    const Ints is_nan = largest >= 0x7f800000;              // or infinite
     const Ints is_some = (largest > (28 << 23)) & ~is_nan;  // products up to 2^-99 count as 0
-    const Floats most = reinterpret_cast<Floats>(is_some & largest) +
-                        reinterpret_cast<Floats>(~is_some & 0x3f800000);
+    const Floats most =
+        reinterpret_cast<Floats>(is_some & largest) + reinterpret_cast<Floats>(~is_some & 0x3f800000);
     const Ints up = is_some & reinterpret_cast<Ints>(broadcast(LARGEST_FACTOR) / most);
     const Ints scale = is_some & reinterpret_cast<Ints>(mul(most, broadcast(1 / LARGEST_FACTOR)));
-    return {reinterpret_cast<Floats>(up),
-            reinterpret_cast<Floats>(scale | (is_nan & 0x7fc00000))};
+    return {reinterpret_cast<Floats>(up), reinterpret_cast<Floats>(scale | (is_nan & 0x7fc00000))};
 }
 
 // Factors of m blocks of k rows from their scales, `scale` [k, CHUNK], zeros past the end of a row.
 template <class Format>
-inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, int64_t m, const float* c) {
+inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, int64_t m,
+                 const float* c) {
     for (int64_t i = 0; i < m; i += LANES) {
         Ints largest = {};
         for (int64_t r = 0; r < k; ++r) {
@@ -203,8 +201,7 @@ inline void finish_unit(const Ints (*sum)[Format::PARTS], const SumFactors& fact
 // quants, of which `bytes` exist; zeros follow.
 template <class Format>
 inline void add_unit(const uint8_t* const* quants, int64_t at, int64_t k, const SumFactors& factors,
-                     int64_t first, float* y, int64_t bytes = 4 * LANES,
-                     AheadRows* then = nullptr) {
+                     int64_t first, float* y, int64_t bytes = 4 * LANES, AheadRows* then = nullptr) {
     constexpr int64_t PARTS = Format::PARTS, TIMES = Format::QUANT_BYTES / 4;
     Ints sum[2][PARTS];
     for (Ints* half : sum) Format::start(spread<TIMES>(factors.offset, first), half);
@@ -285,8 +282,7 @@ inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t 
         find_quants<Format>(rows, k, n, b0, m, copy, quants);
         int64_t d = 0, at = 0;
         for (; d + UNIT <= m * BLOCK; d += UNIT, at += 4 * LANES)
-            add_unit<Format>(quants, at, k, factors, d / BLOCK, y + b0 * BLOCK + d, 4 * LANES,
-                             &then);
+            add_unit<Format>(quants, at, k, factors, d / BLOCK, y + b0 * BLOCK + d, 4 * LANES, &then);
         if (d < m * BLOCK)
             add_part_of_unit<Format>(quants, at, k, factors, d / BLOCK, m * BLOCK - d,
                                      y + b0 * BLOCK + d);

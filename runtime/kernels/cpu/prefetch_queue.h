@@ -15,7 +15,9 @@ class PrefetchQueue {
     }
 
     // These two are always inlined, because a shared copy could contain the instructions of another level.
-    __attribute__((always_inline)) inline int64_t size() const { return static_cast<int64_t>(end_ - first_); }
+    __attribute__((always_inline)) inline int64_t size() const {
+        return static_cast<int64_t>(end_ - first_);
+    }
 
     // Takes the next `count` rows, to be prefetched by the caller; false if there is none. If there are
     // fewer, the last one is repeated.

@@ -29,19 +29,18 @@ bool are_close(const float* got, const float* want, int64_t n) {
 
 // Compares products with one vector and with several: bit by bit for kinds with the same arithmetic
 // at all levels, else up to rounding.
-bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
-                    int64_t row_bytes) {
+bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
     const Kernels* both[] = {&tried, &reference};
     for (int64_t T : {int64_t{1}, VECTORS}) {
         for (int which = 0; which < 2; ++which) {
             std::memset(packed[which], 0, sizeof packed[which]);  // nothing is left of another kind
             const Input input{x, packed[which], D, VECTORS, 0, T};
             if (both[which]->quantise[kind]) both[which]->quantise[kind](input, D);
-            both[which]->dot_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, input, y[which],
-                                        ROWS, 0, ROWS);
+            both[which]->dot_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, input, y[which], ROWS, 0,
+                                        ROWS);
         }
         if (form_of(kind) && kind != KIND_BF16 ? std::memcmp(y[0], y[1], T * ROWS * sizeof(float)) != 0
-                          : !are_close(y[0], y[1], T * ROWS))
+                                               : !are_close(y[0], y[1], T * ROWS))
             return false;
     }
     return true;
@@ -120,8 +119,7 @@ bool adds_in_order(const Kernels& tried, int32_t kind, int64_t row_bytes) {
 }
 
 // Unpacking is exact in every kind but the K-quants, so bits are compared; weight holds no NaN.
-bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
-                  int64_t row_bytes) {
+bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
     tried.unpack_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, unpacked[0], 0, ROWS);
     reference.unpack_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, unpacked[1], 0, ROWS);
     if (block_values(kind) != SUPER_BLOCK)
@@ -137,7 +135,8 @@ bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
 bool attend_alike(const Kernels& tried, const Kernels& reference) {
     const Kernels* both[] = {&tried, &reference};
     constexpr int64_t W = 80, G = 2, PADDED = 96, ROOM = (ROWS + 15) / 16 * 16;
-    constexpr float scale[NUM_CACHE_KINDS] = {10.0f, 5.0f, 10.0f, 0.01f, 0.1f};  // scores a few units apart
+    constexpr float scale[NUM_CACHE_KINDS] = {10.0f, 5.0f, 10.0f, 0.01f,
+                                              0.1f};  // scores a few units apart
     alignas(64) float query[G * PADDED] = {};
     for (int64_t g = 0; g < G; ++g)
         for (int64_t i = 0; i < W; ++i) query[g * PADDED + i] = x[i] * 0.1f;
@@ -149,8 +148,8 @@ bool attend_alike(const Kernels& tried, const Kernels& reference) {
             for (float& own : score) own = NAN;
             const uint8_t* run[] = {weight};
             const int32_t count[G] = {ROWS, ROWS - 1};
-            const AttendPart part = {run, run, ROWS, 2 * D, 2 * D, ROWS, width, G, count, query,
-                                     scale[kind], score, top, total, y[which]};
+            const AttendPart part = {run,   run,   ROWS,        2 * D, 2 * D, ROWS,  width,   G,
+                                     count, query, scale[kind], score, top,   total, y[which]};
             both[which]->weigh_keys[kind](part);
             both[which]->mix_values[kind](part);
             for (int64_t g = 0; g < G; ++g) y[which][G * PADDED + g] = top[g] + total[g];
@@ -233,7 +232,8 @@ bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
         }
         if (!are_close(y[0], y[1], 2 * D)) return false;
     }
-    constexpr float SPECIAL[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 90.0f, -90.0f, 87.5f, -87.5f, 1e-40f, -1e-40f, 3.0f, -3.0f};
+    constexpr float SPECIAL[] = {NAN,   INFINITY, -INFINITY, 0.0f,    -0.0f, 90.0f, -90.0f,
+                                 87.5f, -87.5f,   1e-40f,    -1e-40f, 3.0f,  -3.0f};
     constexpr int64_t N = sizeof SPECIAL / sizeof *SPECIAL;
     for (int32_t activation : {ACTIVATION_SILU, ACTIVATION_GELU_TANH}) {  // the same bits at all levels
         for (int which = 0; which < 2; ++which) {
@@ -243,7 +243,8 @@ bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
             both[which]->smooth(y[which] + N, D - N, activation);
             if (!std::isnan(y[which][0])) return false;
         }
-        if (std::memcmp(y[0] + 3, y[1] + 3, (D - 3) * sizeof(float)) != 0) return false;  // behind infinity
+        if (std::memcmp(y[0] + 3, y[1] + 3, (D - 3) * sizeof(float)) != 0)
+            return false;  // behind infinity
     }
     uint64_t above[2], beyond[2];
     for (int which = 0; which < 2; ++which) {
@@ -252,7 +253,8 @@ bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
         beyond[which] = both[which]->beyond(x, 61, x + 1);
         both[which]->keep_only(y[which], 0x123456789abcdef0);
     }
-    return above[0] == above[1] && beyond[0] == beyond[1] && std::memcmp(y[0], y[1], 64 * sizeof(float)) == 0;
+    return above[0] == above[1] && beyond[0] == beyond[1] &&
+           std::memcmp(y[0], y[1], 64 * sizeof(float)) == 0;
 }
 
 // Norms, the rotary embedding, halves and sums of parts have the same bits at all levels.
@@ -276,9 +278,9 @@ bool vectors_alike(const Kernels& tried, const Kernels& reference) {
 
 bool agree(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t row_bytes[NUM_KINDS] = {
-        4 * D,         2 * D,         2 * D,         D / 32 * 34, D / 32 * 18,
-        D / 256 * 144, D / 256 * 176, D / 256 * 210, D / 32 * 18,   D / 32 * 34,
-        D / 32 * 18,   D / 32 * 34,   D / 32 * 18,   D / 32 * 34,   2 * D,
+        4 * D,         2 * D,         2 * D,         D / 32 * 34,  D / 32 * 18,
+        D / 256 * 144, D / 256 * 176, D / 256 * 210, D / 32 * 18,  D / 32 * 34,
+        D / 32 * 18,   D / 32 * 34,   D / 32 * 18,   D / 32 * 34,  2 * D,
         2 * D,         D / 256 * 144, D / 256 * 176, D / 256 * 210};
     for (int64_t i = 0; i < VECTORS * D; ++i) x[i] = static_cast<float>((i + i / D) % 7 - 3);
     for (int64_t i = 0; i < 2 * MOST_ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
@@ -292,7 +294,8 @@ bool agree(const Kernels& tried, const Kernels& reference) {
             !unpack_alike(tried, reference, kind, row_bytes[kind]))
             return false;
     for (int64_t i = 0; i < ROWS; ++i)  // so different in size, also in bf16, that sums are rounded
-        x[i] = (1.0f + static_cast<float>(i)) * static_cast<float>(1 << i * 5 % 13) * (i % 3 == 1 ? -1.0f : 1.0f);
+        x[i] = (1.0f + static_cast<float>(i)) * static_cast<float>(1 << i * 5 % 13) *
+               (i % 3 == 1 ? -1.0f : 1.0f);
     for (int32_t kind : {KIND_F32, KIND_F16, KIND_BF16})
         if (!adds_in_order(tried, kind, row_bytes[kind])) return false;
     return attend_alike(tried, reference) && choose_alike(tried, reference) &&

@@ -52,7 +52,8 @@ inline __m128i sum_of_quarters(__m512i v) {
     return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
-inline void quantise_four(const float* x, int16_t* value, float* scale, int32_t* sum, int32_t* first_sum) {
+inline void quantise_four(const float* x, int16_t* value, float* scale, int32_t* sum,
+                          int32_t* first_sum) {
     const __m512i without_sign = _mm512_set1_epi32(0x7fffffff);
     __m128i quarters[4], last[4];
     for (int b = 0; b < 4; ++b) {
@@ -72,10 +73,13 @@ inline void quantise_four(const float* x, int16_t* value, float* scale, int32_t*
         const __mmask16 valid = is_finite >> b & 1 ? 0xffff : 0;
         __m512i half[2];
         for (int i = 0; i < 2; ++i) {
-            const __m512 scaled = _mm512_maskz_mul_ps(valid, _mm512_loadu_ps(x + b * BLOCK + 16 * i), by);
-            const __m512i shifted = _mm512_castps_si512(_mm512_add_ps(scaled, _mm512_set1_ps(12582912.0f)));
+            const __m512 scaled =
+                _mm512_maskz_mul_ps(valid, _mm512_loadu_ps(x + b * BLOCK + 16 * i), by);
+            const __m512i shifted =
+                _mm512_castps_si512(_mm512_add_ps(scaled, _mm512_set1_ps(12582912.0f)));
             half[i] = _mm512_sub_epi32(shifted, _mm512_set1_epi32(0x4b400000));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(value + b * BLOCK + 16 * i), _mm512_cvtepi32_epi16(half[i]));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(value + b * BLOCK + 16 * i),
+                                _mm512_cvtepi32_epi16(half[i]));
         }
         quarters[b] = sum_of_quarters(half[0]), last[b] = sum_of_quarters(half[1]);
     }
@@ -85,7 +89,8 @@ inline void quantise_four(const float* x, int16_t* value, float* scale, int32_t*
     _mm_storeu_si128(reinterpret_cast<__m128i*>(sum), _mm_add_epi32(firsts, over_each(last, add)));
 }
 #else
-inline void quantise_four(const float* x, int16_t* value, float* scale, int32_t* sum, int32_t* first_sum) {
+inline void quantise_four(const float* x, int16_t* value, float* scale, int32_t* sum,
+                          int32_t* first_sum) {
     for (int b = 0; b < 4; ++b, x += BLOCK, value += BLOCK) {
         quantise_block(x, value, scale + b);
         sum[b] = total_of(value, BLOCK);

@@ -44,8 +44,8 @@ struct HsCopier {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             waiting_ = copies;
-            end_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                      std::chrono::duration<double>(seconds));
+            end_ = Clock::now() +
+                   std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
         }
         wanted_.notify_one();
     }

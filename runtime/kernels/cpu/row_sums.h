@@ -60,13 +60,13 @@ class RowSums {
         const int64_t across = vector_pieces(T), along = column_pieces(columns, across);
         split(T * places.count * row_bytes(places.matrix), across * along, 1, 16,
               [&](int64_t i0, int64_t i1) {
-                  for (int64_t i = i0; i < i1; ++i) {
-                      const int64_t k = i / across, v = i % across;
-                      add_columns(places, c, vector_of(v, across, T), vector_of(v + 1, across, T),
-                                  column_of(k, along, columns), column_of(k + 1, along, columns), out,
-                                  stride);
-                  }
-              });
+            for (int64_t i = i0; i < i1; ++i) {
+                const int64_t k = i / across, v = i % across;
+                add_columns(places, c, vector_of(v, across, T), vector_of(v + 1, across, T),
+                            column_of(k, along, columns), column_of(k + 1, along, columns), out,
+                            stride);
+            }
+        });
     }
 
     float* const part;  // [chunks, T, D] or [T, D]
@@ -91,7 +91,8 @@ class RowSums {
     // each, but none shorter than COLUMNS_GRAIN unless there is only one.
     static int64_t column_pieces(int64_t columns, int64_t across) {
         const int64_t most = std::max<int64_t>(1, columns / COLUMNS_GRAIN);
-        return std::min(most, std::max<int64_t>((num_threads() + across - 1) / across, (columns + 1023) / 1024));
+        return std::min(
+            most, std::max<int64_t>((num_threads() + across - 1) / across, (columns + 1023) / 1024));
     }
 
     // The first column of piece i, a multiple of every kind's block (for i == pieces: the end).
@@ -110,8 +111,17 @@ class RowSums {
             for (int64_t g = g0, end; g < g1; g = end) {
                 end = std::min(g + WINDOW_ROWS / SUM_ROWS, g1);
                 const int64_t p0 = g * SUM_ROWS, count = std::min(end * SUM_ROWS, places.count) - p0;
-                const ManySums sums = {c.values(g, t0), &c.used(g, t0), part + t0 * D, SUM_ROWS, 1, D,
-                                       c.T * SUM_ROWS, c.T, t1 - t0, d0, d1};
+                const ManySums sums = {c.values(g, t0),
+                                       &c.used(g, t0),
+                                       part + t0 * D,
+                                       SUM_ROWS,
+                                       1,
+                                       D,
+                                       c.T * SUM_ROWS,
+                                       c.T,
+                                       t1 - t0,
+                                       d0,
+                                       d1};
                 kernels().accumulate_many[kind](places.rows(p0, count), 0, count, sums);
             }
             for (int64_t t = t0; t < t1; ++t) {

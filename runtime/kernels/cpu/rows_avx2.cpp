@@ -23,9 +23,7 @@ inline float sum(Floats v) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-inline Floats load_f32(const uint8_t* p) {
-    return _mm256_loadu_ps(reinterpret_cast<const float*>(p));
-}
+inline Floats load_f32(const uint8_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
 
 inline void store_f32(uint8_t* p, Floats v) { _mm256_storeu_ps(reinterpret_cast<float*>(p), v); }
 
@@ -43,9 +41,7 @@ inline Floats load_bf16(const uint8_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16_bytes(p)), 16));
 }
 
-inline Floats i8_to_floats(__m128i bytes) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-}
+inline Floats i8_to_floats(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
 
 inline Floats load_i8(const uint8_t* p) { return i8_to_floats(load_8_bytes(p)); }
 
@@ -110,9 +106,7 @@ inline Ints load_some_ints(const uint8_t* p, int64_t n) {
 inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(bits(v)); }
 inline Ints to_ints(Floats v) { return ints(_mm256_cvtps_epi32(v)); }
 inline Ints interleave_low(Ints a, Ints b) { return ints(_mm256_unpacklo_epi16(bits(a), bits(b))); }
-inline Ints interleave_high(Ints a, Ints b) {
-    return ints(_mm256_unpackhi_epi16(bits(a), bits(b)));
-}
+inline Ints interleave_high(Ints a, Ints b) { return ints(_mm256_unpackhi_epi16(bits(a), bits(b))); }
 inline Ints shift_words(Ints v, int n) { return ints(_mm256_srli_epi16(bits(v), n)); }
 inline Ints low_bytes(Ints v) { return (v ^ 0x00800080) & 0x00ff00ff; }
 inline Ints high_bytes(Ints v) { return ints(_mm256_srai_epi16(bits(v), 8)); }
@@ -125,9 +119,7 @@ inline __m256i add_pairs(__m256i sum, __m256i a, __m256i b) {
 #endif
 }
 
-inline Ints add_pairs(Ints sum, Ints a, Ints b) {
-    return ints(add_pairs(bits(sum), bits(a), bits(b)));
-}
+inline Ints add_pairs(Ints sum, Ints a, Ints b) { return ints(add_pairs(bits(sum), bits(a), bits(b))); }
 
 inline Ints larger(Ints a, Ints b) { return ints(_mm256_max_epi32(bits(a), bits(b))); }
 
@@ -227,10 +219,9 @@ inline Ints few_corrections(const int32_t* four) {
 
 inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
     const __m128i there = _mm_set1_epi64x(m < 4 ? (1ll << 16 * m) - 1 : -1ll);
-    const __m128i both = _mm_and_si128(
-        there, _mm_unpacklo_epi64(load_8_bytes(scale[0]), load_8_bytes(scale[1])));
-    return mul(_mm256_cvtph_ps(both),
-               _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x_scale)));
+    const __m128i both =
+        _mm_and_si128(there, _mm_unpacklo_epi64(load_8_bytes(scale[0]), load_8_bytes(scale[1])));
+    return mul(_mm256_cvtph_ps(both), _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x_scale)));
 }
 
 #ifdef __AVXVNNI__

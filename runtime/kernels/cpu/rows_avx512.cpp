@@ -81,8 +81,8 @@ inline void store_sixteen_sums(const Floats (&v)[4][4], float* y, int64_t stride
                                         _mm512_shuffle_f32x4(v[0][j], v[1][j], 0xee));
         const Floats cd = _mm512_add_ps(_mm512_shuffle_f32x4(v[2][j], v[3][j], 0x44),
                                         _mm512_shuffle_f32x4(v[2][j], v[3][j], 0xee));
-        column[j] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88),
-                                  _mm512_shuffle_f32x4(ab, cd, 0xdd));
+        column[j] =
+            _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
     }
     auto pairs = [](Floats a, Floats b) {
         return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
@@ -134,20 +134,16 @@ inline Ints load_some_ints(const uint8_t* p, int64_t n) {
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(bits(v)); }
 inline Ints to_ints(Floats v) { return ints(_mm512_cvtps_epi32(v)); }
 inline Ints interleave_low(Ints a, Ints b) { return ints(_mm512_unpacklo_epi16(bits(a), bits(b))); }
-inline Ints interleave_high(Ints a, Ints b) {
-    return ints(_mm512_unpackhi_epi16(bits(a), bits(b)));
-}
+inline Ints interleave_high(Ints a, Ints b) { return ints(_mm512_unpackhi_epi16(bits(a), bits(b))); }
 inline Ints shift_words(Ints v, int n) { return ints(_mm512_srli_epi16(bits(v), n)); }
 inline Ints high_bytes(Ints v) { return ints(_mm512_srai_epi16(bits(v), 8)); }
 
 inline Ints low_bytes(Ints v) {  // (v ^ 0x80) & 0xff
-    return ints(_mm512_ternarylogic_epi32(bits(v), _mm512_set1_epi16(0x80),
-                                          _mm512_set1_epi16(0xff), 0x28));
+    return ints(
+        _mm512_ternarylogic_epi32(bits(v), _mm512_set1_epi16(0x80), _mm512_set1_epi16(0xff), 0x28));
 }
 
-inline Ints add_pairs(Ints sum, Ints a, Ints b) {
-    return ints(add_pairs(bits(sum), bits(a), bits(b)));
-}
+inline Ints add_pairs(Ints sum, Ints a, Ints b) { return ints(add_pairs(bits(sum), bits(a), bits(b))); }
 
 inline Ints larger(Ints a, Ints b) { return ints(_mm512_max_epi32(bits(a), bits(b))); }
 
@@ -204,9 +200,9 @@ inline Floats few_scales(const uint8_t* const* scale, int64_t m) {
     const __m512i lanes = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     __m128i half[2];
     for (int i = 0; i < 2; ++i)
-        half[i] = _mm_unpacklo_epi64(
-            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i])),
-            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i + 1])));
+        half[i] =
+            _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i])),
+                               _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i + 1])));
     const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half[0]), half[1], 1);
     return _mm512_maskz_permutexvar_ps(first_of_16(4 * m), lanes, _mm512_cvtph_ps(all));
 }
@@ -263,9 +259,9 @@ inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x
     const __mmask16 there = static_cast<__mmask16>(0x1111 * ((1 << m) - 1));
     __m128i half[2];
     for (int i = 0; i < 2; ++i)
-        half[i] = _mm_unpacklo_epi64(
-            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i])),
-            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i + 1])));
+        half[i] =
+            _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i])),
+                               _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i + 1])));
     const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half[0]), half[1], 1);
     return mul(_mm512_maskz_cvtph_ps(there, all), _mm512_broadcast_f32x4(_mm_loadu_ps(x_scale)));
 }

@@ -150,8 +150,7 @@ inline Ints products_q8(const uint8_t* quants, const int16_t* x) {
 
 inline Ints products_q4(const uint8_t* nibbles, const int16_t* x) {
     Ints sum = {};
-    for (int i = 0; i < 16; ++i)
-        sum[i % 4] += (nibbles[i] & 15) * x[i] + (nibbles[i] >> 4) * x[i + 16];
+    for (int i = 0; i < 16; ++i) sum[i % 4] += (nibbles[i] & 15) * x[i] + (nibbles[i] >> 4) * x[i + 16];
     return sum;
 }
 

@@ -117,7 +117,7 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
         const uint8_t *row[ROWS], *next[ROWS], *also[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             row[r] = row_of(rows, a + r);
-            next[r] = rows.next                ? rows.next[a + r - a0]
+            next[r] = rows.next               ? rows.next[a + r - a0]
                       : a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r)
                                               : row[r];
         }
@@ -162,13 +162,12 @@ inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* nex
         for (int v = 0; v < VECTORS; ++v) store_floats(y + d + v * LANES, out[v]);
     }
     for (; d < d1; ++d)
-        for (int r = 0; r < ROWS; ++r)
-            y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
+        for (int r = 0; r < ROWS; ++r) y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
 }
 
 template <class Format, int ROWS>
-inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
-                     float* y, int64_t d0, int64_t d1, const uint8_t* const* also = nullptr) {
+inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c, float* y,
+                     int64_t d0, int64_t d1, const uint8_t* const* also = nullptr) {
     if constexpr (IS_SUPER<Format>)
         add_super_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
     else
@@ -210,8 +209,8 @@ inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a
 }
 
 template <class Format>
-void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
-                     int64_t d0, int64_t d1) {
+void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1, int64_t d0,
+                     int64_t d1) {
     if constexpr (IS_BLOCKS<Format>) {
         for (int64_t a = a0; a < a1; a += SUM_ROWS) {
             const int64_t k = a1 - a < SUM_ROWS ? a1 - a : SUM_ROWS;
@@ -227,9 +226,9 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
                 continue;
             }
             for (int64_t r = 0; r < 4; ++r)
-                next[r] = rows.next                ? rows.next[r]
+                next[r] = rows.next               ? rows.next[r]
                           : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
-                                                   : row[0];
+                                                  : row[0];
             add_group<Format, 4>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
         }
     } else {
@@ -244,8 +243,9 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
                 }
                 return;
             }
-        for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
-                                   const uint8_t* const* next, const uint8_t* const* also) {
+        for_rows(rows, a0, a1,
+                 [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next,
+                     const uint8_t* const* also) {
             constexpr int ROWS = decltype(count)::VALUE;
             add_rows<Format, ROWS>(row, next, c + a, y, d0, d1, also);
         });
@@ -272,8 +272,7 @@ inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, float
         } else {
             Format::unpack(block, w);
         }
-        for (int v = 0; v < VALUES / LANES; ++v)
-            store_floats(out + b * VALUES + v * LANES, w[v]);
+        for (int v = 0; v < VALUES / LANES; ++v) store_floats(out + b * VALUES + v * LANES, w[v]);
     }
     if constexpr (!Format::SCALED)
         for (int64_t d = D / BLOCK * BLOCK; d < D; ++d)
@@ -297,7 +296,9 @@ uint64_t above(const float* x, int64_t n, float limit) {
     for (int64_t i = 0; i < n; i += 16) {
         const __mmask16 there = first_of_16(n - i);
         const __m512 values = _mm512_maskz_loadu_ps(there, x + i);
-        open |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, broadcast(limit), _CMP_NLE_UQ)) << i;
+        open |=
+            static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, broadcast(limit), _CMP_NLE_UQ))
+            << i;
     }
 #else
     for (int64_t i = 0; i < n; ++i) open |= static_cast<uint64_t>(!(x[i] <= limit)) << i;
@@ -315,7 +316,8 @@ uint64_t beyond(const float* x, int64_t n, const float* limit) {
         open |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, limits, _CMP_NLE_UQ)) << i;
     }
 #else
-    for (int64_t i = 0; i < n; ++i) open |= static_cast<uint64_t>(!(__builtin_fabsf(x[i]) <= limit[i])) << i;
+    for (int64_t i = 0; i < n; ++i)
+        open |= static_cast<uint64_t>(!(__builtin_fabsf(x[i]) <= limit[i])) << i;
 #endif
     return open;
 }
@@ -340,8 +342,7 @@ void keep_only(float* x, uint64_t mask) {
 int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
     int64_t count = 0, i = 0;
 #ifdef LEVEL_AVX512
-    const __m512i lanes =
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     for (; i + 16 <= n; i += 16) {
         const __mmask16 above =
             _mm512_cmp_ps_mask(load_floats(score + i), broadcast(limit), _CMP_NLE_UQ);
@@ -367,7 +368,8 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 // The bf16 kernels of this level.
 #ifdef HAS_BF16_PAIRS
 constexpr DotRows* DOT_BF16 = dot_bf16;
-constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_bf16, *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_bf16;
+constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_bf16,
+                         *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_bf16;
 constexpr AccumulateMany *MANY_BF16 = by_window<Bf16Tile, accumulate_bf16_many>,
                          *MANY_GROUPED_BF16 = by_groups<accumulate_grouped_bf16_many>;
 constexpr Quantise* QUANTISE_BF16 = quantise_bf16;
@@ -377,7 +379,8 @@ constexpr DotRows* DOT_BF16 = dot_float_rows<BF16>;
 constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_rows<BF16>,
                          *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_floats<GroupedFloats<BF16>>;
 constexpr AccumulateMany *MANY_BF16 = by_window<FloatTile<BF16>, accumulate_many<BF16>>,
-                         *MANY_GROUPED_BF16 = by_groups<accumulate_grouped_floats_many<GroupedFloats<BF16>>>;
+                         *MANY_GROUPED_BF16 =
+                             by_groups<accumulate_grouped_floats_many<GroupedFloats<BF16>>>;
 constexpr Quantise* QUANTISE_BF16 = nullptr;
 constexpr OrderSums* ORDER_BF16 = nullptr;
 #endif
@@ -393,10 +396,9 @@ constexpr AccumulateMany *MANY_Q4_0 = by_groups<accumulate_many<Q4_0Planar>>,
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
     {dot_float_rows<F32>, dot_float_rows<F16>, DOT_BF16, dot_blocks<Q8_0>, dot_blocks<Q4_0>,
-     dot_super<Q4_K>, dot_super<Q5_K>, dot_super<Q6_K>, dot_blocks<Q4_0Planar>,
-     dot_blocks<Q8_0Planar>, dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>,
-     nullptr, nullptr, nullptr, nullptr, dot_tiled_super<Q4_K>, dot_tiled_super<Q5_K>,
-     dot_tiled_super<Q6_K>},
+     dot_super<Q4_K>, dot_super<Q5_K>, dot_super<Q6_K>, dot_blocks<Q4_0Planar>, dot_blocks<Q8_0Planar>,
+     dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr,
+     dot_tiled_super<Q4_K>, dot_tiled_super<Q5_K>, dot_tiled_super<Q6_K>},
     {accumulate_rows<F32>, accumulate_rows<F16>, ACCUMULATE_BF16, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>, nullptr, nullptr,
@@ -404,22 +406,20 @@ constexpr Kernels ALL_KERNELS = {
      accumulate_grouped_floats<GroupedFloats<F16>>, ACCUMULATE_GROUPED_BF16},
     {by_window<FloatTile<F32>, accumulate_many<F32>>, by_window<FloatTile<F16>, accumulate_many<F16>>,
      MANY_BF16, by_groups<accumulate_many<Q8_0>>, by_groups<accumulate_many<Q4_0>>,
-     by_groups<accumulate_many<Q4_K>>, by_groups<accumulate_many<Q5_K>>, by_groups<accumulate_many<Q6_K>>,
-     MANY_Q4_0, MANY_Q8_0, nullptr, nullptr,
+     by_groups<accumulate_many<Q4_K>>, by_groups<accumulate_many<Q5_K>>,
+     by_groups<accumulate_many<Q6_K>>, MANY_Q4_0, MANY_Q8_0, nullptr, nullptr,
      by_groups<accumulate_grouped_many<Q4_0Grouped>>, by_groups<accumulate_grouped_many<Q8_0Grouped>>,
      by_groups<accumulate_grouped_floats_many<GroupedFloats<F16>>>, MANY_GROUPED_BF16},
-    {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>,
-     unpack_rows<Q8_0>, unpack_rows<Q4_0>, unpack_rows<Q4_K>,
-     unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
+    {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>, unpack_rows<Q8_0>, unpack_rows<Q4_0>,
+     unpack_rows<Q4_K>, unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
      unpack_rows<Q8_0Planar>, unpack_tiled<Q4_0Tiled>, unpack_tiled<Q8_0Tiled>,
      unpack_grouped<Q4_0Grouped>, unpack_grouped<Q8_0Grouped>,
      unpack_grouped_floats<GroupedFloats<F16>>, unpack_grouped_floats<GroupedFloats<BF16>>,
      unpack_tiled_super<Q4_K>, unpack_tiled_super<Q5_K>, unpack_tiled_super<Q6_K>},
     {nullptr, nullptr, QUANTISE_BF16, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>,
-     quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>,
-     quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>,
-     quantise_blocks<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr, quantise_blocks<Q8_0>,
-     quantise_blocks<Q8_0>, quantise_blocks<Q8_0>},
+     quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q4_0Planar>,
+     quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>, quantise_blocks<Q8_0Tiled>, nullptr,
+     nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>},
     {weigh_keys<F32>, weigh_keys<F16>, weigh_keys<BF16>, weigh_keys<Q8_0>, weigh_keys<Q4_0>},
     {mix_values<F32>, mix_values<F16>, mix_values<BF16>, mix_values<Q8_0>, mix_values<Q4_0>},
     {nullptr, nullptr, ORDER_BF16, order_sums<Q8_0>, order_sums<Q4_0>, nullptr, nullptr, nullptr,

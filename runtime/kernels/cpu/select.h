@@ -24,8 +24,8 @@
 #include "cache_rows.h"
 #include "work.h"
 
-constexpr int64_t LINE = 64;  // bytes of a cache line
-constexpr int64_t TOUCHED = 8;  // blocks whose codes are loaded together
+constexpr int64_t LINE = 64;       // bytes of a cache line
+constexpr int64_t TOUCHED = 8;     // blocks whose codes are loaded together
 constexpr int64_t TOGETHER = 256;  // blocks that are scored at a time
 constexpr float SUMMARY_LARGEST = 63.0f, QUERY_LARGEST = 127.0f, CODE_STEP = 0.9957f;
 
@@ -93,8 +93,7 @@ class Selector {
     // Index into the tables of the key block that contains a position.
     int64_t block_at(int32_t sequence, int64_t position, int64_t kv_head) const {
         const int64_t length = s.table.block_length, own = (length + rule.block - 1) / rule.block;
-        const int64_t block =
-            s.table.block[sequence * s.table.blocks_per_sequence + position / length];
+        const int64_t block = s.table.block[sequence * s.table.blocks_per_sequence + position / length];
         return (block * K + kv_head) * own + position % length / rule.block;
     }
 
@@ -156,8 +155,7 @@ class Selector {
         for (int64_t i = 0; num_parts() == 1 && i < W; ++i) part[i] *= share;
         bool is_finite = true;
         for (int64_t i = 0; i < rule.block * W; ++i) is_finite &= std::isfinite(keys[i]);
-        const float unit =
-            is_finite ? largest_of(part, num_parts() * W) / SUMMARY_LARGEST : NAN;
+        const float unit = is_finite ? largest_of(part, num_parts() * W) / SUMMARY_LARGEST : NAN;
         const float inverse = inverse_of(unit);
         for (int64_t p = 0; p < num_parts(); ++p)
             for (int64_t i = 0; i < Wp; ++i) {

@@ -50,9 +50,7 @@ inline Words words_of(const int8_t* p) {
     __builtin_memcpy(&word, p, 4);
     return _mm256_set1_epi32(word);
 }
-inline void store_words(int32_t* p, Words x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
-}
+inline void store_words(int32_t* p, Words x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 
 inline Words add_products(Words sum, Words row, Words x) {
 #ifdef __AVXVNNI__

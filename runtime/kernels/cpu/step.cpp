@@ -58,7 +58,8 @@ int64_t most_pairs(const HsStep& s) {
 
 // Operations whose input is multiplied by matrices, and those that process each row separately.
 bool is_product(const HsOp& op) {
-    return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS || op.kind == OP_HEAD;
+    return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS ||
+           op.kind == OP_HEAD;
 }
 bool is_of_rows(const HsOp& op) {
     return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
@@ -90,16 +91,16 @@ struct Work {
             is_multiplied |= is_product(*op) && op->in == value;
         }
         if (is_used)
-            vector[value] = arena.operand(size_of(step, value), step.max_rows, is_multiplied ? forms : 0,
-                                          step.vector[value]);
+            vector[value] = arena.operand(size_of(step, value), step.max_rows,
+                                          is_multiplied ? forms : 0, step.vector[value]);
     }
 
     Arena arena;
     Neurons neurons;
     Attention attention;
-    int64_t num_pairs;  // of the widest head
+    int64_t num_pairs;               // of the widest head
     float *qkv, *cos, *sin, *named;  // cos, sin: [num_rotaries, max_rows, num_pairs]
-    float* learned;  // positions
+    float* learned;                  // positions
     Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
 
@@ -139,8 +140,7 @@ void apply(const HsNorm& norm, const float* x, int64_t n, float* y) {
 
 class Step {
   public:
-    explicit Step(HsStep& step)
-        : s(step), clock(step), w(step, step.workspace), D(step.width) {}
+    explicit Step(HsStep& step) : s(step), clock(step), w(step, step.workspace), D(step.width) {}
 
     void run(const HsRow* row, int64_t count, float* logits) {
         run(row, count, logits, nullptr, 0, s.num_ops);
@@ -153,7 +153,8 @@ class Step {
   private:
     // Runs operations begin .. end-1. Adjacent ones of a layer that process each row separately share a
     // pass over the rows.
-    void run(const HsRow* row, int64_t count, float* logits, uint32_t* named, int64_t begin, int64_t end) {
+    void run(const HsRow* row, int64_t count, float* logits, uint32_t* named, int64_t begin,
+             int64_t end) {
         w.attention.place(row, count);
         T = w.attention.num_rows();
         for (int64_t t = num_wanted = 0; t < T; ++t)
@@ -192,7 +193,8 @@ class Step {
                 predict(s.layer[op.layer], in);
                 if (s.seen_predicted)
                     std::copy_n(w.named, T * s.layer[op.layer].num_neurons, s.seen_predicted);
-                if (named) pack_named(s.layer[op.layer], named, words_of(s.layer[op.layer].num_neurons));
+                if (named)
+                    pack_named(s.layer[op.layer], named, words_of(s.layer[op.layer].num_neurons));
                 return clock.ended(TIMED_PREDICTOR);
             case OP_NEURONS:
                 return neurons(op, in, out.f32);
@@ -338,8 +340,7 @@ class Step {
     // Multiplies x by attention's matrices, y [T, stride].
     void project(const HsMatrix* matrix, int count, Operand& x, float* y, int64_t stride) {
         multiply(matrix, count, x, T, y, stride);
-        for (int m = 0; m < count; ++m)
-            s.attention_bytes += matrix[m].num_rows * row_bytes(matrix[m]);
+        for (int m = 0; m < count; ++m) s.attention_bytes += matrix[m].num_rows * row_bytes(matrix[m]);
     }
 
     // Runs a block of a layer's neurons. The first one prepares the layer's bits.
@@ -395,7 +396,7 @@ class Step {
     StepClock clock;
     Work w;
     const int64_t D;
-    int64_t T = 1;  // computed rows of this step
+    int64_t T = 1;                         // computed rows of this step
     std::array<int64_t, MAX_ROWS> wanted;  // those with logits
     int64_t num_wanted = 0;
     std::array<bool, MAX_ROTARIES> is_turned = {};
@@ -447,7 +448,8 @@ bool fits(const HsOp& op, const HsStep& s) {
         (op.out == VALUE_NAMED) != (op.kind == OP_PREDICT))
         return false;
     const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD;
-    if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers)) return false;
+    if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers))
+        return false;
     const HsLayer* l = s.layer + op.layer;
     switch (op.kind) {
         case OP_EMBED:
@@ -510,8 +512,8 @@ bool fits(const HsStep& s) {
     if (s.num_ops < 0 || (s.num_ops > 0 && !s.op)) return false;
     for (const HsMatrix& m : {s.embedding, s.head})
         if (m.data && !fits(m, m.num_rows, s.width)) return false;
-    if (s.positions.data && (s.positions.num_rows < s.context_length ||
-                             !fits(s.positions, s.positions.num_rows, s.width)))
+    if (s.positions.data &&
+        (s.positions.num_rows < s.context_length || !fits(s.positions, s.positions.num_rows, s.width)))
         return false;
     for (int64_t i = 0; i < s.num_layers; ++i)
         if (!fits(s.layer[i], s)) return false;
@@ -540,7 +542,7 @@ namespace {
 int32_t check_rows(const HsStep& s, const HsRow* row, int64_t count) {
     if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
     int64_t num_computed = 0;
-    const HsRow* last = nullptr;  // the last computed row
+    const HsRow* last = nullptr;          // the last computed row
     std::array<int32_t, MAX_ROWS> begun;  // the sequences seen so far
     int64_t num_begun = 0;
     for (int64_t i = 0; i < count; ++i) {

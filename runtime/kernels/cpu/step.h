@@ -36,8 +36,8 @@ enum Timed : int32_t {
 };
 
 struct HsMatrix {
-    const uint8_t* data;  // null: absent
-    const float* bias;    // num_rows, or null
+    const uint8_t* data;                    // null: absent
+    const float* bias;                      // num_rows, or null
     int64_t num_rows, num_columns, stride;  // bytes from row to row
     int32_t kind, unused;
 };
@@ -61,8 +61,8 @@ struct HsRotary {
 // the layer's threshold. Mode dense has no limits.
 struct HsBlock {
     HsMatrix gate, up, down;
-    const int32_t* id;   // [N] the neurons' ids in the layer, or null: 0 .. N-1
-    const int32_t* row;  // [N] their rows in the matrices, or null: 0 .. N-1
+    const int32_t* id;        // [N] the neurons' ids in the layer, or null: 0 .. N-1
+    const int32_t* row;       // [N] their rows in the matrices, or null: 0 .. N-1
     const float* gate_limit;  // [N], or null: the layer's threshold
     int64_t num_neurons;
     // down: one row per output, [D, F], as llama.cpp's files have it; mode dense, all neurons in order
@@ -83,8 +83,8 @@ enum Summary : int32_t { SUMMARY_MEAN, SUMMARY_BOUNDS };
 struct HsSelect {
     int64_t block;  // 0: a token attends to all positions
     int64_t sinks, window, top;
-    int64_t candidates;  // keys are ranked by their codes among this many times `top`
-    int64_t full;        // tokens at positions below it attend to all positions
+    int64_t candidates;         // keys are ranked by their codes among this many times `top`
+    int64_t full;               // tokens at positions below it attend to all positions
     int32_t summary, is_coded;  // not coded: the best blocks are read whole
     // Capped positions: keys are stored before the rotary embedding. Keys in the window are rotated by
     // their distance from its beginning, and all earlier ones count as `window` positions away (InfLLM,
@@ -123,10 +123,10 @@ enum OpKind : int32_t {
     OP_ADD_BIAS,   // out = in + the bias of the down projection
     OP_ATTENTION,  // out = attention of in; appends to the cache
     OP_PREDICT,    // out = VALUE_NAMED, scores of all neurons from in
-    OP_NEURONS,    // out = block `part` of the neurons, from in; with in_2 = VALUE_NAMED, of those named
+    OP_NEURONS,  // out = block `part` of the neurons, from in; with in_2 = VALUE_NAMED, of those named
     OP_HEAD_NORM,  // out = the output norm, if any, of in's rows with logits
     OP_HEAD,       // logits of in, which OP_HEAD_NORM has written
-    OP_ATTEND,     // out = the heads' outputs for in, the queries, keys and values; appends to the cache
+    OP_ATTEND,  // out = the heads' outputs for in, the queries, keys and values; appends to the cache
     NUM_OP_KINDS
 };
 enum Value : int32_t {
@@ -141,7 +141,7 @@ enum Value : int32_t {
     VALUE_QKV,    // [(H + 2 K) W] queries, keys and values, if a GPU has projected them; overwritten
     VALUE_HEADS,  // [H W]
     VALUE_NAMED,  // [F] scores; a neuron is named if its score is above the layer's predictor_threshold
-    VALUE_NONE,  // no vector
+    VALUE_NONE,   // no vector
     NUM_VALUES = VALUE_NONE
 };
 struct HsOp {
@@ -175,7 +175,7 @@ struct HsStep {
     float *seen_predicted, *seen_gate, *seen_hidden;
     int64_t num_layers, num_ops, num_rotaries, width, context_length;
     int64_t num_neurons;  // of the layer with most
-    int64_t max_rows;  // 1 .. MAX_ROWS
+    int64_t max_rows;     // 1 .. MAX_ROWS
     // Bytes of the weight rows that all steps so far needed, see NeuronBytes.
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;
     int64_t attention_bytes;  // of query, key, value and output projection
@@ -198,7 +198,7 @@ struct HsRow {
 // shared with other devices are in HsStep's `vector`.
 struct HsPart {
     HsStep* step;
-    const HsRow* row;      // computed rows, at most the step's max_rows
+    const HsRow* row;         // computed rows, at most the step's max_rows
     const int64_t* num_rows;  // their number in this step
     uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron, written by OP_PREDICT; or null
     float* logits;    // [rows that have them, V] or null
@@ -208,13 +208,13 @@ struct HsPart {
 // A block of neurons of one layer, for T tokens.
 struct HsNeurons {
     HsBlock block;
-    const float* x;         // [T, D]
-    const uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
-    float* y;               // [T, D], written
-    uint32_t* fired;        // bits like `named`, written: those whose `down` row is used; or null
-    uint8_t* workspace;     // hs_neurons_bytes(), 64-aligned
-    int64_t width, num_neurons;                // D, F
-    int64_t num_tokens, max_tokens;            // T, 1 .. max_tokens; the workspace is for max_tokens
+    const float* x;              // [T, D]
+    const uint32_t* named;       // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
+    float* y;                    // [T, D], written
+    uint32_t* fired;             // bits like `named`, written: those whose `down` row is used; or null
+    uint8_t* workspace;          // hs_neurons_bytes(), 64-aligned
+    int64_t width, num_neurons;  // D, F
+    int64_t num_tokens, max_tokens;  // T, 1 .. max_tokens; the workspace is for max_tokens
     // of rows that all calls so far needed, see NeuronBytes
     int64_t gate_bytes, up_bytes, down_bytes;
     int32_t activation, mode;

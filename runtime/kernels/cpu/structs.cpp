@@ -73,4 +73,6 @@ const StructField FIELDS[] = {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const StructField* hs_struct_fields() { return FIELDS; }
+extern "C" __attribute__((visibility("default"))) const StructField* hs_struct_fields() {
+    return FIELDS;
+}

@@ -41,8 +41,8 @@ inline void accumulate_lists(AccumulateRows add, const Rows& rows, int64_t a0, c
         }
         for (int64_t i = count; i < 4; ++i) next[i] = rows.weight;
         if (count)
-            add({rows.weight, rows.stride, rows.D, index, count, next}, c, s.y + t * s.y_stride, 0, count, s.d0,
-                s.d1);
+            add({rows.weight, rows.stride, rows.D, index, count, next}, c, s.y + t * s.y_stride, 0,
+                count, s.d0, s.d1);
     }
 }
 
@@ -107,7 +107,8 @@ void by_groups(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
 template <class Tile, AccumulateMany ADD_GROUP>
 void by_window(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
     const int64_t taken = num_taken(k, s);
-    if (taken >= LEAST_USES * k && taken * TOGETHER <= k * s.count) return add_listed<Tile>(rows, a0, k, s);
+    if (taken >= LEAST_USES * k && taken * TOGETHER <= k * s.count)
+        return add_listed<Tile>(rows, a0, k, s);
     by_groups<ADD_GROUP>(rows, a0, k, s);
 }
 

@@ -9,8 +9,8 @@ struct SuperPanel {
 
 // Adds the terms of one block of 256 values to part[t][p], for T vectors from t on.
 template <class F, int R, int T>
-inline void multiply_super_panel(const SuperPanel<F, R>& panel, int64_t block, const PackedBlocks<Q8_0>& x,
-                                 int64_t t, Floats (*part)[8][R]) {
+inline void multiply_super_panel(const SuperPanel<F, R>& panel, int64_t block,
+                                 const PackedBlocks<Q8_0>& x, int64_t t, Floats (*part)[8][R]) {
     for (int p = 0; p < 8; ++p) {
         const int64_t b = block + p, of = t * x.next_scale + b;
         const uint8_t* values = x.values + b * x.stride + t * 64;
@@ -19,19 +19,17 @@ inline void multiply_super_panel(const SuperPanel<F, R>& panel, int64_t block, c
         if constexpr (F::HAS_MINIMA) {
             panel_products<Q8_0, R, T>(panel.weights[p], values, [](int) { return Ints{}; }, sum);
         } else {
-            panel_products<Q8_0, R, T, 0, 4>(
-                panel.weights[p], values,
-                [&](int j) { return Ints{} - 32 * x.first_sum[of + j * x.next_scale]; }, sum);
+            panel_products<Q8_0, R, T, 0, 4>(panel.weights[p], values, [&](int j) {
+                return Ints{} - 32 * x.first_sum[of + j * x.next_scale];
+            }, sum);
             for (int i = 0; i < R; ++i)
                 for (int j = 0; j < T; ++j)
-                    of_first[i][j] = mul(load_floats(panel.factors[i].factor[2 * p]), to_floats(sum[i][j]));
-            panel_products<Q8_0, R, T, 4, 8>(
-                panel.weights[p], values,
-                [&](int j) {
-                    const int64_t at = of + j * x.next_scale;
-                    return Ints{} - 32 * (x.sum[at] - x.first_sum[at]);
-                },
-                sum);
+                    of_first[i][j] =
+                        mul(load_floats(panel.factors[i].factor[2 * p]), to_floats(sum[i][j]));
+            panel_products<Q8_0, R, T, 4, 8>(panel.weights[p], values, [&](int j) {
+                const int64_t at = of + j * x.next_scale;
+                return Ints{} - 32 * (x.sum[at] - x.first_sum[at]);
+            }, sum);
         }
         for (int j = 0; j < T; ++j) {
             const int64_t at = of + j * x.next_scale;
@@ -43,7 +41,8 @@ inline void multiply_super_panel(const SuperPanel<F, R>& panel, int64_t block, c
                     term = fused(load_floats(factors.factor[p]), to_floats(sum[i][j]),
                                  mul(load_floats(factors.minimum[p]), to_floats(Ints{} - x.sum[at])));
                 else
-                    term = fused(load_floats(factors.factor[2 * p + 1]), to_floats(sum[i][j]), of_first[i][j]);
+                    term = fused(load_floats(factors.factor[2 * p + 1]), to_floats(sum[i][j]),
+                                 of_first[i][j]);
                 part[t + j][p][i] = fused(scale, term, part[t + j][p][i]);
             }
         }
@@ -52,8 +51,8 @@ inline void multiply_super_panel(const SuperPanel<F, R>& panel, int64_t block, c
 
 // Multiplies rows begin .. end-1 of R tiles by up to PANEL_TOKENS vectors.
 template <class F, int R, class Tile>
-void dot_super_panel(const Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride, int64_t begin,
-                     int64_t end) {
+void dot_super_panel(const Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride,
+                     int64_t begin, int64_t end) {
     const PackedBlocks<Q8_0> x(input, n);
     Floats part[PANEL_TOKENS][8][R];
     __builtin_memset(part, 0, input.count * sizeof part[0]);
@@ -82,7 +81,8 @@ void dot_super_panel(const Tile* tile, int64_t n, const Input& input, float* y, 
         for (int i = 0; i < R; ++i) {
             Floats sum[4];
             for (int q = 0; q < 4; ++q) sum[q] = add_floats(part[t][2 * q][i], part[t][2 * q + 1][i]);
-            store_floats(sums + i * LANES, add_floats(add_floats(sum[0], sum[1]), add_floats(sum[2], sum[3])));
+            store_floats(sums + i * LANES,
+                         add_floats(add_floats(sum[0], sum[1]), add_floats(sum[2], sum[3])));
         }
         __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
     }
@@ -90,9 +90,12 @@ void dot_super_panel(const Tile* tile, int64_t n, const Input& input, float* y, 
 
 // Multiplies rows by several vectors; returns the first row that is left.
 template <class F>
-int64_t dot_super_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
+int64_t dot_super_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                         int64_t a1) {
     const int64_t n = rows.D / BLOCK;
-    return for_tiles_of_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
+    return for_tiles_of_rows(
+        rows, a0, a1,
+        [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
         constexpr int R = decltype(count)::VALUE;
         const int64_t valid = a1 - a < R * LANES ? a1 - a : R * LANES;
         for (int64_t t = 0; t < x.count; t += PANEL_TOKENS) {

@@ -52,7 +52,8 @@ bool spin_until(const Ready& ready) {
 
 // gcc 12 compiles std::condition_variable::wait to a symbol that older C++ libraries lack.
 template <class Ready>
-void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lock, const Ready& ready) {
+void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lock,
+                 const Ready& ready) {
     while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
 }
 
@@ -117,7 +118,9 @@ class Pool {
         ++round_;
         if (num_asleep_ == 0) return;
         // After this, every worker either is asleep or sees the new round.
-        { std::lock_guard<std::mutex> lock(mutex_); }
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+        }
         start_.notify_all();
     }
 
@@ -132,7 +135,8 @@ class Pool {
                 const Range left = SharedRange::unpack(packed);
                 if (left.length() == 0) break;
                 const uint32_t count = std::min(left.length(), std::max(least_, left.length() / 2));
-                if (!own.compare_exchange_weak(packed, SharedRange::pack({left.begin + count, left.end})))
+                if (!own.compare_exchange_weak(packed,
+                                               SharedRange::pack({left.begin + count, left.end})))
                     continue;
                 const int64_t end = (left.begin + static_cast<int64_t>(count)) * grain_;
                 body_(context_, left.begin * grain_, std::min(end, n_));
@@ -177,7 +181,9 @@ class Pool {
             ++num_inside_;
             if (is_open_) take_pieces(self);
             if (--num_inside_ == 0 && caller_sleeps_) {
-                { std::lock_guard<std::mutex> lock(mutex_); }
+                {
+                    std::lock_guard<std::mutex> lock(mutex_);
+                }
                 done_.notify_one();
             }
         }

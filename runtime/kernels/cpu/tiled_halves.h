@@ -7,7 +7,8 @@ struct HalfSums {
     // Adds the products of four bytes of each row with values 4 * v .. 4 * v + 3 of a block of packed x.
     __attribute__((always_inline)) inline void add(Ints bytes, const uint8_t* x, int v) {
 #ifdef __AVXVNNI__
-        const __m256i w = bits(IS_SIGNED ? bytes ^ static_cast<int32_t>(0x80808080) : bytes);  // plus OFFSET
+        const __m256i w =
+            bits(IS_SIGNED ? bytes ^ static_cast<int32_t>(0x80808080) : bytes);  // plus OFFSET
         high = _mm256_dpbusd_avx_epi32(high, w, four_bytes(x + 4 * v));
         low = _mm256_dpbusd_avx_epi32(low, w, four_bytes(x + 32 + 4 * v));
 #else
@@ -42,7 +43,8 @@ inline void dot_whole_tile(const TiledTile<F>& tile, const PackedBlocks<F>& x, f
 #pragma GCC unroll 1
     for (int64_t b = 0; b < tile.n; ++b) {
         tile.ask(b);
-        const uint8_t *quants = F::quants_of(tile.tile, tile.n, b, 0), *values = x.values + b * x.stride;
+        const uint8_t *quants = F::quants_of(tile.tile, tile.n, b, 0),
+                      *values = x.values + b * x.stride;
         const Ints start = Ints{} - OFFSET<F> * x.sum[b];
         HalfSums<!IS_NIBBLES> sums[2] = {HalfSums<!IS_NIBBLES>(start), HalfSums<!IS_NIBBLES>(start)};
 #pragma GCC unroll 8
@@ -60,5 +62,6 @@ inline void dot_whole_tile(const TiledTile<F>& tile, const PackedBlocks<F>& x, f
         }
     }
     for (int i = 0; i < 2; ++i)
-        store_floats(y + i * LANES, add_floats(add_floats(part[0][i], part[1][i]), add_floats(part[2][i], part[3][i])));
+        store_floats(y + i * LANES, add_floats(add_floats(part[0][i], part[1][i]),
+                                               add_floats(part[2][i], part[3][i])));
 }

@@ -54,7 +54,8 @@ struct TiledAhead {
     int64_t other_bytes = 0;
 
     // The address to prefetch instead of which offset `from` of the tile is read; or null.
-    __attribute__((always_inline)) inline const uint8_t* address(const uint8_t* tile, int64_t from) const {
+    __attribute__((always_inline)) inline const uint8_t* address(const uint8_t* tile,
+                                                                 int64_t from) const {
         if (!end) return after ? after + from : nullptr;
         const int64_t ahead = stream_ahead + from;
         const uint8_t* at = tile + ahead + (other_bytes ? ahead / other_bytes * other_bytes : 0);
@@ -63,7 +64,8 @@ struct TiledAhead {
 
     // Prefetches what is due when `count` bytes from offset `from` of the tile are read. gcc 12
     // drops calls of a function that only prefetches, unless it is inlined early.
-    __attribute__((always_inline)) inline void ask(const uint8_t* tile, int64_t from, int64_t count) const {
+    __attribute__((always_inline)) inline void ask(const uint8_t* tile, int64_t from,
+                                                   int64_t count) const {
         if (const uint8_t* at = address(tile, from))
             for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(at + i);
         ask_next(tile, from, count);
@@ -87,8 +89,10 @@ struct TiledAhead {
     }
 
   private:
-    __attribute__((always_inline)) inline void ask_next(const uint8_t* tile, int64_t from, int64_t count) const {
-        for (int64_t i = 0; is_asking && i < count; i += 64) __builtin_prefetch(tile + TILED_AHEAD + from + i);
+    __attribute__((always_inline)) inline void ask_next(const uint8_t* tile, int64_t from,
+                                                        int64_t count) const {
+        for (int64_t i = 0; is_asking && i < count; i += 64)
+            __builtin_prefetch(tile + TILED_AHEAD + from + i);
     }
 };
 
@@ -122,7 +126,8 @@ struct TiledTile {
         if (!ahead) return;
         ahead->ask_others(tile, b, F::BLOCK_BYTES);
         if (const uint8_t* next = ahead->address(tile, b * TILE_ROWS * F::BLOCK_BYTES))
-            for (int64_t at = 0; at < TILE_ROWS * F::BLOCK_BYTES; at += 64) __builtin_prefetch(next + at);
+            for (int64_t at = 0; at < TILE_ROWS * F::BLOCK_BYTES; at += 64)
+                __builtin_prefetch(next + at);
     }
 
   private:
@@ -150,8 +155,8 @@ inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, fl
         Ints quarter[F::QUANT_BYTES / 4], w[TILE_WEIGHTS<F>];
         const Floats scale = tile.load(b, quarter);
         tile_weights<F>(quarter, w);
-        const Ints products = tile_products<F>(w, x.values + b / unit<F>() * x.stride, b,
-                                               Ints{} - OFFSET<F> * x.sum[b]);
+        const Ints products =
+            tile_products<F>(w, x.values + b / unit<F>() * x.stride, b, Ints{} - OFFSET<F> * x.sum[b]);
         next[0] = fused(to_floats(products), mul(scale, broadcast(x.scale[b])), next[0]);
         rotate();
     }
@@ -180,10 +185,12 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
 #endif
 #ifdef HAS_PANELS
     if (x.count > 1)
-        return for_halves(x, a0 - first, has_both_halves, [&](auto halves, int64_t lane, int64_t t, const Input& part) {
-            const TiledTile<F> tile[2] = {{at, lane, n, lane + t == 0 ? &ahead : nullptr}, {at, LANES, n, nullptr}};
-            dot_panel<F, decltype(halves)::VALUE>(tile, n, part, y + t * y_stride, y_stride, a0 - first - lane,
-                                                  a1 - first - lane);
+        return for_halves(x, a0 - first, has_both_halves,
+                          [&](auto halves, int64_t lane, int64_t t, const Input& part) {
+            const TiledTile<F> tile[2] = {{at, lane, n, lane + t == 0 ? &ahead : nullptr},
+                                          {at, LANES, n, nullptr}};
+            dot_panel<F, decltype(halves)::VALUE>(tile, n, part, y + t * y_stride, y_stride,
+                                                  a0 - first - lane, a1 - first - lane);
         });
 #endif
     for (int64_t lane = a0 % TILE_ROWS / LANES * LANES; first + lane < a1; lane += LANES) {
@@ -267,7 +274,8 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
     if constexpr (TILES_AT_ONCE == 2) {
         if (x.count >= LEAST_FOR_TWO_TILES) {
             for_tiles<2>(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
-                if (end - a == 2 * TILE_ROWS) return dot_two_tiles<F>(rows, x, y + a, y_stride, a, ahead);
+                if (end - a == 2 * TILE_ROWS)
+                    return dot_two_tiles<F>(rows, x, y + a, y_stride, a, ahead);
                 dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
             });
             return;

@@ -22,7 +22,8 @@ void rms_norm(const float* x, const float* weight, float epsilon, int64_t n, flo
     for (int64_t i = 0; i < n; ++i) y[i] = x[i] * factor * weight[i];
 }
 
-void layer_norm(const float* x, const float* weight, const float* bias, float epsilon, int64_t n, float* y) {
+void layer_norm(const float* x, const float* weight, const float* bias, float epsilon, int64_t n,
+                float* y) {
     const float mean = sum_of(n, [=](int64_t i) { return x[i]; }) / static_cast<float>(n);
     const float squares = sum_of(n, [=](int64_t i) { return (x[i] - mean) * (x[i] - mean); });
     const float factor = 1.0f / __builtin_sqrtf(squares / static_cast<float>(n) + epsilon);
@@ -30,8 +31,8 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
     for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * factor * weight[i] + bias[i];
 }
 
-void rotate(float* x, int64_t heads, const float* __restrict cos, const float* __restrict sin, int64_t width,
-            bool is_adjacent) {
+void rotate(float* x, int64_t heads, const float* __restrict cos, const float* __restrict sin,
+            int64_t width, bool is_adjacent) {
     const int64_t half = width / 2;
     for (int64_t h = 0; h < heads; ++h, x += width) {
         auto turn = [=](float& a, float& b, int64_t i) {

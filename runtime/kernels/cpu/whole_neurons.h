@@ -9,7 +9,8 @@ struct Seen {
     int64_t stride;
 
     // Keeps `count` values of token t, from position p of the block on.
-    void keep(float* to, const HsBlock& block, int64_t t, int64_t p, const float* value, int64_t count) const {
+    void keep(float* to, const HsBlock& block, int64_t t, int64_t p, const float* value,
+              int64_t count) const {
         if (!to) return;
         to += t * stride;
         if (!block.id) std::memcpy(to + p, value, count * sizeof(float));
@@ -49,8 +50,8 @@ struct WholeNeurons {
     float *hidden, *up_value;  // [T, stride]
     uint64_t* mask;            // [groups, T]
     int64_t stride;            // neurons, padded to whole groups
-    float* part;      // [chunks, T, D]
-    int64_t chunk;    // neurons of a chunk
+    float* part;               // [chunks, T, D]
+    int64_t chunk;             // neurons of a chunk
     Seen seen;
 
     static bool takes(const HsBlock& block, const Gate& gate) {

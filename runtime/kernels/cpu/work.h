@@ -24,9 +24,8 @@ struct Operand {
         const int form = form_of(kind);
         input.packed = packed[form];
         if (num_packed[form] != T)
-            split(T > 1 ? 16 * T * size : 0, T, 16, 4, [&](int64_t t0, int64_t t1) {
-                quantise(input.part(t0, t1), size);
-            });
+            split(T > 1 ? 16 * T * size : 0, T, 16, 4,
+                  [&](int64_t t0, int64_t t1) { quantise(input.part(t0, t1), size); });
         num_packed[form] = T;
         return input;
     }
@@ -48,8 +47,7 @@ class Arena {
     Operand operand(int64_t size, int64_t capacity, uint32_t forms, float* f32 = nullptr) {
         Operand operand = {f32 ? f32 : take<float>(capacity * size), {}, {}, size, capacity};
         for (int form = 0; form < NUM_FORMS; ++form)
-            if (forms >> form & 1)
-                operand.packed[form] = take<uint8_t>(capacity * packed_bytes(size));
+            if (forms >> form & 1) operand.packed[form] = take<uint8_t>(capacity * packed_bytes(size));
         return operand;
     }
 
@@ -65,9 +63,7 @@ inline uint32_t form_bit(const HsMatrix& m) {
     return m.data && form_of(m.kind) ? 1u << form_of(m.kind) : 0;
 }
 
-inline uint32_t forms_of(const HsBlock& block) {
-    return form_bit(block.gate) | form_bit(block.up);
-}
+inline uint32_t forms_of(const HsBlock& block) { return form_bit(block.gate) | form_bit(block.up); }
 
 inline int64_t row_bytes(const HsMatrix& m) { return row_bytes_of(m.kind, m.num_columns); }
 inline int64_t num_bytes(const HsMatrix& m) {
@@ -81,8 +77,8 @@ inline Rows rows_of(const HsMatrix& m) {
 // True for a matrix of this shape, in any layout.
 inline bool has_shape(const HsMatrix& m, int64_t num_rows, int64_t num_columns) {
     const int64_t together = rows_together(m.kind);
-    return m.data && m.num_rows == num_rows && m.num_columns == num_columns &&
-           row_bytes(m) >= 0 && m.stride >= row_bytes(m) &&
+    return m.data && m.num_rows == num_rows && m.num_columns == num_columns && row_bytes(m) >= 0 &&
+           m.stride >= row_bytes(m) &&
            (together == 1 || (m.stride == row_bytes(m) && num_rows % together == 0));
 }
 

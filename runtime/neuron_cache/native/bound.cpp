@@ -20,7 +20,7 @@ constexpr int64_t LANES = 32;
 constexpr int64_t FLUSHED = 64;  // steps between sums in double precision
 
 struct Job {
-    const uint32_t* bits;     // [T, W]
+    const uint32_t* bits;                        // [T, W]
     int64_t num_steps, num_neurons, step_words;  // words per step
     const uint32_t* initial;  // [W] the neurons that are in slots before the first step
     const float* price;       // [T] of a slot at each step
@@ -106,9 +106,8 @@ double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8
 // of each step are read; initial: [W]; price: [T]. Writes the number of slots in use at each step
 // to `used` [T], and the numbers of copies and hits.
 EXPORT double hs_cache_gain(const uint32_t* bits, int64_t num_steps, int64_t num_neurons,
-                               int64_t step_words, const uint32_t* initial, const float* price,
-                               float value, float fetch, int32_t* used, int64_t* copies,
-                               int64_t* hits) {
+                            int64_t step_words, const uint32_t* initial, const float* price,
+                            float value, float fetch, int32_t* used, int64_t* copies, int64_t* hits) {
     const Job job = {bits, num_steps, num_neurons, step_words, initial, price, value, fetch};
     std::vector<uint8_t> stays(num_steps * LANES), leaves(num_steps * LANES);
     std::fill_n(used, num_steps, 0);

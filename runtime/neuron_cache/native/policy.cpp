@@ -10,11 +10,12 @@
 
 namespace {
 
-constexpr double RECENT = 0.95;         // decay of step_s, free_s and cold_share per step
-constexpr double ROOM = 0.9;  // the share of a step's time for copies, and of its idle time for gathering
+constexpr double RECENT = 0.95;  // decay of step_s, free_s and cold_share per step
+constexpr double ROOM =
+    0.9;  // the share of a step's time for copies, and of its idle time for gathering
 constexpr double PRICE_UP = 1.1, PRICE_DOWN = 0.97, LEAST_PRICE = 1e-3;
-constexpr int64_t FIRST_STEPS = 16;     // before swapping may start
-constexpr double LEAST_LOSS = 0.002;    // the share of a step whose loss stops swapping
+constexpr int64_t FIRST_STEPS = 16;   // before swapping may start
+constexpr double LEAST_LOSS = 0.002;  // the share of a step whose loss stops swapping
 
 inline int64_t padded(int64_t F) { return (F + 31) / 32 * 32; }
 inline bool has(const uint32_t* bits, int64_t j) { return bits[j / 32] >> (j % 32) & 1; }
@@ -54,7 +55,8 @@ FOR_EACH_LEVEL void count(const uint32_t* bits, int64_t stride, int64_t tokens, 
 }
 
 // The expected frequencies of reads, by which neurons are ranked.
-FOR_EACH_LEVEL void worths(const float* score, const float* burst, int64_t F, float weight, float* worth) {
+FOR_EACH_LEVEL void worths(const float* score, const float* burst, int64_t F, float weight,
+                           float* worth) {
     for (int64_t j = 0; j < F; ++j) worth[j] = score[j] + weight * (burst[j] - score[j]);
 }
 
@@ -135,7 +137,8 @@ class Pairing {
     int64_t run(NeuronCache& c, int64_t l, bool to_plan, int64_t count, double& gain_s) {
         catch_up(c, l);
         CacheLayer& layer = c.layer[l];
-        const double row_s = layer.cold_share * layer.cold_row_s - (1.0 - layer.cold_share) * layer.hot_row_s;
+        const double row_s =
+            layer.cold_share * layer.cold_row_s - (1.0 - layer.cold_share) * layer.hot_row_s;
         if (layer.num_slots == 0 || !(row_s > 0.0)) return count;
         const double cost = layer.gather_row_s + c.price * layer.copy_row_s;
         const float least = static_cast<float>(c.margin + cost / (row_s * c.stay));

@@ -13,7 +13,8 @@ struct CacheLayer {
     const uint32_t* planned;  // [W] the neurons that the plan has in slots
     uint32_t* resident;       // [W] the neurons that are in slots
     int64_t num_slots;
-    double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, see CacheCosts in src/hotsplit/options/neuron_cache.py
+    double hot_s, hot_row_s, cold_s,
+        cold_row_s;  // seconds, see CacheCosts in src/hotsplit/options/neuron_cache.py
     double copy_row_s, gather_row_s;
     double cold_share;  // moving average: the share of steps in which the cold side takes longer
     // Neurons read by all steps so far: all, those in slots, those in slots by the plan. 0 if all neurons
@@ -33,7 +34,7 @@ constexpr int64_t MOST_PENDING = 32;
 struct NeuronCache {
     CacheLayer* layer;
     uint32_t* pending;  // [MOST_PENDING, L, W]
-    CacheSwap* swap;  // [L * most_rows] candidates; the first num_swaps are the decision
+    CacheSwap* swap;    // [L * most_rows] candidates; the first num_swaps are the decision
     int64_t num_layers, num_neurons, most_rows, num_visited;
     double rest_s, copy_s;
     // The options in CacheOptions.
@@ -43,8 +44,8 @@ struct NeuronCache {
     // State.
     int64_t num_swaps, next_layer, num_rows, num_steps, num_pending;
     float pending_rate[MOST_PENDING];
-    double price;  // expected gain in seconds that a swap must bring per second of the link
-    double step_s, free_s;  // moving averages of a step's seconds, and of the CPU's idle seconds in it
+    double price;            // expected gain in seconds that a swap must bring per second of the link
+    double step_s, free_s;   // moving averages of a step's seconds, and of the CPU's idle seconds in it
     double gain_s, saved_s;  // moving averages per step: expected gain of further swaps, seconds saved
     int32_t is_on, is_returning;
     // Totals.

@@ -19,8 +19,8 @@ from hotsplit.commands.evaluate import evaluate
 from hotsplit.commands.generate import generate
 from hotsplit.commands.help import examples
 from hotsplit.commands.help.command import completion, help_command
+from hotsplit.commands.options.engine import rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.rope import rope_options
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,

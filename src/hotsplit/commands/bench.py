@@ -5,10 +5,8 @@ from typing import Any
 import click
 
 from hotsplit.commands.cache_replay import check_replay, run_replay
-from hotsplit.commands.options.cache import cache_type_options
+from hotsplit.commands.options.engine import cache_type_options, neuron_cache_option, rope_options
 from hotsplit.commands.options.kept_files import bench_line
-from hotsplit.commands.options.neuron_cache import neuron_cache_option
-from hotsplit.commands.options.rope import rope_options
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from hotsplit.commands.help import examples
-from hotsplit.commands.options.cache import cache_type_options
 from hotsplit.commands.options.chat import system_message, template_variables
 from hotsplit.commands.options.constraints import (
     NAMES,
@@ -21,8 +20,7 @@ from hotsplit.commands.options.constraints import (
     constraint_of,
     constraint_options,
 )
-from hotsplit.commands.options.neuron_cache import neuron_cache_option
-from hotsplit.commands.options.rope import rope_options
+from hotsplit.commands.options.engine import cache_type_options, neuron_cache_option, rope_options
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,

@@ -11,10 +11,9 @@ import click
 
 from hotsplit.commands.chat import talk
 from hotsplit.commands.generate import text_options, write
-from hotsplit.commands.options.cache import cache_type_options
 from hotsplit.commands.options.constraints import constraint_options
+from hotsplit.commands.options.engine import cache_type_options, rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.rope import rope_options
 from hotsplit.commands.options.sampling import sampling_options
 from hotsplit.commands.options.shared import (
     FILE,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotsplit.commands.help import examples
-from hotsplit.commands.options.cache import cache_type_options
-from hotsplit.commands.options.rope import rope_options
+from hotsplit.commands.options.engine import cache_type_options, rope_options
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,

@@ -43,9 +43,12 @@ bool read_line(int file) {
 const char* hexadecimal(const char* text, uintptr_t& value) {
     value = 0;
     for (;; text++) {
-        if (*text >= '0' && *text <= '9') value = 16 * value + (*text - '0');
-        else if (*text >= 'a' && *text <= 'f') value = 16 * value + (*text - 'a' + 10);
-        else return text;
+        if (*text >= '0' && *text <= '9')
+            value = 16 * value + (*text - '0');
+        else if (*text >= 'a' && *text <= 'f')
+            value = 16 * value + (*text - 'a' + 10);
+        else
+            return text;
     }
 }
 
@@ -87,7 +90,7 @@ void on_bus_error(int number, siginfo_t* info, void*) {
 
 // Installs the handler; 0 on success.
 extern "C" __attribute__((visibility("default"))) int32_t hs_guard_mapped_files() {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_bus_error;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     return sigaction(SIGBUS, &action, nullptr);
@@ -96,7 +99,7 @@ extern "C" __attribute__((visibility("default"))) int32_t hs_guard_mapped_files(
 // Sets the files that the handler removes, at most MAX_UNFINISHED: `count` names, each terminated
 // by a zero byte. Names that do not fit into PATH_BYTES with that byte are left out.
 extern "C" __attribute__((visibility("default"))) void hs_set_unfinished(const char* names,
-                                                                           int64_t count) {
+                                                                         int64_t count) {
     num_unfinished = 0;
     int kept = 0;
     for (int64_t i = 0; i < count && kept < MAX_UNFINISHED; i++) {

@@ -1,0 +1,63 @@
+"""Options for fields of EngineConfig: rotary embeddings and the KV cache, with llama.cpp's names, and
+the neuron cache."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hotsplit.commands.options.shared import engine_option, joined
+from hotsplit.model.rope import KINDS
+from hotsplit.options.cache_types import NAMES
+from hotsplit.options.engine_config import EngineConfig
+from hotsplit.options.key_selection import DEFAULT
+from hotsplit.options.neuron_cache import OFF, CacheOptions, Off
+
+rope_options = joined(
+    engine_option(
+        "rope_scaling", "--rope-scaling", type=click.Choice(KINDS),
+        help="How positions beyond the trained ones are computed, instead of the model's own way."
+        " [default with --rope-scale: yarn]",
+    ),
+    engine_option(
+        "rope_scale", "--rope-scale", type=float, metavar="N",
+        help="Allow texts N times as long as in training. [default with --rope-scaling:"
+        " what --context needs]",
+    ),
+)  # fmt: skip
+cache_type_options = joined(
+    engine_option(
+        "cache_type_k", "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
+        help=f"Type of cached keys (on the CPU without a plan): {', '.join(NAMES)}.",
+    ),
+    engine_option(
+        "cache_type_v", "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
+        help="Type of cached values. [default: that of the keys]",
+    ),
+    engine_option(
+        "kv_offload", "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
+        help="In long texts, read only the first keys, the last ones, and the best-scoring ones in"
+        " between (on the CPU, or as the plan says); sizes such as window=2048,top=512.",
+    ),
+)  # fmt: skip
+
+
+def _parsed(ctx: click.Context, param: click.Parameter, value: Any) -> CacheOptions | Off | None:
+    return value if value is None or value == OFF else CacheOptions.parse(value)
+
+
+neuron_cache_option = engine_option(
+    "neuron_cache", "--neuron-cache", metavar="on|off|SETTINGS", callback=_parsed,
+    help="Swap the neurons on the GPU to follow the text; settings such as decay=0.995,margin=0.05."
+    " [default: on with a plan that has room for it]",
+)  # fmt: skip
+
+
+def scaling_lines(model: Path, config: EngineConfig) -> list[str]:
+    """The line that says how the model's positions are scaled with these options, if they are."""
+    from hotsplit.artifacts.longer_texts import with_rope_scaling
+    from hotsplit.artifacts.model_file import ModelFile
+
+    file = with_rope_scaling(ModelFile.load(model), *config.rope, config.context_length)
+    scaling = file.spec.rope_scaling
+    return [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]
