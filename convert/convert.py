@@ -37,7 +37,7 @@ from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import layer_shapes
 from hotsplit.model.weight_types import TYPES
 
-STOCK_NAMES = {"silu": "SiLU", "gelu": "GELU"}
+STOCK_NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU"}
 FILE_TYPES: dict[str, LlamaFileType] = {each.name: LlamaFileType[each.file_type] for each in TYPES}
 
 
@@ -192,6 +192,11 @@ def _refuse_stock(source: Path, spec: ModelSpec) -> None:
             f"{source}: llama.cpp's {graph.name} graph computes"
             f" {STOCK_NAMES[graph.stock_activations[0]]}, this model is"
             f" {activation}: it would run and answer wrongly; use the sparse layout"
+        )
+    if (why := graph.not_in_stock(spec)) is not None:
+        raise HotsplitError(
+            f"{source}: llama.cpp's {graph.name} graph {why}: it would run and answer wrongly; use"
+            " the sparse layout"
         )
     names = {name for layer in spec.layers for name in layer_shapes(spec, layer, "stock")}
     unknown = sorted(names & set(graph.options) - set(graph.stock_options))

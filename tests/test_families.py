@@ -93,6 +93,13 @@ CASES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         },
     ),
+    "gemma3-stock": Gemma3TextConfig(
+        **GATED | {"num_hidden_layers": 7}, head_dim=16, sliding_window=5, query_pre_attn_scalar=16,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    ),
     "smollm3": SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
     "smollm3-biases-untied": SmolLM3Config(
         **GATED | UNTIED | {"num_hidden_layers": 8}, attention_bias=True, mlp_bias=True
@@ -163,7 +170,9 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
             assert torch.equal(engine._step(token, position), got[position])
 
 
-STOCK = ["llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3", "smollm3"]
+STOCK = [
+    "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", STOCK)
@@ -184,6 +193,8 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("falcon-7b", "computes GELU, this model is relu"),
         ("falcon-one-after-the-other", "graph has no"),
         ("opt", "llama.cpp has no opt graph"),
+        ("gemma3", "has windows in all layers but each 6th, this model in others"),
+        ("gemma3-biases-untied", "computes GELU, this model is silu"),
     ],
 )
 def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(

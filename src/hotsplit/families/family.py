@@ -20,7 +20,8 @@ GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 class Architecture:
     """A graph by llama.cpp's name for it, or PowerInfer's. `options`: the tensors that all layers
     of a model have or none. `stock_activations` and `stock_options`: what llama.cpp's graph of this
-    name computes and loads; empty if it has none. `keys` writes what `of_keys` reads beyond the
+    name computes and loads; empty if it has none; `not_in_stock` says what else of a spec it would
+    compute otherwise. `keys` writes what `of_keys` reads beyond the
     keys that all architectures have (spec_keys); `known_keys` are the names of these."""
 
     name: str
@@ -30,6 +31,7 @@ class Architecture:
     options: tuple[str, ...] = ()
     stock_activations: tuple[Activation, ...] = ()
     stock_options: tuple[str, ...] = ()
+    not_in_stock: Callable[[ModelSpec], str | None] = lambda spec: None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,17 +71,29 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     return gemma3_spec(
         sizes, (whole, local), read.activation(), read.layers_with_window(sizes.num_layers, PERIOD),
         read.count("attention.sliding_window"),
-        read.positive("gemma3.attention.scale", _stock_scale(sizes.num_layers, sizes)),
+        read.positive(
+            "gemma3.attention.scale",
+            _stock_scale(sizes.num_layers, sizes.hidden_size, sizes.num_heads, sizes.head_dim),
+        ),
         read.options(sizes.num_layers),
     )  # fmt: skip
 
 
-def _stock_scale(num_layers: int, sizes: Sizes) -> float:
-    """The scale that llama.cpp assumes, which has no key for it (src/models/gemma3.cpp)."""
-    size = sizes.head_dim
-    if num_layers == LAYERS_OF_27B:
-        size = sizes.hidden_size // sizes.num_heads
-    return 1.0 / math.sqrt(size)
+def _stock_scale(num_layers: int, hidden_size: int, num_heads: int, head_dim: int) -> float:
+    """The scale of scores that llama.cpp assumes (src/models/gemma3.cpp)."""
+    return 1.0 / math.sqrt(hidden_size // num_heads if num_layers == LAYERS_OF_27B else head_dim)
+
+
+def not_in_stock(spec: ModelSpec) -> str | None:
+    """What llama.cpp has no key for."""
+    is_local_L = [layer.attention.window is not None for layer in spec.layers]
+    if is_local_L != [(layer + 1) % PERIOD != 0 for layer in range(spec.num_layers)]:
+        return f"has windows in all layers but each {PERIOD}th, this model in others"
+    attention = spec.layers[-1].attention
+    stock = _stock_scale(spec.num_layers, spec.hidden_size, attention.num_heads, attention.head_dim)
+    if not math.isclose(attention.score_scale, stock, rel_tol=1e-6):
+        return f"multiplies scores by {stock:g}, this model by {attention.score_scale:g}"
+    return None
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
@@ -124,4 +136,5 @@ GRAPH = Architecture(
     ),
     options=PROJECTION_BIASES,
     stock_activations=("gelu_tanh",),
+    not_in_stock=not_in_stock,
 )
