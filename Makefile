@@ -300,7 +300,7 @@ CPP = $(shell find src $(STAGES) tests -name '*.cpp' -o -name '*.h' -o -name '*.
 check: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)
 	@ln -sfn $(CURDIR)/src/hotsplit/* $(addprefix $(CURDIR)/,$(STAGES)) $(TYPES)
 	$(BIN)/mypy

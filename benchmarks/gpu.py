@@ -292,7 +292,7 @@ class Bench:
         rival = RivalModel(
             folder=self.asked.rival, model=folder / "stock.gguf",
             context_length=scale.context_length, num_layers=scale.sizes.num_layers,
-            layer_bytes=sizes.attention + scale.sizes.most_neurons * sizes.neuron,
+            layer_bytes=sizes.attention + model.spec.most_neurons * sizes.neuron,
         )  # fmt: skip
         found: dict[int, Rival | str] = {}  # by budget
         for case in cases:

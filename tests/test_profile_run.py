@@ -290,8 +290,9 @@ def test_a_signal_in_a_search_or_in_the_final_measurement_loses_only_that(files,
     """A resumed run must search again: the thresholds of an unfinished search are all 0."""
     from hotsplit.profile import collect
 
-    silu = dataclasses.replace(ModelFile.load(files / "codec.gguf"), activation="silu")
-    silu.save(files / "codec.gguf")
+    model = ModelFile.load(files / "codec.gguf")
+    spec = changed(model.bare_spec, Neurons, activation="silu")
+    dataclasses.replace(model, bare_spec=spec).save(files / "codec.gguf")
     options = {"target_sparsity": 0.2, "perplexity_budget": 5.0}
     want = profile(config(files, "whole", **options))
     assert any(want.threshold_L)

@@ -43,7 +43,7 @@ TOY = make_sizes(
 def planted(tmp_path_factory):
     """(model file, profile) of a toy model."""
     folder = tmp_path_factory.mktemp("planted")
-    return write_planted(Planted(shape=TOY, rank=64, device=CPU), folder / "m.gguf")
+    return write_planted(Planted(sizes=TOY, rank=64, device=CPU), folder / "m.gguf")
 
 
 def test_the_computed_profile_matches_counted_firings(planted):
@@ -81,7 +81,7 @@ def test_planted_predictors_name_what_fires(planted):
 
 def test_files_do_not_depend_on_the_pieces_they_are_written_in(planted, tmp_path):
     model, _ = planted
-    again, _ = write_planted(Planted(shape=TOY, rank=64, device=CPU), tmp_path / "m.gguf")
+    again, _ = write_planted(Planted(sizes=TOY, rank=64, device=CPU), tmp_path / "m.gguf")
     assert again.path.read_bytes() == model.path.read_bytes()
     entry = again.tensors["blk.1.ffn_gate.weight"]
     rows = np.concatenate([entry.read_rows(0, 500), entry.read_rows(500, 1024)])
@@ -89,7 +89,7 @@ def test_files_do_not_depend_on_the_pieces_they_are_written_in(planted, tmp_path
 
 
 def test_the_rivals_file_has_the_stock_layout(tmp_path):
-    write_stock(Planted(shape=TOY, rank=64, device=CPU), tmp_path / "stock.gguf")
+    write_stock(Planted(sizes=TOY, rank=64, device=CPU), tmp_path / "stock.gguf")
     with Engine.load(tmp_path / "stock.gguf", device="cpu") as engine:
         assert engine.model.layout == "stock" and engine.model.activation == "silu"
         assert torch.isfinite(engine.logits([5, 6, 7])).all()
@@ -297,8 +297,8 @@ def test_a_rival_that_cannot_be_loaded_is_tried_once_a_budget(tmp_path, monkeypa
     monkeypatch.setattr(gpu, "best_rival", fail)
     cases = [SimpleNamespace(budget_bytes=n, rival=None, rival_error=None) for n in (1, 1, 2)]
     run = SimpleNamespace(asked=SimpleNamespace(rival=tmp_path), folder=tmp_path, note=said.append)
-    scale = SimpleNamespace(shape=TOY, context_length=8)
-    gpu.Bench._add_rivals(run, scale, tmp_path, make_model(shape=TOY), cases)
+    scale = SimpleNamespace(sizes=TOY, context_length=8)
+    gpu.Bench._add_rivals(run, scale, tmp_path, make_model(sizes=TOY), cases)
     assert tried == [1, 2] and len(said) == 2
     assert [case.rival_error for case in cases] == ["no room in 1"] * 2 + ["no room in 2"]
 
