@@ -12,7 +12,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.budget import all_neuron_bytes
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.profile.collect_streamed import collect_streamed
@@ -293,7 +293,6 @@ def _report(
 ) -> ProfileReport:
     result = outcome.profile
     quality_L = outcome.trained[1] if outcome.trained else ()
-    sizes = [layer_bytes(model, layer) for layer in range(model.spec.num_layers)]
     return ProfileReport(
         output=config.output,
         model_id=result.model_id,
@@ -305,7 +304,7 @@ def _report(
         limits=result.limits,
         predictors=files.path if files else None,
         predictor_bytes=sum(q.chosen.num_bytes for q in quality_L),
-        ffn_bytes=sum(model.spec.most_neurons * size.neuron for size in sizes),
+        ffn_bytes=all_neuron_bytes(model),
         quality_L=quality_L,
         quality=outcome.measured.report if outcome.measured else None,
         record=result.quality,

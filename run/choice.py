@@ -19,6 +19,7 @@ from hotsplit.costs.budget import (
     stored_neuron_bytes,
     workspace_bytes,
 )
+from hotsplit.costs.bytes_read import neurons_read
 from hotsplit.costs.mode_choice import can_silence, is_smooth
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout
@@ -307,11 +308,8 @@ def _always_bytes(model: ModelFile) -> int:
 def bytes_exact(model: ModelFile, density: float) -> float:
     """Neurons' bytes per token in mode exact: all gate rows, and the other rows of neurons that
     fire."""
-    read = 0.0
-    for index, layer in enumerate(model.spec.layers):
-        size = layer_bytes(model, index)
-        read += layer.neurons.number * (size.gate_row + density * (size.neuron - size.gate_row))
-    return read
+    layers = range(model.spec.num_layers)
+    return sum(neurons_read(model, layer, fired=density) for layer in layers)
 
 
 def bytes_predicted(model: ModelFile, density: float) -> float:

@@ -1,5 +1,5 @@
 """The state of a training run: trained parameters, limits, optimizer, best state, record, and the
-losses since the record's last point, as arrays in one file of profile.resume's format.
+losses since the record's last point, as arrays in one file of profile.count.resume's format.
 
 No random state is needed: the order of the corpus follows from the seed and the step."""
 

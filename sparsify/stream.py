@@ -1,6 +1,6 @@
 """The corpus as a stream of windows of equal length, in an order drawn by a seed.
 
-The blocks of all files (see profile.sources) are read in the seed's order and their tokens are
+The blocks of all files (see profile.corpus.sources) are read in the seed's order and their tokens are
 concatenated: no token is padding, and a window may hold the end of one text and the beginning of
 another. When all blocks have been read they are read again in another order. Held-out blocks come
 first in the first order and are never read again."""

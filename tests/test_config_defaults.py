@@ -29,7 +29,8 @@ FIRST = {
     "LlamaConfig": "LlamaForCausalLM", "MistralConfig": "MistralForCausalLM",
     "Qwen2Config": "Qwen2ForCausalLM", "Qwen3Config": "Qwen3ForCausalLM",
     "OPTConfig": "OPTForCausalLM", "FalconConfig": "FalconForCausalLM",
-    "Phi3Config": "Phi3ForCausalLM",
+    "Phi3Config": "Phi3ForCausalLM", "Gemma3TextConfig": "Gemma3ForCausalLM",
+    "SmolLM3Config": "SmolLM3ForCausalLM",
 }  # fmt: skip
 
 

@@ -32,9 +32,9 @@ from hotsplit.measure.evaluate.eval_file import eval_content, load_eval
 from hotsplit.measure.evaluate.quality import (
     EvalConfig,
     ShareCounter,
-    bytes_read,
     compare_all,
     evaluate,
+    mean_bytes,
 )
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
@@ -142,7 +142,7 @@ def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
         read = (engine.traffic.total - before) / 19
     neurons = 2 * 96 * 3 * 2 * 64
     others = dense_bytes(model) - neurons
-    assert bytes_read(model, mode, shares) - others == pytest.approx(read, rel=0.04)
+    assert mean_bytes(model, mode, shares) - others == pytest.approx(read, rel=0.04)
 
 
 def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):

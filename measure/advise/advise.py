@@ -1,7 +1,7 @@
 """Recommends a weight type and limits, if any, for a model, measured on a user's text and machine.
 
 Limits are first measured on a part of the text, and timed at one share, all in turns
-(profile.turns). Then the point that profile.advice_choice recommends is measured on the whole text
+(measure.advise.turns). Then the point that measure.advise.choice recommends is measured on the whole text
 and timed, until it recommends one for which both are done. So no recommendation rests on an
 estimate.
 

@@ -3,7 +3,7 @@
 A point is a weight type, dense or with a rule that saves a share of the bytes. The quality of all
 points is measured against one dense model, so that types and rules are comparable. A point is on
 the Pareto front unless another is at least as good in both KL and speed, and better in one.
-Measurements are left to profile.advise and profile.advise_own_limits."""
+Measurements are left to measure.advise.advise and profile.advise_own_limits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

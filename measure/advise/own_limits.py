@@ -3,7 +3,7 @@
 The file runs in mode exact, in its own type and in smaller ones; the alternative is a dense model
 in these types and its own: the one that the file was trained from or, if that is not given, the
 file itself in mode dense. Nothing is fitted to the text, so no part of it is set aside. All files
-are timed in turns, and profile.advice_choice chooses."""
+are timed in turns, and measure.advise.choice chooses."""
 
 import gc
 from collections.abc import Callable, Sequence

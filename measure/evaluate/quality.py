@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import head_bytes, layer_bytes
+from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.mode_choice import dense_bytes, mode_meant
 from hotsplit.measure.evaluate.comparison import (
     Comparison,
@@ -223,7 +224,7 @@ def report_of(
         kl_p99_interval=found.divergence_p99_interval,
         top1_agreement=found.agreement.mean,
         top1_half_width=found.agreement.half_width,
-        bytes_per_token=bytes_read(model, mode, shares),
+        bytes_per_token=mean_bytes(model, mode, shares),
         bytes_half_width=_bytes_half_width(model, mode, shares),
         dense_bytes_per_token=dense_bytes(model),
         named_share_L=shares.named_share_L,
@@ -233,22 +234,20 @@ def report_of(
     )
 
 
-def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
-    """Weight bytes per token, from the shares of neurons that are predicted and that fire."""
-    layers = range(model.spec.num_layers)
-    named_L = shares.named_share_L if mode == "predicted" else (1.0,) * len(layers)
-    fired_L = (1.0,) * len(layers) if mode == "dense" else shares.hidden_share_L
-    total = float(head_bytes(model))
-    for layer, named, fired in zip(layers, named_L, fired_L, strict=True):
-        sizes = layer_bytes(model, layer)
-        neuron = named * sizes.gate_row + fired * sizes.up_row + fired * sizes.down_row
-        total += sizes.attention + model.spec.most_neurons * neuron
-        total += sizes.predictor if mode == "predicted" else 0
-    return round(total)
+def mean_bytes(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
+    """Weight bytes per token, from the shares of neurons that are named and that fire."""
+    return round(
+        bytes_read(
+            model,
+            shares.named_share_L if mode == "predicted" else None,
+            None if mode == "dense" else shares.hidden_share_L,
+            has_predictor=mode == "predicted",
+        )
+    )
 
 
 def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
-    """Half-width of bytes_read, in which only the numbers of neurons vary from token to token."""
+    """Half-width of mean_bytes, in which only the numbers of neurons vary from token to token."""
     if mode == "dense":
         return 0.0
     bytes_T = torch.zeros((), dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Corpora as windows of token ids, from places drawn by a seed.
 
-Places are drawn as follows. The blocks of all files (see profile.sources) form one list, files in
+Places are drawn as follows. The blocks of all files (see profile.corpus.sources) form one list, files in
 the given order and those of a folder in sorted order; the seed permutes the blocks, and they are
 read in that order until there are enough tokens. A block yields one stretch of each of its texts:
 short texts are joined up to STRETCH characters, and a longer one yields a stretch of about that

@@ -1,6 +1,6 @@
 """Measures a predictor with its threshold on held-out text.
 
-The lost norm is exact here (in profile.selection it is estimated): the down projection runs twice,
+The lost norm is exact here (in profile.predictors.selection it is estimated): the down projection runs twice,
 for all neurons that fire and for those that the predictor misses.
 
 Letters: T tokens, D model width, F neurons."""

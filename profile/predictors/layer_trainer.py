@@ -3,11 +3,11 @@
 The text is divided among five phases:
 
 - moments: collects the second moments from which the untrained predictors are computed
-  (profile.moments).
+  (profile.predictors.moments).
 - keep: sets up to KEPT_TOKENS tokens aside, for early stopping and for choosing the rank to train.
-- train: trains one low-rank predictor, of that rank (profile.training).
+- train: trains one low-rank predictor, of that rank (profile.predictors.training).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
-  trained or not, and the whole gate in quantised types. The choice follows (profile.selection).
+  trained or not, and the whole gate in quantised types. The choice follows (profile.predictors.selection).
 - examine: measures the chosen predictor and the untrained one of the same shape, their thresholds
   fixed, on held-out text.
 

@@ -26,7 +26,7 @@ RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target for a predictor on the text that it is chosen on (see profile.selection); each
+    """The target for a predictor on the text that it is chosen on (see profile.predictors.selection); each
     value is more than 0 and less than 1."""
 
     contribution: float = 0.992

@@ -13,7 +13,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
 from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.files.outputs import check_output_folder, check_outputs
-from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, bytes_read, compare_all
+from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, compare_all, mean_bytes
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.predictors.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
@@ -132,7 +132,7 @@ def recorded(
             kl_mean=0.0,
             top1_agreement=1.0,
             num_tokens=reports[-1].num_tokens,
-            bytes_per_token=bytes_read(model, "exact", dense_shares),
+            bytes_per_token=mean_bytes(model, "exact", dense_shares),
             dense_bytes_per_token=reports[-1].dense_bytes_per_token,
             corpus_sha256=corpus_sha256,
         )

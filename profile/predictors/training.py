@@ -1,6 +1,6 @@
 """A low-rank predictor: its initialisation, its training, and its matrices as stored in a file.
 
-It is initialised from the whitened SVD of profile.moments, with logits in units of each neuron's
+It is initialised from the whitened SVD of profile.predictors.moments, with logits in units of each neuron's
 residual: for a normal residual of standard deviation s, P(gate > 0 | estimate) is close to a
 logistic function of 1.7 estimate / s. With one scale for all neurons, training made the predictor
 worse than its initialisation (docs/log/predictors.md).

@@ -13,7 +13,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 
 # llama.cpp looks GELU up in a table of 16-bit values of the tanh form; Falcon's GELU is exact.
-BOUNDS = {"falcon-11b": 2e-2}
+BOUNDS = {"falcon-11b": 2e-2, "gemma3-stock": 5e-3}
 
 
 @pytest.mark.parametrize("case", STOCK)

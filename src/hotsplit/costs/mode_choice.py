@@ -13,7 +13,8 @@ import math
 from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import head_bytes, layer_bytes
+from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, RunMode, SparseMode
 from hotsplit.model.spec import SMOOTH
 from hotsplit.model.weight_types import LARGE_NAMES, SMALLEST
@@ -92,9 +93,7 @@ def loss_line(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
 
 def dense_bytes(model: ModelFile) -> int:
     """Weight bytes that a token reads in mode dense."""
-    sizes = [layer_bytes(model, layer) for layer in range(model.spec.num_layers)]
-    neurons = sum(size.neuron for size in sizes) * model.spec.most_neurons
-    return neurons + sum(size.attention for size in sizes) + head_bytes(model)
+    return round(bytes_read(model))
 
 
 def predictor_bytes(model: ModelFile) -> int:
