@@ -254,7 +254,9 @@ PAIRS = {
     "pair-predictors": Pair(
         make=make_predictors, use=convert_with, sees=SIZES - {"heads", "vocabulary"}
     ),
-    "pair-limits": Pair(make=make_limits, use=limit_with, sees=SIZES - {"heads", "vocabulary"}),
+    "pair-limits": Pair(
+        make=make_limits, use=limit_with, sees=SIZES - {"heads", "vocabulary", "width"}
+    ),
     "pair-plan": Pair(make=make_plan, use=run_by, sees=SIZES, suffix=".gguf"),
     # The sizes of keys and values depend on neither.
     "pair-prompt": Pair(make=make_prompt, use=go_on_from, sees=SIZES - {"neurons", "width"}),

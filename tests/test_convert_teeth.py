@@ -72,7 +72,7 @@ def test_rope_parameters_take_precedence(tmp_path, top, inner, theta):
 def test_falcons_epsilon_is_that_of_the_config(tmp_path, epsilon):
     folder = random_model(tmp_path / "hf", FalconConfig(**FALCON, layer_norm_epsilon=epsilon))
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
-    assert ModelFile.load(path).spec.epsilon == np.float32(epsilon)
+    assert ModelFile.load(path).spec.output_norm.epsilon == np.float32(epsilon)
 
 
 @pytest.mark.parametrize("name, activation", [("gelu", "gelu"), ("gelu_new", "gelu_tanh"),

@@ -37,7 +37,7 @@ FEW = (
     {"tokenizer": 20, "tokens": 25, "special": 12, "generation": 10, "template": 6, "vocab": 10,
      "found": len(FOUND), "merges": 10, "sentencepiece": 4, "theirs": 30, "powerinfer": 30,
      "run": 25, "falcon": 10, "opt": 10, "phi": 12, "qwen": 10, "falcon-weights": 12,
-     "opt-weights": 10, "phi-weights": 10, "falcon-gguf": 12, "opt-gguf": 15, "qwen-gguf": 10,
+     "opt-weights": 10, "phi-weights": 10, "falcon-gguf": 12, "opt-gguf": 24, "qwen-gguf": 10,
      "bin-index": 10, "yarn": 14, "llama3": 10, "yarn-gguf": 10, "scores": 10, "unigram": 10},
     {"limits": 40, "thresholds": 40, "merge": 40, "figures": 30, "prompt": 40, "resume": 40,
      "conversation": 20, "gbnf": 30, "schema": 30, "regex": 30, "lark": 30, "text": 30, "jsonl": 30,

@@ -13,11 +13,12 @@ import pytest
 import torch
 from forked import run_command
 from hybrid_plans import F, L, make, planned
-from models import make_sizes
+from models import changed, make_sizes
 from test_runtime import saved
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Neurons
 from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
@@ -267,11 +268,12 @@ def test_a_state_of_other_predictor_thresholds_or_another_activation_is_refused(
     """The weights are the same, and so is the model's id, but the state differs."""
     model = saved(tmp_path, sizes=make_sizes(context_length=64), predictor_rank=8)
     higher = replace(model.predictor, threshold_L=tuple(t + 2 for t in model.predictor.threshold_L))
+    silu = changed(model.bare_spec, Neurons, activation="silu")
     states, path = [], tmp_path / "p"
     for changes, message in (
         ({}, None),
         ({"predictor": higher}, "made with other predictors: .*thresholds 0, 0.*, this is .*2, 2"),
-        ({"activation": "silu"}, "made with another activation: 'relu', this is 'silu'"),
+        ({"bare_spec": silu}, "made with another activation: 'relu', this is 'silu'"),
     ):
         other = replace(model, **changes)
         with Engine.of(other, mode="predicted", device="cpu") as engine:

@@ -19,15 +19,15 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.log_lines import NAME, lines_on_stderr
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("runtime", "convert", "profile", "solver", "sparsify", "serve", "src/hotsplit")
+FOLDERS = ("runtime", "convert", "profile", "measure", "solver", "sparsify", "serve", "src/hotsplit")
 # The command line itself, and programs that answer another process on stdout.
 PRINTING = {
     "src/hotsplit/cli.py",
-    "src/hotsplit/commands/top_level.py",
     "src/hotsplit/system/signals.py",
     "src/hotsplit/system/log_lines.py",
     "src/hotsplit/doctor/children.py",
     "runtime/text/template_worker.py",
+    "measure/bench/llamacpp_worker.py",
 }
 WRITERS = {"sys.stderr.write", "sys.stdout.write", "sys.stderr.writelines", "click.echo",
            "click.secho", "warnings.warn", "logging.warning", "logging.info", "print"}  # fmt: skip

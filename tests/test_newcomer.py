@@ -305,7 +305,7 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
         ("SomeForCausalLM", {"num_experts": 8}, "mixtures of experts are not supported"),
         ("MambaForCausalLM", {}, "recurrent layers"),
         ("BertModel", {}, "an encoder"),
-        ("Gemma3ForCausalLM", {}, "Gemma's graph"),
+        ("Gemma2ForCausalLM", {}, "Gemma's graph"),
         ("Qwen2VLForConditionalGeneration", {}, "models for images"),
         ("UnheardOf", {}, "is unknown"),
     ],
@@ -607,7 +607,9 @@ def test_a_text_with_fewer_tokens_than_requested_is_noted(codec_model, tmp_path,
 def test_a_profile_says_where_the_tokens_went_that_it_does_not_count(tmp_path, codec_model, capsys):
     text, path = tmp_path / "text.txt", tmp_path / "silu.gguf"
     text.write_text("ab cd " * 2000)
-    dataclasses.replace(ModelFile.load(codec_model), activation="silu").save(path)
+    model = ModelFile.load(codec_model)
+    spec = changed(model.bare_spec, Neurons, activation="silu")
+    dataclasses.replace(model, bare_spec=spec).save(path)
     words = ["profile", path, "--corpus", text, "--tokens", 2000]
     for more in ([], ["--target-sparsity", 0.25]):
         output = tmp_path / f"{len(more)}.safetensors"

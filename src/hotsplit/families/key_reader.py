@@ -23,7 +23,7 @@ OWN = "hotsplit."
 OWN_KEYS = {
     f"{OWN}{name}"
     for name in (
-        "version", "model_id", "is_post_norm", "ffn.activation", "ffn.threshold", "limits.trained",
+        "version", "model_id", "ffn.activation", "ffn.threshold", "limits.trained",
         "predictor.kind", "predictor.rank", "predictor.threshold", "predictor.input_layer_offset",
         "predictor.density",
     )
@@ -94,7 +94,8 @@ class KeyReader:
         change what the graph computes."""
         prefix = self.graph.name + "."
         for key, value in self.keys.items():
-            if key.startswith(OWN) and key not in OWN_KEYS and not key.startswith(QUALITY):
+            known = (*OWN_KEYS, *self.graph.known_keys)
+            if key.startswith(OWN) and key not in known and not key.startswith(QUALITY):
                 raise HotsplitError(
                     f"{self.path}: key {shown(key)} is unknown; convert the checkpoint again"
                 )

@@ -126,4 +126,6 @@ OPT = Family(
         "layer_norm_elementwise_affine": True,
     },
 )
-GRAPH = Architecture(name="opt", of_keys=of_keys, options=OPTIONS)
+GRAPH = Architecture(
+    name="opt", of_keys=of_keys, known_keys=("hotsplit.is_post_norm",), options=OPTIONS
+)
