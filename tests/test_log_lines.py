@@ -19,7 +19,16 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.log_lines import NAME, lines_on_stderr
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("runtime", "convert", "profile", "measure", "solver", "sparsify", "serve", "src/hotsplit")
+FOLDERS = (
+    "runtime",
+    "convert",
+    "profile",
+    "measure",
+    "solver",
+    "sparsify",
+    "serve",
+    "src/hotsplit",
+)
 # The command line itself, and programs that answer another process on stdout.
 PRINTING = {
     "src/hotsplit/cli.py",
