@@ -279,20 +279,10 @@ def cache_types_of(
             "positions=capped asked for, which does not work with a plan; leave one of the two out"
         )
     if selection is not None:
-        _check_windows(model, selection)
+        selection.check_windows(model.path, model.spec)
     if selection is not None and selection.is_capped:
         _check_capped(model, types, selection)
     return types
-
-
-def _check_windows(model: ModelFile, selection: KeySelection) -> None:
-    windows = [w for layer in model.spec.layers if (w := layer.attention.window) is not None]
-    if windows:
-        raise HotsplitError(
-            f"{model.path}: --kv-offload {selection} asked for, but {len(windows)} of"
-            f" {model.spec.num_layers} layers have windows of at most {max(windows)} tokens; leave"
-            " --kv-offload out"
-        )
 
 
 def _other_offload(asked: KeySelection | None, planned: KeySelection | None) -> str:

@@ -143,6 +143,8 @@ def load_inputs(
 ) -> Inputs:
     """Raises HotsplitError for files that do not belong together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
+    if kv_offload is not None:
+        kv_offload.check_windows(model, file.spec)
     files = (file, Profile.load(profile), Machine.load(machine))
     inputs = Inputs(
         model=files[0],

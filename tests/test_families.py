@@ -31,6 +31,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.budget import plan_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.solver.solve import SolveConfig, solve
 
 IDS = [5, 17, 300, 4, 99, 5, 5, 210, 33, 0, 250, 7]
 SIZES = {
@@ -203,6 +204,22 @@ def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
     with pytest.raises(HotsplitError, match=words):
         converted(checkpoints(case), tmp_path / "m.gguf", layout="stock")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_with_offloaded_keys_is_refused_for_windows(checkpoints, tmp_path):
+    """Before anything but the model is read."""
+    model = converted(checkpoints("gemma3-stock"), tmp_path / "m.gguf")
+    config = SolveConfig(
+        model=model,
+        profile=tmp_path / "none",
+        machine=tmp_path / "none",
+        output=tmp_path / "plan",
+        vram_budget_bytes=1 << 20,
+        kv_offload="on",
+    )
+    with pytest.raises(HotsplitError, match=r"layers have windows.* leave --kv-offload out$"):
+        solve(config)
+    assert not (tmp_path / "plan").exists()
 
 
 def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):

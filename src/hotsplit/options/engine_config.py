@@ -1,8 +1,8 @@
 """The options of an engine: one list of their names, types, defaults and rules.
 
-`Engine.load` and `Engine.of` take the fields as keywords; whoever else has options of an engine holds an
-EngineConfig. The command line reads its defaults from here, without importing torch. Whatever depends on the model, the plan or the machine is checked at
-load (runtime.engine_options)."""
+`Engine.load` and `Engine.of` take the fields as keywords. All other code passes an EngineConfig.
+The command line reads its defaults from here, without importing torch. What depends on the model,
+the plan or the machine is checked at load (runtime.engine_options)."""
 
 import re
 from dataclasses import dataclass

@@ -19,10 +19,12 @@ The search itself is in runtime/kernels/cpu/select.h, and in torch in
 runtime/cache/key_tables.py."""
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Self
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.model.spec import ModelSpec
 from hotsplit.system.sizes import whole_number
 
 SUMMARIES = ("mean", "bounds")
@@ -69,6 +71,15 @@ class KeySelection:
                     f"{name}={length}; wanted a multiple of the block of {self.block} positions,"
                     f" from {least} to {MOST}"
                 )
+
+    def check_windows(self, path: Path, spec: ModelSpec) -> None:
+        """Raises HotsplitError if a layer's own window already limits which keys it reads."""
+        windows = [w for layer in spec.layers if (w := layer.attention.window) is not None]
+        if windows:
+            raise HotsplitError(
+                f"{path}: --kv-offload {self} asked for, but {len(windows)} of {spec.num_layers}"
+                f" layers have windows of at most {max(windows)} tokens; leave --kv-offload out"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Self:
