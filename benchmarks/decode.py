@@ -35,8 +35,8 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.measure.timing.rounds import in_turn
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import Gate
-from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.ops.neurons.native import NativeNeurons
+from hotsplit.runtime.weights.neuron_block import Gate
 from hotsplit.runtime.weights.resident import Residence
 
 MODEL = "synthetic: planted_checkpoint.py"

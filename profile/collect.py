@@ -53,7 +53,7 @@ from hotsplit.profile.stream.streamed_quality import compare_streamed
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.arithmetic import arithmetic
-from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.weights.neuron_block import Gate
 
 OnTokens = Callable[[float], None]
 Say = Callable[[str], None]

@@ -12,7 +12,7 @@ from hotsplit.profile.count.counting import Counter, gates_of
 from hotsplit.profile.predictors.train import Trained, train_streamed
 from hotsplit.profile.sparsity.thresholds import thresholds_for
 from hotsplit.profile.stream.streaming import LayerStream
-from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.weights.neuron_block import Gate
 
 OnTokens = Callable[[float], None]
 

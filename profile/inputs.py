@@ -8,6 +8,7 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
+from hotsplit.model.modes import Mode
 from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model
 from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
 from hotsplit.profile.corpus.processes import Ranks
@@ -20,7 +21,6 @@ from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stre
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.engine_options import check_limits, device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
-from hotsplit.runtime.model.feed_forward import Mode
 
 
 def check_inputs(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from hotsplit.costs.mode_choice import is_smooth
 from hotsplit.measure.evaluate.quality import EvalReport
-from hotsplit.model.mode_quality import ModeQuality, RunMode
+from hotsplit.model.mode_quality import ModeQuality
+from hotsplit.model.modes import Mode
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names
 from hotsplit.report.page import Section, Table
@@ -18,7 +19,7 @@ NONE = "–"
 class Measured:
     """A measurement of a mode, from one source. Half-widths are None if unknown."""
 
-    mode: RunMode
+    mode: Mode
     source: str  # described in a few words
     increase: float
     increase_half_width: float | None
@@ -30,7 +31,7 @@ class Measured:
     share_of_bytes: float
 
     @classmethod
-    def of_record(cls, mode: RunMode, quality: ModeQuality, source: str) -> "Measured":
+    def of_record(cls, mode: Mode, quality: ModeQuality, source: str) -> "Measured":
         return cls(
             mode=mode,
             source=source,
@@ -81,12 +82,12 @@ def measured_of(found: Artifacts) -> list[Measured]:
     return measured
 
 
-def cost_of(found: Artifacts, mode: RunMode) -> Measured | None:
+def cost_of(found: Artifacts, mode: Mode) -> Measured | None:
     """The first measurement of a mode, in the order of `measured_of`."""
     return next((one for one in measured_of(found) if one.mode == mode), None)
 
 
-def costs_nothing(found: Artifacts, mode: RunMode) -> bool:
+def costs_nothing(found: Artifacts, mode: Mode) -> bool:
     """True if a mode by definition computes the same as the dense model."""
     return mode == "dense" or (mode == "exact" and not is_smooth(found.model))
 

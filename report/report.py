@@ -8,7 +8,7 @@ from hotsplit.costs.mode_choice import choose_mode
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.outputs import check_outputs
-from hotsplit.model.mode_quality import RunMode
+from hotsplit.model.modes import Mode
 from hotsplit.profile.report.lines import report_paths
 from hotsplit.report.artifacts import Artifacts, load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig, ReportSummary
@@ -97,7 +97,7 @@ def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _summary(found: Artifacts, speeds: Speeds, mode: RunMode) -> str:
+def _summary(found: Artifacts, speeds: Speeds, mode: Mode) -> str:
     """The headline, one sentence."""
     split, cost = found.split, cost_of(found, mode)
     parts = [f"Runs in mode {mode}"]
@@ -114,7 +114,7 @@ def _summary(found: Artifacts, speeds: Speeds, mode: RunMode) -> str:
     return ", ".join(parts) + "."
 
 
-def _runs(found: Artifacts, mode: RunMode) -> Tile:
+def _runs(found: Artifacts, mode: Mode) -> Tile:
     split = found.split
     if split is None:
         note = "unless another mode is asked for; no plan given"
@@ -145,7 +145,7 @@ def _speed(found: Artifacts, speeds: Speeds) -> Tile:
     return Tile(label=label, value=rate(split.objective_s), unit="tokens/s", note=note)
 
 
-def _cost(found: Artifacts, mode: RunMode) -> Tile:
+def _cost(found: Artifacts, mode: Mode) -> Tile:
     label, cost = "Cost in perplexity", cost_of(found, mode)
     if mode == "dense":
         return Tile(label=label, value="none", unit="", note="everything is computed")
@@ -161,7 +161,7 @@ def _cost(found: Artifacts, mode: RunMode) -> Tile:
                 unit="" if half is None else f"± {half:.2%}", note=note)  # fmt: skip
 
 
-def _reads(found: Artifacts, mode: RunMode) -> Tile:
+def _reads(found: Artifacts, mode: Mode) -> Tile:
     label, cost = "A token reads", cost_of(found, mode)
     if mode == "dense":
         return Tile(label=label, value="100%", unit="", note="of the weights' bytes")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.model.mode_quality import RunMode
+from hotsplit.model.modes import Mode
 from hotsplit.profile.config import MIN_TRAINING_WINDOWS
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.run import stages
@@ -37,7 +37,7 @@ class Ready:
 
     model: Path
     split: Path | None
-    mode: RunMode | None
+    mode: Mode | None
     device: str | None
     context_length: int | None
     seconds: float  # of preparation

@@ -32,7 +32,7 @@ from hotsplit.runtime.gpu_setup import set_aside
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.loading import Loaded, load, open_plan, with_positions
 from hotsplit.runtime.model.layers import Layer, limited
-from hotsplit.runtime.model.observers import Observation, Observe, Wants
+from hotsplit.runtime.ops.observers import Observation, Observe, Wants
 from hotsplit.runtime.step.batch import rows_of
 
 

@@ -13,11 +13,11 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
 from hotsplit.costs.mode_choice import choose_mode, loss_line
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system.system_memory import free_memory_bytes

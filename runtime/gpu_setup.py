@@ -18,6 +18,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import FLOAT_BYTES, SHORT_CHUNK, Items
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.device_memory import (
     ALIGNMENT,
@@ -27,10 +28,9 @@ from hotsplit.runtime.device.device_memory import (
 )
 from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import PlainStream
-from hotsplit.runtime.model.attention import has_flash
-from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.attention.attend import has_flash
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
 from hotsplit.runtime.prefill.pass_bytes import GAPS, decode_bytes, pass_bytes

@@ -19,6 +19,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.thresholds import with_thresholds
 from hotsplit.costs.budget import PREFILL_CHUNK, SHORT_CHUNK, Items, stored_neuron_bytes
 from hotsplit.costs.mode_choice import mode_meant
+from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.check.device_check import MORE, DeviceLost, checked
 from hotsplit.runtime.engine_options import (
@@ -44,14 +45,14 @@ from hotsplit.runtime.gpu_setup import (
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
-from hotsplit.runtime.model.feed_forward import Mode, Traffic
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
-from hotsplit.runtime.model.observers import Observers
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.cycle import NeuronCache
 from hotsplit.runtime.neuron_cache.setup import setup_of, slot_bytes
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.pass_bytes import step_rows
 from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
@@ -205,7 +206,7 @@ class _Load:
             cpu_ffn=self.config.cpu_ffn, num_sequences=self.num_sequences,
             cache_types=self.cache_types,
         )  # fmt: skip
-        if runs_by_output(self.model, self.mode, self.placement):
+        if runs_by_output(self.model, self.placement, reads_all=computes_all(self.mode)):
             self.bytes_by_role["cpu"]["neurons"] = sum(
                 stored_neuron_bytes(self.model, layer)
                 for layer in range(self.model.spec.num_layers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotsplit.runtime.generate.generation import Draws, Generation, GenerationOptions, Mask, Token
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.text.codec import TextCodec

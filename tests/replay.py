@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import overwritten

@@ -148,7 +148,7 @@ bool are_all(const uint32_t* bits, int64_t F) {
     return true;
 }
 
-// Runs the neurons of a block without a step, in mode exact. True if several tokens together set
+// Runs the neurons of a block without a step, skipping silent ones. True if several tokens together set
 // the same bits as each token alone, also if the block lists the ids of its neurons.
 bool neurons(const HsBlock& whole, int32_t activation, int64_t D, int64_t F) {
     constexpr int64_t T = 3;
@@ -161,7 +161,7 @@ bool neurons(const HsBlock& whole, int32_t activation, int64_t D, int64_t F) {
         n.block = whole, n.block.id = ids;
         n.x = floats(T * D), n.y = floats(T * D), n.fired = words(T * W);
         n.width = D, n.num_neurons = F, n.num_tokens = n.max_tokens = T;
-        n.activation = activation, n.mode = MODE_EXACT;
+        n.activation = activation;
         const int64_t size = hs_neurons_bytes(&n);
         if (size < 0) return false;
         uint8_t* memory = bytes(size + 63);
@@ -217,11 +217,12 @@ std::vector<HsOp> operations(const HsStep& s) {
         {OP_HEAD_NORM, 1, 0, VALUE_X, none, VALUE_ATTN_IN},
         {OP_HEAD, 1, 0, VALUE_ATTN_IN, none, none},
     };
-    if (s.layer->down_bias)
+    if (s.layer->feed_forward.down_bias)
         ops.insert(ops.begin() + 6, {OP_ADD_BIAS, 0, 0, VALUE_FFN_OUT, none, VALUE_FFN_OUT});
-    if (s.mode == MODE_PREDICTED)
+    if (s.layer->predictor.up.data) {
         ops.insert(ops.begin() + 5, {OP_PREDICT, 0, 0, VALUE_FFN_IN, none, VALUE_NAMED});
-    if (s.mode == MODE_PREDICTED) ops[6].in_2 = VALUE_NAMED;
+        ops[6].in_2 = VALUE_NAMED;
+    }
     return ops;
 }
 
@@ -256,7 +257,7 @@ bool refuses_operations(const HsStep& step) {
         for (int32_t wrong : {-1, 100}) {
             HsStep other = step;
             std::vector<HsOp> ops = operations(step);
-            ops[5 + (step.mode == MODE_PREDICTED)].*field = wrong;
+            ops[5 + (step.layer->predictor.up.data != nullptr)].*field = wrong;
             other.op = ops.data();
             if (hs_step_bytes(&other) != -1) return false;
         }
@@ -270,8 +271,8 @@ bool refuses_operations(const HsStep& step) {
 bool pages(HsStep step, HsLayer layer, const float* want) {
     constexpr int64_t LENGTH = 32;
     const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
-    const int64_t size = 3 * N * LENGTH * layer.num_kv_heads * layer.head_width * 2;
-    layer.key = bytes(size), layer.value = bytes(size);
+    const int64_t size = 3 * N * LENGTH * layer.attention.num_kv_heads * layer.attention.head_width * 2;
+    layer.attention.key = bytes(size), layer.attention.value = bytes(size);
     step.layer = &layer;
     std::vector<int32_t> block(3 * N);
     for (int64_t i = 0; i < 3 * N; ++i) block[i] = static_cast<int32_t>((5 * i + 2) % (3 * N));
@@ -299,26 +300,29 @@ bool pages(HsStep step, HsLayer layer, const float* want) {
     return hs_step(&step, &astray, 1, logits.data()) == STATUS_INDEX_OUT_OF_RANGE;
 }
 
-bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
+bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_t rank) {
     const bool is_wide = block_values(kind) > 32;
     const int64_t D = is_wide ? 256 : 96, W = is_wide ? 64 : 24;
     const int64_t F = is_grouped(kind) ? 64 : 65, H = 4, K = 2, V = 33, R = 5;
-    const int64_t C = mode == MODE_DENSE && is_gated && !rank ? 33 : 18;  // 33: two blocks in pages()
+    const int64_t C = computes_all && is_gated && !rank ? 33 : 18;  // 33: two blocks in pages()
     const int64_t num_words = (F + 31) / 32;
     HsLayer layer = {};
     layer.norm = norms(D, !is_gated), layer.num_norms = 2;
-    layer.input[0] = matrix(kind, H * W, D, true), layer.input[1] = matrix(kind, K * W, D, true);
-    layer.input[2] = matrix(kind, K * W, D, true), layer.output = matrix(kind, D, H * W, true);
-    if (rank) layer.predictor_down = matrix(kind, rank, D, false);
-    layer.predictor_up = matrix(kind, F, rank ? rank : D, true);
-    layer.key = bytes(C * K * W * 2), layer.value = bytes(C * K * W * 2);
-    layer.down_bias = floats(D);
+    HsAttention& attention = layer.attention;
+    HsFeedForward& feed_forward = layer.feed_forward;
+    attention.input[0] = matrix(kind, H * W, D, true);
+    for (int i : {1, 2}) attention.input[i] = matrix(kind, K * W, D, true);
+    attention.output = matrix(kind, D, H * W, true);
+    attention.key = bytes(C * K * W * 2), attention.value = bytes(C * K * W * 2);
+    if (is_named && rank) layer.predictor.down = matrix(kind, rank, D, false);
+    if (is_named) layer.predictor.up = matrix(kind, F, rank ? rank : D, true);
+    feed_forward.down_bias = floats(D), feed_forward.computes_all = computes_all;
     HsBlock block = {};
     block.gate = matrix(kind, F, D, true), block.down = matrix(summed(kind), F, D, false);
     if (is_grouped(kind)) block.down.data = weights(kind, F, D), block.down.kind = kind;
     if (is_gated) block.up = matrix(kind, F, D, true);
     block.num_neurons = F;
-    layer.block = &block, layer.num_blocks = 1;
+    feed_forward.block = &block, feed_forward.num_blocks = 1, feed_forward.num_neurons = F;
     double frequency[32];
     for (int64_t i = 0; i < W / 2; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
     constexpr float UNSEEN = -1e30f;
@@ -326,22 +330,22 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
     step.output_norm = norm(D, false);
     const HsRotary rotary = {frequency, 1.0, W, 0, 0};
-    layer.num_heads = H, layer.num_kv_heads = K, layer.head_width = W, layer.num_neurons = F;
-    layer.scale = 1.0f / std::sqrt(static_cast<float>(W));
-    layer.window = mode == MODE_EXACT ? 7 : 0;
-    layer.activation = !is_gated    ? ACTIVATION_RELU
-                       : rank == 32 ? ACTIVATION_GELU_TANH
-                                    : ACTIVATION_SILU;
+    attention.num_heads = H, attention.num_kv_heads = K, attention.head_width = W;
+    attention.scale = 1.0f / std::sqrt(static_cast<float>(W));
+    attention.window = computes_all || is_named ? 0 : 7;
+    feed_forward.activation = !is_gated    ? ACTIVATION_RELU
+                              : rank == 32 ? ACTIVATION_GELU_TANH
+                                           : ACTIVATION_SILU;
     step.layer = &layer, step.num_layers = 1, step.rotary = &rotary, step.num_rotaries = 1;
     step.width = D, step.num_neurons = F, step.context_length = C, step.max_rows = R;
     const int32_t one_block[] = {0};
     step.table = {one_block, 1, 1, C, 1};
-    step.mode = mode, step.embedding_scale = 3.0f;
+    step.embedding_scale = 3.0f;
     step.key_kind = step.value_kind = KIND_F16;
     const std::vector<HsOp> ops = operations(step);
     step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     const int64_t size = hs_step_bytes(&step);
-    if (is_grouped(kind) && mode != MODE_DENSE) return size < 0;  // all rows are summed
+    if (is_grouped(kind) && (!computes_all || is_named)) return size < 0;  // all rows are summed
     if (size < 0) return false;
     uint8_t* memory = bytes(size + 63);
     step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
@@ -357,16 +361,16 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     std::vector<int64_t> times(2 * NUM_TIMED * (step.num_layers + 1));
     step.times = times.data(), step.fired = fired_together;
     step.seen_gate = floats(R * F, UNSEEN), step.seen_hidden = floats(R * F, UNSEEN);
-    if (mode == MODE_PREDICTED) step.seen_predicted = floats(R * F, UNSEEN);
+    if (is_named) step.seen_predicted = floats(R * F, UNSEEN);
     if (hs_step(&step, rows, R, together)) return false;
     for (const float* seen : {step.seen_predicted, step.seen_gate, step.seen_hidden})
         if (seen && std::find(seen, seen + R * F, UNSEEN) != seen + R * F) return false;
     step.times = nullptr, step.seen_predicted = step.seen_gate = step.seen_hidden = nullptr;
     if (std::memcmp(together + (R - 1) * V, logits, V * sizeof(float))) return false;
     if (std::memcmp(fired_together + (R - 1) * num_words, fired, num_words * 4)) return false;
-    if (mode == MODE_DENSE && !are_all(fired, F)) return false;
-    if (mode == MODE_EXACT && !neurons(block, layer.activation, D, F)) return false;
-    if (mode == MODE_EXACT && !neurons(interleaved(block), layer.activation, D, F)) return false;
+    if (computes_all && !is_named && !are_all(fired, F)) return false;
+    for (const HsBlock& each : {block, interleaved(block)})
+        if (!computes_all && !neurons(each, feed_forward.activation, D, F)) return false;
     const HsRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
     rows[1].position += 1;
     return hs_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
@@ -389,18 +393,22 @@ struct Selecting {
 
     Selecting(int32_t cache_kind, int64_t W, int64_t C) {
         layer.norm = norms(D, false), layer.num_norms = 2;
-        layer.input[0] = matrix(KIND_F32, H * W, D, false);
-        for (int i : {1, 2}) layer.input[i] = matrix(KIND_F32, K * W, D, false);
-        layer.output = matrix(KIND_F32, D, H * W, false);
+        HsAttention& attention = layer.attention;
+        HsFeedForward& feed_forward = layer.feed_forward;
+        attention.input[0] = matrix(KIND_F32, H * W, D, false);
+        for (int i : {1, 2}) attention.input[i] = matrix(KIND_F32, K * W, D, false);
+        attention.output = matrix(KIND_F32, D, H * W, false);
         block.gate = block.down = matrix(KIND_F32, F, D, false);
-        block.num_neurons = F, layer.block = &block, layer.num_blocks = 1;
+        block.num_neurons = F;
+        feed_forward.block = &block, feed_forward.num_blocks = 1, feed_forward.num_neurons = F;
         for (int64_t i = 0; i < W / 2; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
         step.embedding = step.head = matrix(KIND_F32, V, D, false);
         rotary = {frequency, 1.0, W, 0, 0};
         step.output_norm = norm(D, false), step.rotary = &rotary, step.num_rotaries = 1;
         step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = F;
-        layer.num_heads = H, layer.num_kv_heads = K, layer.head_width = W, layer.num_neurons = F;
-        layer.scale = 1.0f / std::sqrt(static_cast<float>(W)), layer.activation = ACTIVATION_RELU;
+        attention.num_heads = H, attention.num_kv_heads = K, attention.head_width = W;
+        attention.scale = 1.0f / std::sqrt(static_cast<float>(W));
+        feed_forward.activation = ACTIVATION_RELU;
         step.context_length = C, step.max_rows = ROWS, step.embedding_scale = 1.0f;
         step.key_kind = step.value_kind = cache_kind;
         ops = operations(step), step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
@@ -409,7 +417,8 @@ struct Selecting {
     // Allocates rotations for every capped position, and none beyond.
     void cap() {
         const HsSelect& rule = step.select;
-        const int64_t count = (rule.sinks + rule.top + rule.window + rule.block) * layer.head_width / 2;
+        const int64_t count =
+            (rule.sinks + rule.top + rule.window + rule.block) * layer.attention.head_width / 2;
         step.select.cos = floats(count, 0.9f), step.select.sin = floats(count, 0.1f);
     }
 
@@ -417,7 +426,7 @@ struct Selecting {
     // tables are filled with the byte `fill`; 255 makes unwritten keys, values, units and factors
     // NaN. False if hs_step_bytes() refuses the step.
     bool keep(int64_t length, int fill) {
-        const int64_t W = layer.head_width, N = (step.context_length + length - 1) / length;
+        const int64_t W = layer.attention.head_width, N = (step.context_length + length - 1) / length;
         const HsSelect& rule = step.select;
         const int64_t heads = 2 * N * K;
         const int64_t tables = rule.block ? heads * ((length + rule.block - 1) / rule.block) : 0;
@@ -426,13 +435,13 @@ struct Selecting {
             std::memset(data, fill, count);
             return data;
         };
-        layer.key = filled(heads * length * cache_row_bytes(step.key_kind, W));
-        layer.value = filled(heads * length * cache_row_bytes(step.value_kind, W));
-        layer.summary = filled(tables * summary_width(rule, W));
-        layer.summary_unit = reinterpret_cast<float*>(filled(tables * 4));
+        layer.attention.key = filled(heads * length * cache_row_bytes(step.key_kind, W));
+        layer.attention.value = filled(heads * length * cache_row_bytes(step.value_kind, W));
+        layer.attention.summary = filled(tables * summary_width(rule, W));
+        layer.attention.summary_unit = reinterpret_cast<float*>(filled(tables * 4));
         if (rule.is_coded) {
-            layer.code = filled(tables * rule.block * (select_width(W) / 4));
-            layer.code_factor = reinterpret_cast<float*>(filled(tables * rule.block * 4));
+            layer.attention.code = filled(tables * rule.block * (select_width(W) / 4));
+            layer.attention.code_factor = reinterpret_cast<float*>(filled(tables * rule.block * 4));
         }
         table.resize(2 * N);
         for (int64_t i = 0; i < 2 * N; ++i) table[i] = static_cast<int32_t>(2 * N - 1 - i);
@@ -535,10 +544,13 @@ bool level() {
             for (int64_t A : {1, 2, 3, 4, 5, 9, 16, 48})
                 if (D % values == 0 && A % rows_together(kind) == 0 && !kernels_at(kind, D, A))
                     return false;
-        for (int32_t mode : {MODE_DENSE, MODE_EXACT, MODE_PREDICTED})
-            for (bool is_gated : {false, true})
-                for (int64_t rank : {0, 32, 256})
-                    if (rank % values == 0 && !steps(kind, mode, is_gated, rank)) return false;
+        for (bool computes_all : {false, true})
+            for (bool is_named : {false, true})
+                for (bool is_gated : {false, true})
+                    for (int64_t rank : {0, 32, 256})
+                        if (rank % values == 0 && (is_named || rank < 256) &&
+                            !steps(kind, computes_all, is_named, is_gated, rank))
+                            return false;
         all.clear();
     }
     return true;

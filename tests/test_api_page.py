@@ -16,7 +16,7 @@ from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.draft_options import SpeculationOptions
 from hotsplit.runtime.generate.generation import GenerationOptions, Run, Token
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
-from hotsplit.runtime.model.observers import NAMES, Observation
+from hotsplit.runtime.ops.observers import NAMES, Observation
 from hotsplit.runtime.step.sequences import Part, Sequence
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text()

@@ -27,7 +27,7 @@ from hotsplit.measure.bench.step_bytes import step_bytes
 from hotsplit.measure.bench.tables import lines_of, markdown_of
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.step_times import PARTS, timed_parts
 
 pytest_plugins = ("bench_fixtures",)

@@ -31,10 +31,12 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
-from hotsplit.runtime.model import attention
 from hotsplit.runtime.model.loader import load_weights
-from hotsplit.runtime.model.observers import Observers
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.attention import attend
+from hotsplit.runtime.ops.attention.rotary import Rotary
+from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
 from hotsplit.runtime.prefill.pass_bytes import decode_bytes, pass_bytes, planned_bytes
 from hotsplit.runtime.prefill.workspace import peak_bytes
@@ -509,7 +511,7 @@ def test_rows_of_zeros_and_of_tiny_and_huge_values(as_on_a_gpu):
 def test_outputs_of_a_norm_are_not_scaled_if_f16_takes_them(weight, bias, fits):
     weight_D = torch.tensor([0.0, weight, 0.5 * weight, 0.0])
     bias_D = None if bias is None else torch.tensor([0.0, 0.0, -bias, 0.0])
-    norm = attention.Norm(weight_D=weight_D, bias_D=bias_D, epsilon=1e-6)
+    norm = Norm(weight_D=weight_D, bias_D=bias_D, epsilon=1e-6)
     assert norm.fits_f16 == fits
 
 
@@ -529,11 +531,11 @@ def test_a_layer_knows_whether_its_inputs_fit_f16(as_on_a_gpu):
 @pytest.mark.parametrize("threshold", [0.0, 0.05])
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_activations_in_place_are_activations(activation, threshold, is_dense):
-    gate = Gate(activation=activation, threshold=threshold)
+    gate = Gate(activation=activation, threshold=threshold, computes_all=is_dense)
     x, up = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
     x[:6] = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 0.05, -0.05])
-    want, _ = gate.act(x, is_dense=is_dense)
-    got = gate.activated_(x.clone(), is_dense=is_dense)
+    want, _ = gate.act(x)
+    got = gate.activated_(x.clone())
     assert torch.equal(got.nan_to_num(7), want.nan_to_num(7))
     hidden = gate.hidden_(got, up.clone())
     assert torch.equal(hidden.nan_to_num(7), gate.hidden(want, up).nan_to_num(7))
@@ -581,9 +583,9 @@ def attentions(heads, kv_heads):
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
 @pytest.mark.parametrize("score_bytes", [1, 700, 1 << 20])
 def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_bytes):
-    monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(attend, "SCORE_BYTES", score_bytes)
     for query, key, value, want in attentions(heads, kv_heads):
-        assert rel_error(attention.attend_by_heads(query, key, value, scale=0.25), want) < 1e-6
+        assert rel_error(attend.attend_by_heads(query, key, value, scale=0.25), want) < 1e-6
 
 
 def flash_on_the_cpu(query, key, value):
@@ -599,21 +601,21 @@ def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
     """With torch's own attention on the CPU in place of the kernel; tests/gpu has the kernel."""
     seen = []
     monkeypatch.setattr(
-        attention, "can_use_flash_attention", lambda params: not seen.append(params.is_causal)
+        attend, "can_use_flash_attention", lambda params: not seen.append(params.is_causal)
     )
-    monkeypatch.setattr(attention, "flash_attention", flash_on_the_cpu)
+    monkeypatch.setattr(attend, "flash_attention", flash_on_the_cpu)
     for query, key, value, want in attentions(heads, kv_heads):
-        got = attention.attend_on_gpu(query, key, value, scale=0.25)
+        got = attend.attend_on_gpu(query, key, value, scale=0.25)
         assert got.dtype == (torch.float32 if len(query) == 1 else torch.float16)
         assert rel_error(got, want) < 2 * torch.finfo(torch.float16).eps
     # torch refuses a causal mask for other keys than the queries' own, but not the lower right one.
     assert seen == [True, False, True, False]
-    assert attention._attend_with_flash(query, key.float(), value.float(), 0.25) is None
+    assert attend._attend_with_flash(query, key.float(), value.float(), 0.25) is None
 
 
 @pytest.mark.parametrize("is_adjacent", [True, False])
 def test_rotation_in_place_is_rotation(is_adjacent):
-    rotary = attention.Rotary(
+    rotary = Rotary(
         frequency_W=torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), is_adjacent=is_adjacent
     )
     x_THW = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -708,8 +710,8 @@ def allocating_flash(query, key, value):
 def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
     monkeypatch, as_on_a_gpu, family, activation, head_width, mode, tokens
 ):
-    monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: True)
-    monkeypatch.setattr(attention, "flash_attention", allocating_flash)
+    monkeypatch.setattr(attend, "can_use_flash_attention", lambda params: True)
+    monkeypatch.setattr(attend, "flash_attention", allocating_flash)
     monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
     monkeypatch.setattr(gpu_products, "unpack", lambda matrix, out_AD, index_A: None)
     monkeypatch.setattr(

@@ -13,7 +13,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.step.batch import Row, rows_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -40,7 +40,7 @@ def seen_bits(engine):
         if name == "ffn_predicted":
             seen[layer] = tensor > ffn.predictor.threshold
         else:
-            value = ffn.gate.act(tensor, is_dense=engine.mode == "dense")[1]
+            value = ffn.gate.act(tensor)[1]
             seen[layer] = torch.ones_like(value) if engine.mode == "dense" else value
 
     name = "ffn_predicted" if engine.mode == "predicted" else "ffn_gate"
@@ -141,7 +141,7 @@ def test_bits_of_one_block(tmp_path, num_tokens):
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
         ffn = engine.layers[0].ffn
         for block in ffn.blocks:
-            neurons = NativeNeurons.of(block, ffn.gate, "exact", F)
+            neurons = NativeNeurons.of(block, ffn.gate, F)
             fired_W = torch.full((-(-F // 32),), -1, dtype=torch.int32)
             neurons.struct.fired = fired_W.data_ptr()
             for x_D in x_TD:

@@ -19,9 +19,12 @@ from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
 from hotsplit.runtime.kernels.stored import unpack
-from hotsplit.runtime.model import attention
-from hotsplit.runtime.model.feed_forward import Gate, Predictor
+from hotsplit.runtime.ops.attention import attend
+from hotsplit.runtime.ops.attention.rotary import Rotary
+from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Linear
+from hotsplit.runtime.weights.neuron_block import Gate
 
 BOUND = 3e-6
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
@@ -108,8 +111,8 @@ def test_gate_up(activation, is_gated, is_dense):
         gate, vector(40, 6), up if is_gated else None, vector(40, 7) if is_gated else None,
         ids.int(), pack_bits(is_named), x, activation, 0.15, is_dense, got,
     )  # fmt: skip
-    rule = Gate(activation=activation, threshold=0.15)
-    value, _ = rule.act(unpack(gate.data, "f16") @ x + vector(40, 6), is_dense=is_dense)
+    rule = Gate(activation=activation, threshold=0.15, computes_all=is_dense)
+    value, _ = rule.act(unpack(gate.data, "f16") @ x + vector(40, 6))
     upper = unpack(up.data, up.kind) @ x + vector(40, 7) if is_gated else None
     want = rule.hidden(value, upper) * is_named[ids]
     assert rel_error(got, want) < BOUND
@@ -151,7 +154,7 @@ def test_down_and_add_norm(skips_zeros):
     rows = unpack(matrix.data, matrix.kind)
     assert rel_error(parts[1], hidden[13:26] @ rows[13:26]) < BOUND
     for bias in (None, vector(96, 4)):
-        norm = attention.Norm(weight_D=vector(96, 3), bias_D=bias, epsilon=1e-5)
+        norm = Norm(weight_D=vector(96, 3), bias_D=bias, epsilon=1e-5)
         out = torch.empty_like(x)
         reference.add_norm(x, parts, norm.weight_D, bias, 1e-5, out, total)
         assert rel_error(total, x + hidden @ rows) < BOUND
@@ -167,8 +170,8 @@ def test_attention(is_adjacent, magnitude):
     heads share 2 key-value heads."""
     width, num_heads, num_kv = 32, 4, 2
     frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude)
-    norms = [attention.Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
+    rotary = Rotary(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude)
+    norms = [Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
     got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
     key_BKPX, value_BKPX = got_cache.clone().transpose(1, 2).contiguous()[:, None]
     want_cache = LayerCache(
@@ -183,7 +186,7 @@ def test_attention(is_adjacent, magnitude):
         turn = rotary.turn(start, 1)
         keys, values = want_cache.append(0, start, turn.apply(key), value)
         scale, window = (0.2, None) if has_norms else (width**-0.5, 3)
-        want = attention.attend(turn.apply(query), keys, values, scale=scale, window=window)[0]
+        want = attend.attend(turn.apply(query), keys, values, scale=scale, window=window)[0]
         weights = [norm.weight_D if has_norms else None for norm in norms]
         position, got = torch.tensor([start]), torch.empty(num_heads, width)
         reference.rotate_append(

@@ -27,9 +27,9 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
-from hotsplit.runtime.model.feed_forward import Traffic
-from hotsplit.runtime.model.native_structs import NotNative
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import LogitsMemory
 from hotsplit.runtime.step.cuda_backend import without_collection

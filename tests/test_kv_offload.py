@@ -26,7 +26,7 @@ from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model.attention import Turns
+from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.plain_backend import plain_backend
 

@@ -17,8 +17,9 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model import attention
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.attention import attend
+from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row, rows_of
 from hotsplit.runtime.step.host_attention import HostAttention
@@ -129,11 +130,11 @@ def drawn(num_tokens, num_cached, heads):
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("score_bytes", [1, 700, 1 << 20])
 def test_torch(monkeypatch, heads, window, score_bytes):
-    monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(attend, "SCORE_BYTES", score_bytes)
     for num_tokens, num_cached in ((1, 1), (1, 20), (5, 5), (7, 20), (20, 20)):
         tensors = drawn(num_tokens, num_cached, heads)
         want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, window)
-        for compute in (attention.attend, attention.attend_by_heads, attention.attend_on_gpu):
+        for compute in (attend.attend, attend.attend_by_heads, attend.attend_on_gpu):
             assert rel_error(compute(*tensors, scale=0.3, window=window), want) < 1e-6
 
 
@@ -141,7 +142,7 @@ def test_torch(monkeypatch, heads, window, score_bytes):
 def test_the_bound_rejects_a_window_off_by_one(wrong):
     tensors = drawn(7, 20, (6, 2))
     want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, 6)
-    assert rel_error(attention.attend(*tensors, scale=0.3, window=6 + wrong), want) > 1e-2
+    assert rel_error(attend.attend(*tensors, scale=0.3, window=6 + wrong), want) > 1e-2
 
 
 def test_rotaries_are_shared_by_layers_with_equal_ones(model):
@@ -298,7 +299,7 @@ def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
             size = layer.attention.widths[0]
             qkv = torch.randn(150, size, generator=torch.Generator().manual_seed(index))
             got = host.attend(index, qkv, num_sequences - 1, 0)
-            turns = attention.Turns(0, 150)
+            turns = Turns(0, 150)
             plain = layer.attention._attend(qkv.clone(), num_sequences - 1, 0, turns)
             assert rel_error(got, plain) < BOUND
             found_heads.append(got.shape[1])

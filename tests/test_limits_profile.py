@@ -42,8 +42,8 @@ from hotsplit.profile.predictors.training import Level
 from hotsplit.profile.stream import streaming
 from hotsplit.report.config import ReportConfig
 from hotsplit.report.report import report
-from hotsplit.runtime.model.feed_forward import Gate
 from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.runtime.weights.neuron_block import Gate
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.sparsify.run import sparsify
 

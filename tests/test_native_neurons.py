@@ -13,9 +13,10 @@ from reference import rel_error
 from hotsplit import Engine
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import FeedForward, Gate
-from hotsplit.runtime.model.native_neurons import NativeNeurons
-from hotsplit.runtime.model.native_structs import NotNative
+from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
+from hotsplit.runtime.ops.neurons.native import NativeNeurons
+from hotsplit.runtime.ops.structs import NotNative
+from hotsplit.runtime.weights.neuron_block import Gate
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
@@ -41,7 +42,7 @@ def reference(ffn: FeedForward, x_D, named_F):
     gate, up, down = (
         m.rows(rows).double() for m in (block.gate.weight, block.up.weight, block.down)
     )
-    activated, fires = ffn.gate.act(gate @ x_D.double(), is_dense=False)
+    activated, fires = ffn.gate.act(gate @ x_D.double())
     hidden = ffn.gate.hidden(activated, up @ x_D.double())
     return (hidden * fires * named_F) @ down
 
@@ -52,7 +53,7 @@ def reference(ffn: FeedForward, x_D, named_F):
 )
 def test_the_sum_of_named_neurons_equals_float64(tmp_path, kind, activation, is_resident):
     ffn = layer_of(tmp_path, kind, activation, is_resident)
-    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "predicted", F)
+    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, F, is_named=True)
     generator = torch.Generator().manual_seed(0)
     for share in (0.0, 0.03, 0.4, 1.0):
         x_D = torch.randn(D, generator=generator)
@@ -80,7 +81,7 @@ def test_biases_are_those_of_the_named_rows(tmp_path):
     gate = dataclasses.replace(block.gate, bias_N=gate_F)
     up = dataclasses.replace(block.up, bias_N=up_F)
     block = dataclasses.replace(block, gate=gate, up=up)
-    neurons = NativeNeurons.of(block, ffn.gate, "predicted", F)
+    neurons = NativeNeurons.of(block, ffn.gate, F, is_named=True)
     x_D, named_F = torch.randn(D, generator=generator), torch.arange(F) % 3 == 1
     neurons.x_D.copy_(x_D)
     neurons.named_W.copy_(pack_bits(named_F))
@@ -114,7 +115,7 @@ def test_a_part_of_a_layer_has_biases_and_limits_of_its_own(tmp_path, level, kin
     )
     x_D = torch.randn(D, generator=generator)
     named_F = torch.rand(num, generator=generator) < (0.4 if mode == "predicted" else 2)
-    neurons = NativeNeurons.of(part, ffn.gate, mode, num)
+    neurons = NativeNeurons.of(part, ffn.gate, num, is_named=mode == "predicted")
     neurons.x_D.copy_(x_D)
     if neurons.named_W is not None:
         neurons.named_W.copy_(pack_bits(named_F))
@@ -132,7 +133,7 @@ def test_a_nan_gate_reaches_the_sum(tmp_path):
     for activation in ACTIVATIONS:
         ffn = layer_of(tmp_path, activation=activation)
         ffn.blocks[0].gate.weight.data[5, 3] = torch.nan
-        neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "predicted", F)
+        neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, F, is_named=True)
         neurons.x_D.fill_(0.5)
         for named, is_lost in ((torch.arange(F) == 5, True), (torch.arange(F) != 5, False)):
             neurons.named_W.copy_(pack_bits(named))
@@ -158,14 +159,12 @@ def test_tokens_together_equal_each_alone(tmp_path, level, activation):
     named_TW[:, -1] |= -1 << num % 32
     for block in (whole, part):
         y_TD = torch.zeros(num_tokens, D)
-        together = NativeNeurons.of(
-            block, ffn.gate, "predicted", num, x_D=x_TD, named_W=named_TW, y_D=y_TD
-        )
+        together = NativeNeurons.of(block, ffn.gate, num, x_D=x_TD, named_W=named_TW, y_D=y_TD)
         together.struct.num_tokens = num_tokens
         together.run()
         named = int(named_TF[:, block.id_N].any(0).sum())
         assert together.struct.gate_bytes == named * whole.gate.weight.row_bytes
-        alone = NativeNeurons.of(block, ffn.gate, "predicted", num)
+        alone = NativeNeurons.of(block, ffn.gate, num, is_named=True)
         for t in range(num_tokens):
             alone.x_D.copy_(x_TD[t])
             alone.named_W.copy_(named_TW[t])
@@ -176,7 +175,7 @@ def test_tokens_together_equal_each_alone(tmp_path, level, activation):
 
 def test_without_bits_every_neuron_is_a_candidate(tmp_path):
     ffn = layer_of(tmp_path, mode="exact")
-    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", F)
+    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, F)
     neurons.x_D.copy_(torch.linspace(-1, 1, D))
     neurons.run()
     want = reference(ffn, neurons.x_D, torch.ones(F))
@@ -187,7 +186,7 @@ def test_without_bits_every_neuron_is_a_candidate(tmp_path):
 def test_sums_of_many_chunks_by_several_threads(tmp_path, level, kind):
     """There are 16 chunks of neurons, and the last unit of columns is incomplete."""
     ffn = layer_of(tmp_path, kind, mode="exact", width=1056, num=1024)
-    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", 1024)
+    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, 1024)
     neurons.x_D.copy_(torch.linspace(-1, 1, 1056))
     want, before = reference(ffn, neurons.x_D, torch.ones(1024)), library.num_threads()
     try:
@@ -222,7 +221,7 @@ def test_other_bits_of_the_layer_do_not_matter(tmp_path):
     (block,) = ffn.blocks
     ids = torch.arange(0, F, 3)
     part = dataclasses.replace(block, id_N=ids, row_N=ids, is_whole=False)
-    neurons = NativeNeurons.of(part, ffn.gate, "predicted", F)
+    neurons = NativeNeurons.of(part, ffn.gate, F, is_named=True)
     x_D = torch.linspace(-1, 1, D)
     neurons.x_D.copy_(x_D)
     neurons.named_W.copy_(pack_bits(torch.ones(F, dtype=torch.bool)))
@@ -233,7 +232,7 @@ def test_other_bits_of_the_layer_do_not_matter(tmp_path):
 
 def test_bits_after_the_last_neuron_do_not_matter(tmp_path):
     """19 bits of the last word belong to no neuron."""
-    neurons = NativeNeurons.of((ffn := layer_of(tmp_path)).blocks[0], ffn.gate, "predicted", F)
+    neurons = NativeNeurons.of((ffn := layer_of(tmp_path)).blocks[0], ffn.gate, F, is_named=True)
     neurons.x_D.copy_(torch.linspace(-1, 1, D))
     found, read = [], [0]
     for words_W in (pack_bits(torch.ones(F, dtype=torch.bool)), torch.full((3,), -1)):
@@ -249,16 +248,16 @@ def test_sizes_that_do_not_match_are_refused(tmp_path):
     down = dataclasses.replace(ffn.blocks[0].down, width=32)
     block = dataclasses.replace(ffn.blocks[0], down=down)
     with pytest.raises(NotNative, match="rejects the model's sizes"):
-        NativeNeurons.of(block, ffn.gate, "predicted", F)
+        NativeNeurons.of(block, ffn.gate, F, is_named=True)
     with pytest.raises(NotNative, match="rejects the model's sizes"):  # ids beyond the layer
         NativeNeurons.of(
-            dataclasses.replace(ffn.blocks[0], is_whole=False), ffn.gate, "predicted", F - 1
+            dataclasses.replace(ffn.blocks[0], is_whole=False), ffn.gate, F - 1, is_named=True
         )
 
 
 def test_the_node_is_a_function_and_its_argument(tmp_path):
     ffn = layer_of(tmp_path, mode="exact")
-    neurons = NativeNeurons.of(ffn.blocks[0], Gate(activation="relu", threshold=0.0), "exact", F)
+    neurons = NativeNeurons.of(ffn.blocks[0], Gate(activation="relu", threshold=0.0), F)
     neurons.x_D.fill_(0.5)
     function, argument = neurons.node
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)

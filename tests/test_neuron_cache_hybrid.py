@@ -21,10 +21,10 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
-from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.loader import load_weights
-from hotsplit.runtime.model.observers import Observers
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.plain_backend import plain_backend
@@ -166,7 +166,7 @@ def test_the_policy_sees_the_neurons_that_are_read(tmp_path, plan, mode):
         ffn = whole.layers[0].ffn
 
         def observe(name, layer, tensor):
-            is_read = ffn.gate.act(tensor, is_dense=False)[1]
+            is_read = ffn.gate.act(tensor)[1]
             seen[layer] = tensor > ffn.predictor.threshold if mode == "predicted" else is_read
 
         name = "ffn_predicted" if mode == "predicted" else "ffn_gate"

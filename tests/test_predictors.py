@@ -33,9 +33,9 @@ from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedba
 from hotsplit.profile.predictors.selection import Candidate, Tally, choose
 from hotsplit.profile.predictors.training import Batch, LowRank, whole
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.model.feed_forward import Gate
 from hotsplit.runtime.model.loader import load_predictors
 from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.neuron_block import Gate
 
 RELU = Gate(activation="relu", threshold=0.0)
 WIDTH, NEURONS = 64, 96
@@ -243,7 +243,9 @@ def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
         trainer.enter(phase, piece.stop - piece.start)
         for x_TD in tokens[piece]:
             gate_TF = x_TD @ gate_FD.T
-            hidden_TF = gate.act(gate_TF, is_dense=True)[0] * (x_TD @ up_FD.T)
+            hidden_TF = dataclasses.replace(gate, computes_all=True).act(gate_TF)[0] * (
+                x_TD @ up_FD.T
+            )
             trainer.add(x_TD, gate_TF, hidden_TF)
     return trainer.finish()
 
@@ -291,7 +293,7 @@ def test_silu_neurons_are_named_on_both_sides_of_zero(form):
     gate = Gate(activation="silu", threshold=0.15)
     x_TD = inputs(400, seed=77)
     gate_TF = x_TD @ gate_FD.T
-    fires_TF = gate.act(gate_TF, is_dense=False)[1]
+    fires_TF = gate.act(gate_TF)[1]
     below_TF = fires_TF & (gate_TF < 0)
     assert below_TF.float().mean() > 0.02
     start = start_of(gate_FD, inputs(2000))

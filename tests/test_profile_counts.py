@@ -20,7 +20,7 @@ from hotsplit.artifacts.profile_file import EDGES
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.profile.count.counting import Counter
-from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.weights.neuron_block import Gate
 
 BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-relu"
 LINEAR = {"llama": "mlp.gate_proj", "opt": "fc1", "falcon": "mlp.dense_h_to_4h"}
@@ -134,6 +134,6 @@ def test_a_gate_at_its_threshold_does_not_fire_and_silu_keeps_its_magnitudes(act
 
 def test_a_neuron_that_does_not_fire_gives_zero_for_every_gate_but_nan():
     gate = torch.tensor([-torch.inf, -1.0, 0.0, 1.0, torch.inf, torch.nan])
-    value, fires = Gate(activation="relu", threshold=0.0).act(gate, is_dense=False)
+    value, fires = Gate(activation="relu", threshold=0.0).act(gate)
     assert fires.tolist() == [False, False, False, True, True, True]
     assert value.tolist()[:5] == torch.relu(gate).tolist()[:5] and value[5].isnan()

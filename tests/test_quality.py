@@ -42,7 +42,7 @@ from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.chat_windows import read_chat_windows
 from hotsplit.profile.predictors.options import PredictorOptions
 from hotsplit.profile.report.lines import warnings
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 
 # ---- the measure -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import pytest
 RUNTIME = Path(__file__).parent.parent / "runtime"
 PACKAGE = "hotsplit.runtime"
 # From the bottom to the top. Modules outside the folders (such as the engine) are above them all.
-ROOMS = ("device", "kernels", "weights", "cache", "model", "neuron_cache", "step", "prefill",
+ROOMS = ("device", "kernels", "weights", "cache", "ops", "model", "neuron_cache", "step", "prefill",
          "check", "text", "generate")  # fmt: skip
 
 

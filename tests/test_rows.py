@@ -20,7 +20,7 @@ from test_runtime import make_split, saved
 
 from hotsplit import Engine
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.native_structs import MAX_ROWS
+from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.batch import Row, rows_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")

@@ -20,7 +20,6 @@ LONG = {
     "runtime/kernels/gpu/attention.py:attend",
     "runtime/kernels/gpu/neurons.py:_gate_up",
     "runtime/kernels/gpu/neurons.py:_down",
-    "runtime/model/attention.py",  # runtime: being re-arranged
 }
 
 

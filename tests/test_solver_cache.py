@@ -26,11 +26,11 @@ from hotsplit.costs.budget import CacheSize, bytes_in_staging, staging_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.row_copies import RowTable
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.prefill import workspace
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.plain_backend import plain_backend

@@ -35,7 +35,7 @@ from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.generate.speculation import Speculation, check_rows
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Sequences
 

@@ -22,12 +22,12 @@ from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.gpu_setup import cold_blocks, with_stream
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import Gate, NeuronBlock
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.prefill import cold_stream
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import ColdStream
 from hotsplit.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
 
 CPU = torch.device("cpu")
 F, D = 96, 64
@@ -261,8 +261,8 @@ class Case:
 
 
 def add(piece, x_TD, y_TD):
-    gate = Gate(activation="relu", threshold=0.0)
-    value, _ = gate.act(piece.gate.apply(x_TD), is_dense=True)
+    gate = Gate(activation="relu", threshold=0.0, computes_all=True)
+    value, _ = gate.act(piece.gate.apply(x_TD))
     piece.down.add_many(y_TD, gate.hidden(value, piece.up.apply(x_TD)))
 
 

@@ -31,7 +31,7 @@ from hotsplit.profile.predictors.options import PredictorOptions
 from hotsplit.profile.stream import streaming
 from hotsplit.profile.stream.states import FileStates, MemoryStates
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
-from hotsplit.runtime.model.observers import NAMES
+from hotsplit.runtime.ops.observers import NAMES
 from hotsplit.runtime.step.native_layers import SHOWN
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from test_cpu_kernels import rounded
 from hotsplit.costs.budget import PREFILL_CHUNK, SHORT_CHUNK, part_neurons, tile_rows
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model import feed_forward
-from hotsplit.runtime.model.native_structs import MAX_ROWS
+from hotsplit.runtime.ops.neurons import feed_forward
+from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.weights import matrix
 from hotsplit.runtime.weights.matrix import Matrix
 

@@ -24,8 +24,8 @@ from typing import Protocol, Self
 
 from hotsplit.measure.advise.choice import Gain, Point, Trial
 from hotsplit.measure.timing.rounds import take_turns
+from hotsplit.model.modes import Mode
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.system.system_memory import free_memory_bytes
 
 STEPS = 8  # tokens of a model's turn; one more comes first and is not counted

@@ -15,7 +15,7 @@ from hotsplit.files.json_file import read_text
 from hotsplit.measure.bench.config import BenchTest
 from hotsplit.measure.bench.step_bytes import Steps
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.step.step_times import timed_parts

@@ -26,7 +26,7 @@ from hotsplit.measure.bench.parts import (
     neuron_parts,
 )
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.step_times import PARTS
 
 Bytes = dict[tuple[str, str], float]  # per token, by part and role

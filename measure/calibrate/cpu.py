@@ -32,9 +32,9 @@ from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import FLOATS
-from hotsplit.runtime.model.feed_forward import Gate, NeuronBlock
-from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
+from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
 from hotsplit.runtime.weights.resident import Residence
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
     )  # fmt: skip
     # With this threshold every predicted neuron fires.
     always = Gate(activation="fatrelu", threshold=-math.inf)
-    neurons = NativeNeurons.of(block, always, "predicted", count)
+    neurons = NativeNeurons.of(block, always, count, is_named=True)
     neurons.x_D.fill_(1.0)
     tenths = _tenths(count)
     masks = [pack_bits(torch.zeros(count).bool().index_fill_(0, ids, True)) for ids in tenths]

@@ -10,7 +10,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import Fields, shown
 from hotsplit.measure.evaluate.quality import EvalReport
-from hotsplit.model.mode_quality import RunMode
+from hotsplit.model.modes import Mode
 
 FORMAT, VERSION = "hotsplit.eval", 3
 MOST = 1e12  # the largest float that is accepted
@@ -51,7 +51,7 @@ def _report(read: Fields) -> EvalReport:
     return EvalReport(
         model_id=read.line("model_id"),
         limits=read.line_or_none("limits"),
-        mode=cast(RunMode, read.choice("mode", get_args(RunMode))),
+        mode=cast(Mode, read.choice("mode", get_args(Mode))),
         num_tokens=read.count("num_tokens", least=1),
         perplexity=_number(read, "perplexity", 1),
         perplexity_own_half_width=_width(read, "perplexity_own_half_width"),

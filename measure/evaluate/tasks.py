@@ -11,7 +11,7 @@ from typing import Any
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import one_line, shown
 from hotsplit.measure.evaluate.tasks_config import TasksConfig
-from hotsplit.model.mode_quality import RunMode
+from hotsplit.model.modes import Mode
 from hotsplit.runtime.engine import Engine, load_engine
 from hotsplit.runtime.engine_options import device_of
 
@@ -34,7 +34,7 @@ class Score:
 @dataclass(frozen=True, kw_only=True)
 class TasksReport:
     model_id: str
-    mode: RunMode
+    mode: Mode
     limit: int | None
     scores: tuple[Score, ...]
 

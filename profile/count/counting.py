@@ -18,8 +18,7 @@ from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.native.library import NUM_BUCKETS, count
-from hotsplit.runtime.model.feed_forward import Gate
-from hotsplit.runtime.weights.neuron_block import above
+from hotsplit.runtime.weights.neuron_block import Gate, above
 
 _MAX_ADDED = 255  # ones that a uint8 can count
 
@@ -77,7 +76,7 @@ class Counter:
                 threshold = gate.threshold if is_magnitude else gate.opens_above
                 self._count_native(value_TF, threshold, is_magnitude, count_F, histogram_B)
             return
-        active_TF, fires_TF = gate.act(gate_TF, is_dense=False)
+        active_TF, fires_TF = gate.act(gate_TF)
         histogram_B += histogram(value_TF if is_magnitude else active_TF)
         self._add_fired(layer, fires_TF)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.measure.evaluate.verify import text_token_ids
+from hotsplit.model.modes import Mode
 from hotsplit.profile.count.counting import gates_of
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.model.loader import load_predictors
-from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.ops.predict import Predictor
 
 # Below this, (recall - predicted share) / (1 - predicted share) is near chance: 1 is perfect, 0 is
 # random.
@@ -88,7 +88,7 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
         elif name == "ffn_hidden":
             fires.append(tensor != 0)
         else:
-            fires.append(gates[layer].act(tensor, is_dense=False)[1])
+            fires.append(gates[layer].act(tensor)[1])
 
     ids = text_token_ids(model)
     with (

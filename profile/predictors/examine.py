@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotsplit.costs.budget import LayerBytes
 from hotsplit.profile.predictors.selection import Quality, bytes_per_token
-from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Matrix
 
 

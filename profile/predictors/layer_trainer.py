@@ -32,8 +32,8 @@ from hotsplit.profile.predictors.options import Target
 from hotsplit.profile.predictors.rounding import stored
 from hotsplit.profile.predictors.selection import Candidate, Quality, Tally, bytes_per_token, choose
 from hotsplit.profile.predictors.training import Agree, Batch, LowRank, whole
-from hotsplit.runtime.model.feed_forward import Gate
 from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.neuron_block import Gate
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512
@@ -121,7 +121,7 @@ class LayerTrainer:
 
     def fires(self, gate_TF: Tensor) -> Tensor:
         """bool [T, F]: the labels of the predictor."""
-        return self.gate.act(gate_TF, is_dense=False, limit=self.gate_limit_F)[1]
+        return self.gate.act(gate_TF, limit=self.gate_limit_F)[1]
 
     def _add_moments(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         self.moments.add(x_TD, gate_TF)

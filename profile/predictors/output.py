@@ -15,11 +15,12 @@ from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.files.outputs import check_output_folder, check_outputs
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, compare_all, mean_bytes
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
+from hotsplit.model.modes import Mode
 from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.predictors.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
 from hotsplit.profile.predictors.options import PredictorFormat
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.model.feed_forward import Gate, Mode
+from hotsplit.runtime.weights.neuron_block import Gate
 
 # The model is compared with its dense self on at most this many tokens, and one more if the last
 # window would otherwise have a single one.

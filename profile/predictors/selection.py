@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hotsplit.costs.budget import LayerBytes
 from hotsplit.profile.predictors.options import Target
-from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.ops.predict import Predictor
 
 NUM_BINS = 8192
 RANGE = 16.0  # in standard deviations of the scores, on either side

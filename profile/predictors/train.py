@@ -25,8 +25,8 @@ from hotsplit.profile.predictors.layer_trainer import (
 from hotsplit.profile.predictors.options import predictor_choices
 from hotsplit.profile.predictors.trainer_state import Kept, SharedSteps, Sums, Weights, num_steps
 from hotsplit.profile.stream.streaming import LayerStream, StreamedLayer
-from hotsplit.runtime.model.feed_forward import Gate
 from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.weights.neuron_block import Gate
 
 Finished = tuple[LayerPredictor, LayerQuality]
 Trained = tuple[Predictors, tuple[LayerQuality, ...]]

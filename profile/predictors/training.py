@@ -27,7 +27,7 @@ from hotsplit.model.spec import SMOOTH
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.moments import Start
 from hotsplit.profile.predictors.rounding import rounded, values_of
-from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import Gate
 

@@ -15,10 +15,10 @@ from hotsplit.costs.budget import LOGITS_CHUNK
 from hotsplit.files.gguf_file import release
 from hotsplit.measure.evaluate.comparison import Comparison
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, report_of
+from hotsplit.model.modes import Mode
 from hotsplit.profile.memory import room_of
 from hotsplit.profile.stream.streaming import CPU, LayerStream, StreamPlan
-from hotsplit.runtime.model.feed_forward import Mode
-from hotsplit.runtime.model.observers import Observe, Wants
+from hotsplit.runtime.ops.observers import Observe, Wants
 from hotsplit.runtime.weights.matrix import Linear, matrix_of
 
 ROOM_SHARE = 1 / 4  # share of the room for the hidden states of all passes

@@ -25,17 +25,19 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import DEFAULT_CONTEXT, SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
+from hotsplit.model.modes import Mode
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.layer_trainer import Choices
 from hotsplit.profile.stream.states import FileStates, MemoryStates, States
-from hotsplit.runtime.model.attention import Norm, Turns
-from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.loader import Builder
-from hotsplit.runtime.model.observers import Observation, Observe, Observers, Wants
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step.decoder import embed, run_layer
+from hotsplit.runtime.ops.attention.rotary import Turns
+from hotsplit.runtime.ops.embed import embed
+from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.ops.observers import Observation, Observe, Observers, Wants
+from hotsplit.runtime.step.decoder import run_layer
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.weights.matrix import matrix_of

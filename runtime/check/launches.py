@@ -23,15 +23,16 @@ from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
 from hotsplit.runtime.kernels.stored import StoredMatrix
-from hotsplit.runtime.model.feed_forward import NeuronBlock, Traffic
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.model.native_structs import NotNative
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference, name)) for name in NAMES}

@@ -31,7 +31,7 @@ from hotsplit.runtime.generate.generation import (
     Token,
 )
 from hotsplit.runtime.generate.reasoning import close_reasoning, opens_reasoning
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.text.chat_template import ChatTemplate, Message
 from hotsplit.runtime.text.codec import TextCodec

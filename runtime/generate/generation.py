@@ -10,7 +10,7 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
 from hotsplit.runtime.generate.stops import StopFilter
-from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.text.codec import TextCodec

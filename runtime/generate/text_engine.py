@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
@@ -27,8 +28,8 @@ from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, w
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.generate.speculation import check_rows, has_equal_rows
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import Mode, Traffic
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_step import HybridStep

@@ -8,8 +8,9 @@ import torch
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
-from hotsplit.runtime.model.attention import Attention, Norm
-from hotsplit.runtime.model.feed_forward import FeedForward
+from hotsplit.runtime.ops.attention.block import Attention
+from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
+from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 
@@ -52,9 +53,9 @@ class Weights:
 
 
 def limited(layer: Layer, limits: LayerLimits) -> Layer:
-    """The layer with these limits instead of its own; mode "dense" has none."""
+    """The layer with these limits instead of its own; without any if it computes all neurons."""
     gate_F = None
-    if limits.gate_F is not None and layer.ffn.mode != "dense":
+    if limits.gate_F is not None and not layer.ffn.gate.computes_all:
         gate_F = torch.from_numpy(limits.gate_F.copy())
     blocks = tuple(block.limited(gate_F) for block in layer.ffn.blocks)
     return replace(layer, ffn=replace(layer.ffn, blocks=blocks))

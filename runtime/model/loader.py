@@ -14,6 +14,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
@@ -22,14 +23,17 @@ from hotsplit.model.tensors import KEY_NORM, QUERY_NORM
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
-from hotsplit.runtime.model.attention import Attention, Norm, Rotary
-from hotsplit.runtime.model.feed_forward import FeedForward, Gate, Mode, Traffic
 from hotsplit.runtime.model.layers import Layer, Weights, limited
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.ops.attention.block import Attention
+from hotsplit.runtime.ops.attention.rotary import Rotary
+from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, Traffic
+from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
+from hotsplit.runtime.weights.neuron_block import Gate
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.store import CPU, Stores
 from hotsplit.runtime.weights.upload import Uploader
@@ -92,9 +96,7 @@ class Builder:
     def spec(self) -> ModelSpec:
         """The model's spec, with predictors only if they are run."""
         spec = self.model.spec
-        if self.mode == "predicted":
-            return spec
-        return spec.with_layers([layer.with_predict(None) for layer in spec.layers])
+        return spec if runs_predictors(self.mode) else spec.without_predictors()
 
     @cached_property
     def table(self) -> BlockTable:
@@ -105,8 +107,9 @@ class Builder:
     def neurons(self) -> NeuronLoader:
         return NeuronLoader(
             model=self.model,
+            spec=self.spec,
             placement=self.placement,
-            mode=self.mode,
+            computes_all=computes_all(self.mode),
             stores=self.stores,
             resident_LN=self.resident_LN,
             are_slots_joined=self.are_slots_joined,
@@ -159,7 +162,6 @@ class Builder:
                 blocks=self.neurons.blocks(index),
                 down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
                 predictor=None if spec.predict is None else self.predictor(index, device),
-                mode=self.mode,
                 traffic=self.traffic,
             ),
         )
@@ -167,7 +169,11 @@ class Builder:
 
     def gate(self, index: int) -> Gate:
         activation = self.model.spec.layers[index].neurons.activation
-        return Gate(activation=activation, threshold=self.model.threshold_L[index])
+        return Gate(
+            activation=activation,
+            threshold=self.model.threshold_L[index],
+            computes_all=computes_all(self.mode),
+        )
 
     def vector(self, name: str, device: torch.device, item: str = "attention") -> Tensor | None:
         entry = self.model.tensors.get(name)

@@ -17,10 +17,11 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import down_kind
 from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.matrix import Linear, vector_of
-from hotsplit.runtime.weights.neuron_block import Mode, NeuronBlock, Role
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role
 from hotsplit.runtime.weights.slot_rows import apart, joined, rows_of_slots
 from hotsplit.runtime.weights.store import CPU, Stores, WeightStore
 
@@ -31,13 +32,14 @@ Rows = Literal["own", "shared", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronLoader:
-    """Loads the blocks of all layers. `resident_LN`: the neurons in the slots of a neuron cache;
+    """Loads the blocks of all layers. `spec`: without predictors that are not run. `resident_LN`: the neurons in the slots of a neuron cache;
     `are_slots_joined` puts these slots into one block with all neurons of the layer
     (weights.slot_rows)."""
 
     model: ModelFile
+    spec: ModelSpec
     placement: Placement
-    mode: Mode
+    computes_all: bool  # silent neurons, too
     stores: Stores
     resident_LN: Sequence[np.ndarray] | None
     are_slots_joined: bool
@@ -49,7 +51,7 @@ class NeuronLoader:
         """The blocks of a layer, the hot one first. Each has matrices of its own, except a cold
         block whose matrices stay in the file or whose layer has slots: it refers to the whole
         matrices."""
-        if runs_by_output(self.model, self.mode, self.placement):
+        if runs_by_output(self.model, self.placement, reads_all=self._reads_all(index)):
             return (self._block_by_output(index),)
         down = self._down(index)
         if self.resident_LN is not None and self.are_slots_joined:
@@ -107,9 +109,9 @@ class NeuronLoader:
         names = list(self.model.spec.layers[index].neurons.matrices)
         store = self.stores.on(self.placement.homes[index] if role == "hot" else CPU)
         entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
-        groups = self._read_together([*entries, down])
-        num_whole = self._num_whole(entries) if rows == "all" else 0
-        adds_all = self.mode == "dense" and num_whole > 0
+        groups = self._read_together(index, [*entries, down])
+        num_whole = self._num_whole(index, entries) if rows == "all" else 0
+        adds_all = self._reads_all(index) and num_whole > 0
         *linears, down_matrix = store.neurons(groups, chosen, num_whole, adds_all)
         gate, *up = (
             Linear(
@@ -129,21 +131,29 @@ class NeuronLoader:
             is_whole=rows == "all",
         )
 
-    def _read_together(self, entries: list[TensorEntry]) -> list[list[TensorEntry]]:
-        """Groups those of gate, up (if there is one) and down whose rows are read together. Mode
-        "exact" reads every gate but few rows of the others; mode "dense" reads each matrix in full.
-        In divided layers, mode "dense" groups all, so that a streamed piece is one copy."""
-        if self.mode == "dense" and self.placement.hot is None:
-            return [[entry] for entry in entries]
-        if self.mode == "exact":
-            return [entries[:1], entries[1:]]
-        return [entries]
+    def _is_named(self, index: int) -> bool:
+        """True if a token computes only the neurons of this layer that are named for it."""
+        return self.spec.layers[index].predict is not None
 
-    def _num_whole(self, entries: list[TensorEntry]) -> int:
+    def _reads_all(self, index: int) -> bool:
+        """True if a token reads every row of the layer's neurons."""
+        return self.computes_all and not self._is_named(index)
+
+    def _read_together(self, index: int, entries: list[TensorEntry]) -> list[list[TensorEntry]]:
+        """Groups those of gate, up (if there is one) and down whose rows are read together. If all
+        rows are read, each matrix is read in full; but in divided layers all are one group, so that
+        a streamed piece is one copy. If no neurons are named, every gate is read but few rows of
+        the others."""
+        if self._reads_all(index):
+            return [[e] for e in entries] if self.placement.hot is None else [entries]
+        return [entries] if self._is_named(index) else [entries[:1], entries[1:]]
+
+    def _num_whole(self, index: int, entries: list[TensorEntry]) -> int:
         """How many of gate and up are multiplied in full for every token."""
-        if self.placement.hot is not None or self.resident_LN is not None:
+        is_divided = self.placement.hot is not None or self.resident_LN is not None
+        if is_divided or self._is_named(index):
             return 0
-        return {"dense": len(entries), "exact": 1, "predicted": 0}[self.mode]
+        return len(entries) if self.computes_all else 1
 
     def _bias(self, name: str, store: WeightStore, chosen: np.ndarray | None) -> Tensor | None:
         entry = self.model.tensors.get(name)
@@ -177,11 +187,11 @@ class NeuronLoader:
         )
 
 
-def runs_by_output(model: ModelFile, mode: Mode, placement: Placement) -> bool:
+def runs_by_output(model: ModelFile, placement: Placement, *, reads_all: bool) -> bool:
     """True if a stock file's down projections are used as they are: the CPU reads all rows of them
-    for every token."""
+    for every token (`reads_all`)."""
     is_whole = placement.hot is None and all(home == CPU for home in placement.homes)
-    return model.layout == "stock" and mode == "dense" and is_whole
+    return model.layout == "stock" and reads_all and is_whole
 
 
 def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import Stream
-from hotsplit.runtime.model.feed_forward import NeuronBlock
 from hotsplit.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 _ALIGNMENT = 256
 

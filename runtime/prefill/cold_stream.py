@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import Stream
-from hotsplit.runtime.model.feed_forward import NeuronBlock
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 # A pass of at least this many tokens streams cold weights. The time of their copy does not depend
 # on the tokens, the CPU's time for them does. Next to a card of 13 GB/s, copies are estimated to be

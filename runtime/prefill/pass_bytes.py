@@ -18,12 +18,12 @@ from hotsplit.costs.budget import (
     kv_kind,
     kv_positions,
 )
+from hotsplit.model.modes import Mode
 from hotsplit.model.spec import SMOOTH, Attention
 from hotsplit.runtime.device.device_memory import SMALL_BYTES
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
-from hotsplit.runtime.model.attention import SCORE_BYTES, takes_flash
-from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.runtime.ops.attention.attend import SCORE_BYTES, takes_flash
 from hotsplit.runtime.weights import gpu_products
 
 # Maximum number of partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.

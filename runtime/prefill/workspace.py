@@ -19,12 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
+from hotsplit.model.modes import Mode
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import Builder
-from hotsplit.runtime.model.observers import Observers
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.pass_bytes import planned_bytes
 from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.decoder import Decoder

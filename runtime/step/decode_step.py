@@ -6,11 +6,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.model.native_structs import NotNative
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder, native_step
 from hotsplit.runtime.step.hybrid_step import Backend
 

@@ -2,20 +2,24 @@
 
 Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
 
-from hotsplit.costs.budget import LOGITS_CHUNK, SHORT_CHUNK
+from hotsplit.costs.budget import SHORT_CHUNK
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
-from hotsplit.runtime.model.attention import Attend, Turns
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.ops.attention.block import Attend
+from hotsplit.runtime.ops.attention.rotary import Turns
+from hotsplit.runtime.ops.embed import embed
+from hotsplit.runtime.ops.head import logits
+from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step.batch import Row, runs_of
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.host_attention import HostAttention
@@ -30,7 +34,6 @@ from hotsplit.runtime.step.program import (
     layer_ops,
     name_of,
 )
-from hotsplit.runtime.weights.matrix import Matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +50,10 @@ class Decoder:
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, by the decode step if there is one and no active
         observer, else in torch. The two paths differ in the order of summation."""
-        native = self._native_rows
-        if native is not None:
-            return native.run(token, position, sequence)
-        return self._step_with_torch(token, position, sequence)
-
-    @out_of_memory_as_error()
-    @torch.inference_mode()
-    def _step_with_torch(self, token: int, position: int, sequence: int) -> Tensor:
-        """`step` without a native step."""
-        if not isinstance(self.native, str) and not self.observers.active:
-            return self.native.run(token, position, sequence)
-        return self.logits(self.forward(torch.tensor([token]), position, sequence))[0]
+        if isinstance(self.native, str) or self.observers.active:
+            row = Row(token=token, position=position, sequence=sequence, has_logits=True)
+            return self._run_in_torch([row])[0]
+        return self.native.run(token, position, sequence)
 
     @property
     def _native_rows(self) -> NativeStep | None:
@@ -81,49 +76,51 @@ class Decoder:
         Takes at most `most_tokens` computed rows. Their positions must be reserved in the cache
         (KVCache.reserve)."""
         native = self._native_rows
-        return self._run_with_torch(rows) if native is None else native.run_rows(rows)
+        if native is not None:
+            return native.run_rows(rows)
+        if isinstance(self.native, HybridStep) and not self.observers.active:
+            return self._run_hybrid(self.native, rows)
+        return self._run_in_torch(rows)
 
     @out_of_memory_as_error()
     @torch.inference_mode()
-    def _run_with_torch(self, rows: Sequence[Row]) -> Tensor:
-        """`run` without a native step."""
-        pieces = list(self._by_runs(rows))
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat([torch.empty(0, self.weights.head.weight.num_rows), *pieces])
+    def _run_in_torch(self, rows: Sequence[Row]) -> Tensor:
+        """`run` by passes, one for each run of rows."""
+        return self._joined([self._pass(rows, run) for run in runs_of(rows)])
 
-    def _by_runs(self, rows: Sequence[Row]) -> Iterator[Tensor]:
-        """Yields the logits in order. The hybrid step, if it can be used, computes consecutive runs
-        of decoded rows together; each other run is a pass of its own."""
-        hybrid = None if self.observers.active else self.native
-        waiting: list[Row] = []
-        for run in runs_of(rows):
-            is_step = isinstance(hybrid, HybridStep) and _is_decoded(run)
+    @out_of_memory_as_error()
+    @torch.inference_mode()
+    def _run_hybrid(self, hybrid: HybridStep, rows: Sequence[Row]) -> Tensor:
+        """`run` with a hybrid step, which computes consecutive runs of decoded rows together; each
+        other run is a pass of its own."""
+        pieces: list[Tensor] = []
+        for is_step, runs in groupby(runs_of(rows), key=_is_decoded):
             if is_step:
-                waiting += run
-                continue
-            if waiting:
-                assert isinstance(hybrid, HybridStep)
-                yield hybrid.run_rows(waiting)
-                waiting = []
-            yield self._run_one(rows, run)
-        if waiting:
-            assert isinstance(hybrid, HybridStep)
-            yield hybrid.run_rows(waiting)
+                pieces.append(hybrid.run_rows(list(chain.from_iterable(runs))))
+            else:
+                pieces += [self._pass(rows, run) for run in runs]
+        return self._joined(pieces)
 
-    def _run_one(self, rows: Sequence[Row], run: Sequence[Row]) -> Tensor:
+    def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The logits of all pieces, [R, V]."""
+        return pieces[0] if len(pieces) == 1 else torch.cat([self._no_logits(), *pieces])
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty(0, self.weights.head.weight.num_rows)
+
+    def _pass(self, rows: Sequence[Row], run: Sequence[Row]) -> Tensor:
         """Computes consecutive rows of one sequence; see `run`."""
         for row in run:
             if row.source is not None:
                 self._copy(rows[row.source], row)
         computed = [row for row in run if row.source is None]
         if not computed:
-            return torch.empty(0, self.weights.head.weight.num_rows)
+            return self._no_logits()
         ids_T = torch.tensor([row.token for row in computed])
         hidden_TD = self.forward(ids_T, computed[0].position, computed[0].sequence)
         wanted_T = torch.tensor([row.has_logits for row in computed])
         if not wanted_T.any():
-            return torch.empty(0, self.weights.head.weight.num_rows)
+            return self._no_logits()
         return self.logits(hidden_TD[wanted_T.to(hidden_TD.device)])
 
     def _copy(self, source: Row, target: Row) -> None:
@@ -192,15 +189,8 @@ class Decoder:
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits f32 [T, V] on the CPU."""
-        pieces = []
-        for piece_TD in hidden_TD.split(LOGITS_CHUNK):
-            if self.weights.output_norm:
-                piece_TD = self.weights.output_norm.apply(piece_TD)
-            self.observers.show("output_norm", None, piece_TD)
-            logits_TV = self.weights.head.apply(piece_TD).cpu()
-            self.observers.show("logits", None, logits_TV)
-            pieces.append(logits_TV)
-        return torch.cat(pieces)
+        weights = self.weights
+        return logits(hidden_TD, weights.output_norm, weights.head, self.observers)
 
 
 def _is_decoded(run: Sequence[Row]) -> bool:
@@ -208,20 +198,6 @@ def _is_decoded(run: Sequence[Row]) -> bool:
     long for a step is a text whose logits are all wanted, for instance by `eval`: a pass reads each
     weight once for all of it."""
     return len(run) <= ROWS[-1] and all(row.has_logits and row.source is None for row in run)
-
-
-def embed(
-    embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int, *, scale: float
-) -> Tensor:
-    """The input of the first layer, f32 [T, D], on the device of the embedding: its rows times
-    `scale`, and learned positions."""
-    x_TD = embedding.rows(ids_T.to(embedding.data.device))
-    if scale != 1.0:
-        x_TD = x_TD * scale
-    if positions is None:
-        return x_TD
-    positions_T = torch.arange(start, start + len(ids_T))
-    return x_TD + positions.rows(positions_T).to(x_TD.device)
 
 
 @cache

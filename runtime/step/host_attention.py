@@ -15,7 +15,7 @@ from torch import Tensor
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.model.native_structs import MAX_ROWS, NotNative
+from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative
 from hotsplit.runtime.step.native_ops import VALUES, attend_op
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder

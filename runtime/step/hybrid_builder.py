@@ -18,12 +18,12 @@ from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.gpu.kernels import INEXACT_ROWS
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
-from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.model.native_neurons import NativeNeurons, SharedWorkspace
-from hotsplit.runtime.model.native_structs import NotNative
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
+from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.batch import LogitsMemory
 from hotsplit.runtime.step.forms import placed_form
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer
@@ -115,7 +115,7 @@ class _Builder:
                 fired_W = self.cache.cold_bits(index)
         if cold is not None and (hot is not None or self.placement.dense_on_gpu[index]):
             native = NativeNeurons.of(
-                cold, layer.ffn.gate, layer.ffn.mode, layer.ffn.num_neurons,
+                cold, layer.ffn.gate, layer.ffn.num_neurons,
                 x_D=self.host.ffn_in_2TD[index % 2], named_W=named_W if is_named else None,
                 y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
                 room=room, fired_W=fired_W,

@@ -1,4 +1,4 @@
-"""One GPU's operations of a decode step: their kernels, and the buffers that they share.
+"""One GPU's buffers in a decode step, and its operations on them; runtime/ops has their kernels.
 
 Every buffer has a fixed address, so that a captured step can be replayed. hybrid_lowering.py calls
 the operations as the step program (program.py) requires them.
@@ -20,15 +20,19 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import Stream
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
-from hotsplit.runtime.model.attention import Norm
-from hotsplit.runtime.model.feed_forward import FeedForward, NeuronBlock
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend, launch_inputs
+from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.embed import launch_embed
+from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
+from hotsplit.runtime.ops.neurons.gpu import launch_neurons
+from hotsplit.runtime.ops.neurons.native import NativeNeurons
+from hotsplit.runtime.ops.predict import launch_predict
 from hotsplit.runtime.step.native_parts import beginning, first
-from hotsplit.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
@@ -44,7 +48,7 @@ class DividedLayer:
     cold: NativeNeurons | None
     num_parts: int  # S, the partial sums of the hot neurons
     named_W: Tensor  # bits of the predicted neurons on the host, int32 [F / 32 rounded up] per row
-    # With a neuron cache in mode "exact", int32 on the device: the slot of each neuron, and the
+    # With a neuron cache and no predictor, int32 on the device: the slot of each neuron, and the
     # bits of the hot neurons that fired, which a step writes.
     hot_bits: tuple[Tensor, Tensor] | None = None
 
@@ -168,12 +172,10 @@ _VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceKernels:
-    """Submits the operations of a GPU to its main stream. `side` is for work concurrent with
-    them."""
+class DeviceKernels(Launcher):
+    """Submits the operations of a GPU, on its buffers, to its main stream. `side` is for work
+    concurrent with them."""
 
-    kernels: Kernels
-    main: Stream
     side: Stream
     buffers: DeviceBuffers
     slot_kernels: SlotKernels | None = None
@@ -210,70 +212,6 @@ class DeviceKernels:
         assert count == end - begin, (names, begin, end)
         return self.buffers.sum_PD[begin:end]
 
-    def embed(self, embedding: Matrix, scale: float, *, has_positions: bool) -> None:
-        """Writes the embedding, times `scale`, to the hidden state, or adds it to the learned
-        positions there."""
-        b = self.buffers
-        self._launch(
-            lambda: self.kernels.embed(
-                embedding, b.token_T, b.x_D, is_added=has_positions, scale=scale
-            ),
-            [b.token_T, b.x_D, embedding.data], [b.x_D],
-        )  # fmt: skip
-
-    def add_norm(
-        self,
-        x_D: Tensor,
-        sum_PD: Tensor | None,
-        norm: Norm | None,
-        out_D: Tensor | None,
-        x_out_D: Tensor | None,
-    ) -> None:
-        """x_out = x + the sum of the rows of sum; out = the norm of that. Both outputs are
-        optional."""
-        weight_D, bias_D = (norm.weight_D, norm.bias_D) if norm else (None, None)
-        epsilon = norm.epsilon if norm else 0.0
-        self._launch(
-            lambda: self.kernels.add_norm(x_D, sum_PD, weight_D, bias_D, epsilon, out_D, x_out_D),
-            [x_D, sum_PD, weight_D, bias_D], [out_D, x_out_D],
-        )  # fmt: skip
-
-    def dot(self, linear: Linear, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False) -> None:
-        weight, bias_N = linear.weight, linear.bias_N
-        self._launch(
-            lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu),
-            [weight.data, bias_N, x_D], [out_N],
-        )  # fmt: skip
-
-    def attention(self, layer: Layer, x_D: Tensor) -> None:
-        """Writes attention's output to the first row of sum_PD."""
-        b, attention = self.buffers, layer.attention
-        self.inputs(layer, x_D)
-        qkv, heads = self.attended(layer)
-        rotary = attention.rotary
-        query, key = attention.query_norm, attention.key_norm
-        (keys, values), num_heads = attention.cache.for_kernels, attention.num_heads
-        sequence_T = None if b.table_SN is None else b.sequence_T
-        frequency_W = rotary.frequency_W if rotary else None
-        query_W, key_W = query.weight_D if query else None, key.weight_D if key else None
-        self._launch(
-            lambda: self.kernels.rotate_append(
-                qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
-                query.epsilon if query else 0.0, b.position_T, keys, values, num_heads,
-                sequence_T, b.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
-            ),
-            [qkv, frequency_W, query_W, key_W, b.position_T, sequence_T, b.table_SN],
-            [qkv, keys, values],
-        )  # fmt: skip
-        self._launch(
-            lambda: self.kernels.attend(
-                qkv, keys, values, b.position_T, num_heads, b.scratch, heads, sequence_T,
-                b.table_SN, scale=attention.score_scale, window=attention.window,
-            ),
-            [qkv, keys, values, b.position_T, sequence_T, b.table_SN], [b.scratch, heads],
-        )  # fmt: skip
-        self.output(layer, heads)
-
     def attended(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """The layer's queries, keys and values [T, (H + 2 K) W], and outputs of its heads [T, H W],
         at the beginning of their buffers."""
@@ -281,37 +219,40 @@ class DeviceKernels:
         b = self.buffers
         return b.first(b.qkv, qkv_size), b.first(b.heads, heads_size)
 
-    def inputs(self, layer: Layer, x_D: Tensor) -> None:
-        """Projects queries, keys and values."""
-        start, (qkv, _) = 0, self.attended(layer)
-        for linear in layer.attention.inputs:
-            stop = start + linear.weight.num_rows
-            self.dot(linear, x_D, qkv[..., start:stop])
-            start = stop
-
-    def output(self, layer: Layer, heads: Tensor) -> None:
-        """Writes the output projection of the heads to the first row of sum_PD."""
-        self.dot(layer.attention.output, heads, self.buffers.sum_PD[0])
-
-    def predict(self, ffn: FeedForward, x_D: Tensor) -> None:
-        predictor = ffn.predictor
-        assert predictor is not None
-        b, inner = self.buffers, x_D
-        if predictor.down:
-            inner = b.first(b.inner, predictor.down.weight.num_rows)
-            self.dot(predictor.down, x_D, inner, has_relu=predictor.kind == "relu")
-        up, activation, named_W = predictor.up, ffn.gate.activation, self.named(ffn)
-        self._launch(
-            lambda: self.kernels.predict(
-                up.weight, up.bias_N, inner, predictor.threshold, predictor.kind, activation,
-                named_W,
-            ),
-            [up.weight.data, up.bias_N, inner], [named_W],
-        )  # fmt: skip
-
     def named(self, ffn: FeedForward) -> Tensor:
         """The bits of a layer's named neurons [T, F / 32 rounded up]."""
         return self.buffers.first(self.buffers.named_W, -(-ffn.num_neurons // 32))
+
+    def embed(self, embedding: Matrix, scale: float, *, has_positions: bool) -> None:
+        b = self.buffers
+        launch_embed(self, embedding, b.token_T, b.x_D, scale=scale, has_positions=has_positions)
+
+    def attention(self, layer: Layer, x_D: Tensor) -> None:
+        """Writes attention's output to the first row of sum_PD."""
+        b, (qkv, heads) = self.buffers, self.attended(layer)
+        has_sequences = b.table_SN is not None
+        at = Positions(
+            position_T=b.position_T,
+            sequence_T=b.sequence_T if has_sequences else None,
+            table_SN=b.table_SN,
+        )
+        self.inputs(layer, x_D)
+        launch_attend(self, layer.attention, qkv, at, b.scratch, heads)
+        self.output(layer, heads)
+
+    def inputs(self, layer: Layer, x_D: Tensor) -> None:
+        launch_inputs(self, layer.attention, x_D, self.attended(layer)[0])
+
+    def output(self, layer: Layer, heads: Tensor) -> None:
+        self.dot(layer.attention.output, heads, self.buffers.sum_PD[0])
+
+    def predict(self, ffn: FeedForward, x_D: Tensor) -> None:
+        predictor, b = ffn.predictor, self.buffers
+        assert predictor is not None
+        inner = b.inner
+        if predictor.down:
+            inner = b.first(inner, predictor.down.weight.num_rows)
+        launch_predict(self, predictor, x_D, inner, self.named(ffn))
 
     def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
         """Writes the partial sums of a layer's hot neurons to sum_PD and, if `divided` has
@@ -319,37 +260,12 @@ class DeviceKernels:
         computed."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
         assert hot is not None
-        gate, up, down = hot.gate, hot.up, hot.down
-        up_weight, up_bias_N = (up.weight, up.bias_N) if up else (None, None)
-        named_W = self.named(ffn) if are_named else None
         hidden_N = b.first(b.hidden, len(hot.id_N))
-        parts_SD = b.sum_PD[1 : 1 + divided.num_parts]
-        is_dense = ffn.mode == "dense"
-        act = ffn.gate
-        self._launch(
-            lambda: self.kernels.gate_up(
-                gate.weight, gate.bias_N, up_weight, up_bias_N, divided.hot_id_N, named_W, x_D,
-                act.activation, act.threshold, is_dense, hidden_N,
-            ),
-            [gate.weight.data, gate.bias_N, up_weight.data if up_weight else None, up_bias_N,
-             divided.hot_id_N, named_W, x_D],
-            [hidden_N],
+        launch_neurons(
+            self, hot, ffn.gate, divided.hot_id_N, self.named(ffn) if are_named else None, x_D,
+            hidden_N, b.sum_PD[1 : 1 + divided.num_parts],
         )  # fmt: skip
-        self._launch(
-            lambda: self.kernels.down(down, hidden_N, parts_SD, skips_zeros=not is_dense),
-            [down.data, hidden_N],
-            [parts_SD],
-        )
         if divided.hot_bits is not None:
             assert self.slot_kernels is not None
             (slot_F, open_W), pack_open = divided.hot_bits, self.slot_kernels.pack_open
-            self._launch(lambda: pack_open(hidden_N, slot_F, open_W), [hidden_N, slot_F], [open_W])
-
-    def _launch(
-        self, run: Callable[[], None], reads: list[Tensor | None], writes: list[Tensor | None]
-    ) -> None:
-        self.main.launch(
-            run,
-            reads=[t for t in reads if t is not None],
-            writes=[t for t in writes if t is not None],
-        )
+            self.launch(lambda: pack_open(hidden_N, slot_F, open_W), [hidden_N, slot_F], [open_W])

@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
 from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
@@ -157,7 +158,9 @@ class Lowering:
                     home=device,
                     reads=pending.reads,
                     writes=(target,),
-                    run=partial(self.devices[device].add_norm, x_D, sum_PD, None, None, target_D),
+                    run=partial(
+                        launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D
+                    ),
                 )
             )
 
@@ -185,7 +188,9 @@ class Lowering:
                 home=op.home,
                 reads=reads,
                 writes=writes,
-                run=partial(self.devices[op.device].add_norm, x_D, sum_PD, norm, out_D, kept_D),
+                run=partial(
+                    launch_add_norm, self.devices[op.device], x_D, sum_PD, norm, out_D, kept_D
+                ),
             )
         )
 
@@ -255,7 +260,7 @@ class Lowering:
             return copy
 
         def run() -> None:
-            device.add_norm(rows_PD[0], rows_PD[1:], None, None, rows_PD[0])
+            launch_add_norm(device, rows_PD[0], rows_PD[1:], None, None, rows_PD[0])
             copy()
 
         return run

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS, Kernels
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
-from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.model.native_neurons import NeuronsStruct
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.native import NeuronsStruct
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.native_parts import HostBuffers
@@ -116,6 +117,8 @@ class HybridStep:
     def max_rows(self) -> int:
         return self.most or self.host.max_rows
 
+    @out_of_memory_as_error()
+    @torch.inference_mode()
     def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, valid until the next step; appends to the cache."""
         row = Row(token=token, position=position, sequence=sequence, has_logits=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.layers import Layer
-from hotsplit.runtime.model.native_structs import MAX_ROWS, NotNative
-from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative
 from hotsplit.runtime.step.forms import host_place, roles_of
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.native_parts import PartStruct

@@ -18,8 +18,9 @@ from torch import Tensor
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.model.native_neurons import NativeNeurons
-from hotsplit.runtime.model.native_structs import NotNative
+from hotsplit.runtime.ops.neurons.native import NativeNeurons
+from hotsplit.runtime.ops.norm import norm_struct
+from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops, overwritten
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
 from hotsplit.runtime.step.program import Op, name_of
@@ -167,7 +168,7 @@ class NativeParts:
             step.embedding = builder.matrix(weights.embedding)
         if "head" in kinds:
             step.head = builder.linear(weights.head)
-            step.output_norm = builder.norm(weights.output_norm)
+            step.output_norm = norm_struct(builder, weights.output_norm)
         for number, name in enumerate(VALUES):
             shared = host.value(name)
             step.vector[number] = None if shared is None else shared.data_ptr()

@@ -3,68 +3,41 @@
 Models that it does not support run layer by layer in decoder.py; `build` returns the reason."""
 
 from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotsplit.options.key_selection import SUMMARIES, KeySelection
-from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.cache.key_tables import KeyTables
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.attention import Rotary
-from hotsplit.runtime.model.feed_forward import NeuronBlock, Traffic
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.model.native_structs import (
-    ACTIVATIONS,
-    MAX_ROWS,
-    MODES,
-    BlockStruct,
-    MatrixStruct,
-    NormStruct,
-    NotNative,
-    Structs,
-)
 from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.ops.attention.native import (
+    AttentionStruct,
+    SelectStruct,
+    TableStruct,
+    attention_struct,
+    select_struct,
+    table_struct,
+)
+from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.native import FeedForwardStruct, feed_forward_struct
+from hotsplit.runtime.ops.norm import NormStruct, norm_struct
+from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
+from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.program import step_program
-
-_PREDICTORS = ("linear", "relu", "gate")
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 
 class LayerStruct(Structure):
     _fields_ = [("norm", POINTER(NormStruct)), ("num_norms", c_int64),
-                ("query_norm", NormStruct), ("key_norm", NormStruct),
-                ("input", MatrixStruct * 3), ("output", MatrixStruct),
-                ("predictor_down", MatrixStruct), ("predictor_up", MatrixStruct),
-                ("down_bias", c_void_p), ("key", c_void_p), ("value", c_void_p),
-                ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
-                ("code_factor", c_void_p),
-                ("block", POINTER(BlockStruct)), ("num_blocks", c_int64),
-                ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
-                ("window", c_int64), ("num_neurons", c_int64), ("scale", c_float), ("rotary", c_int32),
-                ("activation", c_int32), ("predictor_kind", c_int32),
-                ("threshold", c_float), ("predictor_threshold", c_float)]  # fmt: skip
-
-
-class RotaryStruct(Structure):
-    _fields_ = [("frequency", c_void_p), ("magnitude", c_double), ("head_width", c_int64),
-                ("is_adjacent", c_int32), ("unused", c_int32)]  # fmt: skip
-
-
-class TableStruct(Structure):
-    _fields_ = [("block", c_void_p), ("num_sequences", c_int64), ("blocks_per_sequence", c_int64),
-                ("block_length", c_int64), ("num_blocks", c_int64)]  # fmt: skip
-
-
-class SelectStruct(Structure):
-    _fields_ = [("block", c_int64), ("sinks", c_int64), ("window", c_int64), ("top", c_int64),
-                ("candidates", c_int64), ("full", c_int64), ("summary", c_int32), ("is_coded", c_int32),
-                ("cos", c_void_p), ("sin", c_void_p)]  # fmt: skip
+                ("attention", AttentionStruct), ("predictor", PredictorStruct),
+                ("feed_forward", FeedForwardStruct)]  # fmt: skip
 
 
 class StepStruct(Structure):
@@ -79,7 +52,7 @@ class StepStruct(Structure):
                 ("max_rows", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
-                ("mode", c_int32), ("key_kind", c_int32), ("value_kind", c_int32),
+                ("key_kind", c_int32), ("value_kind", c_int32),
                 ("is_key_rotated", c_int32), ("is_value_rotated", c_int32),
                 ("embedding_scale", c_float)]  # fmt: skip
 
@@ -160,11 +133,6 @@ def build(
         return str(reason)
 
 
-def rounded_scale(scale: float) -> float:
-    """The scale of scores as 1 / root in f32, with the root of the head width rounded, too."""
-    return 1.0 / c_float(1.0 / scale).value
-
-
 def step_workspace_bytes(weights: Weights) -> int:
     """Workspace bytes of a native step of these layers; 0 if there is no such step.
 
@@ -182,7 +150,7 @@ class StepBuilder(Structs):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rotaries: list[Rotary] = []  # of the layers so far, each once
+        self.rotaries = Rotaries()  # of the layers so far
 
     def step(
         self, weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
@@ -208,13 +176,11 @@ class StepBuilder(Structs):
         step.max_rows = min(MAX_ROWS, step.context_length * step.table.num_sequences)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
-        step.output_norm = self.norm(weights.output_norm)
+        step.output_norm = norm_struct(self, weights.output_norm)
         return step
 
-    def ops(self, step: StepStruct, structs: list[OpStruct]) -> None:
-        ops = (OpStruct * len(structs))(*structs)
-        step.op, step.num_ops = ops, len(ops)
-        self.kept.append(ops)
+    def ops(self, step: StepStruct, structs: Sequence[OpStruct]) -> None:
+        step.op, step.num_ops = self.array(OpStruct, structs), len(structs)
 
     def frame(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
         """A step with these layers, without embedding, head, operations and workspace."""
@@ -228,134 +194,41 @@ class StepBuilder(Structs):
         self, layers: Sequence[Layer], layer_structs: list[LayerStruct], *, width: int
     ) -> StepStruct:
         """`frame` without learned positions. The structs are of some of the layers, which share a
-        block table, the types of the cache and the mode."""
-        structs = (LayerStruct * len(layer_structs))(*layer_structs)
-        rotaries = (RotaryStruct * len(self.rotaries))(*map(self._rotary, self.rotaries))
+        block table and the types of the cache."""
         (table,) = {layer.attention.cache.table for layer in layers}
         (types,) = {layer.attention.cache.types for layer in layers}
-        (mode,) = {layer.ffn.mode for layer in layers}
-        step = StepStruct(
-            layer=structs,
-            rotary=rotaries,
-            num_layers=len(structs),
-            num_rotaries=len(rotaries),
+        return StepStruct(
+            layer=self.array(LayerStruct, layer_structs),
+            rotary=self.rotaries.structs(self),
+            num_layers=len(layer_structs),
+            num_rotaries=len(self.rotaries.each),
             width=width,
             num_neurons=max(layer.ffn.num_neurons for layer in layers),
-            table=self.table(table),
-            select=self.selection(types.selection),
+            table=table_struct(self, table),
+            select=select_struct(self, types.selection, self.rotaries),
             context_length=table.context_length,
             max_rows=1,
             key_kind=library.kind_code(types.key.kind),
             value_kind=library.kind_code(types.value.kind),
             is_key_rotated=types.key.is_rotated,
             is_value_rotated=types.value.is_rotated,
-            mode=MODES.index(mode),
-        )
-        self.kept += [structs, rotaries]
-        return step
-
-    def _rotary(self, rotary: Rotary) -> RotaryStruct:
-        return RotaryStruct(
-            frequency=self.pointer(rotary.frequency_W, torch.float64),
-            magnitude=rotary.magnitude,
-            head_width=2 * len(rotary.frequency_W),
-            is_adjacent=rotary.is_adjacent,
-        )
-
-    def _index(self, rotary: Rotary | None) -> int:
-        """The index of a rotary embedding among those of the step; -1 for none."""
-        if rotary is None:
-            return -1
-        for index, each in enumerate(self.rotaries):
-            if each is rotary:
-                return index
-        self.rotaries.append(rotary)
-        return len(self.rotaries) - 1
-
-    def table(self, table: BlockTable) -> TableStruct:
-        return TableStruct(
-            block=self.pointer(table.block_SN, torch.int32),
-            num_sequences=table.num_sequences,
-            blocks_per_sequence=table.block_SN.shape[1],
-            block_length=table.block_length,
-            num_blocks=table.num_blocks,
-        )
-
-    def tables(self, tables: KeyTables | None) -> dict[str, int]:
-        """The fields of LayerStruct for these tables."""
-        names = ("summary", "summary_unit", "code", "code_factor")
-        found = () if tables is None else tables.tensors
-        return {
-            name: self.pointer(tensor, tensor.dtype)
-            for name, tensor in zip(names, found, strict=False)
-        }
-
-    def selection(self, rule: KeySelection | None) -> SelectStruct:
-        if rule is None:
-            return SelectStruct()
-        cos = sin = None
-        if rule.is_capped and self.rotaries:
-            (rotary,) = self.rotaries  # engine_options.cache_types_of refuses others
-            turn = rotary.turn(0, rule.longest)
-            cos, sin = self.vector(turn.cos), self.vector(turn.sin)
-        return SelectStruct(
-            cos=cos,
-            sin=sin,
-            block=rule.block,
-            sinks=rule.sinks,
-            window=rule.window,
-            top=rule.top,
-            candidates=max(1, rule.candidates),
-            full=rule.full,
-            summary=SUMMARIES.index(rule.summary),
-            is_coded=rule.is_coded,
         )
 
     def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
         """The struct of a layer with these neuron blocks."""
-        attention, ffn = layer.attention, layer.ffn
-        inputs = [self.linear(linear) for linear in attention.inputs]
-        blocks = (BlockStruct * len(neuron_blocks))(*map(self.block, neuron_blocks))
-        norms = (NormStruct * len(layer.norms))(*map(self.norm, layer.norms.values()))
-        predictor = ffn.predictor
-        down = None if predictor is None else predictor.down
-        self.kept += [blocks, norms]
+        ffn, norms = layer.ffn, [norm_struct(self, norm) for norm in layer.norms.values()]
         return LayerStruct(
-            **self.attended(layer),
-            norm=norms,
+            norm=self.array(NormStruct, norms),
             num_norms=len(norms),
-            input=(MatrixStruct * 3)(*inputs),
-            output=self.linear(attention.output),
-            predictor_down=MatrixStruct() if down is None else self.linear(down),
-            predictor_up=MatrixStruct() if predictor is None else self.linear(predictor.up),
-            down_bias=self.vector(ffn.down_bias_D),
-            block=blocks,
-            num_blocks=len(blocks),
-            num_neurons=ffn.num_neurons,
-            activation=ACTIVATIONS.index(ffn.gate.activation),
-            predictor_kind=0 if predictor is None else _PREDICTORS.index(predictor.kind),
-            threshold=ffn.gate.threshold,
-            predictor_threshold=0.0 if predictor is None else predictor.threshold,
+            attention=attention_struct(self, layer.attention, self.rotaries, projects=True),
+            predictor=predictor_struct(self, ffn.predictor),
+            feed_forward=feed_forward_struct(
+                self, ffn.gate, ffn.num_neurons, neuron_blocks, ffn.down_bias_D
+            ),
         )
 
     def heads(self, layer: Layer) -> LayerStruct:
         """The struct of a layer whose heads attend on the host while its weights are on a GPU."""
-        return LayerStruct(**self.attended(layer))
-
-    def attended(self, layer: Layer) -> dict[str, Any]:
-        """The fields of LayerStruct that attention needs besides its weights."""
-        attention = layer.attention
-        cache = attention.cache
-        return {
-            "query_norm": self.norm(attention.query_norm),
-            "key_norm": self.norm(attention.key_norm),
-            "num_heads": attention.num_heads,
-            "num_kv_heads": cache.num_kv_heads,
-            "head_width": cache.head_width,
-            "window": attention.window or 0,
-            "scale": rounded_scale(attention.score_scale),
-            "rotary": self._index(attention.rotary),
-            "key": self.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
-            "value": self.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
-            **self.tables(cache.tables),
-        }
+        return LayerStruct(
+            attention=attention_struct(self, layer.attention, self.rotaries, projects=False)
+        )

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from hotsplit.model.spec import SMOOTH, Activation
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
-Mode = Literal["dense", "exact", "predicted"]
 # "hot": the plan's hot neurons, and all neurons of undivided layers; "cold": on the CPU, while the
 # rest of the layer may be elsewhere.
 Role = Literal["hot", "cold"]
@@ -20,33 +19,33 @@ Role = Literal["hot", "cold"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The activation of a layer; `threshold` as in model_file.ModelFile."""
+    """The activation of a layer; `threshold` as in model_file.ModelFile. `computes_all`: neurons that
+    do not fire are computed too, so that the thresholds of SiLU and GELU, and limits, which are
+    approximations, have no effect."""
 
     activation: Activation
     threshold: float
+    computes_all: bool = False
 
-    def act(
-        self, gate: Tensor, *, is_dense: bool, limit: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def act(self, gate: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Applies the activation; returns (activated values, whether the neuron fires). Neurons
         that do not fire give zero. A `limit` per neuron, for SiLU and GELU only, replaces the
         threshold.
 
-        The threshold of SiLU and GELU is an approximation, so mode "dense" ignores it; that of
-        FATReLU is part of the model (ProSparse, arXiv 2402.13516). NaN fires, so that it is not
-        lost."""
+        The threshold of FATReLU is part of the model (ProSparse, arXiv 2402.13516), so it always
+        counts. NaN fires, so that it is not lost."""
         value = self.before_threshold(gate)
-        if is_dense and self.activation in SMOOTH:
+        if self.computes_all and self.activation in SMOOTH:
             return value, torch.ones_like(value, dtype=torch.bool)
         fires = self._fires(value) if limit is None else above(value, limit)
         return torch.where(fires, value, 0.0), fires  # a product would turn -inf into NaN
 
-    def activated_(self, gate: Tensor, *, is_dense: bool) -> Tensor:
+    def activated_(self, gate: Tensor) -> Tensor:
         """The activated values that `act` returns without a limit, in the memory of `gate` where
         that is possible, and in fewer launches on a GPU."""
         if self.activation in SMOOTH:
-            if not is_dense:
-                return self.act(gate, is_dense=False)[0]
+            if not self.computes_all:
+                return self.act(gate)[0]
             return F.silu(gate, inplace=True) if self.activation == "silu" else self.smooth(gate)
         return F.threshold(gate, self.opens_above, 0.0, inplace=True)  # keeps NaN
 
@@ -92,8 +91,8 @@ class NeuronBlock:
     role: Role
     gate: Linear
     up: Linear | None  # None: the model has no gates, and `gate` is its up projection
-    # Neuron-major: row j is what neuron j adds. If `is_by_output`, [D, N] as in llama.cpp's files: in
-    # mode "dense", for all neurons of a layer.
+    # Neuron-major: row j is what neuron j adds. If `is_by_output`, [D, N] as in llama.cpp's files, of
+    # a layer that computes all neurons.
     down: Matrix
     # On the device of the block. int32 in a GPU's slab, and for the cold neurons of a layer with
     # slots there; otherwise int64.
@@ -101,7 +100,7 @@ class NeuronBlock:
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
     is_by_output: bool = False
-    # f32 limits at or below which |act(gate)| counts as silent, except in mode "dense".
+    # f32 limits at or below which |act(gate)| counts as silent.
     gate_limit_N: Tensor | None = None
 
     @property

@@ -30,9 +30,9 @@ class Attention {
   public:
     Attention(const HsStep& step, Arena& arena) : s(step), rows_at_once(s.max_rows), selector(step) {
         int64_t most_parts = 0, most_queries = 0, most_sums = 0, most_heads = 0;
-        for (const HsLayer* l = s.layer; l < s.layer + s.num_layers; ++l) {
-            use(*l);
-            const int64_t own = parts_of_row(*l) * H;
+        for (const HsLayer* layer = s.layer; layer < s.layer + s.num_layers; ++layer) {
+            use(layer->attention);
+            const int64_t own = parts_of_row(layer->attention) * H;
             const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(own * padded * sizeof(float));
             rows_at_once = std::min(rows_at_once, std::max<int64_t>(1, fitting));
             most_parts = std::max(most_parts, own);
@@ -49,7 +49,7 @@ class Attention {
     }
 
     // Sets the layer of the following calls.
-    void use(const HsLayer& l) {
+    void use(const HsAttention& l) {
         W = l.head_width, H = l.num_heads, K = l.num_kv_heads, G = H / K, padded = padded_head(W);
         key_bytes = cache_row_bytes(s.key_kind, W), value_bytes = cache_row_bytes(s.value_kind, W);
         chunk_rows = std::max<int64_t>(1, SHARING_QUERIES / G);
@@ -77,14 +77,14 @@ class Attention {
     int64_t number(int64_t t) const { return places[t].row; }  // index of computed row t in the step
 
     // Stores key and value [K, W] of row t in all their places.
-    void append(const HsLayer& l, int64_t t, const float* key, const float* value) {
+    void append(const HsAttention& l, int64_t t, const float* key, const float* value) {
         append(l, places[t], key, value);
         for (int64_t i = 0; i < num_copies; ++i)
             if (copies[i].row == t) append(l, copies[i], key, value);
     }
 
     // Attends with the heads of qkv [T, stride]; writes `out` [T, H * W].
-    void run(const HsLayer& l, const float* qkv, int64_t stride, Operand& out) {
+    void run(const HsAttention& l, const float* qkv, int64_t stride, Operand& out) {
         summarise(l);
         for (int64_t t = 0; t < T; t += rows_at_once)
             run(l, qkv, stride, out, t, std::min(t + rows_at_once, T));
@@ -112,7 +112,7 @@ class Attention {
     int64_t begin_of(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }
 
     // Most parts of a row of this layer; the rows of a chunk count as one.
-    int64_t parts_of_row(const HsLayer& l) const {
+    int64_t parts_of_row(const HsAttention& l) const {
         const int64_t all = parts_of(selector.longest_of_all()) + selector.is_capped();
         const int64_t span = window + chunk_rows - 1;  // which may begin within a part
         return l.window ? std::min(all, parts_of(span - 1) + 1) : all;
@@ -127,7 +127,7 @@ class Attention {
         return block * K * length + position % length;
     }
 
-    void append(const HsLayer& l, const Place& place, const float* key, const float* value) const {
+    void append(const HsAttention& l, const Place& place, const float* key, const float* value) const {
         const int64_t first = place_of(place.sequence, place.position);
         for (int64_t k = 0; k < K; ++k) {
             const int64_t at = first + k * s.table.block_length;
@@ -137,7 +137,7 @@ class Attention {
     }
 
     // Summarises the blocks of keys that end with a row of this step.
-    void summarise(const HsLayer& l) {
+    void summarise(const HsAttention& l) {
         if (!selector.is_on()) return;
         std::array<Place, MAX_STEP_ROWS> ends;
         int64_t count = 0;
@@ -178,7 +178,8 @@ class Attention {
         return {t, n, last, 0, last + 1, 0, begin_of(place.position) / PART, false, unit};
     }
 
-    void run(const HsLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0, int64_t t1) {
+    void run(const HsAttention& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
+             int64_t t1) {
         std::array<Chunk, MAX_ROWS> chunk;
         int64_t num_chunks = 0, units = 0, bytes = 0, searches = 0;
         parts = 0;
@@ -237,7 +238,7 @@ class Attention {
         return (c.begin - t0) * parts * H + (kv_head * parts + part) * c.count * G;
     }
 
-    void attend(const HsLayer& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
+    void attend(const HsAttention& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
         const int64_t at = sums_at(c, kv_head, part, t0), far_parts = parts_of(c.num_far);
         const bool is_far = part < far_parts;
         const int64_t begin =
@@ -306,8 +307,9 @@ class Attention {
 
     // Finds the keys and values at n positions: sets `key` and `value`, and returns the offset of
     // each position from them, in rows, or null if the positions are contiguous there.
-    const int64_t* find(const HsLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position,
-                        int64_t n, const uint8_t*& key, const uint8_t*& value) const {
+    const int64_t* find(const HsAttention& l, int32_t sequence, int64_t kv_head,
+                        const int32_t* position, int64_t n, const uint8_t*& key,
+                        const uint8_t*& value) const {
         const int64_t length = s.table.block_length;
         auto at = [&](int64_t i) { return place_of(sequence, position[i]) + kv_head * length; };
         const bool is_run =

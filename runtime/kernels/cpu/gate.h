@@ -7,7 +7,8 @@
 
 // The activation of a gate; the reference is Gate in neuron_block.py.
 struct Gate {
-    int32_t activation, mode;
+    int32_t activation;
+    bool computes_all;  // silent neurons are computed, too
     float threshold;
 
     bool is_smooth() const { return activation >= ACTIVATION_SILU; }
@@ -18,13 +19,13 @@ struct Gate {
     }
 
     // True if the neuron fires: its gate, after smooth(), is above the threshold (SiLU and GELU: its
-    // magnitude above `limit`), or NaN; always in mode dense. ReLU and its variants set a gate that is not
+    // magnitude above `limit`), or NaN; always if all are computed. ReLU and its variants set a gate that is not
     // above the threshold to 0.
     bool act(float& gate, float limit) const {
-        if (is_smooth()) return mode == MODE_DENSE || !(std::fabs(gate) <= limit);
+        if (is_smooth()) return computes_all || !(std::fabs(gate) <= limit);
         const bool fires = !(gate <= least());
         if (!fires) gate = 0.0f;
-        return fires || mode == MODE_DENSE;
+        return fires || computes_all;
     }
 
     // The gate above which a neuron with ReLU or a variant fires.
@@ -37,7 +38,7 @@ struct NeuronLimits {
         : threshold(gate.threshold), gate(block.gate_limit) {}
 
     float of_gate(int64_t p) const { return gate ? gate[p] : threshold; }
-    // Bit i says whether the smooth gate at position p + i fires in a sparse mode, for i < n <= 64.
+    // Bit i says whether the smooth gate at position p + i fires, for i < n <= 64.
     uint64_t open_gates(const float* value, int64_t p, int64_t n) const {
         if (gate) return kernels().beyond(value, n, gate + p);
         float same[64];

@@ -29,7 +29,7 @@ class Neurons {
     }
 
     // Writes the output of a block's predicted neurons (all, if `named` is null) for T tokens to
-    // out [T, D]; sets in `fired` the bits of neurons whose row of `down` is used (dense: all). `seen`: see
+    // out [T, D]; sets in `fired` the bits of neurons whose row of `down` is used. `seen`: see
     // HsStep's seen_gate.
     void run(const HsBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}, const Seen& seen = {}) {
@@ -289,10 +289,9 @@ class Neurons {
     // Activates gates of the group at position p0; the mask of those that fire.
     static uint64_t act(const Gate& gate, const NeuronLimits& limits, int64_t p0, float* value,
                         int64_t count) {
-        const bool is_dense = gate.mode == MODE_DENSE;
-        if (gate.is_smooth()) return is_dense ? ~0ull : limits.open_gates(value, p0, count);
+        if (gate.is_smooth()) return gate.computes_all ? ~0ull : limits.open_gates(value, p0, count);
         const uint64_t fired = kernels().above(value, count, gate.least());
-        if (!is_dense) return fired;
+        if (!gate.computes_all) return fired;
         kernels().keep_only(value, fired);
         return ~0ull;
     }
@@ -334,13 +333,13 @@ inline uint32_t by_output_forms(const HsBlock& block) {
 }
 
 // True if this is a valid block of a layer of F neurons of width D.
-inline bool fits(const HsBlock& block, int64_t D, int64_t F, bool is_gated, int32_t mode) {
+inline bool fits(const HsBlock& block, int64_t D, int64_t F, bool is_gated, bool computes_all) {
     if (block.is_by_output)
-        return mode == MODE_DENSE && !block.row && !block.id && block.num_neurons == F &&
+        return computes_all && !block.row && !block.id && block.num_neurons == F &&
                is_gated == (block.up.data != nullptr) && fits(block.gate, F, D) &&
                fits(block.down, D, F) && (!is_gated || fits(block.up, F, D));
     const int64_t rows = block.down.num_rows;
-    const bool is_whole = mode == MODE_DENSE && !block.row;
+    const bool is_whole = computes_all && !block.row;
     if (!has_sums(block.down) && !(is_whole && is_grouped(block.down.kind))) return false;
     if (block.num_neurons < 1 || block.num_neurons > F) return false;
     if (!fits(block.gate, rows, D) || !has_shape(block.down, rows, D)) return false;

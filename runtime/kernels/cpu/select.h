@@ -45,7 +45,7 @@ class Selector {
     explicit Selector(const HsStep& step) : s(step), rule(step.select) {}
 
     // Sets the layer of the following calls.
-    void use(const HsLayer& l) {
+    void use(const HsAttention& l) {
         W = l.head_width, Wp = select_width(W), Ws = summary_width(rule, W);
         K = l.num_kv_heads, G = l.num_heads / K, scale = l.scale;
     }
@@ -98,7 +98,7 @@ class Selector {
     }
 
     // Computes summary and codes of the block from `position` on, from its stored keys.
-    void summarise(const HsLayer& l, int32_t sequence, int64_t position, int64_t kv_head,
+    void summarise(const HsAttention& l, int32_t sequence, int64_t position, int64_t kv_head,
                    const uint8_t* key, int64_t key_bytes) const {
         const int64_t B = rule.block, at = block_at(sequence, position, kv_head);
         static thread_local std::vector<float> memory;
@@ -122,7 +122,7 @@ class Selector {
 
     // Finds the positions [num_taken], ascending, that row `t` of a batch, at `position`, reads for the
     // queries [G, stride] of a key-value head. Not for rows that attend to all positions.
-    void choose(const HsLayer& l, int64_t t, int32_t sequence, int64_t position, int64_t kv_head,
+    void choose(const HsAttention& l, int64_t t, int32_t sequence, int64_t position, int64_t kv_head,
                 const float* query, int64_t stride) const {
         int32_t* to = of(t, kv_head);
         const int64_t window = window_begin(position), sinks = rule.sinks;
@@ -215,8 +215,8 @@ class Selector {
     };
 
     // Writes `top` positions between the sinks and the window, ascending, to `to`.
-    void search(const HsLayer& l, int32_t sequence, int64_t kv_head, int64_t window, const float* query,
-                int64_t stride, int32_t* to) const {
+    void search(const HsAttention& l, int32_t sequence, int64_t kv_head, int64_t window,
+                const float* query, int64_t stride, int32_t* to) const {
         static thread_local Scratch room;
         const int64_t B = rule.block, first = rule.sinks / B, n = window / B - first;
         const uint32_t size = static_cast<uint32_t>(B);
@@ -254,7 +254,7 @@ class Selector {
     }
 
     // Looks up n blocks from `first` on in the tables.
-    void find_blocks(const HsLayer& l, int32_t sequence, int64_t kv_head, int64_t first, int64_t n,
+    void find_blocks(const HsAttention& l, int32_t sequence, int64_t kv_head, int64_t first, int64_t n,
                      Scratch& room) const {
         room.row.resize(n), room.at.resize(n), room.unit.resize(n);
         const int64_t own = s.table.block_length / rule.block;  // whole key blocks of a cache block
@@ -310,7 +310,7 @@ class Selector {
     }
 
     // Loads the codes and factors of the blocks `at` [n].
-    void touch_codes(const HsLayer& l, const int64_t* at, int64_t n) const {
+    void touch_codes(const HsAttention& l, const int64_t* at, int64_t n) const {
         const int64_t B = rule.block, length = B * (Wp / 4);
         for (int64_t i = 0; i < n; ++i) {
             touch(l.code + at[i] * length, length);
@@ -319,7 +319,7 @@ class Selector {
     }
 
     // Computes attention scores, room.score [G, num_best * B], from the codes of the chosen blocks' keys.
-    void score_codes(const HsLayer& l, int64_t num_best, const float* query, int64_t stride,
+    void score_codes(const HsAttention& l, int64_t num_best, const float* query, int64_t stride,
                      Scratch& room) const {
         const int64_t B = rule.block, m = num_best * B;
         room.query.resize(G * Wp), room.offset.resize(G), room.by.resize(G);

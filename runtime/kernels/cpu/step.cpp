@@ -13,7 +13,7 @@ namespace {
 int64_t largest_rank(const HsStep& step) {
     int64_t rank = 0;
     for (int64_t i = 0; i < step.num_layers; ++i)
-        rank = std::max(rank, step.layer[i].predictor_down.num_rows);
+        rank = std::max(rank, step.layer[i].predictor.down.num_rows);
     return rank;
 }
 
@@ -21,9 +21,10 @@ uint32_t forms_of(const HsStep& step) {
     uint32_t forms = form_bit(step.head);
     for (int64_t i = 0; i < step.num_layers; ++i) {
         const HsLayer& l = step.layer[i];
-        for (const HsMatrix& m : l.input) forms |= form_bit(m);
-        forms |= form_bit(l.output) | form_bit(l.predictor_down) | form_bit(l.predictor_up);
-        for (int64_t b = 0; b < l.num_blocks; ++b) forms |= forms_of(l.block[b]);
+        for (const HsMatrix& m : l.attention.input) forms |= form_bit(m);
+        forms |= form_bit(l.attention.output) | form_bit(l.predictor.down) | form_bit(l.predictor.up);
+        const HsFeedForward& f = l.feed_forward;
+        for (int64_t b = 0; b < f.num_blocks; ++b) forms |= forms_of(f.block[b]);
     }
     return forms;
 }
@@ -31,18 +32,19 @@ uint32_t forms_of(const HsStep& step) {
 uint32_t by_output_forms(const HsStep& step) {
     uint32_t forms = 0;
     for (const HsLayer* l = step.layer; l < step.layer + step.num_layers; ++l)
-        for (int64_t b = 0; b < l->num_blocks; ++b) forms |= by_output_forms(l->block[b]);
+        for (int64_t b = 0; b < l->feed_forward.num_blocks; ++b)
+            forms |= by_output_forms(l->feed_forward.block[b]);
     return forms;
 }
 
-int64_t heads_size(const HsLayer& l) { return l.num_heads * l.head_width; }
-int64_t qkv_size(const HsLayer& l) { return heads_size(l) + 2 * l.num_kv_heads * l.head_width; }
+int64_t heads_size(const HsAttention& a) { return a.num_heads * a.head_width; }
+int64_t qkv_size(const HsAttention& a) { return heads_size(a) + 2 * a.num_kv_heads * a.head_width; }
 
-// The largest size(layer).
+// The largest size(attention) of a layer.
 template <class Size>
 int64_t most(const HsStep& s, const Size& size) {
     int64_t found = 0;
-    for (int64_t i = 0; i < s.num_layers; ++i) found = std::max(found, size(s.layer[i]));
+    for (int64_t i = 0; i < s.num_layers; ++i) found = std::max(found, size(s.layer[i].attention));
     return found;
 }
 
@@ -53,7 +55,7 @@ int64_t size_of(const HsStep& s, int32_t value) {
 }
 
 int64_t most_pairs(const HsStep& s) {
-    return most(s, [](const HsLayer& l) { return l.head_width; }) / 2;
+    return most(s, [](const HsAttention& a) { return a.head_width; }) / 2;
 }
 
 // Operations whose input is multiplied by matrices, and those that process each row separately.
@@ -184,18 +186,19 @@ class Step {
                 rows(4 * D, [&](int64_t t) { embed(row[w.attention.number(t)].token, t, out.row(t)); });
                 return clock.ended(TIMED_OTHER);
             case OP_ATTENTION:
-                return attention(s.layer[op.layer], in, out.f32);
+                return attention(s.layer[op.layer].attention, in, out.f32);
             case OP_ATTEND:
-                turn(s.layer[op.layer]);
+                turn(s.layer[op.layer].attention);
                 clock.ended(TIMED_OTHER);
-                return attend(s.layer[op.layer], in.f32, out);
-            case OP_PREDICT:
-                predict(s.layer[op.layer], in);
-                if (s.seen_predicted)
-                    std::copy_n(w.named, T * s.layer[op.layer].num_neurons, s.seen_predicted);
-                if (named)
-                    pack_named(s.layer[op.layer], named, words_of(s.layer[op.layer].num_neurons));
+                return attend(s.layer[op.layer].attention, in.f32, out);
+            case OP_PREDICT: {
+                const HsLayer& l = s.layer[op.layer];
+                const int64_t F = l.feed_forward.num_neurons;
+                predict(l, in);
+                if (s.seen_predicted) std::copy_n(w.named, T * F, s.seen_predicted);
+                if (named) pack_named(l, named, words_of(F));
                 return clock.ended(TIMED_PREDICTOR);
+            }
             case OP_NEURONS:
                 return neurons(op, in, out.f32);
             case OP_HEAD_NORM:
@@ -212,7 +215,8 @@ class Step {
         float* out = w.vector[op.out].row(t);
         if (op.kind == OP_NORM) return apply(s.layer[op.layer].norm[op.part], in, D, out);
         if (in != out) std::memcpy(out, in, D * sizeof(float));
-        add(out, op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].down_bias, D);
+        add(out,
+            op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].feed_forward.down_bias, D);
     }
 
     // Calls body(t) for each row, on all threads if they touch many values.
@@ -240,7 +244,7 @@ class Step {
     }
 
     // Cosines and sines of the positions in a layer's rotary embedding, computed once per call.
-    void turn(const HsLayer& l) {
+    void turn(const HsAttention& l) {
         if (!is_rotated(l) || is_turned[l.rotary]) return;
         is_turned[l.rotary] = true;
         const HsRotary& rotary = s.rotary[l.rotary];
@@ -254,10 +258,10 @@ class Step {
         });
     }
 
-    bool is_rotated(const HsLayer& l) const { return l.rotary >= 0 && !s.select.cos; }
+    bool is_rotated(const HsAttention& l) const { return l.rotary >= 0 && !s.select.cos; }
 
     // Where the cosines and sines of row t begin.
-    int64_t turn_at(const HsLayer& l, int64_t t) const {
+    int64_t turn_at(const HsAttention& l, int64_t t) const {
         return (l.rotary * s.max_rows + t) * w.num_pairs;
     }
 
@@ -272,16 +276,17 @@ class Step {
 
     // Writes the bits of a layer's predicted neurons for all rows, `stride` words apart.
     void pack_named(const HsLayer& l, uint32_t* named, int64_t stride) {
-        for (int64_t t = 0; t < T; ++t) pack_named(l, w.named + t * l.num_neurons, named + t * stride);
+        for (int64_t t = 0; t < T; ++t)
+            pack_named(l, w.named + t * l.feed_forward.num_neurons, named + t * stride);
     }
 
     void pack_named(const HsLayer& l, const float* score, uint32_t* named) {
-        const int64_t F = l.num_neurons;
+        const int64_t F = l.feed_forward.num_neurons;
         for (int64_t first = 0; first < F; first += 32) {
             const int64_t count = std::min<int64_t>(32, F - first);
             uint32_t word = 0;
             for (int64_t j = 0; j < count; ++j)
-                word |= static_cast<uint32_t>(!(score[first + j] <= l.predictor_threshold)) << j;
+                word |= static_cast<uint32_t>(!(score[first + j] <= l.predictor.threshold)) << j;
             named[first / 32] = word;
         }
     }
@@ -290,7 +295,7 @@ class Step {
     // set them. If neurons are named, writes the bits of those and returns none.
     Fired fired_of(int64_t index, bool are_named) {
         if (!s.fired) return {};
-        const int64_t words = words_of(s.num_neurons), F = s.layer[index].num_neurons;
+        const int64_t words = words_of(s.num_neurons), F = s.layer[index].feed_forward.num_neurons;
         const Fired fired = {s.fired + index * words, s.num_layers * words};
         rows(F, [&](int64_t t) {
             uint32_t* bits = fired.bits + t * fired.stride;
@@ -302,7 +307,7 @@ class Step {
         return are_named ? Fired{} : fired;
     }
 
-    void attention(const HsLayer& l, Operand& input, float* out) {
+    void attention(const HsAttention& l, Operand& input, float* out) {
         turn(l);
         clock.ended(TIMED_OTHER);
         project(l.input, l.input[1].data ? 3 : 1, input, w.qkv, qkv_size(l));
@@ -314,7 +319,7 @@ class Step {
 
     // Norms and rotates queries and keys of qkv [T, (H + 2 K) W] in place (and values, if the cache stores
     // them rotated), appends keys and values, and attends.
-    void attend(const HsLayer& l, float* qkv, Operand& heads) {
+    void attend(const HsAttention& l, float* qkv, Operand& heads) {
         const int64_t W = l.head_width, H = l.num_heads, K = l.num_kv_heads, num_values = qkv_size(l);
         w.attention.use(l);
         heads.size = heads_size(l);
@@ -346,16 +351,17 @@ class Step {
     // Runs a block of a layer's neurons. The first one prepares the layer's bits.
     void neurons(const HsOp& op, Operand& input, float* out) {
         const HsLayer& l = s.layer[op.layer];
-        const HsBlock& block = l.block[op.part];
+        const HsFeedForward& f = l.feed_forward;
+        const HsBlock& block = f.block[op.part];
         const bool are_named = op.in_2 == VALUE_NAMED, is_first = op.part == 0;
         if (is_first) fired = fired_of(op.layer, are_named);
-        const Gate gate = {l.activation, s.mode, l.threshold};
+        const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
         Named named[MAX_ROWS];
         for (int64_t t = 0; are_named && t < T; ++t)
-            named[t] = {nullptr, w.named + t * l.num_neurons, l.predictor_threshold};
+            named[t] = {nullptr, w.named + t * f.num_neurons, l.predictor.threshold};
         NeuronBytes read;
         w.neurons.run(block, gate, are_named ? named : nullptr, input, T, out, read, fired,
-                      {s.seen_gate, s.seen_hidden, l.num_neurons});
+                      {s.seen_gate, s.seen_hidden, f.num_neurons});
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
@@ -368,23 +374,24 @@ class Step {
 
     // Writes scores of all neurons to `named`.
     void predict(const HsLayer& l, Operand& input) {
-        const int64_t F = l.num_neurons;
+        const HsPredictor& p = l.predictor;
+        const int64_t F = l.feed_forward.num_neurons;
         Operand* inner = &input;
-        if (l.predictor_down.data) {
+        if (p.down.data) {
             inner = &w.inner;
-            const int64_t rank = l.predictor_down.num_rows;
+            const int64_t rank = p.down.num_rows;
             inner->size = rank;
             inner->changed();
-            multiply(&l.predictor_down, 1, input, T, inner->f32, rank);
-            if (l.predictor_kind == PREDICTOR_RELU)
+            multiply(&p.down, 1, input, T, inner->f32, rank);
+            if (p.kind == PREDICTOR_RELU)
                 for (int64_t i = 0; i < T * rank; ++i)
                     inner->f32[i] = inner->f32[i] < 0.0f ? 0.0f : inner->f32[i];
-            s.predictor_bytes += num_bytes(l.predictor_down);
+            s.predictor_bytes += num_bytes(p.down);
         }
-        multiply(&l.predictor_up, 1, *inner, T, w.named, F);
-        s.predictor_bytes += num_bytes(l.predictor_up);
-        if (l.predictor_kind != PREDICTOR_GATE) return;
-        const Gate gate = {l.activation, s.mode, 0.0f};
+        multiply(&p.up, 1, *inner, T, w.named, F);
+        s.predictor_bytes += num_bytes(p.up);
+        if (p.kind != PREDICTOR_GATE) return;
+        const Gate gate = {l.feed_forward.activation, false, 0.0f};
         rows(16 * F, [&](int64_t t) {
             float* score = w.named + t * F;
             gate.smooth(score, F);
@@ -405,39 +412,47 @@ class Step {
 
 bool fits(const HsRotary& r) { return r.frequency && r.head_width > 0 && r.head_width % 2 == 0; }
 
-bool has_heads(const HsLayer& l, const HsStep& s) {
+bool fits(const HsAttention& l, const HsStep& s) {
     for (int64_t size : {l.num_heads, l.num_kv_heads, l.head_width})
         if (size < 1 || size > INT32_MAX) return false;
     if (l.num_heads % l.num_kv_heads || l.num_heads / l.num_kv_heads > MAX_SHARED_HEADS) return false;
     if (l.head_width > MAX_HEAD_WIDTH || l.window < 0) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (l.head_width % block_values(kind)) return false;
-    return l.rotary < 0 || (l.rotary < s.num_rotaries && s.rotary[l.rotary].head_width == l.head_width);
-}
-
-bool fits(const HsLayer& l, const HsStep& s) {
-    if (!has_heads(l, s)) return false;
-    const bool has_neurons = l.num_blocks > 0 || l.predictor_up.data;
-    if (l.num_neurons < has_neurons || l.num_neurons > s.num_neurons) return false;
-    if (l.activation < 0 || l.activation >= NUM_ACTIVATIONS) return false;
+    if (l.rotary >= s.num_rotaries || (l.rotary >= 0 && s.rotary[l.rotary].head_width != l.head_width))
+        return false;
     const int64_t q = heads_size(l), kv = l.num_kv_heads * l.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
     for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 3); ++m)
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, q)) return false;
-    if (!l.key || !l.value) return false;
-    if (l.predictor_up.data) {
-        const bool is_low_rank = l.predictor_down.data != nullptr;
-        const int64_t rank = is_low_rank ? l.predictor_down.num_rows : s.width;
-        if (is_low_rank && !fits(l.predictor_down, rank, s.width)) return false;
-        if (!fits(l.predictor_up, l.num_neurons, rank)) return false;
-    }
-    for (int64_t b = 0; b < l.num_blocks; ++b)
-        if (!fits(l.block[b], s.width, l.num_neurons, l.block[0].up.data != nullptr, s.mode))
+    return l.key && l.value;
+}
+
+bool fits(const HsPredictor& p, int64_t num_neurons, const HsStep& s) {
+    if (!p.up.data) return true;
+    const int64_t rank = p.down.data ? p.down.num_rows : s.width;
+    return num_neurons > 0 && (!p.down.data || fits(p.down, rank, s.width)) &&
+           fits(p.up, num_neurons, rank);
+}
+
+bool fits(const HsFeedForward& f, const HsStep& s) {
+    if (f.num_neurons < (f.num_blocks > 0) || f.num_neurons > s.num_neurons) return false;
+    if (f.activation < 0 || f.activation >= NUM_ACTIVATIONS) return false;
+    for (int64_t b = 0; b < f.num_blocks; ++b)
+        if (!fits(f.block[b], s.width, f.num_neurons, f.block[0].up.data != nullptr, f.computes_all))
             return false;
     return true;
 }
+
+bool fits(const HsLayer& l, const HsStep& s) {
+    return fits(l.attention, s) && fits(l.feed_forward, s) &&
+           fits(l.predictor, l.feed_forward.num_neurons, s);
+}
+
+// True if this block of a layer can compute only some of its neurons.
+bool takes_names(const HsBlock& block) { return !block.is_by_output && has_sums(block.down); }
 
 bool fits(const HsOp& op, const HsStep& s) {
     for (int32_t value : {op.in, op.in_2, op.out}) {
@@ -457,16 +472,17 @@ bool fits(const HsOp& op, const HsStep& s) {
         case OP_NORM:
             return op.part >= 0 && op.part < l->num_norms && l->norm[op.part].weight;
         case OP_ADD_BIAS:
-            return l->down_bias;
+            return l->feed_forward.down_bias;
         case OP_ATTENTION:
-            return l->input[0].data;
+            return l->attention.input[0].data;
         case OP_ATTEND:
             return op.in == VALUE_QKV && op.out == VALUE_HEADS;
         case OP_PREDICT:
-            return l->predictor_up.data;
+            return l->predictor.up.data;
         case OP_NEURONS:
-            return op.part >= 0 && op.part < l->num_blocks &&
-                   (op.in_2 == VALUE_NAMED || op.in_2 == VALUE_NONE);
+            if (op.part < 0 || op.part >= l->feed_forward.num_blocks) return false;
+            return op.in_2 == VALUE_NONE ||
+                   (op.in_2 == VALUE_NAMED && takes_names(l->feed_forward.block[op.part]));
         case OP_HEAD:
             return s.head.data;
     }
@@ -490,7 +506,7 @@ bool fits(const HsSelect& c, const HsStep& s) {
     if (c.cos && (!c.sin || s.is_key_rotated)) return false;
     if (s.table.blocks_per_sequence > 1 && s.table.block_length % c.block) return false;
     for (int64_t i = 0; i < s.num_layers; ++i) {
-        const HsLayer& l = s.layer[i];
+        const HsAttention& l = s.layer[i].attention;
         if (l.window || (c.cos && l.rotary != 0)) return false;
         if (!l.summary || !l.summary_unit || (c.is_coded && (!l.code || !l.code_factor))) return false;
     }

@@ -20,7 +20,6 @@ constexpr int64_t LEAST_BLOCK = 32;
 constexpr int64_t MAX_SHARED_HEADS = 256;  // queries that share a key-value head
 constexpr int64_t MAX_ROTARIES = 16;       // distinct rotary embeddings of a step
 
-enum Mode : int32_t { MODE_DENSE, MODE_EXACT, MODE_PREDICTED };
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
 // The parts of a step that are timed. The clock is read between parts, so they sum to the whole.
 enum Timed : int32_t {
@@ -58,14 +57,14 @@ struct HsRotary {
 };
 
 // With SiLU and GELU, a neuron does not fire if |act(gate)| is at or below its gate limit, which replaces
-// the layer's threshold. Mode dense has no limits.
+// the layer's threshold. Without effect if silent neurons are computed too.
 struct HsBlock {
     HsMatrix gate, up, down;
     const int32_t* id;        // [N] the neurons' ids in the layer, or null: 0 .. N-1
     const int32_t* row;       // [N] their rows in the matrices, or null: 0 .. N-1
     const float* gate_limit;  // [N], or null: the layer's threshold
     int64_t num_neurons;
-    // down: one row per output, [D, F], as llama.cpp's files have it; mode dense, all neurons in order
+    // down: one row per output, [D, F], as llama.cpp's files have it; all neurons are computed, in order
     int32_t is_by_output;
 };
 
@@ -92,26 +91,43 @@ struct HsSelect {
     const float *cos, *sin;  // [sinks + top + window + block, W / 2]
 };
 
-struct HsLayer {
-    const HsNorm* norm;  // [num_norms] of the hidden size, which OP_NORM has the index of
-    int64_t num_norms;
+struct HsAttention {
     HsNorm query_norm, key_norm;
     HsMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
-    HsMatrix predictor_down, predictor_up;
-    const float* down_bias;  // [D] or null
-    uint8_t *key, *value;    // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
+    uint8_t *key, *value;       // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
     // Only with a selection, see select.h; B: key blocks in a block of the cache.
     uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
     float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
+    int64_t num_heads, num_kv_heads, head_width;
+    int64_t window;  // a token attends to this many of the latest positions; 0: to all
+    float scale;     // of the scores
+    int32_t rotary;  // index in HsStep's `rotary`; below 0: queries and keys are not rotated
+};
+
+struct HsPredictor {
+    HsMatrix down,
+        up;  // up: [F, rank], or [F, D] if `down` is absent; absent: neurons are not predicted
+    int32_t kind;
+    float threshold;
+};
+
+struct HsFeedForward {
+    const float* down_bias;  // [D] or null
     const HsBlock* block;
     int64_t num_blocks;
-    int64_t num_heads, num_kv_heads, head_width;
-    int64_t window;       // a token attends to this many of the latest positions; 0: to all
     int64_t num_neurons;  // F; 0: only the heads of the layer are used
-    float scale;          // of the scores
-    int32_t rotary;       // index in HsStep's `rotary`; below 0: queries and keys are not rotated
-    int32_t activation, predictor_kind;
-    float threshold, predictor_threshold;
+    int32_t activation;
+    int32_t computes_all;  // silent neurons too, if they are named or none are; else those that fire
+    float threshold;
+    int32_t unused;
+};
+
+struct HsLayer {
+    const HsNorm* norm;  // [num_norms] of the hidden size, which OP_NORM has the index of
+    int64_t num_norms;
+    HsAttention attention;
+    HsPredictor predictor;
+    HsFeedForward feed_forward;
 };
 
 // The operations of a step, in order, lowered from the program that step/program.py declares. Adjacent
@@ -140,7 +156,7 @@ enum Value : int32_t {
     VALUE_COLD_OUT,
     VALUE_QKV,    // [(H + 2 K) W] queries, keys and values, if a GPU has projected them; overwritten
     VALUE_HEADS,  // [H W]
-    VALUE_NAMED,  // [F] scores; a neuron is named if its score is above the layer's predictor_threshold
+    VALUE_NAMED,  // [F] scores; a neuron is named if its score is above the predictor's threshold
     VALUE_NONE,   // no vector
     NUM_VALUES = VALUE_NONE
 };
@@ -167,7 +183,7 @@ struct HsStep {
     int64_t* times;
     // [max_rows, num_layers, num_neurons / 32 rounded up] one bit per neuron, written for each computed row,
     // in order: the named neurons, in a layer where neurons are named; otherwise those whose row of
-    // `down` is used (mode dense: all). Null: nothing is written.
+    // `down` is used. Null: nothing is written.
     uint32_t* fired;
     // [max_rows, F] what observers see of a layer's neurons, for two rows or more: the predictor's scores,
     // written by OP_PREDICT; gates before the activation (NaN where a neuron is not predicted) and hidden
@@ -179,7 +195,6 @@ struct HsStep {
     // Bytes of the weight rows that all steps so far needed, see NeuronBytes.
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;
     int64_t attention_bytes;  // of query, key, value and output projection
-    int32_t mode;
     int32_t key_kind, value_kind, is_key_rotated, is_value_rotated;  // of the cache
     float embedding_scale;  // multiplies the rows of the embedding
 };
@@ -217,7 +232,7 @@ struct HsNeurons {
     int64_t num_tokens, max_tokens;  // T, 1 .. max_tokens; the workspace is for max_tokens
     // of rows that all calls so far needed, see NeuronBytes
     int64_t gate_bytes, up_bytes, down_bytes;
-    int32_t activation, mode;
+    int32_t activation, computes_all;
     float threshold;
 };
 

@@ -1,4 +1,4 @@
-// The feed-forward in mode "dense" with contiguous matrices, for one token or a few: a thread reads its
+// The feed-forward of all neurons with contiguous matrices, for one token or a few: a thread reads its
 // part of gate, then of up, then of down, and meanwhile prefetches the beginning of the next part.
 #pragma once
 #include "gate.h"
@@ -27,7 +27,7 @@ struct Seen {
     }
 };
 
-// Turns gates a0 .. a1-1 of token t into hidden values, in mode "dense"; `by`: the products with up.
+// Turns gates a0 .. a1-1 of token t into hidden values; `by`: the products with up.
 inline void activate_whole(const HsBlock& block, const Gate& gate, int64_t t, int64_t a0, int64_t a1,
                            float* value, float* by, const Seen& seen) {
     const HsMatrix& up = block.up;
@@ -56,7 +56,7 @@ struct WholeNeurons {
 
     static bool takes(const HsBlock& block, const Gate& gate) {
         auto is_run = [](const HsMatrix& m) { return !m.data || m.stride == row_bytes(m); };
-        return gate.mode == MODE_DENSE && !block.row && is_run(block.gate) && is_run(block.up) &&
+        return gate.computes_all && !block.row && is_run(block.gate) && is_run(block.up) &&
                is_run(block.down);
     }
 

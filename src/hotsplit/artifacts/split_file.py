@@ -17,14 +17,14 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
 from hotsplit.files.typed import Fields, shown
-from hotsplit.model.mode_quality import RunMode
+from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 
 VERSION = 4
 # 3 has no neuron cache; the bytes in 2 include predictors in mode exact too.
 OLDER = (2, 3)
-PlanMode = RunMode
+PlanMode = Mode
 _PREFIX = "hotsplit.split."
 UNKNOWN = "unknown"
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import layer_bytes
 from hotsplit.costs.bytes_read import bytes_read
-from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, RunMode, SparseMode
+from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, SparseMode
+from hotsplit.model.modes import Mode
 from hotsplit.model.spec import SMOOTH
 from hotsplit.model.weight_types import LARGE_NAMES, SMALLEST
 
@@ -24,7 +25,7 @@ from hotsplit.model.weight_types import LARGE_NAMES, SMALLEST
 class ModeChoice:
     """`line` is for the user; None if the choice is the expected one."""
 
-    mode: RunMode
+    mode: Mode
     line: str | None = None
 
 
@@ -34,7 +35,7 @@ def sparse_modes(model: ModelFile) -> tuple[SparseMode, ...]:
     return ("predicted", *exact) if model.predictor is not None else exact
 
 
-def mode_meant(model: ModelFile) -> RunMode:
+def mode_meant(model: ModelFile) -> Mode:
     """The mode that the file was made for, whatever its loss: its first sparse mode, or dense."""
     return next(iter(sparse_modes(model)), "dense")
 
@@ -49,7 +50,7 @@ def is_smooth(model: ModelFile) -> bool:
     return model.activation in SMOOTH
 
 
-def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
+def refusal(model: ModelFile, mode: Mode, max_loss: float) -> str | None:
     """Why a mode is not run by default; None if it may be.
 
     Predictors of a ReLU model without a record are allowed, since older files have no records."""
@@ -72,7 +73,7 @@ def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
     allowed = [mode for mode in modes if refusal(model, mode, max_loss) is None]
     known = {mode: bytes_per_token(model, mode) for mode in allowed}
     if all(count is not None for count in known.values()):
-        sizes: dict[RunMode, float] = {"dense": float(dense_bytes(model))}
+        sizes: dict[Mode, float] = {"dense": float(dense_bytes(model))}
         sizes |= {mode: count for mode, count in known.items() if count is not None}
         mode = min(sizes, key=lambda mode: (sizes[mode], mode != "dense"))
     else:
@@ -80,7 +81,7 @@ def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
     return ModeChoice(mode=mode, line=_line(model, mode, modes, max_loss))
 
 
-def loss_line(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
+def loss_line(model: ModelFile, mode: Mode, max_loss: float) -> str | None:
     """A line for a user who asked for a mode that costs more than `max_loss`."""
     quality = None if mode == "dense" else model.quality.get(mode)
     if quality is None or quality.perplexity_increase <= max_loss:
@@ -113,7 +114,7 @@ def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
 
 
 def _line(
-    model: ModelFile, mode: RunMode, modes: tuple[SparseMode, ...], max_loss: float
+    model: ModelFile, mode: Mode, modes: tuple[SparseMode, ...], max_loss: float
 ) -> str | None:
     """A line on why a mode that the file supports was not chosen; None if there is nothing to
     say."""
@@ -135,7 +136,7 @@ def _line(
 
 
 def _costly_line(
-    model: ModelFile, mode: RunMode, costly: list[tuple[SparseMode, ModeQuality]], max_loss: float
+    model: ModelFile, mode: Mode, costly: list[tuple[SparseMode, ModeQuality]], max_loss: float
 ) -> str:
     whole = dense_bytes(model)
     parts = []
@@ -156,7 +157,7 @@ def _costly_line(
     return line + "hotsplit sparsify trains a model to be sparse"
 
 
-def _no_gain_line(model: ModelFile, mode: RunMode, modes: tuple[SparseMode, ...]) -> str | None:
+def _no_gain_line(model: ModelFile, mode: Mode, modes: tuple[SparseMode, ...]) -> str | None:
     """The line for predictors, thresholds or limits that save nothing."""
     own = dense_bytes(model) if mode == "dense" else bytes_per_token(model, mode)
     first = bytes_per_token(model, modes[0])

@@ -12,7 +12,6 @@ from typing import Literal, get_args
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import Fields, shown
 
-RunMode = Literal["dense", "exact", "predicted"]
 SparseMode = Literal["exact", "predicted"]
 # The largest relative rise of the perplexity that a default mode may cost.
 MAX_LOSS = 0.01

@@ -258,6 +258,9 @@ class ModelSpec:
     def rope_scaling(self) -> RopeScaling:
         return NO_SCALING if self.rotary is None else self.rotary.scaling
 
+    def without_predictors(self) -> "ModelSpec":
+        return self.with_layers([layer.with_predict(None) for layer in self.layers])
+
     def with_layers(self, layers: Sequence[LayerSpec]) -> "ModelSpec":
         return replace(self, layers=tuple(layers))
 

@@ -7,17 +7,17 @@ the plan or the machine is checked at load (runtime.engine_options)."""
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict, get_args
+from typing import Protocol, TypedDict
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
-from hotsplit.model.mode_quality import MAX_LOSS, RunMode
+from hotsplit.model.mode_quality import MAX_LOSS
+from hotsplit.model.modes import MODES, Mode
 from hotsplit.model.rope import check_scaling
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions, Off
 
-MODES: tuple[RunMode, ...] = get_args(RunMode)
 MAX_SEQUENCES = 1024
 MOST_THREADS = 1024
 _DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9][0-9]?))?")
@@ -33,7 +33,7 @@ class OwnPolicy(Protocol):
 class EngineOptions(TypedDict, total=False):
     """The fields of EngineConfig as keywords, for type checkers; a test holds the two equal."""
 
-    mode: RunMode | None
+    mode: Mode | None
     device: str | None
     context_length: int | None
     thresholds: str | Path | None
@@ -106,7 +106,7 @@ class EngineConfig:
     with the plan's hot neurons; the plan must have room for it. None uses it if the plan has room
     and runs in its own mode; "off" never does."""
 
-    mode: RunMode | None = None
+    mode: Mode | None = None
     device: str | None = None
     context_length: int | None = None
     thresholds: str | Path | None = None

@@ -22,7 +22,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_apart
 from hotsplit.files.steady import reading
 from hotsplit.files.typed import escaped
-from hotsplit.options.engine_config import MODES, EngineConfig, check_device, check_threads
+from hotsplit.model.modes import MODES
+from hotsplit.options.engine_config import EngineConfig, check_device, check_threads
 from hotsplit.system.sizes import UNITS, parse_bytes
 
 

@@ -2,13 +2,14 @@
 tokens per native call: the CPU's part of a divided layer in hybrid steps, and blocks on the CPU in
 passes through torch.
 
-In mode "predicted", a call reads one bit per neuron and token, in the layout that a predictor on a
+If neurons are named, a call reads one bit per neuron and token, in the layout that a predictor on a
 GPU writes. Any thread may make a call, and so may a node of a CUDA graph (`node`). The reference is
 feed_forward.py.
 
 Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits."""
 
-from ctypes import Structure, addressof, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, addressof, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,14 +18,60 @@ from torch import Tensor
 
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.native_structs import (
-    ACTIVATIONS,
-    MAX_ROWS,
-    MODES,
-    BlockStruct,
-    Structs,
-)
-from hotsplit.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
+from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs
+from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
+
+# In the order of step.h's enum.
+ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
+
+
+class BlockStruct(Structure):
+    _fields_ = [("gate", MatrixStruct), ("up", MatrixStruct), ("down", MatrixStruct), ("id", c_void_p),
+                ("row", c_void_p), ("gate_limit", c_void_p), ("num_neurons", c_int64),
+                ("is_by_output", c_int32)]  # fmt: skip
+
+
+class FeedForwardStruct(Structure):
+    """The neurons of a layer in a step."""
+
+    _fields_ = [("down_bias", c_void_p), ("block", POINTER(BlockStruct)), ("num_blocks", c_int64),
+                ("num_neurons", c_int64), ("activation", c_int32), ("computes_all", c_int32),
+                ("threshold", c_float), ("unused", c_int32)]  # fmt: skip
+
+
+def block_struct(structs: Structs, block: NeuronBlock) -> BlockStruct:
+    return BlockStruct(
+        gate=structs.linear(block.gate),
+        up=MatrixStruct() if block.up is None else structs.linear(block.up),
+        down=structs.matrix(block.down),
+        id=None if block.is_whole else structs.indices(block.id_N),
+        row=None if block.row_N is None else structs.indices(block.row_N),
+        gate_limit=structs.vector(block.gate_limit_N),
+        num_neurons=len(block.id_N),
+        is_by_output=block.is_by_output,
+    )
+
+
+def feed_forward_struct(
+    structs: Structs, gate: Gate, num_neurons: int, blocks: Sequence[NeuronBlock],
+    down_bias_D: Tensor | None,
+) -> FeedForwardStruct:  # fmt: skip
+    """The struct of a layer of `num_neurons`, with these blocks."""
+    return FeedForwardStruct(
+        down_bias=structs.vector(down_bias_D),
+        block=structs.array(BlockStruct, [block_struct(structs, block) for block in blocks]),
+        num_blocks=len(blocks),
+        num_neurons=num_neurons,
+        **_activation(gate),
+    )
+
+
+def _activation(gate: Gate) -> dict[str, Any]:
+    return {
+        "activation": ACTIVATIONS.index(gate.activation),
+        "computes_all": gate.computes_all,
+        "threshold": gate.threshold,
+    }
 
 
 class NeuronsStruct(Structure):
@@ -32,7 +79,7 @@ class NeuronsStruct(Structure):
                 ("fired", c_void_p), ("workspace", c_void_p), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_tokens", c_int64), ("max_tokens", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
-                ("activation", c_int32), ("mode", c_int32), ("threshold", c_float)]  # fmt: skip
+                ("activation", c_int32), ("computes_all", c_int32), ("threshold", c_float)]  # fmt: skip
 
 
 class SharedWorkspace:
@@ -73,18 +120,18 @@ class NativeNeurons:
         cls,
         block: NeuronBlock,
         gate: Gate,
-        mode: Mode,
         num_neurons: int,
         *,
         x_D: Tensor | None = None,
         named_W: Tensor | None = None,
+        is_named: bool = False,
         y_D: Tensor | None = None,
         room: SharedWorkspace | None = None,
         fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
         """Prepares a call. `num_neurons` is the layer's F. `named_W`: the bits of the neurons that
-        are computed; None: all. If not given, `x_D` and `y_D`, and in mode "predicted" `named_W`,
-        are allocated. Raises NotNative if the kernels do not support the block, and ImportError if
+        are computed; None: all, or, if the neurons are named, bits that are allocated, as are `x_D` and
+        `y_D` if not given. Raises NotNative if the kernels do not support the block, and ImportError if
         they are not built.
 
         With a `room`, the call can run only after `room.allocate()`, which then checks the block's
@@ -93,10 +140,10 @@ class NativeNeurons:
         width = block.width
         x_D = torch.zeros(width) if x_D is None else x_D
         y_D = torch.zeros(width) if y_D is None else y_D
-        if named_W is None and mode == "predicted":
+        if is_named and named_W is None:
             named_W = torch.zeros(-(-num_neurons // 32), dtype=torch.int32)
         struct = NeuronsStruct(
-            block=structs.block(block),
+            block=block_struct(structs, block),
             x=x_D.data_ptr(),
             named=None if named_W is None else named_W.data_ptr(),
             y=y_D.data_ptr(),
@@ -105,9 +152,7 @@ class NativeNeurons:
             num_neurons=num_neurons,
             num_tokens=1,
             max_tokens=1 if x_D.dim() == 1 else len(x_D),
-            activation=ACTIVATIONS.index(gate.activation),
-            mode=MODES.index(mode),
-            threshold=gate.threshold,
+            **_activation(gate),
         )
         if room is None:
             struct.workspace = structs.workspace(library.neurons_bytes(struct))
@@ -131,9 +176,9 @@ class NativeNeurons:
 
 
 def add_neurons(
-    y_TD: Tensor, block: NeuronBlock, gate: Gate, mode: Mode, x_TD: Tensor, named_TN: Tensor | None
+    y_TD: Tensor, block: NeuronBlock, gate: Gate, x_TD: Tensor, named_TN: Tensor | None
 ) -> tuple[int, int, int]:
-    """Adds a block's output for each token; `named_TN`: the predicted neurons, None in other modes.
+    """Adds a block's output for each token; `named_TN`: the named neurons; None: all.
     Returns the bytes of the rows of gate, up and down that any token needed, each row counted once
     per native call.
 
@@ -144,13 +189,13 @@ def add_neurons(
     structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)
     x_TD = x_TD.contiguous()
     struct = NeuronsStruct(
-        block=structs.block(replace(block, is_whole=True)),  # bits are by position in the block
+        block=block_struct(
+            structs, replace(block, is_whole=True)
+        ),  # bits are by position in the block
         width=block.width,
         num_neurons=len(block.id_N),
         max_tokens=num_tokens,
-        activation=ACTIVATIONS.index(gate.activation),
-        mode=MODES.index(mode),
-        threshold=gate.threshold,
+        **_activation(gate),
     )
     struct.workspace = structs.workspace(library.neurons_bytes(struct))
     sum_TD = torch.empty_like(x_TD)

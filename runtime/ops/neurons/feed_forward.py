@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from hotsplit.costs.budget import gpu_part_neurons, part_neurons
-from hotsplit.runtime.model.native_neurons import add_neurons
-from hotsplit.runtime.model.observers import Observers
-from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.ops.neurons.native import add_neurons
+from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
-from hotsplit.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
+from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
 
 # If several tokens need more than this share of a block's neurons, all rows are used: selecting
 # some would copy the tokens' values for them.
@@ -94,7 +94,6 @@ class FeedForward:
     blocks: tuple[NeuronBlock, ...]  # hot before cold; every neuron is in exactly one
     down_bias_D: Tensor | None
     predictor: Predictor | None
-    mode: Mode
     traffic: Traffic = field(repr=False)
     cold: ColdNeurons | None = field(default=None, repr=False)
     is_input_small: bool = False  # see gpu_products.Factor
@@ -106,9 +105,9 @@ class FeedForward:
         *,
         observers: Observers,
     ) -> Tensor:
-        """Output [T, D] for the normed input of T tokens; in mode "predicted", of the neurons in
-        `named_TF`. The hot block comes first, so that a GPU computes
-        it while the CPU computes the cold one."""
+        """Output [T, D] for the normed input of T tokens; of the neurons in
+        `named_TF`, if given. The hot block comes first, so that a GPU computes it while the CPU
+        computes the cold one."""
         is_watched = any(observers.want(name, self.layer) for name in _SHOWN)
         cold = None if observers.active else self.cold  # observers need every value
         results = []
@@ -120,7 +119,7 @@ class FeedForward:
             if named_TN is not None and not block.is_whole:
                 named_TN = named_TN[:, block.id_N]
             x = x_TD.to(block.device)
-            is_gathered = len(x) == 1 and block.device.type == "cpu" and self.mode != "dense"
+            is_gathered = len(x) == 1 and block.device.type == "cpu" and not self.gate.computes_all
             run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
             if block.is_by_output and (is_watched or not block.is_native):
                 run = self._by_output
@@ -140,8 +139,7 @@ class FeedForward:
         return ~(score_TF <= self.predictor.threshold)
 
     def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """One token on the CPU: reads the gates of all neurons, or in mode "predicted" of those
-        predicted, and `up` and `down` of those that fire."""
+        """One token on the CPU: reads the gates of all neurons, or of those named, and `up` and `down` of those that fire."""
         x_D = x_TD[0].contiguous()
         if named_TN is None:
             position, rows = None, block.row_N
@@ -151,7 +149,7 @@ class FeedForward:
             rows = block.rows(position)
         gate_A = _dot(block.gate, x_D, rows)
         limit_A = block.gate_limit(position)
-        activated_A, fires_A = self.gate.act(gate_A, is_dense=False, limit=limit_A)
+        activated_A, fires_A = self.gate.act(gate_A, limit=limit_A)
         open_A = fires_A.nonzero().flatten()
         open_position = open_A if position is None else position[open_A]
         open_rows = block.rows(open_position)
@@ -199,7 +197,7 @@ class FeedForward:
     ) -> None:
         """Adds the output of a block; `factor` has the values of `x_TD`."""
         if block.is_native:
-            read = add_neurons(y_TD, block, self.gate, self.mode, x_TD, named_TN)
+            read = add_neurons(y_TD, block, self.gate, x_TD, named_TN)
             self.traffic.gate += read[0]
             self.traffic.up += read[1]
             self.traffic.down += read[2]
@@ -223,9 +221,7 @@ class FeedForward:
         """Adds the output of these neurons, of which all rows are read: finding those that fire
         would synchronise with the device."""
         assert part.gate_limit_N is None
-        hidden_TN = self.gate.activated_(
-            _product(part.gate, x, part.row_N), is_dense=self.mode == "dense"
-        )
+        hidden_TN = self.gate.activated_(_product(part.gate, x, part.row_N))
         if named_TN is not None:
             hidden_TN.mul_(named_TN)
         if part.up is not None:
@@ -244,13 +240,13 @@ class FeedForward:
             if position is not None:
                 rows, named_TN = part.rows(position), named_TN[:, position]
         gate_TA = _product(part.gate, x_TD, rows)
-        num_gates, is_dense = gate_TA.shape[1], self.mode == "dense"
+        num_gates = gate_TA.shape[1]
         limit_A = part.gate_limit(position)
-        hidden_TA, _ = self.gate.act(gate_TA, is_dense=is_dense, limit=limit_A)
+        hidden_TA, _ = self.gate.act(gate_TA, limit=limit_A)
         if named_TN is not None:
             hidden_TA = hidden_TA * named_TN
         # Silent neurons are 0. NaN is not silent: it must reach the result.
-        chosen = None if is_dense else self._chosen(part, hidden_TA != 0)
+        chosen = None if self.gate.computes_all else self._chosen(part, hidden_TA != 0)
         if chosen is not None:
             rows = chosen.to(torch.int32) if rows is None else rows[chosen]
             hidden_TA = hidden_TA[:, chosen]
@@ -277,7 +273,7 @@ class FeedForward:
         return BlockResult(y_TD=y_TD, gate_TA=gate_TN, hidden_TA=hidden_TN, position_A=None)
 
     def _by_output(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens in mode "dense", `down` stored by outputs: three products."""
+        """Any number of tokens and all neurons, `down` stored by outputs: three products."""
         gate_TF = block.gate.apply(x_TD)
         up_TF = None if block.up is None else block.up.apply(x_TD)
         hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
@@ -291,9 +287,8 @@ class FeedForward:
         self, block: NeuronBlock, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None
     ) -> Tensor:
         """The inputs of `down` for all neurons of a block."""
-        is_dense = self.mode == "dense"
         limit_N = block.gate_limit(None)
-        activated_TN, _ = self.gate.act(gate_TN, is_dense=is_dense, limit=limit_N)
+        activated_TN, _ = self.gate.act(gate_TN, limit=limit_N)
         hidden_TN = self.gate.hidden(activated_TN, up_TN)
         if named_TN is not None:
             hidden_TN = hidden_TN * named_TN

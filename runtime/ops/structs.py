@@ -1,41 +1,28 @@
-"""Mirrors the structs of matrices, norms and neuron blocks in kernels/cpu/step.h field by field,
-and builds them from parts of a model.
+"""What the structs of all operations share: matrices, memory, and pointers at a model's tensors.
 
-They point at the tensors of the model, which `Structs.kept` keeps alive."""
+Each operation mirrors its own struct of kernels/cpu/step.h field by field, beside its reference in
+torch. They point at the tensors of the model, which `Structs.kept` keeps alive."""
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
-from typing import Any
+from collections.abc import Iterable
+from ctypes import Array, Structure, c_int32, c_int64, c_void_p
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.attention import Norm
 from hotsplit.runtime.weights.matrix import Linear, Matrix
-from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
-# In the order of step.h's enums.
-ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
-MODES = ("dense", "exact", "predicted")
 _ALIGNMENT = 64
 MAX_ROWS = 128  # in step.h: most computed rows of a step, whose products read each weight once
+
+S = TypeVar("S", bound=Structure)
 
 
 class MatrixStruct(Structure):
     _fields_ = [("data", c_void_p), ("bias", c_void_p), ("num_rows", c_int64),
                 ("num_columns", c_int64), ("stride", c_int64), ("kind", c_int32),
                 ("unused", c_int32)]  # fmt: skip
-
-
-class NormStruct(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float),
-                ("unused", c_int32)]  # fmt: skip
-
-
-class BlockStruct(Structure):
-    _fields_ = [("gate", MatrixStruct), ("up", MatrixStruct), ("down", MatrixStruct), ("id", c_void_p),
-                ("row", c_void_p), ("gate_limit", c_void_p), ("num_neurons", c_int64),
-                ("is_by_output", c_int32)]  # fmt: skip
 
 
 class NotNative(Exception):
@@ -48,6 +35,13 @@ class Structs:
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
+    def array(self, kind: type[S], structs: Iterable[S]) -> Array[S]:
+        """The structs one after another."""
+        each = list(structs)
+        found = (kind * len(each))(*each)
+        self.kept.append(found)
+        return found
+
     def workspace(self, num_bytes: int) -> int:
         if num_bytes < 0:
             raise NotNative(
@@ -56,18 +50,6 @@ class Structs:
         memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
         self.kept.append(memory)
         return -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-
-    def block(self, block: NeuronBlock) -> BlockStruct:
-        return BlockStruct(
-            gate=self.linear(block.gate),
-            up=MatrixStruct() if block.up is None else self.linear(block.up),
-            down=self.matrix(block.down),
-            id=None if block.is_whole else self.indices(block.id_N),
-            row=None if block.row_N is None else self.indices(block.row_N),
-            gate_limit=self.vector(block.gate_limit_N),
-            num_neurons=len(block.id_N),
-            is_by_output=block.is_by_output,
-        )
 
     def linear(self, linear: Linear) -> MatrixStruct:
         matrix = self.matrix(linear.weight)
@@ -82,12 +64,6 @@ class Structs:
             stride=matrix.stride_bytes,
             kind=library.kind_code(matrix.kind),
         )
-
-    def norm(self, norm: Norm | None) -> NormStruct:
-        if norm is None:
-            return NormStruct()
-        weight, bias = self.vector(norm.weight_D), self.vector(norm.bias_D)
-        return NormStruct(weight=weight, bias=bias, epsilon=norm.epsilon)
 
     def indices(self, index_N: Tensor) -> int:
         return self.pointer(index_N.to(torch.int32), torch.int32)

@@ -1,0 +1,174 @@
+"""Causal attention over a cache in torch, on the CPU and on a GPU: scores, softmax, sums of values.
+
+Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width, G heads that share a
+key head, S tokens at a time."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn import functional as F
+
+# Bytes of attention scores on a GPU at a time; they exist twice.
+SCORE_BYTES = 4 << 20
+# Head widths that flash attention takes: up to this, and multiples of 8, because others are padded.
+MOST_FLASH_WIDTH = 256
+
+
+def in_window(rows: Tensor, num_tokens: int, window: int | None) -> Tensor:
+    """The keys or values [C, ...] without those before the windows of the last `num_tokens`
+    positions."""
+    return rows if window is None else rows[max(0, len(rows) - num_tokens + 1 - window) :]
+
+
+def attend(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal grouped-query attention of the last T of C positions: f32 [T, H * W]. Scores are
+    multiplied by `scale`; a token attends to the latest `window` positions."""
+    num_tokens = len(query_THW)
+    key_CKW, value_CKW = (in_window(rows, num_tokens, window) for rows in (key_CKW, value_CKW))
+    num_cached = len(key_CKW)
+    if num_tokens == 1:
+        return attend_one(query_THW[0], key_CKW, value_CKW, scale)
+    mask, before = None, num_cached - num_tokens
+    if before or (window or num_cached) < num_cached:
+        mask = torch.ones(num_tokens, num_cached, dtype=torch.bool, device=query_THW.device)
+        mask = mask.tril(before).triu(before + 1 - (window or num_cached))
+    out_HTW = F.scaled_dot_product_attention(
+        query_THW.transpose(0, 1)[None],
+        key_CKW.transpose(0, 1)[None],
+        value_CKW.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query_THW.shape[1] != key_CKW.shape[1],
+    )[0]
+    return out_HTW.transpose(0, 1).flatten(1)
+
+
+def attend_on_gpu(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Computes `attend` on a GPU: by torch's flash attention (Dao, arXiv 2307.08691) if it supports
+    the heads and the card and no window ends between the keys, with queries rounded to the type of
+    the keys; else by `attend_by_heads`.
+
+    Flash attention stores no scores, and takes one launch instead of nine for each key-value head.
+    Its result for several tokens has the type of the keys."""
+    num_tokens, found = len(query_THW), None
+    key_CKW, value_CKW = (in_window(rows, num_tokens, window) for rows in (key_CKW, value_CKW))
+    if window is None or window >= len(key_CKW):
+        window, found = None, _attend_with_flash(query_THW, key_CKW, value_CKW, scale)
+    if found is not None:
+        return found
+    return attend_by_heads(query_THW, key_CKW, value_CKW, scale=scale, window=window)
+
+
+def takes_flash(head_width: int) -> bool:
+    """True if flash attention takes heads of this width without copies of the cache."""
+    return head_width <= MOST_FLASH_WIDTH and head_width % 8 == 0
+
+
+def has_flash(device: torch.device) -> bool:
+    """True if torch has flash attention for a device: from compute capability 8.0 on."""
+    is_built = device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
+    return is_built and torch.cuda.get_device_properties(device).major >= 8
+
+
+def _attend_with_flash(
+    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, scale: float
+) -> Tensor | None:
+    """None if torch has no such kernel."""
+    if key_CKW.dtype != torch.float16 or not takes_flash(query_THW.shape[-1]):
+        return None
+    query = torch.empty_like(query_THW, dtype=key_CKW.dtype)
+    torch.mul(query_THW, scale, out=query)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key_CKW, value_CKW))
+    is_grouped = query.shape[1] != key.shape[1]
+    is_square = query.shape[2] == key.shape[2]
+    params = SDPAParams(query, key, value, None, 0.0, is_square, is_grouped)
+    if not can_use_flash_attention(params):
+        return None
+    heads_TH = flash_attention(query, key, value)[0].transpose(0, 1).flatten(1)
+    return heads_TH if len(heads_TH) > 1 else heads_TH.float()
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention [1, H, T, W] of the last T of C positions, for scaled queries [1, H, T, W] and keys
+    and values [1, K, C, W] on a CUDA device.
+
+    scaled_dot_product_attention would prefer cuDNN's attention on some cards, which plans anew for
+    each length. Here, as in torch.nn.attention.bias, is_causal aligns the last positions."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, is_causal=True, scale=1.0
+    )
+    return found[0]
+
+
+def attend_by_heads(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Computes `attend` on a GPU, one key-value head and SCORE_BYTES of scores at a time. Keys and
+    values may be of any float type.
+
+    torch's f32 kernels for grouped heads would copy the keys for each query head and hold all
+    scores at once."""
+    num_tokens, num_heads, width = query_THW.shape
+    num_cached, num_kv, _ = key_CKW.shape
+    group = num_heads // num_kv
+    out_THW = torch.empty_like(query_THW)
+    step = max(1, SCORE_BYTES // (4 * group * num_cached))
+    for head in range(num_kv):
+        own = slice(head * group, (head + 1) * group)
+        _attend_head(
+            query_THW[:, own], key_CKW[:, head], value_CKW[:, head], out_THW[:, own], step,
+            scale=scale, window=window,
+        )  # fmt: skip
+    return out_THW.flatten(1)
+
+
+def _attend_head(
+    query_TGW: Tensor, key_CW: Tensor, value_CW: Tensor, out_TGW: Tensor, step: int, *,
+    scale: float, window: int | None,
+) -> None:  # fmt: skip
+    """Causal attention of the heads that share a key head, `step` tokens at a time, into
+    `out_TGW`."""
+    num_tokens, group, _ = query_TGW.shape
+    key_WC, value_CW = key_CW.float().T, value_CW.float()
+    position_C = torch.arange(len(value_CW), device=query_TGW.device)
+    for start in range(0, num_tokens, step):
+        query_SGW = query_TGW[start : start + step] / (1 / scale)
+        last_S = position_C[start - num_tokens :][: len(query_SGW)]
+        is_out_SC = position_C > last_S[:, None]
+        if window is not None:
+            is_out_SC |= position_C <= last_S[:, None] - window
+        share_SGC = (query_SGW.flatten(0, 1) @ key_WC).unflatten(0, (-1, group))
+        share_SGC = share_SGC.masked_fill_(is_out_SC[:, None], -math.inf).softmax(dim=-1)
+        out_TGW[start : start + step] = (share_SGC.flatten(0, 1) @ value_CW).view_as(query_SGW)
+        del share_SGC  # before the next one is allocated
+
+
+def attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor, scale: float) -> Tensor:
+    """Attention of the last position, f32 [1, H * W], by small products, which have less overhead
+    than torch's attention. Dividing by the root of the head width, as here and in `_attend_head`,
+    rounds differently from multiplying by its inverse."""
+    grouped_KGW = query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1])
+    scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / (1 / scale)
+    return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)

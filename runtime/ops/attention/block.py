@@ -1,0 +1,116 @@
+"""The attention block in torch: projections, head norms, rotation, the cache, attention.
+
+Letters: T tokens, H heads, K key-value heads, W head width, D model width, Q values of queries,
+keys and values together, N outputs of a projection."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hotsplit.runtime.cache.kv_cache import LayerCache
+from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
+from hotsplit.runtime.ops.attention.attend import attend, attend_on_gpu, in_window
+from hotsplit.runtime.ops.attention.rotary import Rotary, Turns
+from hotsplit.runtime.ops.attention.selected import attend_capped, attend_to_chosen
+from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.matrix import Linear, side_by_side
+
+# Takes queries, keys and values [T, Q]: appends keys and values to the cache, and returns the
+# heads' output [T, H * W].
+Attend = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all."""
+
+    inputs: tuple[Linear, ...]
+    output: Linear
+    query_norm: Norm | None  # of each head
+    key_norm: Norm | None
+    cache: LayerCache
+    num_heads: int
+    rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
+    window: int | None
+    score_scale: float
+    on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
+    is_input_small: bool = False  # see gpu_products.Factor
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of values per token: of queries, keys and values together, and of queries
+        alone."""
+        of_heads = self.num_heads * self.cache.head_width
+        return of_heads + 2 * self.cache.num_kv_heads * self.cache.head_width, of_heads
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        sequence: int,
+        start: int,
+        turns: Turns,
+        on_heads: Callable[[Tensor], None],
+        attend: Attend | None = None,
+    ) -> Tensor:
+        """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
+        the cache, which must have room and may be on another device than the weights. `attend`, if
+        given, appends and attends instead of torch. `on_heads` receives the heads' output,
+        [T, H * W]."""
+        joined_TQ = self._project(self.inputs, x_TD, is_small=self.is_input_small)
+        joined_TQ = joined_TQ.to(self.cache.device)
+        if attend is None:
+            heads_TH = self._attend(joined_TQ, sequence, start, turns)
+        else:
+            heads_TH = attend(joined_TQ)
+        heads_TH = heads_TH.to(x_TD.device)
+        on_heads(heads_TH)
+        return self._project((self.output,), heads_TH)
+
+    def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turns: Turns) -> Tensor:
+        """The heads' output [T, H * W] for queries, keys and values [T, Q]; appends to the cache.
+        On a GPU, the rotation overwrites queries and keys."""
+        num_kv, width = self.cache.num_kv_heads, self.cache.head_width
+        query, key, value = joined_TQ.unflatten(-1, (-1, width)).split(
+            [self.num_heads, num_kv, num_kv], dim=1
+        )
+        if self.query_norm and self.key_norm:
+            query, key = self.query_norm.apply(query), self.key_norm.apply(key)
+        types, tables = self.cache.types, self.cache.tables
+        is_capped = tables is not None and tables.rule.is_capped
+        scale, window, turn = self.score_scale, self.window, turns.of(self.rotary)
+        if turn and not is_capped:
+            if not gpu_products.is_gpu(joined_TQ.device):
+                query, key = turn.apply(query), turn.apply(key)
+            elif self.query_norm:
+                turn.apply_(query)
+                turn.apply_(key)
+            else:
+                turn.apply_(joined_TQ.unflatten(-1, (-1, width))[:, : self.num_heads + num_kv])
+        if types.key.is_rotated:  # as the cache rotates its keys
+            query = turn_by_hadamard(query)
+        keys, values = self.cache.append(sequence, start, key, value)
+        if gpu_products.is_gpu(keys.device):
+            heads_TH = attend_on_gpu(query, keys, values, scale=scale, window=window)
+        elif tables is not None and is_capped:
+            assert self.rotary is not None
+            heads_TH = attend_capped(
+                query, keys, values, tables, sequence, self.rotary, scale=scale
+            )
+        elif tables is not None and not tables.takes_all(start + len(query) - 1):
+            heads_TH = attend_to_chosen(query, keys, values, tables, sequence, scale=scale)
+        else:
+            keys, values = (in_window(rows, len(query), window).float() for rows in (keys, values))
+            heads_TH = attend(query, keys, values, scale=scale, window=window)
+        if types.value.is_rotated:
+            heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
+        return heads_TH
+
+    def _project(
+        self, linears: tuple[Linear, ...], x_TD: Tensor, *, is_small: bool = False
+    ) -> Tensor:
+        """Concatenated outputs of matrices with the same input, f32 [T, N]."""
+        if not gpu_products.is_gpu(x_TD.device):
+            self.on_bytes(sum(linear.weight.num_bytes for linear in linears))
+        return side_by_side(linears, x_TD, is_small=is_small)

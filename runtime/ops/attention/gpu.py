@@ -1,0 +1,61 @@
+"""The attention block as a GPU's kernels.
+
+Letters: T rows, D model width, H heads, K key-value heads, W head width, S sequences, N blocks of
+each. For one row there is no T axis, except in `position_T` and `sequence_T`."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hotsplit.runtime.ops.attention.block import Attention
+from hotsplit.runtime.ops.device import Launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Where the rows of a step are in the cache; `sequence_T` and `table_SN` only with several
+    sequences."""
+
+    position_T: Tensor
+    sequence_T: Tensor | None
+    table_SN: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.position_T, self.sequence_T, self.table_SN
+
+
+def launch_inputs(on: Launcher, attention: Attention, x_D: Tensor, qkv: Tensor) -> None:
+    """Projects queries, keys and values: qkv [T, (H + 2 K) W]."""
+    start = 0
+    for linear in attention.inputs:
+        stop = start + linear.weight.num_rows
+        on.dot(linear, x_D, qkv[..., start:stop])
+        start = stop
+
+
+def launch_attend(
+    on: Launcher, attention: Attention, qkv: Tensor, at: Positions, scratch: Tensor, heads: Tensor
+) -> None:
+    """Norms and rotates queries and keys in place, appends to the cache, and attends: heads
+    [T, H W]."""
+    rotary, query, key = attention.rotary, attention.query_norm, attention.key_norm
+    (keys, values), num_heads = attention.cache.for_kernels, attention.num_heads
+    frequency_W = rotary.frequency_W if rotary else None
+    query_W, key_W = query.weight_D if query else None, key.weight_D if key else None
+    on.launch(
+        lambda: on.kernels.rotate_append(
+            qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
+            query.epsilon if query else 0.0, at.position_T, keys, values, num_heads,
+            at.sequence_T, at.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
+        ),
+        [qkv, frequency_W, query_W, key_W, *at.tensors],
+        [qkv, keys, values],
+    )  # fmt: skip
+    on.launch(
+        lambda: on.kernels.attend(
+            qkv, keys, values, at.position_T, num_heads, scratch, heads, at.sequence_T,
+            at.table_SN, scale=attention.score_scale, window=attention.window,
+        ),
+        [qkv, keys, values, *at.tensors], [scratch, heads],
+    )  # fmt: skip

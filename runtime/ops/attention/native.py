@@ -1,0 +1,101 @@
+"""The attention block as a struct for C++ (kernels/cpu/attention.h), with what the layers of a step
+share: the cache's block table and the rule by which keys are selected."""
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+import torch
+
+from hotsplit.options.key_selection import SUMMARIES, KeySelection
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.ops.attention.block import Attention
+from hotsplit.runtime.ops.attention.rotary import Rotaries
+from hotsplit.runtime.ops.norm import NormStruct, norm_struct
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+
+_TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
+
+
+class AttentionStruct(Structure):
+    _fields_ = [("query_norm", NormStruct), ("key_norm", NormStruct),
+                ("input", MatrixStruct * 3), ("output", MatrixStruct),
+                ("key", c_void_p), ("value", c_void_p),
+                ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
+                ("code_factor", c_void_p),
+                ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
+                ("window", c_int64), ("scale", c_float), ("rotary", c_int32)]  # fmt: skip
+
+
+class TableStruct(Structure):
+    _fields_ = [("block", c_void_p), ("num_sequences", c_int64), ("blocks_per_sequence", c_int64),
+                ("block_length", c_int64), ("num_blocks", c_int64)]  # fmt: skip
+
+
+class SelectStruct(Structure):
+    _fields_ = [("block", c_int64), ("sinks", c_int64), ("window", c_int64), ("top", c_int64),
+                ("candidates", c_int64), ("full", c_int64), ("summary", c_int32), ("is_coded", c_int32),
+                ("cos", c_void_p), ("sin", c_void_p)]  # fmt: skip
+
+
+def rounded_scale(scale: float) -> float:
+    """The scale of scores as 1 / root in f32, with the root of the head width rounded, too."""
+    return 1.0 / c_float(1.0 / scale).value
+
+
+def attention_struct(
+    structs: Structs, attention: Attention, rotaries: Rotaries, *, projects: bool
+) -> AttentionStruct:
+    """`projects`: with its matrices; else a GPU projects, and only the heads attend on the host."""
+    cache = attention.cache
+    tables = () if cache.tables is None else cache.tables.tensors
+    struct = AttentionStruct(
+        query_norm=norm_struct(structs, attention.query_norm),
+        key_norm=norm_struct(structs, attention.key_norm),
+        key=structs.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
+        value=structs.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
+        num_heads=attention.num_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_width=cache.head_width,
+        window=attention.window or 0,
+        scale=rounded_scale(attention.score_scale),
+        rotary=rotaries.index(attention.rotary),
+        **{
+            name: structs.pointer(tensor, tensor.dtype)
+            for name, tensor in zip(_TABLES, tables, strict=False)
+        },
+    )
+    if projects:
+        struct.input = (MatrixStruct * 3)(*map(structs.linear, attention.inputs))
+        struct.output = structs.linear(attention.output)
+    return struct
+
+
+def table_struct(structs: Structs, table: BlockTable) -> TableStruct:
+    return TableStruct(
+        block=structs.pointer(table.block_SN, torch.int32),
+        num_sequences=table.num_sequences,
+        blocks_per_sequence=table.block_SN.shape[1],
+        block_length=table.block_length,
+        num_blocks=table.num_blocks,
+    )
+
+
+def select_struct(structs: Structs, rule: KeySelection | None, rotaries: Rotaries) -> SelectStruct:
+    if rule is None:
+        return SelectStruct()
+    cos = sin = None
+    if rule.is_capped and rotaries.each:
+        (rotary,) = rotaries.each  # engine_options.cache_types_of refuses others
+        turn = rotary.turn(0, rule.longest)
+        cos, sin = structs.vector(turn.cos), structs.vector(turn.sin)
+    return SelectStruct(
+        cos=cos,
+        sin=sin,
+        block=rule.block,
+        sinks=rule.sinks,
+        window=rule.window,
+        top=rule.top,
+        candidates=max(1, rule.candidates),
+        full=rule.full,
+        summary=SUMMARIES.index(rule.summary),
+        is_coded=rule.is_coded,
+    )

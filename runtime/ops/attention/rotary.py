@@ -1,0 +1,124 @@
+"""Rotary embeddings, in torch and as a struct for C++.
+
+Letters: T tokens, H heads, W head width."""
+
+from ctypes import Array, Structure, c_double, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotsplit.model.spec import Rotary as RotarySpec
+from hotsplit.runtime.ops.structs import Structs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotates pairs of a head's values by position times frequency (Su et al. 2021).
+
+    The values of a pair are adjacent or half a head apart. For adjacent pairs, which llama.cpp uses
+    for llama models, `convert` permutes the rows of q and k."""
+
+    frequency_W: Tensor  # f64 [W / 2]
+    is_adjacent: bool
+    magnitude: float = 1.0  # factor of cos and sin; 1 except for YaRN
+
+    @classmethod
+    def of(
+        cls, rotary: RotarySpec, width: int, factors: Tensor | None, device: torch.device
+    ) -> "Rotary":
+        """The rotary embedding of heads of a width; `factors` divide the frequencies elementwise
+        (Llama 3's long-context scaling)."""
+        theta, scaling = rotary.theta, rotary.scaling
+        pairs = torch.arange(0, width, 2, dtype=torch.float64, device=device)
+        divisors = torch.as_tensor(scaling.divisors(theta, width), device=device)
+        frequency = theta ** (-pairs / width) / divisors
+        frequency = frequency if factors is None else frequency / factors
+        return cls(
+            frequency_W=frequency,
+            is_adjacent=rotary.pairing == "adjacent",
+            magnitude=scaling.magnitude,
+        )
+
+    def turn(self, start: int, count: int) -> "Turn":
+        """The rotation for positions start .. start + count - 1."""
+        positions = torch.arange(start, start + count, device=self.frequency_W.device)
+        angle = positions[:, None, None] * self.frequency_W
+        cos, sin = angle.cos() * self.magnitude, angle.sin() * self.magnitude
+        return Turn(cos=cos.float(), sin=sin.float(), rotary=self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The rotation of T positions; `cos` and `sin` are f32 [T, 1, W / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+    rotary: Rotary
+
+    def apply(self, x_THW: Tensor) -> Tensor:
+        if self.rotary.is_adjacent:
+            first, second = x_THW[..., 0::2], x_THW[..., 1::2]
+        else:
+            first, second = x_THW.chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
+        if self.rotary.is_adjacent:
+            return torch.stack(turned, dim=-1).flatten(-2)
+        return torch.cat(turned, dim=-1)
+
+    def apply_(self, x_THW: Tensor) -> None:
+        """`apply` in place, with fewer launches and half of the memory."""
+        if self.rotary.is_adjacent:
+            first, second = x_THW[..., 0::2], x_THW[..., 1::2]
+        else:
+            first, second = x_THW.chunk(2, dim=-1)
+        carried = first * self.sin
+        first.mul_(self.cos).addcmul_(second, self.sin, value=-1.0)
+        second.mul_(self.cos).add_(carried)
+
+
+class Turns:
+    """The rotations of positions start .. start + count - 1, made once for each rotary embedding."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self._start, self._count = start, count
+        self._made: dict[int, Turn] = {}  # by the id of the rotary embedding
+
+    def of(self, rotary: Rotary | None) -> Turn | None:
+        if rotary is None:
+            return None
+        if id(rotary) not in self._made:  # the turn keeps its rotary embedding, so ids stay unique
+            self._made[id(rotary)] = rotary.turn(self._start, self._count)
+        return self._made[id(rotary)]
+
+
+class RotaryStruct(Structure):
+    _fields_ = [("frequency", c_void_p), ("magnitude", c_double), ("head_width", c_int64),
+                ("is_adjacent", c_int32), ("unused", c_int32)]  # fmt: skip
+
+
+class Rotaries:
+    """The rotary embeddings of a step's layers, each once."""
+
+    def __init__(self) -> None:
+        self.each: list[Rotary] = []
+
+    def index(self, rotary: Rotary | None) -> int:
+        """The index of a rotary embedding; -1 for none."""
+        if rotary is None:
+            return -1
+        if not any(each is rotary for each in self.each):
+            self.each.append(rotary)
+        return next(i for i, each in enumerate(self.each) if each is rotary)
+
+    def structs(self, structs: Structs) -> Array[RotaryStruct]:
+        found = [
+            RotaryStruct(
+                frequency=structs.pointer(rotary.frequency_W, torch.float64),
+                magnitude=rotary.magnitude,
+                head_width=2 * len(rotary.frequency_W),
+                is_adjacent=rotary.is_adjacent,
+            )
+            for rotary in self.each
+        ]
+        return structs.array(RotaryStruct, found)

@@ -1,0 +1,39 @@
+"""Submits the kernels of a GPU's operations to its stream."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hotsplit.runtime.device.streams import Stream
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.weights.matrix import Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """The kernels of a GPU and its main stream."""
+
+    kernels: Kernels
+    main: Stream
+
+    def launch(
+        self,
+        run: Callable[[], None],
+        reads: Sequence[Tensor | None],
+        writes: Sequence[Tensor | None],
+    ) -> None:
+        """Submits a kernel; None: an operand that it does not have."""
+        self.main.launch(
+            run,
+            reads=[t for t in reads if t is not None],
+            writes=[t for t in writes if t is not None],
+        )
+
+    def dot(self, linear: Linear, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False) -> None:
+        """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that."""
+        weight, bias_N = linear.weight, linear.bias_N
+        self.launch(
+            lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu),
+            [weight.data, bias_N, x_D], [out_N],
+        )  # fmt: skip

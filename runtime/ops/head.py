@@ -1,0 +1,24 @@
+"""Logits from hidden states, in torch. A GPU computes them by a norm and a product.
+
+Letters: T tokens, D model width, V vocabulary."""
+
+import torch
+from torch import Tensor
+
+from hotsplit.costs.budget import LOGITS_CHUNK
+from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.weights.matrix import Linear
+
+
+def logits(hidden_TD: Tensor, norm: Norm | None, head: Linear, observers: Observers) -> Tensor:
+    """Logits f32 [T, V] on the CPU, LOGITS_CHUNK tokens at a time."""
+    pieces = []
+    for piece_TD in hidden_TD.split(LOGITS_CHUNK):
+        if norm is not None:
+            piece_TD = norm.apply(piece_TD)
+        observers.show("output_norm", None, piece_TD)
+        logits_TV = head.apply(piece_TD).cpu()
+        observers.show("logits", None, logits_TV)
+        pieces.append(logits_TV)
+    return torch.cat(pieces)

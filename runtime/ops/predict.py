@@ -1,0 +1,78 @@
+"""Predicts which neurons of a layer fire, from the input of a feed-forward layer: in torch, as a
+struct for C++, and as a GPU's kernels.
+
+Letters: T tokens, D model width, F neurons of the layer, R rank, W words of F bits."""
+
+from ctypes import Structure, c_float, c_int32
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from hotsplit.model.spec import PredictorKind
+from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.weights.matrix import Linear, side_by_side
+from hotsplit.runtime.weights.neuron_block import Gate
+
+_KINDS = ("linear", "relu", "gate")  # in the order of step.h's PredictorKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """A layer's predictor; model_file.PredictorInfo has the arithmetic."""
+
+    kind: PredictorKind
+    down: Linear | None  # [R, D]; None: `up` is the only matrix
+    up: Linear  # [F, R], or [F, D]
+    threshold: float
+    gate: Gate
+
+    def scores(self, x_TD: Tensor, *, is_small: bool = False) -> Tensor:
+        """[T, F]; a neuron is predicted if its score is above the threshold or NaN. `is_small`: see
+        gpu_products.Factor."""
+        first = self.up if self.down is None else self.down
+        inner_TR = side_by_side((first,), x_TD, is_small=is_small)
+        if self.down is None:
+            logits_TF = inner_TR
+        else:
+            logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
+        return self.gate.smooth(logits_TF).abs() if self.kind == "gate" else logits_TF
+
+    @property
+    def num_bytes(self) -> int:
+        return self.up.num_bytes + (0 if self.down is None else self.down.num_bytes)
+
+
+class PredictorStruct(Structure):
+    _fields_ = [("down", MatrixStruct), ("up", MatrixStruct), ("kind", c_int32),
+                ("threshold", c_float)]  # fmt: skip
+
+
+def predictor_struct(structs: Structs, predictor: Predictor | None) -> PredictorStruct:
+    if predictor is None:
+        return PredictorStruct()
+    down = predictor.down
+    return PredictorStruct(
+        down=MatrixStruct() if down is None else structs.linear(down),
+        up=structs.linear(predictor.up),
+        kind=_KINDS.index(predictor.kind),
+        threshold=predictor.threshold,
+    )
+
+
+def launch_predict(
+    on: Launcher, predictor: Predictor, x_D: Tensor, inner_R: Tensor, named_W: Tensor
+) -> None:
+    """Writes the bits of the predicted neurons, int32 [F / 32 rounded up] for each row. `inner_R`:
+    memory for the product with `down`, if there is one."""
+    up, activation = predictor.up, predictor.gate.activation
+    if predictor.down:
+        on.dot(predictor.down, x_D, inner_R, has_relu=predictor.kind == "relu")
+        x_D = inner_R
+    on.launch(
+        lambda: on.kernels.predict(
+            up.weight, up.bias_N, x_D, predictor.threshold, predictor.kind, activation, named_W
+        ),
+        [up.weight.data, up.bias_N, x_D], [named_W],
+    )  # fmt: skip
