@@ -2,7 +2,7 @@
 
 python examples/observe.py MODEL [--text TEXT]
 
-runtime/model/observers.py lists the tensors that can be watched.
+runtime/ops/observers.py lists the tensors that can be watched.
 
 MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 

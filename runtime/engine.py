@@ -149,7 +149,7 @@ class Engine(TextEngine):
     ) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
 
-        runtime.model.observers.NAMES lists names and shapes; layer is None outside the layers.
+        runtime.ops.observers.NAMES lists names and shapes; layer is None outside the layers.
         wants(name, layer) is called first; if it returns false, the tensor is skipped. Observation
         ends with `.remove()` or with the `with` block. A tensor must not be changed, or kept
         without a copy.

@@ -279,7 +279,7 @@ def part_function() -> int:
 
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
-    """Workspace bytes of a block of neurons described by native_neurons.py; -1 if inconsistent."""
+    """Workspace bytes of a block of neurons described by ops/neurons/native.py; -1 if inconsistent."""
     return int(_built().hs_neurons_bytes(ctypes.addressof(neurons)))
 
 

@@ -1,5 +1,5 @@
-// Runs a step of some rows, see step.h: the operations that step/program.py declares. attention.py and
-// feed_forward.py are their references; results are equal up to rounding.
+// Runs a step of some rows, see step.h: the operations that step/program.py declares. runtime/ops has
+// their references; results are equal up to rounding.
 #include "step.h"
 
 #include <algorithm>

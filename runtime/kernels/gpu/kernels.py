@@ -83,7 +83,7 @@ class AddNorm(Protocol):
         x_out_D: Tensor | None,
     ) -> None:
         """t = x + the rows of `parts_PD`; x_out = t, and out = norm(t) as in
-        hotsplit.runtime.model.attention.Norm; each optional. `x_out_D` may be `x_D`."""
+        hotsplit.runtime.ops.norm.Norm; each optional. `x_out_D` may be `x_D`."""
 
 
 class RotateAppend(Protocol):
