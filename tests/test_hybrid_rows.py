@@ -10,6 +10,7 @@ from fake_streams import FakeDevice
 from hybrid_plans import PLANS, make
 from test_runtime import make_split
 from test_sequences import ROOM, change_texts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split
@@ -88,6 +89,43 @@ def test_a_step_built_again_spares_an_open_text(tmp_path, num_sequences, length)
         for cache, (key, value) in zip(caches, before, strict=True):
             for got, want in ((cache.key_BKPX, key), (cache.value_BKPX, value)):
                 assert torch.equal(got[0, :, used], want[0, :, used])
+
+
+class TorchOperations(TorchDispatchMode):
+    """The names of torch's operations on more values than one thread takes."""
+
+    ONE_THREAD = 32768  # at::internal::GRAIN_SIZE
+
+    def __init__(self):
+        super().__init__()
+        self.large = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        tensors = [t for t in (*args, found) if isinstance(t, torch.Tensor)]
+        is_view = func.is_view or func._schema.name in ("aten::detach", "aten::lift_fresh")
+        if not is_view and any(t.numel() > self.ONE_THREAD for t in tensors):
+            self.large.append(func._schema.name)
+        return found
+
+
+def test_logits_are_handed_over_without_waking_torchs_threads(tmp_path):
+    """Its threads would spin on the cores of the kernels' threads."""
+    from models import make_sizes
+
+    sizes = make_sizes(num_layers=4, num_neurons=96, context_length=128, vocab_size=33000)
+    model = saved(tmp_path, sizes=sizes)
+    with loaded(tmp_path, model, "every kind of layer", 1) as engine:
+        step = engine._live.native
+        rows = rows_of([3, 4], 0, "all")
+        want = step.run_rows(rows).clone()
+        step._run = lambda rows, num_rows: None  # the logits are in the host's buffer
+        with TorchOperations() as operations:
+            got = step.run_rows(rows)
+        assert torch.equal(got, want) and not operations.large
+        with TorchOperations() as operations:
+            got[0] = want[1]
+        assert operations.large == ["aten::copy_"]
 
 
 def saved(tmp_path, **options):
