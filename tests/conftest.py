@@ -96,6 +96,11 @@ def unexpected_ends():
     return found
 
 
+def pytest_collection_modifyitems(items):
+    """What takes longest begins first, so that no processor waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_sanitizers.py")
+
+
 @pytest.fixture
 def may_end_unexpectedly():
     """Allows a test's commands to end with the exit code of an unexpected error."""
