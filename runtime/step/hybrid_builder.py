@@ -27,17 +27,17 @@ from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.batch import LogitsMemory
 from hotsplit.runtime.step.forms import placed_form
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer
-from hotsplit.runtime.step.hybrid_lowering import (
+from hotsplit.runtime.step.hybrid_neuron_cache import HybridNeuronCache
+from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
+from hotsplit.runtime.step.hybrid_submissions import (
     Lowering,
     StreamKey,
     Submission,
     is_in_line,
     waits,
 )
-from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
 from hotsplit.runtime.step.program import HOST, gpu, step_program
-from hotsplit.runtime.step.step_cache import StepCache
 from hotsplit.runtime.weights.neuron_block import by_role
 
 
@@ -82,7 +82,7 @@ class _Builder:
         spec = weights.spec
         self.cache = None
         if neuron_cache is not None:
-            self.cache = StepCache(weights, placement, self.backend, neuron_cache)
+            self.cache = HybridNeuronCache(weights, placement, self.backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
         table, has_cache = weights.cache.table, not placement.is_cache_on_host
         self.host = HostBuffers.of(

@@ -1,6 +1,6 @@
 """One GPU's buffers in a decode step, and its operations on them; runtime/ops has their kernels.
 
-Every buffer has a fixed address, so that a captured step can be replayed. hybrid_lowering.py calls
+Every buffer has a fixed address, so that a captured step can be replayed. hybrid_submissions.py calls
 the operations as the step program (program.py) requires them.
 
 A step of T rows uses the beginning of each buffer's memory (of all but `table_SN`). Vectors become

@@ -1,7 +1,7 @@
 """A model's decode step as a list of operations, and where each runs: a fold over the blocks of the
 model's spec, which has their order, and over the places of its layers.
 
-Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_lowering` to submissions to
+Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_submissions` to submissions to
 GPU streams, and `decoder` runs one layer of it in torch. No executor has an order of its own: they
 take that of the list, and streams wait for each other where reads and writes require it.
 

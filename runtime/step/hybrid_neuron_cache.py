@@ -33,7 +33,7 @@ class _GpuBits:
     last: int  # the last layer with slots on this GPU
 
 
-class StepCache:
+class HybridNeuronCache:
     """Built before the layers of a step; `connect` attaches it to the streams of the GPUs."""
 
     def __init__(
