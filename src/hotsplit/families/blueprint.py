@@ -35,9 +35,10 @@ class Blueprint:
     checkpoint and have this value everywhere; to those with an end in `added`, that is added."""
 
     spec: ModelSpec
-    threshold: float
-    is_tied: bool | None  # None if only transformers' default says so
     name_of: NameOf
+    # These two are read from every config in the same way (table.read_blueprint).
+    threshold: float = 0.0
+    is_tied: bool | None = None  # None if only transformers' default says so
     rope_factors: np.ndarray | None = None  # f32 [head_dim / 2]
     rows: Mapping[str, Rows] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)

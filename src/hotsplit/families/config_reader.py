@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 
 from hotsplit.errors import HotsplitError
+from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.files.typed import shown
 from hotsplit.model.rope import NO_SCALING, RopeScaling
@@ -95,6 +96,11 @@ class ConfigReader:
                 f"{self.path}: {key} {shown(found)} is unknown; known: {', '.join(known)}"
             )
         return cast(Activation, known[found])
+
+    def biases(self) -> tuple[str, ...]:
+        """The biases that `attention_bias` and `mlp_bias` say all layers have."""
+        found = PROJECTION_BIASES if self.flag("attention_bias") else ()
+        return (*found, *(GATED_BIASES if self.flag("mlp_bias") else ()))
 
     def threshold(self, activation: Activation) -> float:
         """FATReLU's threshold, above which values pass (ProSparse, arXiv 2402.13516); 0 for another

@@ -44,8 +44,6 @@ def falcon(read: ConfigReader) -> Blueprint:
     }
     return Blueprint(
         spec=falcon_spec(sizes, rotary, activation, options),
-        threshold=read.threshold(activation),
-        is_tied=read.is_tied(),
         name_of=_names(sizes.num_layers),
         rope_factors=factors,
         rows=rows,

@@ -37,8 +37,6 @@ def gemma3(read: ConfigReader) -> Blueprint:
             read.positive("query_pre_attn_scalar") ** -0.5,
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
-        threshold=0.0,
-        is_tied=read.is_tied(),
         name_of=gguf_names(gguf.MODEL_ARCH.GEMMA3, sizes.num_layers),
         added={"norm.weight": 1.0},
     )  # fmt: skip

@@ -50,12 +50,8 @@ def _llama(
     sizes, notes = llama_sizes(read)
     sizes, rotary, factors = read.rotary(sizes, "adjacent")
     activation = read.activation("hidden_act", activations)
-    options: tuple[str, ...] = PROJECTION_BIASES if read.flag("attention_bias") else ()
-    options += GATED_BIASES if read.flag("mlp_bias") else ()
     return Blueprint(
-        spec=llama_spec(sizes, rotary, activation, options),
-        threshold=read.threshold(activation),
-        is_tied=read.is_tied(),
+        spec=llama_spec(sizes, rotary, activation, read.biases()),
         name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, sizes.num_layers),
         rope_factors=factors,
         rows=rotary_rows(sizes),

@@ -75,8 +75,6 @@ def opt(read: ConfigReader) -> Blueprint:
             OPTIONS if has_biases else (),
             is_post_norm=not read.flag("do_layer_norm_before"),
         ),
-        threshold=read.threshold(activation),
-        is_tied=read.is_tied(),
         name_of=_name_of,
         rows={"position_embd.weight": positions},
         constants={} if is_affine else {"norm.weight": 1.0, "norm.bias": 0.0},

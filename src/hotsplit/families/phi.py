@@ -33,8 +33,6 @@ def phi3(read: ConfigReader) -> Blueprint:
     activation = read.activation("hidden_act", GATED)
     return Blueprint(
         spec=llama_spec(sizes, rotary, activation),
-        threshold=read.threshold(activation),
-        is_tied=read.is_tied(),
         name_of=gguf_names(gguf.MODEL_ARCH.PHI3, sizes.num_layers),
         rope_factors=factors,
         rows={

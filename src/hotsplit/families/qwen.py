@@ -36,8 +36,6 @@ def _qwen(read: ConfigReader, architecture: str, options: tuple[str, ...]) -> Bl
             sizes, rotary, activation, options, architecture=architecture,
             has_head_norms=architecture == "qwen3",
         ),
-        threshold=read.threshold(activation),
-        is_tied=read.is_tied(),
         name_of=gguf_names(ARCHES[architecture], sizes.num_layers),
         rope_factors=factors,
         notes=notes,

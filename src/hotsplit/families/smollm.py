@@ -25,13 +25,9 @@ def smollm3(read: ConfigReader) -> Blueprint:
     plain = [int(has) for has in rotates(sizes.num_layers)]
     read.refuse("no_rope_layer_interval", PERIOD)
     read.refuse("no_rope_layers", plain, why="a model file has no key for other layers")
-    options: tuple[str, ...] = PROJECTION_BIASES if read.flag("attention_bias") else ()
-    options += GATED_BIASES if read.flag("mlp_bias") else ()
     activation = read.activation("hidden_act", GATED)
     return Blueprint(
-        spec=smollm3_spec(sizes, rotary, activation, options),
-        threshold=read.threshold(activation),
-        is_tied=read.is_tied(),
+        spec=smollm3_spec(sizes, rotary, activation, read.biases()),
         name_of=gguf_names(gguf.MODEL_ARCH.SMOLLM3, sizes.num_layers),
         rope_factors=factors,
         rows=rotary_rows(sizes),

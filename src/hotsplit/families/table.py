@@ -1,6 +1,7 @@
 """The table of families. docs/adding-a-family.md says how to add one."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
@@ -58,4 +59,6 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
     read.refuse("quantization_config", why="its weights are packed; use the original checkpoint")
-    return family.blueprint(read)
+    found = family.blueprint(read)
+    threshold = read.threshold(found.spec.activation)
+    return replace(found, threshold=threshold, is_tied=read.is_tied())
