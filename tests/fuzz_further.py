@@ -80,19 +80,18 @@ def train_from(case: Case) -> None:
 def inspect(case: Case) -> None:
     """Shows what a file holds, as tables and as JSON."""
     from hotsplit.inspection.inspect_file import inspect_file
-    from hotsplit.inspection.tables import print_summary
-    from hotsplit.inspection.to_json import to_json
+    from hotsplit.inspection.summary import to_json
 
     with stdout_of_a_pipe():
         summary = inspect_file(case.path)
-        print_summary(summary, all_tensors=True)
+        summary.print(all_tensors=True)
         json.loads(to_json(summary), parse_constant=_refuse_constant)
 
 
 def inspect_model(case: Case) -> None:
     """Shows what a model file holds, and the operations of its step."""
     from hotsplit.inspection.printing import print_facts
-    from hotsplit.inspection.to_json import to_json
+    from hotsplit.inspection.summary import to_json
     from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
     inspect(case)
@@ -106,7 +105,7 @@ def inspect_model(case: Case) -> None:
 def inspect_folder(case: Case) -> None:
     from hotsplit.convert.checkpoint_summary import summarise_checkpoint
     from hotsplit.inspection.printing import print_facts
-    from hotsplit.inspection.to_json import to_json
+    from hotsplit.inspection.summary import to_json
 
     with stdout_of_a_pipe():
         summary = summarise_checkpoint(case.folder)

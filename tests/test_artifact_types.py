@@ -27,8 +27,7 @@ from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import Fields
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.inspection.tables import print_summary
-from hotsplit.inspection.to_json import to_json
+from hotsplit.inspection.summary import to_json
 
 VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, float("nan"), float("inf"), True,
           [], [None], ["x"], [float("inf")], {}, {"a": 1}]  # fmt: skip
@@ -56,7 +55,7 @@ def outcome(path: Path) -> str:
     try:
         summary = inspect_file(path)
         json.loads(to_json(summary))
-        print_summary(summary, all_tensors=True)
+        summary.print(all_tensors=True)
     except HotsplitError as error:
         assert "\n" not in str(error) and "\x1b" not in str(error) and len(str(error)) < 600
         return str(error)

@@ -19,7 +19,7 @@ from hotsplit.cli import main
 from hotsplit.costs.budget import plan_bytes
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.inspection.gguf_summary import part_of
-from hotsplit.inspection.to_json import to_json
+from hotsplit.inspection.summary import to_json
 
 KINDS = ["model file", "profile", "machine file", "split file", "predictors"]  # of one_of_each
 

@@ -136,7 +136,7 @@ def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path,
                  "--mode", "exact", "--json"]  # fmt: skip
     assert main([str(each) for each in arguments]) == 0
     assert json.loads(capsys.readouterr().out)["num_sequences"] == 4
-    assert inspect_file(tmp_path / "plan").num_sequences == 4
+    assert inspect_file(tmp_path / "plan").content["num_sequences"] == 4
     assert main(["inspect", str(tmp_path / "plan")]) == 0
     assert "4 texts of 100 tokens" in capsys.readouterr().out
 

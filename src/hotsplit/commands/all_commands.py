@@ -294,19 +294,18 @@ def inspect_command(
         _inspect_checkpoint(file, as_json)
         return
     from hotsplit.inspection.inspect_file import inspect_file
-    from hotsplit.inspection.tables import print_summary
-    from hotsplit.inspection.to_json import to_json
+    from hotsplit.inspection.summary import to_json
 
     summary = inspect_file(file)
     if as_json:
         click.echo(to_json(summary))
     else:
-        print_summary(summary, all_tensors=all_tensors)
+        summary.print(all_tensors=all_tensors)
 
 
 def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
     from hotsplit.inspection.printing import print_facts, print_table
-    from hotsplit.inspection.to_json import to_json
+    from hotsplit.inspection.summary import to_json
     from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
     summary = summarise_program(file, split)
@@ -323,7 +322,7 @@ def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
 def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
     from hotsplit.convert.checkpoint_summary import summarise_checkpoint
     from hotsplit.inspection.printing import print_facts
-    from hotsplit.inspection.to_json import to_json
+    from hotsplit.inspection.summary import to_json
 
     summary = summarise_checkpoint(folder)
     if as_json:

@@ -2,20 +2,25 @@
 
 A file that the runtime refuses is also described, with the reason (from model_file)."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
+from rich.table import Table
 
-from hotsplit.artifacts.model_file import TEMPLATE_KEY, TOKENIZER_KEY, ModelFile, PredictorInfo
+from hotsplit.artifacts.model_file import TEMPLATE_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
+from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
-from hotsplit.inspection.artifact_summaries import SplitSummary
-from hotsplit.model.spec import Activation, ModelSpec
-from hotsplit.model.tensors import Layout
+from hotsplit.inspection.printing import Row, columns_table, facts_table
+from hotsplit.inspection.split_summary import SplitSummary
+from hotsplit.inspection.summary import Summary, predictor_facts, predictor_layers, span
+from hotsplit.model.spec_facts import spec_facts
+from hotsplit.system.sizes import format_bytes
 
 SHOWN_LENGTH = 80  # characters of a text
 # The beginning of a tensor's name, without "blk.N.", -> its part; the first match wins.
@@ -61,36 +66,135 @@ class TokenizerFacts:
     has_chat_template: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """The runtime's view of a file that it can run."""
+@dataclass(frozen=True)
+class GgufSummary(Summary):
+    """`model` is the runtime's view of the file; None if it would not run it, for the reason
+    `refusal`. `keys` are those not covered by `model` (all without it)."""
 
-    layout: Layout
-    model_id: str
-    spec: ModelSpec
-    activation: Activation
-    threshold_L: tuple[float, ...]
-    limits: str | None  # sha256, as profiles and predictors name it; None: no limits
-    predictor: PredictorInfo | None
-    is_tied: bool
+    keys: Mapping[str, Value]
+    entries: Mapping[str, TensorEntry]
+    model: ModelFile | None
+    refusal: str | None
 
+    @property
+    def kind(self) -> str:
+        return "model file" if self.model else "GGUF"
 
-@dataclass(frozen=True, kw_only=True)
-class GgufSummary:
-    """`keys` are those not covered by `model` (all without it); long texts and arrays are cut, with
-    their length added."""
+    @property
+    def architecture(self) -> str:
+        name = str(self.keys.get("general.architecture", "none"))
+        return self.model.architecture if self.model else name
 
-    kind: str  # "model file", or "GGUF" if the runtime refuses it
-    path: Path
-    file_bytes: int
-    architecture: str
-    refusal: str | None  # why the runtime would not run it
-    model: ModelFacts | None
-    tokenizer: TokenizerFacts
-    by_type: dict[str, Amount]
-    by_part: dict[str, Amount]
-    keys: dict[str, str | int | float | bool]
-    tensors: tuple[TensorFact, ...]
+    @property
+    def tensors(self) -> list[TensorFact]:
+        return [
+            TensorFact(
+                name=name, kind=e.kind, shape=e.shape, part=part_of(name), num_bytes=e.num_bytes
+            )
+            for name, e in self.entries.items()
+        ]
+
+    @property
+    def shown_keys(self) -> dict[str, str | int | float | bool]:
+        return {name: _short(v) for name, v in self.keys.items() if not name.startswith("GGUF.")}
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Long texts and arrays of `keys` are cut, with their length added."""
+        tensors, model = self.tensors, self.model
+        facts = model and {
+            "layout": model.layout,
+            "model_id": model.model_id,
+            "spec": model.bare_spec,
+            "activation": model.activation,
+            "threshold_L": model.threshold_L,
+            "limits": model.limits.sha256,
+            "predictor": model.predictor,
+            "is_tied": model.is_tied,
+        }
+        return {
+            "architecture": self.architecture,
+            "refusal": self.refusal,
+            "model": facts,
+            "tokenizer": self.tokenizer,
+            "by_type": _amounts(tensors, lambda fact: fact.kind),
+            "by_part": _amounts(tensors, lambda fact: fact.part),
+            "keys": self.shown_keys,
+            "tensors": tensors,
+        }
+
+    @property
+    def tokenizer(self) -> TokenizerFacts:
+        start, end = "tokenizer.ggml.", "_token_id"
+        tokens, name = self.keys.get(start + "tokens"), self.keys.get(start + "model")
+        ids = {k.removeprefix(start).removesuffix(end): v for k, v in self.keys.items()
+               if k.startswith(start) and k.endswith(end)}  # fmt: skip
+        return TokenizerFacts(
+            is_whole=TOKENIZER_KEY in self.keys,
+            model=name if isinstance(name, str) else None,
+            num_tokens=len(tokens) if isinstance(tokens, list) else 0,
+            special_ids={k: int(v) for k, v in ids.items() if isinstance(v, np.integer)},
+            has_chat_template=TEMPLATE_KEY in self.keys,
+        )
+
+    @property
+    def facts(self) -> list[Row]:
+        rows: list[Row] = [("architecture", self.architecture)]
+        if self.refusal is not None:
+            rows.append(("refused by the runtime", self.refusal))
+        if self.model is not None:
+            m, limits = self.model, self.model.limits.sha256
+            rows += [
+                ("layout", m.layout),
+                ("activation", m.activation),
+                ("thresholds", span(m.threshold_L)),
+                *([("limits", f"sha256 {limits[:12]}")] if limits else []),
+                *spec_facts(m.bare_spec),
+                (
+                    "output head",
+                    "the embedding (tied)" if m.is_tied else "its own matrix (not tied)",
+                ),
+                *predictor_facts(m.predictor),
+                ("model id", m.model_id),
+            ]
+        return [*rows, *self._tokenizer_rows()]
+
+    def _tokenizer_rows(self) -> list[Row]:
+        t = self.tokenizer
+        if not t.is_whole and t.model is None:
+            return [("tokenizer", "none")]
+        ids = ", ".join(f"{name} {number}" for name, number in t.special_ids.items())
+        return [
+            (
+                "tokenizer.json",
+                "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys",
+            ),
+            ("tokenizer.ggml", f"{t.model or 'none'}, {t.num_tokens:,} tokens; {ids or 'no ids'}"),
+            ("chat template", "yes" if t.has_chat_template else "no"),
+        ]
+
+    def tables(self, *, all_tensors: bool) -> list[Table]:
+        every = self.tensors
+        chosen = [f for f in every if all_tensors or not re.match(r"blk\.(?!0\.)", f.name)]
+        tensors = columns_table("tensors", ["name", "type", "shape", "part", "bytes"], [
+            (f.name, f.kind, " x ".join(map(str, f.shape)), f.part, f"{f.num_bytes:,}")
+            for f in chosen
+        ])  # fmt: skip
+        if len(chosen) < len(every):
+            tensors.caption = f"and {len(every) - len(chosen):,} of the other layers: --tensors"
+        tables = [
+            _amounts_table("by type", _amounts(every, lambda fact: fact.kind)),
+            _amounts_table("by part", _amounts(every, lambda fact: fact.part)),
+        ]
+        predictor = self.model and self.model.predictor
+        if predictor and any(
+            len(set(values)) > 1
+            for values in (predictor.rank_L, predictor.threshold_L, predictor.density_L)
+        ):
+            tables.append(predictor_layers(predictor))
+        if keys := self.shown_keys:
+            tables.append(facts_table("other keys" if self.model else "keys", keys.items()))
+        return [*tables, tensors]
 
 
 def summarise_gguf(path: Path) -> GgufSummary | SplitSummary:
@@ -98,50 +202,13 @@ def summarise_gguf(path: Path) -> GgufSummary | SplitSummary:
     plan."""
     file = open_gguf(path, "GGUF file")
     if file.keys.get("general.architecture") == SPLIT_ARCHITECTURE:
-        return SplitSummary.load(path)
+        return SplitSummary(path, Split.load(path))
     try:
         model = ModelFile.load(path)
     except HotsplitError as error:
-        return _summary(path, file.keys, file.tensors, None, str(error).removeprefix(f"{path}: "))
-    return _summary(path, model.extra_keys, model.tensors, model, None)
-
-
-def _summary(
-    path: Path,
-    keys: Mapping[str, Value],
-    tensors: Mapping[str, TensorEntry],
-    model: ModelFile | None,
-    refusal: str | None,
-) -> GgufSummary:
-    facts = tuple(_tensor_fact(name, entry) for name, entry in tensors.items())
-    shown = {k: v for k, v in keys.items() if not k.startswith("GGUF.")}
-    found = str(keys.get("general.architecture", "none"))
-    return GgufSummary(
-        kind="model file" if model else "GGUF",
-        path=path,
-        file_bytes=path.stat().st_size,
-        architecture=model.architecture if model else found,
-        refusal=refusal,
-        model=None if model is None else _model_facts(model),
-        tokenizer=_tokenizer_facts(keys),
-        by_type=_amounts(facts, lambda fact: fact.kind),
-        by_part=_amounts(facts, lambda fact: fact.part),
-        keys={name: _short(value) for name, value in shown.items()},
-        tensors=facts,
-    )
-
-
-def _model_facts(model: ModelFile) -> ModelFacts:
-    return ModelFacts(
-        layout=model.layout,
-        model_id=model.model_id,
-        spec=model.bare_spec,
-        activation=model.activation,
-        threshold_L=model.threshold_L,
-        limits=model.limits.sha256,
-        predictor=model.predictor,
-        is_tied=model.is_tied,
-    )
+        why = str(error).removeprefix(f"{path}: ")
+        return GgufSummary(path, file.keys, file.tensors, None, why)
+    return GgufSummary(path, model.extra_keys, model.tensors, model, None)
 
 
 def part_of(name: str) -> str:
@@ -149,12 +216,6 @@ def part_of(name: str) -> str:
     if name.startswith("blk."):
         name = name.split(".", 2)[-1]
     return next((part for start, part in PARTS if name.startswith(start)), "other")
-
-
-def _tensor_fact(name: str, entry: TensorEntry) -> TensorFact:
-    return TensorFact(
-        name=name, kind=entry.kind, shape=entry.shape, part=part_of(name), num_bytes=entry.num_bytes
-    )
 
 
 def _amounts(facts: Iterable[TensorFact], key_of: Callable[[TensorFact], str]) -> dict[str, Amount]:
@@ -166,18 +227,13 @@ def _amounts(facts: Iterable[TensorFact], key_of: Callable[[TensorFact], str]) -
     return {k: Amount(num_tensors=len(groups[k]), num_bytes=sum(groups[k])) for k in order}
 
 
-def _tokenizer_facts(keys: Mapping[str, Value]) -> TokenizerFacts:
-    start, end = "tokenizer.ggml.", "_token_id"
-    tokens, name = keys.get(start + "tokens"), keys.get(start + "model")
-    ids = {k.removeprefix(start).removesuffix(end): v for k, v in keys.items()
-           if k.startswith(start) and k.endswith(end)}  # fmt: skip
-    return TokenizerFacts(
-        is_whole=TOKENIZER_KEY in keys,
-        model=name if isinstance(name, str) else None,
-        num_tokens=len(tokens) if isinstance(tokens, list) else 0,
-        special_ids={k: int(v) for k, v in ids.items() if isinstance(v, np.integer)},
-        has_chat_template=TEMPLATE_KEY in keys,
-    )
+def _amounts_table(title: str, amounts: dict[str, Amount]) -> Table:
+    total = sum(amount.num_bytes for amount in amounts.values()) or 1
+    return columns_table(title, ["", "tensors", "bytes", "", "share"], [
+        (name, a.num_tensors, f"{a.num_bytes:,}", format_bytes(a.num_bytes),
+         f"{a.num_bytes / total:.1%}")
+        for name, a in amounts.items()
+    ])  # fmt: skip
 
 
 def _short(value: Value) -> str | int | float | bool:

@@ -1,7 +1,6 @@
 """Inspects a file: a path in, a summary out.
 
-The kind is detected from the content, never from the name. Summaries are in gguf_summary and
-artifact_summaries, their display in tables."""
+The kind is detected from the content, never from the name."""
 
 import struct
 from pathlib import Path
@@ -12,15 +11,9 @@ from hotsplit.files.atomic import require_file
 from hotsplit.files.json_file import parse_object, read_object
 from hotsplit.files.safetensors_file import MAX_HEADER_BYTES
 from hotsplit.files.typed import shown
-from hotsplit.inspection.artifact_summaries import (
-    MachineSummary,
-    PredictorsSummary,
-    ProfileSummary,
-    SplitSummary,
-)
-from hotsplit.inspection.gguf_summary import GgufSummary, summarise_gguf
-
-Summary = GgufSummary | ProfileSummary | PredictorsSummary | SplitSummary | MachineSummary
+from hotsplit.inspection.artifact_summaries import MachineSummary, PredictorsSummary, ProfileSummary
+from hotsplit.inspection.gguf_summary import summarise_gguf
+from hotsplit.inspection.summary import Summary
 
 POWERINFER_MAGIC = b"PWRI"  # in the place of b"GGUF"
 KNOWN = (
@@ -52,9 +45,9 @@ def inspect_file(path: Path) -> Summary:
 def _summarise_safetensors(path: Path) -> ProfileSummary | PredictorsSummary:
     format = _safetensors_metadata(path).get("format")
     if format == profile_file.FORMAT:
-        return ProfileSummary.load(path)
+        return ProfileSummary(path, profile_file.Profile.load(path))
     if format == predictor_file.FORMAT:
-        return PredictorsSummary.load(path)
+        return PredictorsSummary(path, predictor_file.Predictors.load(path))
     raise HotsplitError(
         f"{path}: a safetensors file of format {shown(format)}, wanted {profile_file.FORMAT!r} or"
         f" {predictor_file.FORMAT!r}; weights are read by hotsplit convert, from their folder"
@@ -92,4 +85,4 @@ def _summarise_json(path: Path) -> MachineSummary:
             f"{path}: JSON of format {shown(content.get('format'))}, wanted {machine_file.FORMAT!r}"
             " (hotsplit calibrate)"
         )
-    return MachineSummary.load(path)
+    return MachineSummary(path, machine_file.Machine.load(path))

@@ -16,14 +16,16 @@ def print_facts(title: str, rows: Iterable[Row]) -> None:
     print_tables([facts_table(title, rows)])
 
 
-def print_table(title: str, columns: list[str], rows: Sequence[Row]) -> None:
-    print_tables([columns_table(title, columns, list(rows))])
+def print_table(title: str, columns: list[str], rows: Iterable[Row]) -> None:
+    print_tables([columns_table(title, columns, rows)])
 
 
 def print_tables(tables: Iterable[Table]) -> None:
     """Prints tables on stdout. In a pipe or a file, lines lose the trailing spaces with which rich
     fills the last column."""
-    console = _console()
+    console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = WIDTH_OF_A_PIPE
     with console.capture() as captured:
         for table in tables:
             console.print(table)
@@ -31,14 +33,6 @@ def print_tables(tables: Iterable[Table]) -> None:
     if not console.is_terminal:
         text = "".join(f"{line.rstrip(' ')}\n" for line in text.splitlines())
     console.file.write(text)
-
-
-def _console() -> Console:
-    console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
-    if console.is_terminal:
-        return console
-    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False,
-                   width=WIDTH_OF_A_PIPE)  # fmt: skip
 
 
 def facts_table(title: str, rows: Iterable[Row]) -> Table:
@@ -53,7 +47,7 @@ def facts_table(title: str, rows: Iterable[Row]) -> Table:
 _TEXTS = ("type", "shape", "part", "device", "operation", "reads", "writes")
 
 
-def columns_table(title: str, columns: list[str], rows: list[Row]) -> Table:
+def columns_table(title: str, columns: list[str], rows: Iterable[Row]) -> Table:
     """The first column and those in _TEXTS are left-aligned, all others right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for number, column in enumerate(columns):

@@ -1,0 +1,177 @@
+"""Summary of a plan.
+
+Letters: L layers, F neurons of a layer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from hotsplit.artifacts.cache_plan import CachePlan
+from hotsplit.artifacts.split_file import Split
+from hotsplit.inspection.printing import Row, columns_table
+from hotsplit.inspection.summary import Summary
+from hotsplit.system.sizes import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuShare:
+    """A plan's share on one GPU, which is the home of `layers`."""
+
+    budget_bytes: int
+    layers: tuple[int, ...]
+    num_dense: int
+    num_hot: int
+    has_head: bool
+
+
+@dataclass(frozen=True)
+class SplitSummary(Summary):
+    split: Split
+    kind = "split file"
+
+    @property
+    def home(self) -> tuple[int, ...]:
+        """The GPU of each layer and of the head."""
+        return self.split.home or (0,) * (len(self.split.hot) + 1)
+
+    @property
+    def num_hot_L(self) -> list[int]:
+        return [len(ids) for ids in self.split.hot]
+
+    @property
+    def gpus(self) -> list[GpuShare]:
+        split, num_hot_L = self.split, self.num_hot_L
+        layers_of = [
+            tuple(layer for layer, home in enumerate(self.home[:-1]) if home == gpu)
+            for gpu in range(len(split.budgets))
+        ]
+        return [
+            GpuShare(
+                budget_bytes=split.budgets[gpu],
+                layers=layers,
+                num_dense=sum(split.dense_on_gpu[layer] for layer in layers),
+                num_hot=sum(num_hot_L[layer] for layer in layers),
+                has_head=split.head_on_gpu and self.home[-1] == gpu,
+            )
+            for gpu, layers in enumerate(layers_of)
+        ]
+
+    @property
+    def content(self) -> dict[str, Any]:
+        split = self.split
+        return {
+            "model_id": split.model_id,
+            "profile_sha256": split.profile_sha256,
+            "machine_sha256": split.machine_sha256,
+            "mode": split.mode,
+            "status": split.status,
+            "tokens_per_s": 1 / split.objective_s,
+            "objective_s": split.objective_s,
+            "bound_s": split.bound_s,
+            "gap": split.gap,
+            "solve_s": split.solve_s,
+            "vram_budget_bytes": split.vram_budget_bytes,  # of all GPUs together
+            "host_budget_bytes": split.host_budget_bytes,
+            "gpus": self.gpus,
+            "context_length": split.context_length,
+            "num_sequences": split.num_sequences,
+            "kv_offload": None if split.kv_offload is None else str(split.kv_offload),
+            "head_on_gpu": split.head_on_gpu,
+            "home": split.home,
+            "dense_on_gpu": split.dense_on_gpu,
+            "num_hot_L": self.num_hot_L,
+            "gpu_bytes": split.gpu_bytes,
+            "cpu_bytes": split.cpu_bytes,
+            "cache": None if split.cache is None else _cache_content(split.cache),
+        }
+
+    @property
+    def facts(self) -> list[Row]:
+        split = self.split
+        used, held = sum(split.gpu_bytes.values()), sum(split.cpu_bytes.values())
+        host, head = split.host_budget_bytes, f"GPU {self.home[-1]}"
+        texts = f"{split.num_sequences} texts of " if split.num_sequences > 1 else ""
+        kv = [("keys and values", f"in main memory; {split.kv_offload}")]
+        speed = f"{1 / split.objective_s:,.1f} tokens/s ({split.objective_s:.6g} s a token)"
+        memory = f"{format_bytes(host) if host else 'not limited'}, used {format_bytes(held)}"
+        workspace = format_bytes(split.cpu_bytes["workspace"])
+        return [
+            ("made for model", split.model_id),
+            ("made from profile", f"sha256 {split.profile_sha256}"),
+            ("made from machine file", f"sha256 {split.machine_sha256}"),
+            ("mode", split.mode),
+            ("context", f"{texts}{split.context_length:,} tokens"),
+            *(kv if split.kv_offload else []),
+            ("VRAM budget", f"{format_bytes(split.vram_budget_bytes)}, used {format_bytes(used)}"),
+            ("main memory", memory),
+            ("workspace", f"{workspace} on every device that holds anything"),
+            *self._cache_facts(),
+            ("status", split.status),
+            ("predicted", speed),
+            ("bound", f"{split.bound_s:.6g} s a token, gap {split.gap:.2%}"),
+            ("solved in", f"{split.solve_s:.2f} s"),
+            ("hot neurons", f"{sum(self.num_hot_L):,}"),
+            ("dense blocks on GPUs", f"{sum(split.dense_on_gpu)} of {len(split.dense_on_gpu)}"),
+            ("output head", head if split.head_on_gpu else "CPU"),
+        ]
+
+    def _cache_facts(self) -> list[Row]:
+        if self.split.cache is None:
+            return []
+        sides = (self.split.gpu_bytes, self.split.cpu_bytes)
+        gpu, cpu = (format_bytes(side["neuron_cache"]) for side in sides)
+        words = f"{gpu} on the GPU and {cpu} in main memory"
+        return [("neuron cache", f"up to {self.split.cache.most_rows:,} swaps a token; {words}")]
+
+    def tables(self, *, all_tensors: bool) -> list[Table]:
+        return [self._gpus_table(), self._bytes_table(), self._layers_table()]
+
+    def _gpus_table(self) -> Table:
+        """Each GPU with the first and the last layer that has something on it."""
+        rows = []
+        for number, gpu in enumerate(self.gpus):
+            own = [layer for layer in gpu.layers if self._has_any(layer)]
+            rows.append((
+                number, format_bytes(gpu.budget_bytes),
+                f"{own[0]} to {own[-1]}" if own else "none",
+                gpu.num_dense, f"{gpu.num_hot:,}", "here" if gpu.has_head else "",
+            ))  # fmt: skip
+        columns = ["GPU", "budget", "layers", "dense blocks", "hot neurons", "head"]
+        return columns_table("GPUs", columns, rows)
+
+    def _has_any(self, layer: int) -> bool:
+        return self.split.dense_on_gpu[layer] or len(self.split.hot[layer]) > 0
+
+    def _bytes_table(self) -> Table:
+        on_gpu, on_cpu = self.split.gpu_bytes, self.split.cpu_bytes
+        pairs = [(item, on_gpu[item], on_cpu[item]) for item in on_gpu]
+        pairs.append(("all", sum(on_gpu.values()), sum(on_cpu.values())))
+        columns = ["", "GPUs" if self.split.home else "GPU", "", "CPU", ""]
+        return columns_table("bytes", columns, [
+            (item, f"{gpu:,}", format_bytes(gpu), f"{cpu:,}", format_bytes(cpu))
+            for item, gpu, cpu in pairs
+        ])  # fmt: skip
+
+    def _layers_table(self) -> Table:
+        return columns_table("layers", ["layer", "home", "hot neurons", "dense block"], [
+            (layer, f"GPU {home}" if self._has_any(layer) else "CPU", f"{num_hot:,}",
+             f"GPU {home}" if is_on_gpu else "CPU")
+            for layer, (home, num_hot, is_on_gpu) in enumerate(
+                zip(self.home, self.num_hot_L, self.split.dense_on_gpu, strict=False))
+        ])  # fmt: skip
+
+
+def _cache_content(cache: CachePlan) -> dict[str, Any]:
+    """The most neurons that a token may swap, the mean share of each layer's neurons that a token
+    reads, and the times on which the cache bases decisions."""
+    costs = vars(cache.costs)
+    times = {name: value.tolist() for name, value in costs.items() if isinstance(value, np.ndarray)}
+    return {
+        "most_rows": cache.most_rows,
+        "rest_s": cache.costs.rest_s,
+        "copy_s": cache.costs.copy_s,
+        **times,
+        "read_L": [float(row_F.mean()) for row_F in cache.frequency],
+    }

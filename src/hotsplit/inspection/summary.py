@@ -1,0 +1,99 @@
+"""What `inspect` shows of a file: its facts as one JSON object, or as tables."""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hotsplit.artifacts.model_file import PredictorInfo
+from hotsplit.inspection.printing import Row, columns_table, facts_table, print_tables
+from hotsplit.system.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class Summary(ABC):
+    path: Path
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The kind of the file."""
+
+    @property
+    @abstractmethod
+    def content(self) -> dict[str, Any]:
+        """The facts of the JSON object, besides the kind, the path and the size of the file."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> list[Row]:
+        """Names and values for people, besides the same."""
+
+    @abstractmethod
+    def tables(self, *, all_tensors: bool) -> list[Table]:
+        """Further tables. `all_tensors`: of a GGUF, lists all tensors, otherwise those outside the
+        layers and those of the first layer."""
+
+    def print(self, *, all_tensors: bool) -> None:
+        size = format_bytes(self.path.stat().st_size)
+        head = facts_table(self.kind, [("file", self.path), ("size", size), *self.facts])
+        print_tables([head, *self.tables(all_tensors=all_tensors)])
+
+
+def to_json(summary: Any) -> str:
+    """A Summary or a dataclass as strict JSON; non-finite numbers, such as the -inf of a threshold
+    that selects all neurons, become "-inf", "inf" or "nan"."""
+    if isinstance(summary, Summary):
+        file = {"path": summary.path, "file_bytes": summary.path.stat().st_size}
+        summary = {"kind": summary.kind, **file, **summary.content}
+    return json.dumps(_plain(summary), allow_nan=False)
+
+
+def _plain(value: Any) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | frozenset):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def span(values: Sequence[float], form: str = "g") -> str:
+    """One number if all layers have the same, otherwise the range; "unknown" without values."""
+    if not values:
+        return "unknown"
+    low, high = format(min(values), form), format(max(values), form)
+    return f"{low} in all layers" if low == high else f"{low} to {high}"
+
+
+def predictor_facts(predictor: PredictorInfo | None) -> list[Row]:
+    if predictor is None:
+        return [("predictors", "none")]
+    offset = predictor.input_layer_offset
+    return [
+        ("predictors", predictor.kind),
+        ("predictor ranks", span(predictor.rank_L)),
+        ("predictor input", f"the FFN input of {'the layer before' if offset else 'its layer'}"),
+        ("predictor thresholds", span(predictor.threshold_L)),
+        ("predicted density", span(predictor.density_L, ".1%")),
+    ]
+
+
+def predictor_layers(predictor: PredictorInfo) -> Table:
+    density_L = [f"{density:.2%}" for density in predictor.density_L]
+    return columns_table("predictors by layer", ["layer", "rank", "threshold", "predicted density"], [
+        (layer, rank, f"{threshold:g}", density)
+        for layer, (rank, threshold, density) in enumerate(zip(
+            predictor.rank_L, predictor.threshold_L,
+            density_L or ["unknown"] * len(predictor.rank_L), strict=True))
+    ])  # fmt: skip
