@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from failing_parts import KEY
 
-from hotsplit.artifacts.device_checks import DeviceKey
+from hotsplit.artifacts.device_checks import DeviceKey, installed_version
 from hotsplit.doctor import gpu, machine
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.finding import scrubbed
+from hotsplit.doctor.probes import probe_kernels
 from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -74,8 +74,8 @@ def light(broken):
 
 def current(**changes):
     """The key of a check with the versions installed here."""
-    here = {name: gpu._version(name) for name in ("torch", "triton")}
-    values = {**here, "package": version("hotsplit")} | changes
+    here = {name: installed_version(name) for name in ("torch", "triton")}
+    values = {**here, "package": installed_version("hotsplit")} | changes
     return DeviceKey(**{**vars(KEY), **values})
 
 
@@ -124,7 +124,7 @@ def test_a_missing_compiler_is_reported():
 )
 def test_a_torch_that_fails_or_crashes_is_reported(broken, text, said):
     broken("torch", text)
-    (finding,) = gpu.torch(Child("hotsplit.doctor.probe_torch").result())
+    (finding,) = gpu.torch(Child("torch").result())
     assert finding.state == "wrong" and said in finding.text
 
 
@@ -171,14 +171,13 @@ util.find_spec = find_spec
 )
 def test_a_library_that_is_missing_broken_or_for_another_processor_is_reported(broken, spec, said):
     broken("sitecustomize", LIBRARY.replace("SPEC", spec))
-    result = Child("hotsplit.doctor.probe_kernels").result()
+    result = Child("kernels").result()
     (finding,) = [each for each in machine.processor(result) if each.about == "kernels"]
     assert finding.state == "wrong" and said in scrubbed(finding.text), finding.text
     assert "install the package again" in finding.advice
 
 
-def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
-    from hotsplit.doctor import probe_kernels
+def test_a_kernel_that_computes_wrongly_is_found(monkeypatch):
     from hotsplit.runtime.check import cpu_kernels
 
     was = cpu_kernels.rows_of
@@ -188,20 +187,18 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
         return data, exact * (1.0 + 0.1 * (each.name == "q4_0" and form in (None, "tiled")))
 
     monkeypatch.setattr(cpu_kernels, "rows_of", rows)
-    monkeypatch.setattr(probe_kernels, "leave_no_core", lambda: None)
     level = library.level()
     try:
-        probe_kernels.main()
+        done = probe_kernels()
     finally:
         library.set_level(level)
-    done = json.loads(capsys.readouterr().out.splitlines()[-1])["done"]
     assert {line.split(":")[0].split(", ")[1] for line in done["wrong"]} == {"q4_0", "q4_0_tiled"}
     assert len(done["wrong"]) == (3 + 2) * len(library.usable_levels())
 
 
 def test_a_child_that_hangs_is_ended(broken, monkeypatch):
     broken("torch", "import time; time.sleep(60)")
-    result = Child("hotsplit.doctor.probe_torch", limit_s=1.0).result()
+    result = Child("torch", limit_s=1.0).result()
     (finding,) = gpu.torch(result)
     assert finding.state == "wrong" and finding.text.endswith(
         "took longer than 1 s (at import torch)"

@@ -10,8 +10,9 @@ from test_doctor import Doctor, broken, cache, current, light  # noqa: F401
 
 from hotsplit.artifacts.device_checks import CheckBook, Verdict
 from hotsplit.doctor import examine as examining
-from hotsplit.doctor import gpu, probe_gpu
+from hotsplit.doctor import gpu
 from hotsplit.doctor.children import Child, Result
+from hotsplit.doctor.probes import probe_gpu
 from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.kernels.cpu import library
 
@@ -71,7 +72,7 @@ def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
            "float32 = float16 = bfloat16 = uint8 = int32 = dtype = None\n"
            "class cuda: is_available = staticmethod(lambda: False)\n"
            "cuda.device_count = staticmethod(lambda: 0)\n")  # fmt: skip
-    found = gpu.torch(Child("hotsplit.doctor.probe_torch").result())
+    found = gpu.torch(Child("torch").result())
     assert [each.state for each in found] == ["ok", "wrong"]
     assert "undefined symbol: hs_neurons" in found[1].text and "make build" in found[1].advice
 
@@ -132,7 +133,7 @@ def test_the_driver_is_queried_without_torch(tmp_path, monkeypatch):
         command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / name, tmp_path / "nvml.c"]
         subprocess.run(command, check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    result = Child("hotsplit.doctor.probe_driver").result()
+    result = Child("driver").result()
     assert result.done == DRIVER
 
 
@@ -167,7 +168,7 @@ def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
     parts = fake_parts(key=current(), kernels=with_kernel("predict", halved))
     monkeypatch.setattr(device_parts, "parts_of", lambda device: parts)
     monkeypatch.setattr("hotsplit.runtime.weights.gpu_products._replaced", set())
-    probe_gpu.check("cpu")
+    probe_gpu("cpu")
     found = gpu.checks(examining.stored_checks(), has_gpu=True, unfinished=None)
     assert [each.state for each in found] == ["ok", "wrong"] and "kernel predict" in found[1].text
     names = {name.split()[0] for name in examining.stored_checks()[0].verdicts}
@@ -211,7 +212,7 @@ def test_only_gpus_without_results_are_checked(started):
     assert examining._check([seen(0)]) is None and not started
     said = []
     examining._check([seen(0), seen(1)], said.append)
-    assert started == [("hotsplit.doctor.probe_gpu", "cuda:1")]
+    assert started == [("gpu", "cuda:1")]
     (line,) = said
     assert line.startswith("checking cuda:1 with a small model")
     assert examining._check([CARD]) is None  # no key: torch works, but the runtime does not

@@ -18,7 +18,7 @@ from hotsplit.doctor.finding import HIDDEN, ok, scrubbed
 def test_a_child_that_ends_in_time_is_not_late_because_of_another(broken):  # noqa: F811
     """Its result is read only after its limit, as if the other had been waited for until then."""
     broken("torch", "raise ImportError('some reason')")
-    child = Child("hotsplit.doctor.probe_torch", limit_s=5.0)
+    child = Child("torch", limit_s=5.0)
     child._process.wait()
     child._ends = 0.0
     assert "some reason" in gpu.torch(child.result())[0].text
@@ -28,7 +28,7 @@ def test_a_process_left_by_a_child_does_not_hide_its_result(broken):  # noqa: F8
     broken("torch", "import os, time\nif os.fork() == 0:\n    time.sleep(9)\n    os._exit(0)\n"
            "print('{\"done\": 5}', flush=True)\nraise ImportError('some reason')")  # fmt: skip
     began = time.monotonic()
-    (finding,) = gpu.torch(Child("hotsplit.doctor.probe_torch", limit_s=2.0).result())
+    (finding,) = gpu.torch(Child("torch", limit_s=2.0).result())
     assert "some reason" in finding.text and time.monotonic() - began < 8
 
 
@@ -43,7 +43,7 @@ def test_an_interrupt_ends_the_child_processes(broken, monkeypatch):  # noqa: F8
 
     monkeypatch.setattr(examining, "Child", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        examining._results(["hotsplit.doctor.probe_torch"])
+        examining._results(["torch"])
     assert started[0]._process.wait(timeout=10) == -signal.SIGKILL
 
 
@@ -74,11 +74,11 @@ def test_the_wait_for_a_child_is_announced(broken, monkeypatch):  # noqa: F811
     monkeypatch.setattr(children, "QUIET_S", 0.5)
     monkeypatch.setattr(children, "LIMIT_S", 2.0)
     began, said = time.monotonic(), []
-    (result,) = examining._results(["hotsplit.doctor.probe_torch"], said.append)
+    (result,) = examining._results(["torch"], said.append)
     (line,) = said
     assert re.fullmatch(r"waiting for the test of torch, at most [01] s more", line)
     assert result.why == "took longer than 2 s (at import torch)"
     assert time.monotonic() - began < 4
     broken("torch", "raise ImportError('some reason')")
-    examining._results(["hotsplit.doctor.probe_torch"], said.append)
+    examining._results(["torch"], said.append)
     assert len(said) == 1

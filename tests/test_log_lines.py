@@ -34,7 +34,7 @@ PRINTING = {
     "src/hotsplit/cli.py",
     "src/hotsplit/system/signals.py",
     "src/hotsplit/system/log_lines.py",
-    "src/hotsplit/doctor/children.py",
+    "src/hotsplit/doctor/probes.py",
     "runtime/text/template_worker.py",
     "measure/bench/llamacpp_worker.py",
 }

@@ -3,13 +3,12 @@ fail."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from hotsplit.artifacts.device_checks import DeviceKey
+from hotsplit.artifacts.device_checks import DeviceKey, installed_version
 from hotsplit.runtime.check.kernels import Wrong
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.streams import CudaStream
@@ -85,8 +84,8 @@ def key_of(device: torch.device) -> DeviceKey:
         memory_bytes=int(properties.total_memory),
         driver=driver_version(),
         torch=str(torch.__version__),
-        triton=_version("triton"),
-        package=_version("hotsplit"),
+        triton=installed_version("triton"),
+        package=installed_version("hotsplit"),
     )
 
 
@@ -99,13 +98,6 @@ def driver_version() -> str:
     except (OSError, StopIteration):
         found = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
         return f"CUDA {found // 1000}.{found % 1000 // 10}" if found else "unknown"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def use_device(device: torch.device) -> None:

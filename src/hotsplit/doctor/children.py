@@ -1,7 +1,4 @@
-"""Runs, in child processes, tests that may crash.
-
-A child is a module of this package. It prints JSON objects, one per line: {"at": "..."} before each
-thing that it tries, and {"done": {...}} at the end."""
+"""Runs the probes, which may crash, in child processes."""
 
 import json
 import os
@@ -33,17 +30,17 @@ class Result:
 
 
 class Child:
-    """A started child; several can run at the same time."""
+    """A started probe; several can run at the same time."""
 
-    def __init__(self, module: str, *arguments: str, limit_s: float | None = None) -> None:
-        self._ends = time.monotonic() + (LIMIT_S if limit_s is None else limit_s)
+    def __init__(self, name: str, *arguments: str, limit_s: float | None = None) -> None:
         self._limit_s = LIMIT_S if limit_s is None else limit_s
+        self._ends = time.monotonic() + self._limit_s
         self._failed = ""
-        self._about = module.rpartition("probe_")[2]
+        self._name = name
         try:
             # -P: modules in the working folder must not hide Python's own.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments],
+                [sys.executable, "-P", "-m", "hotsplit.doctor.probes", name, *arguments],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env={**os.environ, "PYTHONFAULTHANDLER": "", "PYTHONIOENCODING": "utf-8"},
             )  # fmt: skip
@@ -59,7 +56,7 @@ class Child:
             self._output(QUIET_S)
             left_s = self._ends - time.monotonic()
             if self._process.poll() is None:
-                say(f"waiting for the test of {self._about}, at most {left_s:.0f} s more")
+                say(f"waiting for the test of {self._name}, at most {left_s:.0f} s more")
         out, err = self._output(left_s)
         is_late = self._process.poll() is None
         if is_late:
@@ -109,24 +106,3 @@ def _how(code: int, err: bytes) -> str:
             return f"crashed by signal {-code}"
     lines = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
     return " ".join(lines[-1].split())[:200] if lines else f"ended with code {code}"
-
-
-# ---- in a child -----------------------------------------------------------------------------
-
-
-def tell_at(what: str) -> None:
-    print(json.dumps({"at": what}), flush=True)
-
-
-def tell_done(found: Mapping[str, Any]) -> None:
-    print(json.dumps({"done": found}), flush=True)
-
-
-def leave_no_core() -> None:
-    """Disables core dumps, since a crash is expected."""
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    except (ImportError, OSError, ValueError):
-        pass

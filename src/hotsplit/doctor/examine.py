@@ -26,9 +26,7 @@ def examine(*, again: bool = False, say: Say = lambda line: None) -> Examination
     checked again, which takes a minute. `say` gets a line for every longer wait."""
     if again:
         forget_checks()
-    names = ("kernels", "torch", "triton", "driver")
-    modules = [f"hotsplit.doctor.probe_{name}" for name in names]
-    kernels, torch, triton, driver = _results(modules, say)
+    kernels, torch, triton, driver = _results(("kernels", "torch", "triton", "driver"), say)
     seen = gpu.gpus_of(torch)
     unfinished = _check(seen, say)
     has_gpu = bool(seen) or bool(driver.done and driver.done["gpus"])
@@ -47,11 +45,11 @@ def examine(*, again: bool = False, say: Say = lambda line: None) -> Examination
     return Examination(is_fine=is_fine, findings=findings)
 
 
-def _results(modules: Sequence[str], say: Say = lambda line: None) -> list[Result]:
-    """The results of these modules, run as children in parallel; an interrupt kills them."""
+def _results(names: Sequence[str], say: Say = lambda line: None) -> list[Result]:
+    """The results of these probes, run in parallel; an interrupt kills them."""
     children: list[Child] = []
     try:
-        children += [Child(module) for module in modules]
+        children += [Child(name) for name in names]
         return [child.result(say) for child in children]
     finally:
         for child in children:
@@ -65,7 +63,7 @@ def _check(seen: Sequence[Mapping[str, Any]], say: Say = lambda line: None) -> R
     if not missing:
         return None
     say(f"checking {', '.join(missing)} with a small model: a minute, at most {CHECK_S:g} s")
-    child = Child("hotsplit.doctor.probe_gpu", *missing, limit_s=CHECK_S)
+    child = Child("gpu", *missing, limit_s=CHECK_S)
     try:
         return child.result()
     finally:

@@ -2,10 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hotsplit.artifacts.device_checks import Checks, DeviceKey, Verdict, name_of_part
+from hotsplit.artifacts.device_checks import (
+    Checks,
+    DeviceKey,
+    Verdict,
+    installed_version,
+    name_of_part,
+)
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.doctor.machine import REBUILD, is_wsl
@@ -170,9 +175,10 @@ def _changes(key: DeviceKey, now: Mapping[int, Mapping[str, Any]]) -> list[str]:
     if key.index in now:
         found, of = asdict(key), now[key.index]
         return [name for name in found if found[name] != of.get(name)]
-    here = {"torch": _version("torch"), "triton": _version("triton"),
-            "package": _version("hotsplit")}  # fmt: skip
-    return [name for name, value in here.items() if getattr(key, name) != value]
+    packages = {"torch": "torch", "triton": "triton", "package": "hotsplit"}
+    return [
+        field for field, name in packages.items() if getattr(key, field) != installed_version(name)
+    ]
 
 
 def _check(stored: Checks, now: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
@@ -229,10 +235,3 @@ def _number(text: str) -> float:
         return float(text)
     except (ValueError, TypeError):
         return 0.0
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -3,9 +3,9 @@
 import os
 import platform
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from hotsplit.artifacts.device_checks import installed_version
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.errors import HotsplitError
@@ -23,10 +23,7 @@ REBUILD = "install the package again, or run make build in the repository"
 
 def system() -> list[Finding]:
     """Versions, and the kind of system."""
-    try:
-        own = version("hotsplit")
-    except PackageNotFoundError:
-        own = "not installed"
+    own = installed_version("hotsplit") or "not installed"
     python = f"Python {platform.python_version()}, hotsplit {own}"
     where = f"{platform.system()} on {platform.machine()}"
     if is_wsl():

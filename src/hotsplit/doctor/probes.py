@@ -1,0 +1,242 @@
+"""What may crash, tried in a child process: `python -m hotsplit.doctor.probes NAME [ARGUMENT...]`.
+
+A probe imports what it tries inside its function and returns what it found. The process prints JSON
+objects, one per line: {"at": "..."} before each thing that it tries, and {"done": {...}} at the
+end."""
+
+import ctypes
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from ctypes import byref, c_char_p, c_int, c_uint, c_ulonglong, c_void_p, create_string_buffer
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+_NVML, _CUDA = "libnvidia-ml.so.1", "libcuda.so.1"
+_RANK = 64  # of the small model's predictors
+
+
+def main() -> None:
+    _leave_no_core()
+    probes = {
+        "kernels": probe_kernels,
+        "torch": probe_torch,
+        "triton": probe_triton,
+        "driver": probe_driver,
+        "gpu": probe_gpu,
+    }
+    name, *arguments = sys.argv[1:]
+    print(json.dumps({"done": probes[name](*arguments)}), flush=True)
+
+
+def _leave_no_core() -> None:
+    """Disables core dumps, since a crash is expected."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ImportError, OSError, ValueError):
+        pass
+
+
+def tell_at(what: str) -> None:
+    print(json.dumps({"at": what}), flush=True)
+
+
+# ---- the CPU's kernels ----------------------------------------------------------------------
+
+
+def probe_kernels() -> dict[str, Any]:
+    """The CPU's levels, and the runtime's check of its C++ kernels at each."""
+    from hotsplit.runtime.check.cpu_kernels import KINDS, faults_of_levels, usable_levels
+    from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, open_library
+
+    tell_at("loading the library")
+    lib = open_library()
+    if lib is None:
+        return {"is_built": False}
+    tell_at("choosing a level")
+    faulty, usable = lib.hs_faulty_level(), usable_levels(lib)
+    return {
+        "is_built": True,
+        "level": lib.hs_level().decode(),
+        "faulty": None if faulty is None else faulty.decode(),
+        "usable": usable,
+        "forced": os.environ.get(LEVEL_VARIABLE),
+        "num_threads": int(lib.hs_num_threads()),
+        "wrong": faults_of_levels(lib, tell_at),
+        "num_tried": len(usable) * len(KINDS),
+    }
+
+
+# ---- torch and Triton -----------------------------------------------------------------------
+
+
+def probe_torch() -> dict[str, Any]:
+    """Whether torch can be imported, multiplies correctly and sees GPUs, and whether the runtime
+    can be imported."""
+    tell_at("import torch")
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        return {"error": f"{type(error).__name__}: {error}", "is_missing": is_missing}
+    tell_at("a product")
+    product = torch.ones(64, 64) @ torch.ones(64, 64)
+    found: dict[str, Any] = {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "is_right": bool((product == 64).all()),
+        "num_threads": torch.get_num_threads(),
+    }
+    tell_at("the runtime")
+    found["runtime_error"] = _runtime_error()
+    tell_at("looking for GPUs")
+    try:
+        is_there = torch.cuda.is_available()
+        numbers = range(torch.cuda.device_count()) if is_there else ()
+        return {**found, "gpus": [_gpu_of_torch(torch, number) for number in numbers]}
+    except RuntimeError as error:
+        return {**found, "gpus": [], "gpu_error": str(error).splitlines()[0]}
+
+
+def _runtime_error() -> str | None:
+    """The reason why the runtime cannot be imported, e.g. a library of another version that lacks
+    functions; a forced CPU level is ignored."""
+    os.environ.pop("HOTSPLIT_CPU_LEVEL", None)
+    try:
+        import hotsplit.runtime.kernels.cpu.library  # noqa: F401
+    except (ImportError, OSError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _gpu_of_torch(torch: Any, number: int) -> dict[str, Any]:
+    """`key` is that under which a load looks up this GPU's checks; None if the runtime cannot be
+    imported."""
+    properties = torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    try:
+        from hotsplit.runtime.check.parts import key_of
+    except (ImportError, OSError, AttributeError):
+        key = None
+    else:
+        key = asdict(key_of(torch.device("cuda", number)))
+    return {
+        "index": number, "name": properties.name, "free": free, "total": total,
+        "capability": f"{properties.major}.{properties.minor}", "key": key,
+    }  # fmt: skip
+
+
+def probe_triton() -> dict[str, Any]:
+    """Whether Triton can be imported, whether it has a compiler and Python's headers, and whether
+    its kernel cache can be written and how large it is."""
+    compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    found = {
+        "compiler": None if compiler is None else Path(compiler.split()[0]).name,
+        "has_headers": headers.is_file(),
+    }
+    tell_at("import triton")
+    try:
+        import triton
+        from triton import knobs
+
+        folder = Path(knobs.cache.dir)
+    except (ImportError, OSError, AttributeError) as error:
+        is_missing = getattr(error, "name", None) == "triton"
+        return {**found, "error": f"{type(error).__name__}: {error}", "is_missing": is_missing}
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    can_write = os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK)
+    return {**found, "version": triton.__version__, "num_files": len(sizes),
+            "num_bytes": sum(sizes), "can_write": can_write}  # fmt: skip
+
+
+# ---- the driver, and a small model on its GPUs ----------------------------------------------
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong)]
+
+
+def probe_driver() -> dict[str, Any]:
+    """NVIDIA's driver and the GPUs that it sees, without torch. Signatures are from nvml.h and
+    cuda.h."""
+    tell_at(_CUDA)
+    found: dict[str, Any] = {"cuda": _cuda_version(), "driver": None, "gpus": []}
+    tell_at(_NVML)
+    nvml = _library(_NVML)
+    if nvml is not None and nvml.nvmlInit_v2() == 0:
+        text = create_string_buffer(96)
+        if nvml.nvmlSystemGetDriverVersion(text, c_uint(len(text))) == 0:
+            found["driver"] = text.value.decode(errors="replace")
+        count = c_uint()
+        nvml.nvmlDeviceGetCount_v2(byref(count))
+        found["gpus"] = [_gpu_of_driver(nvml, number) for number in range(count.value)]
+    return found
+
+
+def _library(name: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
+
+
+def _cuda_version() -> str | None:
+    """The latest CUDA that the driver supports; None without a driver."""
+    cuda, number = _library(_CUDA), c_int()
+    if cuda is None or cuda.cuDriverGetVersion(byref(number)):
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _gpu_of_driver(nvml: ctypes.CDLL, number: int) -> dict[str, Any]:
+    handle, name, memory = c_void_p(), create_string_buffer(96), _Memory()
+    major, minor = c_int(), c_int()
+    nvml.nvmlDeviceGetName.argtypes = [c_void_p, c_char_p, c_uint]
+    nvml.nvmlDeviceGetMemoryInfo.argtypes = [c_void_p, c_void_p]
+    nvml.nvmlDeviceGetCudaComputeCapability.argtypes = [c_void_p, c_void_p, c_void_p]
+    if nvml.nvmlDeviceGetHandleByIndex_v2(c_uint(number), byref(handle)):
+        return {"index": number, "name": "unknown", "free": 0, "total": 0, "capability": "unknown"}
+    nvml.nvmlDeviceGetName(handle, name, len(name))
+    nvml.nvmlDeviceGetMemoryInfo(handle, byref(memory))
+    nvml.nvmlDeviceGetCudaComputeCapability(handle, byref(major), byref(minor))
+    return {
+        "index": number, "name": name.value.decode(errors="replace"), "free": memory.free,
+        "total": memory.total, "capability": f"{major.value}.{minor.value}",
+    }  # fmt: skip
+
+
+def probe_gpu(*devices: str) -> dict[str, Any]:
+    """Checks GPUs by loading a small random model with predictors on each, once with all neurons on
+    the GPU and once with all of them on the CPU; hotsplit.artifacts.device_checks stores the
+    results."""
+    from hotsplit.artifacts.random_model import random_model
+    from hotsplit.families.llama import llama_spec
+    from hotsplit.families.sizes import Sizes
+    from hotsplit.model.spec import Rotary
+    from hotsplit.runtime.engine import Engine
+
+    sizes = Sizes(
+        num_layers=2, hidden_size=512, num_neurons=1408, num_heads=8, num_kv_heads=4, head_dim=64,
+        vocab_size=1000, context_length=512,
+    )  # fmt: skip
+    spec = llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
+    for device in devices:
+        model = random_model(spec, predictor_rank=_RANK)
+        for cpu_ffn in (False, True):
+            where = "the CPU" if cpu_ffn else device
+            tell_at(f"a small model on {device}, neurons on {where}")
+            with Engine.of(model, mode="predicted", device=device, cpu_ffn=cpu_ffn) as engine:
+                engine.decode_seconds(steps=2)
+    return {}
+
+
+if __name__ == "__main__":
+    main()
