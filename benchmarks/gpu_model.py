@@ -13,7 +13,7 @@ Letters: L layers, D model width, F neurons, R predictor rank, N rows of a piece
 import hashlib
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def _model(
     )
     dims, _ = model.expected_shapes()
     dims |= {"output.weight": (sizes.vocab_size, sizes.hidden_size)}
-    return model.with_tensors({name: entry(name, found) for name, found in dims.items()})
+    return replace(model, tensors={name: entry(name, found) for name, found in dims.items()})
 
 
 def _profile(model: ModelFile, firing_LF: np.ndarray) -> Profile:

@@ -298,7 +298,7 @@ def _report(
         model_id=result.model_id,
         num_tokens=result.num_tokens,
         density_L=tuple(result.density_L.tolist()),
-        hottest_fifth_L=tuple(result.hottest_share_L().tolist()),
+        hottest_fifth_L=tuple(result.hottest_fifth_L().tolist()),
         threshold_L=result.threshold_L,
         search=outcome.search,
         limits=result.limits,

@@ -58,7 +58,9 @@ def model_of(kind: str) -> ModelFile:
         tensors={}, extra_keys={},
     )  # fmt: skip
     shapes = required_shapes(model)
-    return model.with_tensors({name: _zeros(dims, kind) for name, dims in shapes.items()})
+    return dataclasses.replace(
+        model, tensors={name: _zeros(dims, kind) for name, dims in shapes.items()}
+    )
 
 
 def _zeros(dims: tuple[int, ...], kind: str) -> TensorEntry:

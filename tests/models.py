@@ -333,11 +333,12 @@ def shape_only(
         tensors={},
         extra_keys={},
     )
-    return model.with_tensors(
-        {
+    return replace(
+        model,
+        tensors={
             name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read_rows=read)
             for name, dims in required_shapes(model).items()
-        }
+        },
     )
 
 

@@ -92,7 +92,7 @@ def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons:
         model, bare_spec=spec, layout="sparse", model_id="0" * 64, threshold_L=zeros,
         predictor=predictor_info, quality={}, is_trained_sparse=False,
     )  # fmt: skip
-    return made.with_tensors(_zeros(model, made, kind))
+    return dataclasses.replace(made, tensors=_zeros(model, made, kind))
 
 
 def _zeros(model: ModelFile, made: ModelFile, kind: str | None) -> dict[str, TensorEntry]:

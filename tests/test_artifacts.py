@@ -181,7 +181,7 @@ def test_profiles_of_one_model_add_up(tmp_path):
 def test_the_hottest_share_of_a_known_profile():
     profile = make_profile(make_model(sizes=make_sizes(num_layers=1, num_neurons=10)),
                            np.array([[1.0, 1.0] + [0.25] * 8]), num_tokens=100)  # fmt: skip
-    assert profile.hottest_share_L()[0] == pytest.approx(0.5)
+    assert profile.hottest_fifth_L()[0] == pytest.approx(0.5)
     assert profile.density_L[0] == pytest.approx(0.4)
 
 

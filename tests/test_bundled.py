@@ -101,7 +101,7 @@ def test_the_model_is_what_its_card_says(made, exact):
     assert np.allclose(exact.hidden_share_L, metrics["density"], rtol=0.2)
     counted = Profile.load(made / "profile")
     assert counted.density_L.mean() <= 0.12
-    assert counted.hottest_share_L().mean() >= 0.45
+    assert counted.hottest_fifth_L().mean() >= 0.45
 
 
 def test_dense_logits_equal_those_of_transformers(made, held_out_ids, want):

@@ -15,7 +15,7 @@ from models import make_model, make_profile
 
 from hotsplit.cli import main
 from hotsplit.commands.all_commands import cli
-from hotsplit.commands.options.shared import FileCommand, FolderPath, OutputPath, Size
+from hotsplit.commands.options.shared import SIZE, FileCommand, FolderPath, OutputPath
 from hotsplit.commands.top_level import UNEXPECTED, line_of
 from hotsplit.files.mapped_files import EXIT_CODE as CUT
 from hotsplit.files.typed import printed_line
@@ -410,7 +410,7 @@ def arguments_of(name: str, folder: Path, **given: Path) -> list[str]:
             value = str(folder / str(param.name))
             Path(value).write_text(param.name or "")
         else:
-            value = "1GiB" if isinstance(param.type, Size) else param.type.choices[0]
+            value = "1GiB" if param.type is SIZE else param.type.choices[0]
         words += [value] if isinstance(param, click.Argument) else [param.opts[-1], value]
     return [*words, *(["--force"] if "force" in {p.name for p in commands()[name].params} else [])]
 

@@ -1,11 +1,33 @@
 """Errors that are shown as one line, without a traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from signal import SIGINT
 
 
 class HotsplitError(Exception):
     """Wrong input, or a request that this machine cannot meet. The message says what is wrong,
     where, what was wanted and what to do next."""
+
+
+@contextmanager
+def about(source: Path | str, advice: str = "") -> Iterator[None]:
+    """Puts the source before the message of a HotsplitError that the block raises, and the advice
+    after it."""
+    try:
+        yield
+    except HotsplitError as error:
+        raise HotsplitError(f"{source}: {error}{advice}") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into the error that `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 class Interrupted(KeyboardInterrupt):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import Fields, shown
@@ -62,7 +62,7 @@ class Limits:
         """Raises HotsplitError for anything but a whole, valid file."""
         names, optional = {"model_id", "num_layers"}, frozenset({"is_trained", "quality"})
         metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional)
-        try:
+        with about(path, "; make the limits again"):
             read = Fields(metadata)
             count = read.count("num_layers", least=1, most=MAX_LAYERS)
             layers = tuple(_take(arrays, layer) for layer in range(count))
@@ -75,8 +75,6 @@ class Limits:
                 quality=read_quality(metadata.get("quality", {}), "quality"),
             )
             limits.validate()
-        except HotsplitError as error:
-            raise HotsplitError(f"{path}: {error}; make the limits again") from error
         return limits
 
     def save(self, path: Path) -> None:

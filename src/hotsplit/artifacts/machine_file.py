@@ -4,10 +4,12 @@ Specified in docs/formats.md."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
+from typing import Any, TypeVar
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
@@ -25,6 +27,7 @@ RATE = "gb_per_s"
 DOUBTFUL_SPREAD = 0.25
 # The share of a matrix's rows that is read when the rate for chosen rows is measured.
 CHOSEN_SHARE = 0.1
+Record = TypeVar("Record", "Machine", "CpuCosts", "Gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +179,7 @@ class Machine:
                 raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
             if version != VERSION:
                 raise HotsplitError(f"version {shown(version)}, this program reads {VERSION}")
-            machine = _machine(Fields(values, keys={field.name for field in fields(cls)}))
+            machine = _record(cls, Fields(values, keys=_names(cls)))
             machine.validate()
         except HotsplitError as error:
             raise HotsplitError(
@@ -231,21 +234,33 @@ def _check_free(name: str, free_bytes: int, memory_bytes: int) -> None:
         )
 
 
-def _machine(read: Fields) -> Machine:
-    versions = read.part("versions")
-    return Machine(
-        cpu_name=read.line("cpu_name"),
-        num_threads=read.count("num_threads"),
-        memory_bytes=read.count("memory_bytes"),
-        free_bytes=read.count("free_bytes"),
-        cpu_bandwidth_gb_per_s=_by_threads(read.part("cpu_bandwidth_gb_per_s")),
-        cpu_sum_gb_per_s=_by_threads(read.part("cpu_sum_gb_per_s")),
-        cpu_costs=None
-        if read.values["cpu_costs"] is None
-        else _costs(read.part("cpu_costs", {field.name for field in fields(CpuCosts)})),
-        gpus=tuple(map(_gpu, read.parts("gpus", {field.name for field in fields(Gpu)}))),
-        versions={name: versions.text(name) for name in versions.values},
-    )
+def _names(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _record(kind: type[Record], read: Fields) -> Record:
+    """A record whose fields are read by their types."""
+    readers: dict[object, Callable[[str], Any]] = {
+        str: read.line,
+        int: read.count,
+        Figure: partial(_figure, read),
+        dict[int, Figure]: lambda key: _by_threads(read.part(key)),
+        dict[str, Figure]: lambda key: _each(read.part(key), _figure),
+        dict[str, str]: lambda key: _each(read.part(key), Fields.text),
+        CpuCosts | None: lambda key: (
+            None
+            if read.values[key] is None
+            else _record(CpuCosts, read.part(key, _names(CpuCosts)))
+        ),
+        tuple[Gpu, ...]: lambda key: tuple(
+            _record(Gpu, gpu) for gpu in read.parts(key, _names(Gpu))
+        ),
+    }
+    return kind(**{field.name: readers[field.type](field.name) for field in fields(kind)})
+
+
+def _each(read: Fields, value_of: Callable[[Fields, str], object]) -> dict[str, object]:
+    return {name: value_of(read, name) for name in read.values}
 
 
 def _by_threads(read: Fields) -> dict[int, Figure]:
@@ -256,7 +271,7 @@ def _by_threads(read: Fields) -> dict[int, Figure]:
 
 
 def _figure(parent: Fields, key: str) -> Figure:
-    read = parent.part(key, {field.name for field in fields(Figure)})
+    read = parent.part(key, _names(Figure))
     rounds = read.count("rounds")
     if read.values["quartiles"] is None:
         return Figure(best=read.number("best"), rounds=rounds)
@@ -265,32 +280,3 @@ def _figure(parent: Fields, key: str) -> Figure:
         raise HotsplitError(f"{read.name} has {len(quartiles)} quartiles, wanted three")
     low, median, high = quartiles
     return Figure(best=read.number("best"), quartiles=(low, median, high), rounds=rounds)
-
-
-def _costs(read: Fields) -> CpuCosts:
-    def table(key: str) -> dict[str, Figure]:
-        part = read.part(key)
-        return {name: _figure(part, name) for name in part.values}
-
-    return CpuCosts(
-        all_rows_gb_per_s=table("all_rows_gb_per_s"),
-        chosen_rows_gb_per_s=table("chosen_rows_gb_per_s"),
-        kv_gb_per_s=_figure(read, "kv_gb_per_s"),
-        layer_s=table("layer_s"),
-        token_s=_figure(read, "token_s"),
-    )
-
-
-def _gpu(read: Fields) -> Gpu:
-    return Gpu(
-        name=read.line("name"),
-        source=read.line("source"),
-        memory_bytes=read.count("memory_bytes"),
-        free_bytes=read.count("free_bytes"),
-        bandwidth_gb_per_s=_figure(read, "bandwidth_gb_per_s"),
-        host_to_device_gb_per_s=_figure(read, "host_to_device_gb_per_s"),
-        host_to_device_pageable_gb_per_s=_figure(read, "host_to_device_pageable_gb_per_s"),
-        copy_latency_s=_figure(read, "copy_latency_s"),
-        launch_s=_figure(read, "launch_s"),
-        round_trip_s=_figure(read, "round_trip_s"),
-    )

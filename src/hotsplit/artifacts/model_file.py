@@ -17,15 +17,14 @@ from gguf.quants import dequantize
 
 from hotsplit.artifacts.limits_file import GATE, Limits, limit_entries, limits_in
 from hotsplit.artifacts.model_gguf import read_model_gguf
-from hotsplit.artifacts.model_keys import quality_keys
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.families.family import Architecture
-from hotsplit.families.key_reader import VERSION, KeyReader
+from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader
 from hotsplit.families.spec_keys import spec_keys
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, type_of, write_gguf
 from hotsplit.files.typed import shown
-from hotsplit.model.mode_quality import ModeQuality, SparseMode
+from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
 from hotsplit.model.spec import SMOOTH, Activation, ModelSpec, Predict, PredictorKind
 from hotsplit.model.tensors import (
     Layout,
@@ -132,15 +131,15 @@ class ModelFile:
         wanted = required | optional
         for name, entry in self.tensors.items():
             shape = wanted[name]
-            if entry.shape != shape or entry.kind not in NAMES:
-                if entry.shape == shape:
-                    raise HotsplitError(
-                        f"{self.path}: {name} is in {entry.kind}, which cannot be computed with"
-                        f"{_next_step(entry.kind)}"
-                    )
+            if entry.shape != shape:
                 raise HotsplitError(
                     f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
                     f" wanted {list(shape)} of one of {', '.join(NAMES)}"
+                )
+            if entry.kind not in NAMES:
+                raise HotsplitError(
+                    f"{self.path}: {name} is in {entry.kind}, which cannot be computed with"
+                    f"{_next_step(entry.kind)}"
                 )
         self._check_rotary()
         if self.predictor is not None:
@@ -174,10 +173,8 @@ class ModelFile:
                     f"{self.path}: {name} is {self.tensors[name].kind}"
                     f" {list(self.tensors[name].shape)}, wanted a vector of f32; convert it again"
                 )
-        try:
+        with about(self.path, "; convert it again"):
             limits = self.limits
-        except HotsplitError as error:
-            raise HotsplitError(f"{self.path}: {error}; convert it again") from error
         for layer, threshold in enumerate(self.threshold_L):
             if threshold and limits.layers[layer].gate_F is not None:
                 raise HotsplitError(
@@ -227,16 +224,12 @@ class ModelFile:
         info = self.predictor
         if info is None:
             return self.bare_spec
-        predicts = [
-            Predict(kind=info.kind, rank=rank, threshold=threshold,
-                    input_layer_offset=info.input_layer_offset)
-            for rank, threshold in zip(info.rank_L, info.threshold_L, strict=True)
-        ]  # fmt: skip
-        layers = [
-            layer.with_predict(predict)
-            for layer, predict in zip(self.bare_spec.layers, predicts, strict=True)
-        ]
-        return self.bare_spec.with_layers(layers)
+        per_layer = zip(self.bare_spec.layers, info.rank_L, info.threshold_L, strict=True)
+        return self.bare_spec.with_layers([
+            layer.with_predict(Predict(kind=info.kind, rank=rank, threshold=threshold,
+                                       input_layer_offset=info.input_layer_offset))
+            for layer, rank, threshold in per_layer
+        ])  # fmt: skip
 
     @cached_property
     def limits(self) -> Limits:
@@ -258,10 +251,8 @@ class ModelFile:
                 f"{source}: limits of model {str(limits.model_id)[:12]}, this is"
                 f" {self.model_id[:12]}; make them for this model"
             )
-        try:
+        with about(source, "; make the limits again"):
             limits.validate()
-        except HotsplitError as error:
-            raise HotsplitError(f"{source}: {error}; make the limits again") from error
         limits.check_shape(self.bare_spec, source)
         tensors = {name: e for name, e in self.tensors.items() if not name.endswith(".limit")}
         threshold_L = tuple(
@@ -275,9 +266,6 @@ class ModelFile:
         )  # fmt: skip
         model._check_limits()
         return model
-
-    def with_tensors(self, tensors: Mapping[str, TensorEntry]) -> "ModelFile":
-        return replace(self, tensors=dict(tensors))
 
     @cached_property
     def own_type(self) -> str:
@@ -324,7 +312,12 @@ class ModelFile:
                 keys["hotsplit.predictor.density"] = list(p.density_L)
         if self.is_trained_sparse:
             keys["hotsplit.limits.trained"] = True
-        return keys | quality_keys(self.quality)
+        for mode, values in quality_values(self.quality).items():
+            for name, value in values.items():
+                stored = np.uint64 if isinstance(value, int) else np.float64
+                key = f"{QUALITY}{mode}.{name}"
+                keys[key] = value if isinstance(value, str) else stored(value)
+        return keys
 
 
 def _next_step(kind: str) -> str:

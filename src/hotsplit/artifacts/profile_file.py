@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import MAX_COUNT, Fields, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
@@ -59,10 +59,10 @@ class Profile:
         """Mean share of a layer's neurons that fire for a token, f64 in 0..1."""
         return self.frequency_LF.mean(axis=1)
 
-    def hottest_share_L(self, share: float = 0.2) -> np.ndarray:
-        """Share of a layer's firings that come from the hottest `share` of its neurons, f64."""
+    def hottest_fifth_L(self) -> np.ndarray:
+        """Share of a layer's firings that come from the hottest fifth of its neurons, f64."""
         descending_LF = -np.sort(-self.active_count_LF, axis=1)
-        top = descending_LF[:, : round(share * descending_LF.shape[1])].sum(axis=1)
+        top = descending_LF[:, : round(0.2 * descending_LF.shape[1])].sum(axis=1)
         return top / np.maximum(1, descending_LF.sum(axis=1))
 
     def merge(self, other: "Profile") -> "Profile":
@@ -97,7 +97,7 @@ class Profile:
         if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
             raise HotsplitError(f"{path}: holds {shown(sorted(arrays))}; profile the model again")
         read = Fields(metadata)
-        try:
+        with about(path, "; profile the model again"):
             profile = cls(
                 model_id=read.line("model_id"),
                 num_tokens=read.count("num_tokens", least=1),
@@ -120,8 +120,6 @@ class Profile:
                 raise HotsplitError(
                     f"thresholds are {shown(profile.threshold_L)}, wanted finite numbers, at least 0"
                 )
-        except HotsplitError as error:
-            raise HotsplitError(f"{path}: {error}; profile the model again") from error
         return profile
 
     def save(self, path: Path) -> None:

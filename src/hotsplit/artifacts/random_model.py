@@ -1,5 +1,6 @@
 """A model file in memory with random weights, for measurements and checks of machines."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def random_model(spec: ModelSpec, *, predictor_rank: int | None = None) -> Model
     required, _ = empty.expected_shapes()
     required["output.weight"] = (spec.vocab_size, spec.hidden_size)
     random = np.random.default_rng(0)
-    return empty.with_tensors({name: _entry(dims, random) for name, dims in required.items()})
+    return replace(empty, tensors={name: _entry(dims, random) for name, dims in required.items()})
 
 
 def _entry(dims: tuple[int, ...], random: np.random.Generator) -> TensorEntry:

@@ -4,6 +4,7 @@ Specified in docs/formats.md. `check_against` compares its byte counts with a mo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import cast, get_args
 
@@ -36,9 +37,8 @@ class Split:
     vram_budget_bytes: int
     context_length: int
     hot: tuple[np.ndarray, ...]  # per layer: int32 ids of the neurons on the GPU, hottest first
-    dense_on_gpu: tuple[
-        bool, ...
-    ]  # per layer: attention, norms, predictor, and the KV cache unless kv_offload
+    # Per layer: attention, norms, predictor, and the KV cache unless kv_offload.
+    dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool  # output norm and output matrix
     gpu_bytes: Items
     cpu_bytes: Items
@@ -112,8 +112,11 @@ class Split:
                 profile_sha256=read.text("profile_sha256"),
                 machine_sha256=read.text("machine_sha256"),
                 cache=cache,
-                num_sequences=_sequences(read),
-                kv_offload=_selection(read),
+                # A plan for one text does not store the number.
+                num_sequences=read.count(_SEQUENCES, least=2) if _SEQUENCES in read.values else 1,
+                kv_offload=KeySelection.parse(read.line(_OFFLOAD))
+                if _OFFLOAD in read.values
+                else None,
             )
             split.validate()
             if counts != [len(ids) for ids in hot]:
@@ -277,19 +280,13 @@ class Split:
                     f" {limit:,}; run hotsplit solve on this file"
                 )
         gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
-        if (gpu, cpu) != (self.gpu_bytes, self.cpu_bytes):
-            wrong = next(
-                i for i in ITEMS if (gpu[i], cpu[i]) != (self.gpu_bytes[i], self.cpu_bytes[i])
-            )
-            side, found, said = (
-                ("GPU", gpu, self.gpu_bytes)
-                if gpu[wrong] != self.gpu_bytes[wrong]
-                else ("CPU", cpu, self.cpu_bytes)
-            )
-            raise HotsplitError(
-                f"{path}: {wrong} of {model.path} takes {found[wrong]:,} bytes on the {side}, but the"
-                f" plan says {said[wrong]:,}; run hotsplit solve on this file"
-            )
+        sides = (("GPU", gpu, self.gpu_bytes), ("CPU", cpu, self.cpu_bytes))
+        for item, (side, found, said) in product(ITEMS, sides):
+            if found[item] != said[item]:
+                raise HotsplitError(
+                    f"{path}: {item} of {model.path} takes {found[item]:,} bytes on the {side}, but"
+                    f" the plan says {said[item]:,}; run hotsplit solve on this file"
+                )
 
 
 _SCALARS = {
@@ -349,15 +346,6 @@ def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
     if own & _OF_GPUS and not own >= _OF_GPUS:
         raise HotsplitError(f"{' and '.join(sorted(_OF_GPUS))}: one of them is missing")
     refuse_half(own)
-
-
-def _sequences(read: Fields) -> int:
-    """The number of texts at a time, which a plan for one text does not store."""
-    return read.count(_SEQUENCES, least=2) if _SEQUENCES in read.values else 1
-
-
-def _selection(read: Fields) -> KeySelection | None:
-    return KeySelection.parse(read.line(_OFFLOAD)) if _OFFLOAD in read.values else None
 
 
 def _sizes(read: Fields) -> tuple[int, ...]:

@@ -24,8 +24,8 @@ from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
+    SIZE,
     FileCommand,
-    Size,
     finish,
     force_option,
     json_option,
@@ -171,10 +171,10 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.argument("model", type=FILE)
 @click.option("--profile", type=FILE, required=True, help="Made by hotsplit profile.")
 @click.option("--machine", type=FILE, required=True, help="Made by hotsplit calibrate.")
-@click.option("-vb", "--vram-budget", "budgets", type=Size(), multiple=True,
+@click.option("-vb", "--vram-budget", "budgets", type=SIZE, multiple=True,
               help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
                    " the CPU alone.")  # fmt: skip
-@click.option("--host-budget", "host_budget_bytes", type=Size(),
+@click.option("--host-budget", "host_budget_bytes", type=SIZE,
               help="Main memory to use, e.g. 16GiB. [default: all of it]")  # fmt: skip
 @click.option("-o", "--output", type=output(".gguf", ".json"), required=True,
               help="The plan (split file) to write; with --sweep the curve (JSON), with a plot next"

@@ -1,50 +1,52 @@
 """`hotsplit bench`: measures a model's speed, reports it like llama-bench, and explains it."""
 
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
-from hotsplit.commands.cache_replay import check_replay, run_replay
 from hotsplit.commands.options.engine import cache_type_options, neuron_cache_option, rope_options
 from hotsplit.commands.options.kept_files import bench_line
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
     FileCommand,
+    Parsed,
     finish,
+    given,
     json_option,
     running_options,
     say,
     split_option,
     take_engine_options,
 )
+from hotsplit.errors import HotsplitError
 from hotsplit.system.sizes import whole_number
 
 
-class Lengths(click.ParamType):
+def _lengths(text: str) -> tuple[int, ...]:
     """Numbers of tokens in llama-bench's form: 512, or 128,512."""
+    try:
+        return tuple(whole_number(number) for number in text.split(","))
+    except ValueError as error:
+        raise HotsplitError(
+            f"{text!r} is not a list of numbers; wanted e.g. 512 or 128,512"
+        ) from error
 
-    name = "N[,N...]"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(whole_number(number) for number in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers; wanted e.g. 512 or 128,512", param, ctx)
+_LENGTHS = Parsed("N[,N...]", _lengths)
 
 
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
-@click.option("-p", "--n-prompt", "prompt_lengths", type=Lengths(), multiple=True,
+@click.option("-p", "--n-prompt", "prompt_lengths", type=_LENGTHS, multiple=True,
               help="Prompt lengths to test; 0: none. [default: 512]")  # fmt: skip
-@click.option("-n", "--n-gen", "gen_lengths", type=Lengths(), multiple=True,
+@click.option("-n", "--n-gen", "gen_lengths", type=_LENGTHS, multiple=True,
               help="Numbers of tokens to generate; 0: none. [default: 128]")  # fmt: skip
-@click.option("-d", "--depth", "--n-depth", "depths", type=Lengths(), multiple=True,
+@click.option("-d", "--depth", "--n-depth", "depths", type=_LENGTHS, multiple=True,
               help="Tokens in the cache before a test. [default: 0]")  # fmt: skip
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True,
               help="Rounds to measure.")  # fmt: skip
@@ -80,10 +82,10 @@ def bench(
     broken down by its parts."""
     from hotsplit.measure.bench.config import BenchConfig
 
-    check_replay(ctx)
+    _check_replay(ctx)
     replayed = {name: options.pop(name) for name in ("cache_replay", "cache_tokens", "cache_plot")}
     if replayed["cache_replay"]:
-        content, lines = run_replay({**options, **replayed})
+        content, lines = _run_replay({**options, **replayed})
         return finish(content if as_json else {}, as_json, lines)
     if as_json and as_markdown:
         raise click.UsageError("--json and --md are two forms of one report: leave one out.")
@@ -109,3 +111,62 @@ def bench(
     else:
         finish(to_json(report) if as_json else {}, as_json, lines_of(report))
     return None
+
+
+# ---- --cache-replay: policies of the neuron cache on a text, without a GPU
+
+# The options of bench that a replay takes; all others are for measurements.
+_TAKEN = ("model", "split", "text", "neuron_cache", "cache_tokens", "cache_plot", "as_json")
+
+
+def _check_replay(ctx: click.Context) -> None:
+    """Raises UsageError if options of a replay are mixed with those of a measurement, or if a
+    replay lacks its plan or text."""
+    taken = {param.name: param for param in given(ctx)}
+    if not ctx.params["cache_replay"]:
+        for name in ("cache_tokens", "cache_plot"):
+            if name in taken:
+                raise click.UsageError(f"--{name.replace('_', '-')} needs --cache-replay.")
+        return
+    for name in ("split", "text"):
+        if name not in taken:
+            raise click.UsageError(f"--cache-replay needs --{name}.")
+    other = sorted(taken.keys() - {*_TAKEN, "cache_replay"})
+    if other:
+        names = ", ".join(max(taken[name].opts, key=len) for name in other)
+        raise click.UsageError(f"--cache-replay measures nothing: leave out {names}.")
+
+
+def _run_replay(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Replays the policies and plots them if asked to; returns (report for JSON, lines for the
+    user)."""
+    from hotsplit.files.outputs import check_outputs
+    from hotsplit.measure.cache_replay.replay import ReplayConfig, num_stages, replay
+    from hotsplit.options.neuron_cache import CacheOptions
+    from hotsplit.system.progress import progress
+
+    plot: Path | None = options["cache_plot"]
+    settings = options["neuron_cache"]
+    config = ReplayConfig(
+        model=options["model"],
+        split=options["split"],
+        text=options["text"],
+        num_tokens=options["cache_tokens"],
+        options=settings if isinstance(settings, CacheOptions) else CacheOptions(),
+    )
+    if plot is not None:
+        from hotsplit.measure.cache_replay.plot import plot_replay
+
+        inputs = (config.model, config.split, config.text)
+        check_outputs([plot], force=True, inputs=inputs)
+    with progress("replaying", num_stages(), "stages") as advance:
+        report = replay(config, advance)
+    lines = report.lines
+    if plot is not None:
+        plot_replay(report, plot)
+        lines = [*lines, f"wrote {plot}"]
+    content = {
+        "benchmark": "cache_replay", "model": str(config.model), "split": str(config.split),
+        "text": str(config.text), **asdict(report), "share_of_bound": report.share_of_bound,
+    }  # fmt: skip
+    return content, lines

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from hotsplit.commands.help import examples
-from hotsplit.commands.options.chat import system_message, template_variables
 from hotsplit.commands.options.constraints import (
     NAMES,
     ConstraintOptions,
@@ -37,6 +36,7 @@ from hotsplit.commands.options.speculation import (
     speculation_options,
     take_speculation_options,
 )
+from hotsplit.commands.terminal.prompts import system_message, template_variables
 from hotsplit.commands.terminal.terminal import (
     Lines,
     PipedLines,

@@ -13,9 +13,11 @@ from hotsplit.commands.options.engine import cache_type_options, rope_options, s
 from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
+    Parsed,
     context_option,
     device_option,
     finish,
+    given,
     json_option,
     let_threads_sleep,
     mode_option,
@@ -34,19 +36,6 @@ ONLY_TEXT = (
 ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
 
 
-class Names(click.ParamType):
-    """Comma-separated names."""
-
-    name = "names"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(name.strip() for name in value.split(","))
-
-
 @click.command("eval", cls=FileCommand, epilog=examples.EVAL)
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True,
@@ -57,7 +46,7 @@ class Names(click.ParamType):
 @click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
               help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
                    " that the template adds are not counted.")  # fmt: skip
-@click.option("--tasks", type=Names(), metavar="NAME[,NAME...]",
+@click.option("--tasks", type=Parsed("names", lambda text: tuple(name.strip() for name in text.split(","))), metavar="NAME[,NAME...]",
               help="Tasks of lm-eval instead of a corpus (pip install lm-eval).")  # fmt: skip
 @click.option("--limit", type=int, help="Documents of each task. [default: all]")
 @click.option(
@@ -86,21 +75,15 @@ def evaluate(
     accuracy on tasks of lm-eval."""
     if (tasks is None) == (not options["corpora"]):
         raise click.UsageError("give either --corpus, to compare on text, or --tasks.")
-    _refuse_others(ctx, ONLY_TASKS if tasks is None else ONLY_TEXT,
-                   "--corpus" if tasks is None else "--tasks")  # fmt: skip
+    others, chosen = (ONLY_TASKS, "--corpus") if tasks is None else (ONLY_TEXT, "--tasks")
+    for param in given(ctx):
+        if param.name in others:
+            raise click.UsageError(f"{param.opts[-1]} has no effect with {chosen}.")
     let_threads_sleep()
     if tasks is None:
         _on_text({k: v for k, v in options.items() if k not in ONLY_TASKS}, threads, as_json)
     else:
         _by_tasks({k: v for k, v in options.items() if k not in ONLY_TEXT}, tasks, threads, as_json)
-
-
-def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> None:
-    """Raises a usage error if one of the options `names`, which have no effect here, is given."""
-    for param in ctx.command.params:
-        source = ctx.get_parameter_source(str(param.name))
-        if param.name in names and source is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{param.opts[-1]} has no effect with {chosen}.")
 
 
 def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> None:

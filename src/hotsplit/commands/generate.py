@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotsplit.commands.help import examples
-from hotsplit.commands.options.chat import system_message, template_variables
 from hotsplit.commands.options.constraints import (
     NAMES,
     ConstraintOptions,
@@ -40,7 +39,7 @@ from hotsplit.commands.options.speculation import (
     speculation_options,
     take_speculation_options,
 )
-from hotsplit.commands.terminal.prompts import prompts_of
+from hotsplit.commands.terminal.prompts import prompts_of, system_message, template_variables
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from hotsplit.commands.help import examples
 from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
+    SIZE,
     FileCommand,
-    Size,
     device_option,
     finish,
     force_option,
+    given,
     json_option,
     let_threads_sleep,
     mean,
@@ -81,7 +81,7 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
               help="For SiLU and GELU models: find thresholds, layer by layer, that raise the"
                    " perplexity by at most this share, e.g. 0.01. With --target-sparsity, stop at"
                    " whichever comes first.")  # fmt: skip
-@click.option("--max-memory", "max_memory_bytes", type=Size(),
+@click.option("--max-memory", "max_memory_bytes", type=SIZE,
               help="Device memory to use, e.g. 4GiB; a larger model is run layer by layer.")  # fmt: skip
 @click.option(
     "--plots", type=FOLDER, help="Folder for plots of density, firings and predictors (PNG)."
@@ -114,7 +114,9 @@ def profile(
     hotsplit profile ... several processes share the text."""
     let_threads_sleep()
     if is_merge:
-        _refuse_beside_merge(ctx)
+        for param in given(ctx):
+            if param.name not in ("files", "output", "is_merge", "force", "as_json"):
+                raise click.UsageError(f"{param.opts[0]} has no effect with --merge: leave it out")
         _merge(files, output, force, as_json)
         return
     if len(files) != 1:
@@ -150,14 +152,6 @@ def profile(
         except HotsplitError as error:
             raise HotsplitError(f"{error}; the profile {output} is whole") from error
     finish(report, as_json, lines)
-
-
-def _refuse_beside_merge(ctx: click.Context) -> None:
-    """Raises a usage error for an option that has no effect with --merge."""
-    for param in ctx.command.params:
-        is_given = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
-        if is_given and param.name not in ("files", "output", "is_merge", "force", "as_json"):
-            raise click.UsageError(f"{param.opts[0]} has no effect with --merge: leave it out")
 
 
 def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:

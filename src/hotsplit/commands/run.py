@@ -4,21 +4,27 @@ The stages are chosen, run and cached by the package hotsplit.run; texts are wri
 command `generate`, conversations held by `chat`."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hotsplit.commands.chat import talk
-from hotsplit.commands.generate import text_options, write
-from hotsplit.commands.options.constraints import constraint_options
+from hotsplit.commands.generate import check_output_options, endings_of, text_options, write
+from hotsplit.commands.options.constraints import (
+    NAMES,
+    ConstraintOptions,
+    constraint_of,
+    constraint_options,
+)
 from hotsplit.commands.options.engine import cache_type_options, rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.sampling import sampling_options
+from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
+    SIZE,
     FileCommand,
-    Size,
     context_option,
     finish,
     joined,
@@ -28,8 +34,9 @@ from hotsplit.commands.options.shared import (
     say,
     take_engine_options,
 )
-from hotsplit.commands.options.speculation import speculation_options
-from hotsplit.commands.run_checks import check_model, check_options, has_prompt
+from hotsplit.commands.options.speculation import speculation_options, take_speculation_options
+from hotsplit.commands.terminal.prompts import prompts_of, system_message, template_variables
+from hotsplit.errors import HotsplitError
 
 if TYPE_CHECKING:
     from hotsplit.run.estimate import Estimate
@@ -37,11 +44,12 @@ if TYPE_CHECKING:
     from hotsplit.run.stages import Job
 
 ASKED_FROM_S = 600.0  # longer work must be confirmed at a terminal
+ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # defaults of -n
+_PROMPTS = ("prompt", "prompt_file", "prompts_file")
 # Options for a text, which a conversation does not take.
-_WRITE = ("prompt", "prompt_file", "prompts_file", "keep", "num_logprobs", "is_shown", "json_lines",
-          "is_chat", "as_json")  # fmt: skip
+_WRITE = (*_PROMPTS, "keep", "num_logprobs", "is_shown", "json_lines", "is_chat", "as_json")
 _own_options = joined(
-    click.option("-vb", "--vram", "--vram-budget", "vram", type=Size(), multiple=True,
+    click.option("-vb", "--vram", "--vram-budget", "vram", type=SIZE, multiple=True,
                  help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
                  " GPU. [default: most of what is free on the first, or on --device]"),
     click.option("--chat", "is_chat", is_flag=True,
@@ -100,7 +108,7 @@ def run(
     SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
     Everything made on the way is cached for the next run: hotsplit cache list."""
     let_threads_sleep()
-    check_options(options, corpora, dry_run=dry_run)
+    _check_options(options, corpora, dry_run=dry_run)
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.prepare import estimate_of, job_of, prepare, summary
@@ -113,7 +121,7 @@ def run(
     with Cache.open(say) as cache:
         given = look_at(source, activation, cache.folder / "planned.gguf")
         job = job_of(given, wishes, corpora, cache, is_verified=is_verified)
-        check_model(job, options, dry_run=dry_run)
+        _check_model(job, options, dry_run=dry_run)
         planned = estimate_of(job)
         if dry_run:
             finish(summary(job, planned), options["as_json"], [planned.line])
@@ -145,9 +153,86 @@ def _speak(job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, 
         "model": ready.model, "split": ready.split, "mode": ready.mode, "device": ready.device,
         "context_length": ready.context_length, "thresholds": None, "cpu_ffn": False,
     }  # fmt: skip
-    if has_prompt(options):
+    if _has_prompt(options):
         write(prompt_cache=None, force=False, more=more, **options)
         return
     for name in _WRITE:
         del options[name]
     talk(name=job.source.name, drops_oldest=options.pop("shifts"), **options)
+
+
+# ---- checks before anything is made: of the options alone, then of those that depend on the model
+
+
+def _has_prompt(options: dict[str, Any]) -> bool:
+    """True if a prompt is given; otherwise there will be a conversation."""
+    return any(options[name] is not None for name in _PROMPTS)
+
+
+def _check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run: bool) -> None:
+    """Checks the options without the model; fills in the default of -n and, unless it is a dry run,
+    reads the prompt, possibly from stdin."""
+    take_sampling_options(dict(options))
+    _, model_draft = take_speculation_options(dict(options))
+    ConstraintOptions(**{name: options[name] for name in NAMES})
+    for path in (*corpora, *([] if model_draft is None else [model_draft])):
+        if str(path) != "-" and not path.exists():
+            raise HotsplitError(f"{path}: no such file or folder")
+    if options["max_tokens"] is None:
+        is_answer = options["is_chat"] or not _has_prompt(options)
+        options["max_tokens"] = ANSWER_TOKENS if is_answer else TEXT_TOKENS
+    endings_of(dict(options))
+    if _has_prompt(options):
+        _check_text(options, dry_run=dry_run)
+    elif (options["as_json"] or options["json_lines"]) and not dry_run:
+        raise click.UsageError("--json and --json-lines are for a text: give -p TEXT.")
+    elif options["num_logprobs"] is not None:
+        raise click.UsageError("--logprobs is for a text: give -p TEXT.")
+    system_message(options["system"], options["system_file"])
+    template_variables(options["variables"])
+    from hotsplit.runtime.engine_options import device_of  # imports torch
+
+    device_of(options["device"])
+
+
+def _check_text(options: dict[str, Any], *, dry_run: bool) -> None:
+    is_chat = options["is_chat"]
+    if not dry_run:
+        prompts = prompts_of(*(options[name] for name in _PROMPTS))
+        if any(not prompt for prompt in prompts):
+            raise HotsplitError("the prompt is empty; give it some text")
+        if options["prompts_file"] is None:
+            options |= {"prompt": prompts[0], "prompt_file": None}
+    if options["prompts_file"] is not None and is_chat:
+        raise click.UsageError("--chat is for one text: leave --prompts out.")
+    if not is_chat and options["system_file"] is not None:
+        raise click.UsageError("--system-file is for --chat.")
+    check_output_options(
+        options["num_logprobs"], is_json=options["as_json"] or options["json_lines"],
+        is_chat=is_chat, system=options["system"], template=options["template"],
+    )  # fmt: skip
+
+
+def _check_model(job: "Job", options: dict[str, Any], *, dry_run: bool) -> None:
+    """Checks the options that depend on the model: whether it can hold a conversation, the chat
+    template, and the constraint."""
+    from hotsplit.run.source import has_template
+    from hotsplit.runtime.text.chat_template import chat_template_of
+    from hotsplit.runtime.text.codec import TextCodec
+
+    model, template = job.choice.model, options["template"]
+    talks = options["is_chat"] or not _has_prompt(options)
+    if not _has_prompt(options) and template is None and not has_template(model) and not dry_run:
+        raise HotsplitError(
+            f"{job.source.name}: has no chat template, so give it a text to continue (-p TEXT),"
+            " or a template (--chat-template NAME)"
+        )
+    if options["prompt"] is not None and not options["is_chat"] and has_template(model):
+        say("note: the text is continued; --chat has this chat model answer it as a message")
+    constraint = ConstraintOptions(**{name: options[name] for name in NAMES})
+    if template is None and constraint == ConstraintOptions():
+        return
+    codec = TextCodec.of(model)
+    constraint_of(constraint, codec)
+    if talks and template is not None:
+        chat_template_of(model, codec, template)

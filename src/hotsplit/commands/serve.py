@@ -15,8 +15,8 @@ from hotsplit.commands.options.engine import cache_type_options, rope_options
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
+    SIZE,
     FileCommand,
-    Size,
     context_option,
     cpu_ffn_option,
     json_option,
@@ -68,7 +68,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--read-timeout", "read_s", default=30.0, show_default=True,
               help="Seconds that a client has to send a request's headers, to send its body, and to read each"
                    " piece of an answer.")  # fmt: skip
-@click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
+@click.option("--max-body", "max_body_bytes", type=SIZE, default=8 << 20,
               help="Maximum size of a request. [default: 8MiB]")  # fmt: skip
 @click.option("--api-key", metavar="KEY",
               help="Require this key in every request except /health; better set in the environment"

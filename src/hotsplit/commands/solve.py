@@ -2,7 +2,6 @@
 
 This module has the runtime measure the memory of a pass, since the solver only reads files."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from hotsplit.solver.solve import SolveConfig, SolveReport, check, solve
 from hotsplit.solver.sweep import Sweep, sweep
 from hotsplit.system.sizes import format_bytes, parse_bytes
 
-Say = Callable[[str], None]
 MEANINGS = {
     "attention": "attention and norms",
     "predictor": "predictors",

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, writing
 from hotsplit.files import mapped_files
 from hotsplit.files.exchange import OLD, put_folder, put_new
 from hotsplit.files.steady import changed_inputs, is_new, wrote
@@ -159,11 +159,9 @@ def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
     """Yields a new locked file or folder next to `path`; removes it at the end unless it has been
     renamed."""
     with _folders_for(path):
-        try:
+        with writing(path):
             remove_stale(path)
             partial, descriptor = _create(path, make)
-        except OSError as error:
-            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
         try:
             yield partial
         except OSError as error:
@@ -293,15 +291,11 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _folders_for(path: Path) -> Iterator[None]:
     """Makes the missing folders above `path`; removes them again if that or the block fails."""
-    try:
+    with writing(path):  # a name may be too long
         missing = [folder for folder in path.parents if not folder.exists()]
-    except OSError as error:  # a name that is too long
-        raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
     try:
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
         yield
     except BaseException:
         for folder in missing:

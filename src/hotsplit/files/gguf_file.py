@@ -138,7 +138,6 @@ class GgufFile:
     whose keys and tensors have other meanings than llama.cpp's."""
 
     magic: Magic
-    version: int
     keys: dict[str, Value]
     tensors: dict[str, TensorEntry]
 
@@ -157,7 +156,7 @@ def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, Tensor
 
 
 def open_gguf(path: Path, what: str) -> GgufFile:
-    """Like `read_gguf`, but accepts PowerInfer's files too, and returns the magic and the version.
+    """Like `read_gguf`, but accepts PowerInfer's files too, and returns the magic.
 
     The mapping is copy-on-write, because torch warns of read-only arrays."""
     require_file(path, what)
@@ -166,13 +165,9 @@ def open_gguf(path: Path, what: str) -> GgufFile:
             mapping = map_whole(stream)
     except (ValueError, OSError) as error:  # ValueError: the file is empty
         raise HotsplitError(f"{path}: cannot be read ({error}); wanted a {what}") from error
-    header = read_header(path, what, mapping)
-    return GgufFile(
-        magic=header.magic,
-        version=header.version,
-        keys=header.keys,
-        tensors={name: _entry(mapping, info) for name, info in header.tensors.items()},
-    )
+    magic, keys, infos = read_header(path, what, mapping)
+    tensors = {name: _entry(mapping, info) for name, info in infos.items()}
+    return GgufFile(magic=magic, keys=keys, tensors=tensors)
 
 
 def _entry(mapping: mmap.mmap, info: TensorInfo) -> TensorEntry:

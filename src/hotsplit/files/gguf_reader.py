@@ -6,14 +6,14 @@ gguf's own reader does not check lengths and takes seconds for a large vocabular
 
 import mmap
 import struct
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import known_as, refuse_old_name
@@ -29,7 +29,6 @@ MAX_ARRAY_VALUES = 4 << 20
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = (1 << 16) - 1  # the limit on keys in the specification
-DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 NUMBERS: dict[int, type[np.generic]] = {
     0: np.uint8, 1: np.int8, 2: np.uint16, 3: np.int16, 4: np.uint32, 5: np.int32,
@@ -54,12 +53,7 @@ class TensorInfo:
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class GgufHeader:
-    magic: Magic
-    version: int
-    keys: dict[str, Value]
-    tensors: dict[str, TensorInfo]
+Header = tuple[Magic, dict[str, Value], dict[str, TensorInfo]]
 
 
 class Broken(Exception):
@@ -74,15 +68,15 @@ class TooMany(Exception):
     """A file with more tensors or keys than this program reads."""
 
 
-def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
-    """Keys and tensors of a mapped file; `what` describes the file wanted.
+def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
+    """Magic, keys and tensors of a mapped file; `what` describes the file wanted.
 
     Strings must be UTF-8. Those in arrays may hold other bytes, as some of llama.cpp's vocabularies
     do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back.
     Raises HotsplitError for a file that is damaged, foreign or of an unknown version, or that has
     too many tensors or keys."""
     try:
-        header = _Cursor(file).header()
+        magic, keys, tensors = _Cursor(file).header()
     except TooMany as error:
         raise HotsplitError(f"{path}: {error}; wanted a {what}") from error
     except Broken as error:
@@ -94,8 +88,8 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
         raise HotsplitError(
             f"{path}: not a whole GGUF file ({error}); wanted a {what}; make or copy it again"
         ) from error
-    refuse_old_name(path, (str(header.keys.get("general.architecture")), *header.keys))
-    return header
+    refuse_old_name(path, (str(keys.get("general.architecture")), *keys))
+    return magic, keys, tensors
 
 
 class _Cursor:
@@ -106,8 +100,9 @@ class _Cursor:
         self.end = min(len(file), MAX_HEADER_BYTES)
         self.values_left = MAX_ARRAY_VALUES
 
-    def header(self) -> GgufHeader:
-        magic, version = self.magic(), self.version()
+    def header(self) -> Header:
+        magic = self.magic()
+        self.check_version()
         num_tensors = self.count("tensors", MAX_TENSORS, least_bytes=32)
         num_keys = self.count("keys", MAX_KEYS, least_bytes=13)
         keys: dict[str, Value] = {}
@@ -118,8 +113,7 @@ class _Cursor:
         for _ in range(num_tensors):
             name = self.name("tensor", infos)
             infos[name] = self.tensor(f"tensor {_short(name)}", magic)
-        tensors = self.placed(infos, _alignment(keys))
-        return GgufHeader(magic=magic, version=version, keys=keys, tensors=tensors)
+        return magic, keys, self.placed(infos, _alignment(keys))
 
     def magic(self) -> Magic:
         found = self.take(4, "the first four bytes").decode("latin-1")
@@ -127,13 +121,12 @@ class _Cursor:
             raise Foreign(f"starts with {found!r}, wanted 'GGUF'")
         return cast(Magic, found)
 
-    def version(self) -> int:
+    def check_version(self) -> None:
         version = self.integer("<I", "the version")
         if version not in (2, 3):
             is_big_endian = version != 0 and version & 0xFFFF == 0
             found = "big-endian" if is_big_endian else f"version {version}"
             raise Broken(f"is {found}; this program reads little-endian versions 2 and 3")
-        return version
 
     def take(self, num_bytes: int, what: str) -> bytes:
         start = self.offset
@@ -251,11 +244,10 @@ class _Cursor:
                 raise Broken(
                     f"tensor {_short(name)} is at {info.start}, not a multiple of {alignment}"
                 )
-            placed[name] = TensorInfo(
-                shape=info.shape, type=info.type, start=base + info.start, num_bytes=info.num_bytes
-            )
+            placed[name] = replace(info, start=base + info.start)
         end = 0
-        for name, info in _by_place(placed):
+        filled = [(name, info) for name, info in placed.items() if info.num_bytes]
+        for name, info in sorted(filled, key=lambda item: item[1].start):
             if info.start < end:
                 raise Broken(f"tensor {_short(name)} overlaps another")
             end = info.start + info.num_bytes
@@ -266,12 +258,6 @@ class _Cursor:
 
 def _short(name: str) -> str:
     return repr(name if len(name) <= 64 else name[:61] + "...")
-
-
-def _by_place(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors that have bytes, in file order."""
-    filled = [(name, info) for name, info in tensors.items() if info.num_bytes]
-    return iter(sorted(filled, key=lambda item: item[1].start))
 
 
 def _tensor_type(number: int, magic: Magic, what: str) -> GGMLQuantizationType:
@@ -285,7 +271,7 @@ def _tensor_type(number: int, magic: Magic, what: str) -> GGMLQuantizationType:
 def _alignment(keys: dict[str, Value]) -> int:
     """The alignment: a power of two and by the specification at least 8, so that numbers of every
     type are aligned."""
-    value = keys.get("general.alignment", np.uint32(DEFAULT_ALIGNMENT))
+    value = keys.get("general.alignment", np.uint32(GGUF_DEFAULT_ALIGNMENT))
     if not isinstance(value, np.uint32) or value < 8 or value & (value - 1):
         found = value if isinstance(value, np.number) else f"a {type(value).__name__}"
         raise Broken(f"general.alignment is {found}, wanted a power of two, at least 8, as u32")

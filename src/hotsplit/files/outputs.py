@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, writing
 from hotsplit.files.atomic import MODEL_SUFFIX, try_to_create
 
 
@@ -57,10 +57,8 @@ def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
     """Raises HotsplitError for outputs that are also an input or another output, under any
     name."""
     for number, path in enumerate(outputs):
-        try:
+        with writing(path):  # a name that is too long, a folder that may not be entered
             _check_others(path, outputs[:number], inputs)
-        except OSError as error:  # a name that is too long, a folder that may not be entered
-            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def check_output_folder(
@@ -75,14 +73,12 @@ def check_output_folder(
     `force`), and for one with files that this command reads or has not written, or where it writes
     other `outputs`, since replacing it would delete them."""
     check_outputs(outputs, force=force, inputs=inputs, output_folders=[path])
-    try:
+    with writing(path):
         if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
             raise HotsplitError(
                 f"{path}: cannot be replaced by a folder; give the name of a new one"
             )
         found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    except OSError as error:
-        raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
     foreign = [name for name in found if not is_ours(name)]
     if foreign:
         raise HotsplitError(
@@ -122,7 +118,7 @@ def _check_holds_none(folder: Path, paths: Iterable[Path], verb: str) -> None:
 
 
 def _check_writable(path: Path, *, force: bool) -> None:
-    try:
+    with writing(path):
         if path.is_dir():
             raise HotsplitError(f"{path}: is a folder; give the name of a file")
         if path.exists() and not force:
@@ -132,8 +128,6 @@ def _check_writable(path: Path, *, force: bool) -> None:
         there = next(folder for folder in path.parents if folder.exists())
         (there / path.name).is_dir()  # raises if the name is too long
         try_to_create(there / path.name)
-    except OSError as error:
-        raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _is_same(path: Path, other: Path) -> bool:

@@ -32,7 +32,7 @@ class ProfileSummary(Summary):
             "num_neurons": num_neurons,  # per layer
             "density": float(profile.density_L.mean()),  # share that fires for a token
             "density_L": profile.density_L.tolist(),
-            "hottest_fifth_L": profile.hottest_share_L().tolist(),
+            "hottest_fifth_L": profile.hottest_fifth_L().tolist(),
             "never_fired_L": self._never_fired_L(),
             "threshold_L": profile.threshold_L,
             "limits": profile.limits,
@@ -64,7 +64,7 @@ class ProfileSummary(Summary):
         return [columns_table("layers", columns, [
             (layer, f"{density:.2%}", f"{fifth:.1%}", f"{never:,}", f"{threshold:g}")
             for layer, (density, fifth, never, threshold) in enumerate(zip(
-                profile.density_L, profile.hottest_share_L(), self._never_fired_L(),
+                profile.density_L, profile.hottest_fifth_L(), self._never_fired_L(),
                 profile.threshold_L, strict=True))
         ])]  # fmt: skip
 

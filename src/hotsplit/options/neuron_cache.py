@@ -10,7 +10,6 @@ runtime/neuron_cache/reference.py.
 
 Letters: L layers."""
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
@@ -126,15 +125,3 @@ class CacheCosts:
     @property
     def num_layers(self) -> int:
         return len(self.hot_s_L)
-
-    def scaled(self, *, link: float = 1.0, cpu: float = 1.0) -> "CacheCosts":
-        """The same costs with a link that copies rows, and a CPU that computes and gathers them,
-        faster by these factors."""
-        if not (0 < link < math.inf and 0 < cpu < math.inf):
-            raise HotsplitError(f"link={link:g}, cpu={cpu:g}; wanted finite factors above 0")
-        return replace(
-            self,
-            copy_row_s_L=self.copy_row_s_L / link,
-            cold_row_s_L=self.cold_row_s_L / cpu,
-            gather_row_s_L=self.gather_row_s_L / cpu,
-        )

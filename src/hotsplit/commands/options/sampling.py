@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from hotsplit.errors import HotsplitError
+from hotsplit.commands.options.shared import Parsed
 from hotsplit.runtime.generate.sampling_options import (
     DEFAULT_SAMPLERS,
     LETTERS,
@@ -22,20 +22,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SamplingOptions()
 _DEFAULT_LETTERS = "".join(LETTERS[name] for name in DEFAULT_SAMPLERS)
 _RANDOM_SEEDS = (-1,)  # llama.cpp's value for a random seed
-
-
-class LogitBias(click.ParamType):
-    """llama.cpp's TOKEN(+/-)BIAS, e.g. 15043+1 or 15043-inf."""
-
-    name = "logit bias"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, float]:
-        try:
-            return value if isinstance(value, tuple) else bias_of(value)
-        except HotsplitError as error:
-            self.fail(str(error), param, ctx)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +71,7 @@ _GROUPS = {
                 "Minimum probability of tokens left out; over 0.5: off."),
         _option("-l --logit-bias", "logit_bias",
                 "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
-                type=LogitBias(), metavar="TOKEN(+/-)BIAS", is_repeated=True),
+                type=Parsed("logit bias", bias_of), metavar="TOKEN(+/-)BIAS", is_repeated=True),
     ),
     "Repetition": (
         _option("--repeat-penalty", "repeat_penalty", "Penalty for recent tokens; 1: off.",

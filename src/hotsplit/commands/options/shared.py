@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -56,34 +57,20 @@ ENDINGS = (".gguf", ".safetensors", ".json")  # of files that commands write
 FOLDER = FolderPath(path_type=Path)
 
 
-class _Plain:
-    """Refuses text that is not ASCII: Python's int and float accept other digits than 0 to 9."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and not value.isascii():
-            self.fail(f"{value!r} is not a number in plain digits (0 to 9)", param, ctx)  # type: ignore[attr-defined]
-        return super().convert(value, param, ctx)  # type: ignore[misc]
-
-
-class _Whole(_Plain, click.types.IntParamType):
-    pass
-
-
-class _Decimal(_Plain, click.types.FloatParamType):
-    pass
-
-
-class _WholeRange(_Plain, click.IntRange):
-    pass
-
-
 def _plain(kind: click.ParamType) -> click.ParamType:
-    """The type of an option; a number's is replaced by one that accepts only plain digits."""
-    if isinstance(kind, click.IntRange):
-        return _WholeRange(kind.min, kind.max, kind.min_open, kind.max_open, kind.clamp)
-    if type(kind) is click.types.IntParamType:
-        return _Whole()
-    return _Decimal() if type(kind) is click.types.FloatParamType else kind
+    """The type of an option; a number's accepts only the digits 0 to 9, not the others that
+    Python's int and float take."""
+    if not isinstance(kind, click.types.IntParamType | click.types.FloatParamType):
+        return kind
+    plain = copy(kind)
+
+    def convert(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.isascii():
+            plain.fail(f"{value!r} is not a number in plain digits (0 to 9)", param, ctx)
+        return kind.convert(value, param, ctx)
+
+    plain.convert = convert  # type: ignore[method-assign]
+    return plain
 
 
 class FileCommand(click.Command):
@@ -261,16 +248,27 @@ def context_option(help_text: str) -> Callable[[Any], Any]:
     )
 
 
-class Size(click.ParamType):
-    """A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as in SparkInfer's --vram-budget)."""
+class Parsed(click.ParamType):
+    """Values that `parse` makes of texts; it may raise HotsplitError. Defaults are values."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self.parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return value if isinstance(value, int) else parse_bytes(value)
+            return self.parse(value) if isinstance(value, str) else value
         except HotsplitError as error:
             self.fail(str(error), param, ctx)
+
+
+# A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as in SparkInfer's --vram-budget).
+SIZE = Parsed("size", parse_bytes)
+
+
+def given(ctx: click.Context) -> list[click.Parameter]:
+    """The parameters that are given on the command line."""
+    source = click.core.ParameterSource.COMMANDLINE
+    return [p for p in ctx.command.params if ctx.get_parameter_source(str(p.name)) is source]
 
 
 def texts_and_model(model: Path, texts: Iterable[Path]) -> list[Path]:

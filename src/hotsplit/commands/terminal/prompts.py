@@ -1,10 +1,12 @@
-"""The prompts of `generate` and `run`: from the command line, files and stdin.
+"""The prompts of `generate` and `run`, from the command line, files and stdin, and what chat
+templates get besides messages.
 
 As in llama.cpp, the newline with which editors and `echo` end a file is not part of its text."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -64,11 +66,30 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def _prompt_of(line: str, where: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise HotsplitError(f"{where}: not JSON ({str(error)[:100]})") from error
+    value = _json_of(line, where)
     value = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(value, str):
         raise HotsplitError(f'{where}: wanted a string, or an object with a "prompt"')
     return value
+
+
+def system_message(text: str | None, path: Path | None) -> str | None:
+    """The system message of --system or --system-file."""
+    if text is not None and path is not None:
+        raise click.UsageError("--system and --system-file exclude each other; give one.")
+    return text if path is None else read_text(path, "system message").rstrip("\n")
+
+
+def template_variables(text: str) -> dict[str, object]:
+    """The object of --chat-template-kwargs. Raises HotsplitError for anything else."""
+    value = _json_of(text, "--chat-template-kwargs")
+    if not isinstance(value, dict):
+        raise HotsplitError('--chat-template-kwargs: wanted an object, e.g. {"name": true}')
+    return value
+
+
+def _json_of(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise HotsplitError(f"{source}: not JSON ({str(error)[:100]})") from error
