@@ -16,10 +16,10 @@ import gguf
 import numpy as np
 from gguf import LlamaFileType
 
+from hotsplit.artifacts.changed_model import with_thresholds
 from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
 from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.thresholds import with_thresholds
 from hotsplit.convert import gguf_source, tensors
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.hub import find_folder

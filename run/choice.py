@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hotsplit.artifacts.longer_texts import with_rope_scaling
+from hotsplit.artifacts.changed_model import with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.options import Outtype
 from hotsplit.costs.budget import (

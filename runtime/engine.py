@@ -17,10 +17,10 @@ from typing import Self, Unpack
 import torch
 from torch import Tensor
 
+from hotsplit.artifacts.changed_model import replace_thresholds
 from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.artifacts.thresholds import replace_thresholds
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error

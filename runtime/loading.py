@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
+from hotsplit.artifacts.changed_model import with_rope_scaling, with_thresholds
 from hotsplit.artifacts.limits_file import Limits
-from hotsplit.artifacts.longer_texts import with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.artifacts.thresholds import with_thresholds
 from hotsplit.costs.budget import PREFILL_CHUNK, SHORT_CHUNK, Items, stored_neuron_bytes
 from hotsplit.costs.mode_choice import mode_meant
 from hotsplit.model.modes import Mode, computes_all

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hotsplit.artifacts.changed_model import with_rope_scaling
 from hotsplit.artifacts.limits_file import check_made_with
-from hotsplit.artifacts.longer_texts import with_rope_scaling
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile

@@ -20,7 +20,7 @@ import torch
 from models import byte_level_keys, make_model, make_sizes
 
 import hotsplit.cli
-from hotsplit.commands.top_level import UNEXPECTED
+from hotsplit.commands.exit_codes import UNEXPECTED
 from hotsplit.runtime.kernels.cpu import library
 
 # Without a GPU, Triton kernels run in Triton's own interpreter, which must be selected before

@@ -17,7 +17,7 @@ READERS = (
     "src/hotsplit/files/json_file.py", "src/hotsplit/artifacts/limits_file.py", "src/hotsplit/artifacts/machine_file.py",
     "src/hotsplit/model/mode_quality.py", "src/hotsplit/model_*.py", "src/hotsplit/model/rope.py",
     "src/hotsplit/p*_file.py", "src/hotsplit/files/safetensors_file.py",
-    "src/hotsplit/artifacts/split_file.py", "src/hotsplit/artifacts/thresholds.py",
+    "src/hotsplit/artifacts/split_file.py", "src/hotsplit/artifacts/changed_model.py",
     "src/hotsplit/tokens/tokenizer_text.py", "src/hotsplit/files/typed.py",
     "convert/*.py", "convert/families/*.py",
     "profile/corpus/chat_windows.py", "profile/corpus/corpus.py", "measure/evaluate/eval_file.py", "profile/count/merge.py",

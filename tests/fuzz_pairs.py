@@ -146,8 +146,8 @@ def make_prompt(model: "ModelFile", path: Path) -> None:
 
 
 def as_thresholds(model: Path, artifact: Path, output: Path) -> None:
+    from hotsplit.artifacts.changed_model import with_thresholds
     from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.artifacts.thresholds import with_thresholds
 
     with_thresholds(ModelFile.load(model), artifact).validate()
 

@@ -131,8 +131,8 @@ def add_limits(case: Case) -> None:
 
 
 def add_thresholds(case: Case) -> None:
+    from hotsplit.artifacts.changed_model import with_thresholds
     from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.artifacts.thresholds import with_thresholds
 
     with_thresholds(ModelFile.load(case.inputs / "silu.gguf"), case.path).validate()
 

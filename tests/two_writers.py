@@ -155,11 +155,11 @@ def _command(kind: str) -> "click.Command":
 
 def _run(command: "click.Command", path: Path, value: int, said: Path) -> int:
     """Runs the command as the program does, with stderr in the file `said`."""
-    from hotsplit.commands import all_commands, top_level
+    from hotsplit.commands import all_commands, exit_codes
 
     all_commands.cli = command  # type: ignore[assignment]  # in a process of its own
     with said.open("w") as sys.stderr:
-        return top_level.run(["--output", str(path), "--value", str(value)])
+        return exit_codes.run(["--output", str(path), "--value", str(value)])
 
 
 def _together(write: Callable[[int], int | None]) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from hotsplit.artifacts.longer_texts import with_rope_scaling
+from hotsplit.artifacts.changed_model import with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError

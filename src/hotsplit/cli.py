@@ -1,7 +1,7 @@
 """The command line: `hotsplit`, or `python -m hotsplit`.
 
 This module imports nothing before `main`, so that Ctrl-C prints one line even during the imports.
-Exit codes are in top_level, commands in commands.all_commands."""
+Exit codes are in commands.exit_codes, commands in commands.all_commands."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
         if sys.platform == "win32":  # it lacks the locks and signals that are used from here on
             sys.stderr.write("hotsplit: Windows itself is not supported; use it under WSL 2\n")
             return 1
-        from hotsplit.commands.top_level import run
+        from hotsplit.commands.exit_codes import run
 
         return run(argv)
     except KeyboardInterrupt as error:

@@ -41,6 +41,7 @@ TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
 TEMPLATES_KEY = "tokenizer.chat_templates"  # the names of the named ones
 END_KEY = "tokenizer.end_token_ids"
+_GENERAL = ("general.architecture", "general.alignment")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ class ModelFile:
         """The model from the output of `read_model_gguf`; errors quote `path`."""
         read = KeyReader(path, keys, tensors)
         spec = read.graph.of_keys(read)
+        own = ("GGUF.", f"{read.graph.name}.", "hotsplit.", *_GENERAL)
         model = cls(
             path=path,
             layout=layout_of(tensors),
@@ -95,7 +97,7 @@ class ModelFile:
             threshold_L=read.thresholds("hotsplit.ffn.threshold", spec.num_layers),
             predictor=_predictor(read, spec.num_layers),
             tensors=tensors,
-            extra_keys={k: v for k, v in keys.items() if _is_extra(k, read.graph.name)},
+            extra_keys={k: v for k, v in keys.items() if not k.startswith(own)},
             quality=read.quality(),
             is_trained_sparse=read.flag("hotsplit.limits.trained"),
         )
@@ -137,9 +139,13 @@ class ModelFile:
                     f" wanted {list(shape)} of one of {', '.join(NAMES)}"
                 )
             if entry.kind not in NAMES:
+                advice = (
+                    "; first run hotsplit convert FILE -o model.gguf, which converts it to q8_0"
+                    if can_unpack(entry.kind)
+                    else " and cannot be converted; use a file of another type"
+                )
                 raise HotsplitError(
-                    f"{self.path}: {name} is in {entry.kind}, which cannot be computed with"
-                    f"{_next_step(entry.kind)}"
+                    f"{self.path}: {name} is in {entry.kind}, which cannot be computed with{advice}"
                 )
         self._check_rotary()
         if self.predictor is not None:
@@ -318,18 +324,6 @@ class ModelFile:
                 key = f"{QUALITY}{mode}.{name}"
                 keys[key] = value if isinstance(value, str) else stored(value)
         return keys
-
-
-def _next_step(kind: str) -> str:
-    """What to do about a type without kernels, as the end of an error."""
-    if can_unpack(kind):
-        return "; first run hotsplit convert FILE -o model.gguf, which converts it to q8_0"
-    return " and cannot be converted; use a file of another type"
-
-
-def _is_extra(key: str, architecture: str) -> bool:
-    own = ("GGUF.", f"{architecture}.", "hotsplit.", "general.architecture", "general.alignment")
-    return not key.startswith(own)
 
 
 def _predictor(read: KeyReader, num_layers: int) -> PredictorInfo | None:

@@ -1,4 +1,5 @@
-"""The GGUF under a model file: its keys and tensors, and the id of its weights.
+"""The GGUF under a model file: its keys and tensors, and the id of its weights. Those of PowerInfer's
+files are translated.
 
 `model_file` says what the keys and tensors mean."""
 
@@ -9,11 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.artifacts.powerinfer_file import adopt
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
+from hotsplit.files.typed import shown
 
 SPLIT_ARCHITECTURE = "hotsplit-split"  # in split files, which are GGUF too
+# By architecture of PowerInfer's files, which do not state it: that of PowerInfer's graphs.
+ACTIVATIONS = {"llama": "relu", "bamboo": "drelu", "falcon": "relu", "opt": "relu"}
+RENAMED = {
+    "fc1.weight": "ffn_pred_down.weight",
+    "fc2.weight": "ffn_pred_up.weight",
+    "ffn_down_t.bias": "ffn_down.bias",
+}
+FIRST_POSITION = 2  # rows of OPT's learned positions that no token uses
+OPT_NORM_EPSILON = 1e-5  # torch.nn.LayerNorm's; the file does not state it
 
 
 def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
@@ -40,10 +50,8 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
         keys = keys | {"hotsplit.model_id": compute_model_id(config, samples)}
     if file.magic == "GGUF":
         return keys, tensors
-    try:
-        return adopt(keys, tensors)
-    except HotsplitError as error:
-        raise HotsplitError(f"{path}: {error}; convert its checkpoint again") from error
+    with about(path, "; convert its checkpoint again"):
+        return _adopted(keys, tensors)
 
 
 def compute_model_id(
@@ -68,3 +76,71 @@ def sample_bytes(raw: np.ndarray) -> bytes:
     flat = raw.reshape(-1).view(np.uint8)
     middle = len(flat) // 2
     return b"".join(flat[a : a + 4096].tobytes() for a in (0, middle, max(0, len(flat) - 4096)))
+
+
+# ---- PowerInfer's files: GGUF except for the first four bytes and three type numbers ------------
+
+
+def _adopted(
+    keys: dict[str, Value], tensors: dict[str, TensorEntry]
+) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
+    """Keys and tensors of PowerInfer's file as in a model file of the sparse layout. Names and
+    meanings are those of PowerInfer's convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp.
+
+    Raises HotsplitError, without the file's name, for an unknown architecture, predictors whose
+    threshold is not a number, and an OPT without learned positions."""
+    found = str(keys.get("general.architecture", "none"))
+    if found not in ACTIVATIONS:
+        raise HotsplitError(
+            f"PowerInfer's architecture {shown(found)} is unknown; known: {', '.join(ACTIVATIONS)}"
+        )
+    name = "llama" if found == "bamboo" else found
+    own = {
+        k.replace("bamboo.", "llama.", 1) if found == "bamboo" else k: v for k, v in keys.items()
+    }
+    threshold = own.pop("powerinfer.sparse_threshold", np.float32(0.0))
+    own |= {"general.architecture": name, "hotsplit.ffn.activation": ACTIVATIONS[found]}
+    renamed = {_rename(name): entry for name, entry in tensors.items()}
+    if name == "opt":
+        renamed = _without_first_positions(renamed)
+        own["opt.attention.layer_norm_epsilon"] = np.float32(OPT_NORM_EPSILON)
+        own["opt.context_length"] = np.uint32(renamed["position_embd.weight"].shape[0])
+    return own | _predictor_keys(renamed, threshold), renamed
+
+
+def _rename(name: str) -> str:
+    for old, new in RENAMED.items():
+        if name.endswith("." + old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _without_first_positions(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    entry = tensors.get("position_embd.weight")
+    if entry is None or entry.shape[0] <= FIRST_POSITION:
+        raise HotsplitError("no learned positions (position_embd.weight) in an OPT")
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return entry.read_rows(start + FIRST_POSITION, stop + FIRST_POSITION)
+
+    shape = (entry.shape[0] - FIRST_POSITION, *entry.shape[1:])
+    return tensors | {
+        "position_embd.weight": TensorEntry(shape=shape, kind=entry.kind, read_rows=read_rows)
+    }
+
+
+def _predictor_keys(tensors: dict[str, TensorEntry], threshold: Value) -> dict[str, Value]:
+    """Keys for predictors in DejaVu's form: ReLU between two matrices, one threshold for logits."""
+    ranks: list[int] = []
+    while (entry := tensors.get(f"blk.{len(ranks)}.ffn_pred_down.weight")) is not None:
+        ranks.append(entry.shape[0])
+    if not ranks:
+        return {}
+    if not isinstance(threshold, np.number):
+        raise HotsplitError(f"powerinfer.sparse_threshold is {shown(threshold)}, wanted a number")
+    return {
+        "hotsplit.predictor.kind": "relu",
+        "hotsplit.predictor.rank": ranks,
+        "hotsplit.predictor.threshold": [float(threshold)] * len(ranks),
+        "hotsplit.predictor.input_layer_offset": np.uint32(0),
+    }

@@ -16,9 +16,9 @@ from hotsplit.commands.options.shared import (
     FOLDER,
     OUTPUT,
     FileCommand,
+    aligned,
     finish,
-    force_option,
-    json_option,
+    report_options,
     say,
     texts_and_model,
     threads_option,
@@ -30,13 +30,14 @@ from hotsplit.model.weight_types import BY_NAME, LARGE_NAMES, SMALL_BLOCK_NAMES
 
 if TYPE_CHECKING:
     from hotsplit.artifacts.limits_file import Limits
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.convert.options import Outtype
     from hotsplit.measure.advise.advise import Advice
     from hotsplit.measure.advise.choice import Point
     from hotsplit.measure.advise.config import AdviseConfig
 
 # Rules are compared with the model in smaller types of small blocks.
-SMALLER = {
+SMALLER: dict[str, tuple[str, ...]] = {
     large: tuple(
         name
         for name in SMALL_BLOCK_NAMES
@@ -72,8 +73,7 @@ SMALLER = {
 )
 @click.option("--seed", default=0, show_default=True)
 @threads_option
-@force_option
-@json_option
+@report_options
 def advise(
     model: Path, corpora: tuple[Path, ...], types: tuple[str, ...], max_tokens: int, max_loss: float,
     limits_path: Path | None, dense: Path | None, plot: Path | None, work: Path | None, seed: int,
@@ -92,18 +92,14 @@ def advise(
     )
     file = ModelFile.load(model)
     has_limits = file.has_limits
-    _check_options(model, limits_path, dense, has_limits=has_limits)
-    if file.predictor is not None and not has_limits:
-        raise HotsplitError(
-            f"{model}: has predictors, which are for the model without limits, so no rule can be tried;"
-            " give the model without them"
-        )
+    _check(file, limits_path, dense)
     outputs = [path for path in (limits_path, plot) if path is not None]
     check_outputs(outputs, force=force, inputs=texts_and_model(model, corpora))
     from hotsplit.runtime.kernels.threads import use_threads  # imports torch
 
     use_threads(threads)
-    kinds = _types(model, types)
+    own = file.own_type
+    kinds = (own, *(kind for kind in SMALLER[own] if not types or kind in types))
     with temporary_folder("hotsplit-advise-", work) as folder:
         advice, limits = _advice(config, folder, kinds, dense, has_limits=has_limits)
     lines = _lines(advice, _compared_with(model, dense, has_limits=has_limits))
@@ -115,22 +111,33 @@ def advise(
 
         draw(advice, plot)
         lines.append(f"wrote {plot}")
-    if has_limits:
-        finish(advice, as_json, [*lines, *_next_of_trained(model, dense, advice)])
-    else:
-        finish(advice, as_json, [*lines, *_next(model, advice, limits_path)])
+    next_step = (
+        _next_of_trained(model, dense, advice) if has_limits else _next(model, advice, limits_path)
+    )
+    finish(advice, as_json, [*lines, next_step])
 
 
-def _check_options(
-    model: Path, limits_path: Path | None, dense: Path | None, *, has_limits: bool
-) -> None:
-    if has_limits and limits_path is not None:
+def _check(file: "ModelFile", limits_path: Path | None, dense: Path | None) -> None:
+    """Raises HotsplitError for options that the file does not allow, and for a file in which rules
+    cannot be tried."""
+    if file.has_limits and limits_path is not None:
         raise HotsplitError(
-            f"{model}: has limits already, so there are none to write; leave --limits out"
+            f"{file.path}: has limits already, so there are none to write; leave --limits out"
         )
-    if dense is not None and not has_limits:
+    if dense is not None and not file.has_limits:
         raise HotsplitError(
-            f"{model}: has no limits and is itself the dense model to compare with; leave --dense out"
+            f"{file.path}: has no limits and is itself the dense model to compare with; leave --dense"
+            " out"
+        )
+    if file.predictor is not None and not file.has_limits:
+        raise HotsplitError(
+            f"{file.path}: has predictors, which are for the model without limits, so no rule can be"
+            " tried; give the model without them"
+        )
+    if file.own_type not in SMALLER:
+        raise HotsplitError(
+            f"{file.path}: is in {file.own_type}, in which rules cannot be tried; give the model in f16"
+            " or q8_0"
         )
 
 
@@ -211,18 +218,6 @@ class _Files:
         return output
 
 
-def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
-    """The model's own type, and the smaller ones (of those asked for, if any)."""
-    from hotsplit.artifacts.model_file import ModelFile
-
-    own = ModelFile.load(model).own_type
-    if own not in SMALLER:
-        raise HotsplitError(
-            f"{model}: is in {own}, in which rules cannot be tried; give the model in f16 or q8_0"
-        )
-    return (own, *(kind for kind in SMALLER[own] if not asked or kind in asked))
-
-
 def _lines(advice: "Advice", compared_with: str) -> list[str]:
     head = (
         "",
@@ -244,10 +239,8 @@ def _lines(advice: "Advice", compared_with: str) -> list[str]:
             f"{1 / point.seconds:.1f}", _interval(point),
             "front" if point.is_on_front else "",
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     name = "{} {}".format(*advice.reference)
-    return [*table, f"on {advice.num_tokens:,} tokens, against {compared_with}",
+    return [*aligned(rows), f"on {advice.num_tokens:,} tokens, against {compared_with}",
             f"tokens/s: timed in turns, as ratios to {name}; by bytes: extrapolated",
             f"advice: {advice.why}"]  # fmt: skip
 
@@ -259,24 +252,24 @@ def _interval(point: "Point") -> str:
     return f"x {1 + point.gain.low:.2f} to {1 + point.gain.high:.2f}"
 
 
-def _next(model: Path, advice: "Advice", limits: Path | None) -> list[str]:
+def _next(model: Path, advice: "Advice", limits: Path | None) -> str:
     """The next command to type."""
     best = advice.best
     if best.rule == "dense":
-        return [_convert_or_run(model, best.type, "--mode dense")]
+        return _convert_or_run(model, best.type, "--mode dense")
     if limits is None:
-        return ["next: the same command with --limits FILE, which writes the rule's limits"]
-    return [f"{_convert(model, best.type)} --limits {quote(str(limits))}"]
+        return "next: the same command with --limits FILE, which writes the rule's limits"
+    return f"{_convert(model, best.type)} --limits {quote(str(limits))}"
 
 
-def _next_of_trained(model: Path, dense: Path | None, advice: "Advice") -> list[str]:
+def _next_of_trained(model: Path, dense: Path | None, advice: "Advice") -> str:
     """The next command to type for a file that has limits."""
     best = advice.best
     if best.rule != "dense":
-        return [_convert_or_run(model, best.type, "--mode exact")]
+        return _convert_or_run(model, best.type, "--mode exact")
     if dense is None:
-        return ["next: the same command with --dense FILE, the model that it was trained from"]
-    return [_convert_or_run(dense, best.type, "--mode dense")]
+        return "next: the same command with --dense FILE, the model that it was trained from"
+    return _convert_or_run(dense, best.type, "--mode dense")
 
 
 def _convert_or_run(model: Path, kind: str, mode: str) -> str:

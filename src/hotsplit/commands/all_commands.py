@@ -3,7 +3,7 @@
 Commands are thin wrappers: most build the config of one stage, run the stage and print its report.
 A stage is imported inside its command, so that `hotsplit --help` needs no torch. Notes and short
 reports go to stderr; generated text, tables to look at, and with --json one object go to stdout.
-Errors are reported by top_level."""
+Errors are reported by exit_codes."""
 
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from hotsplit.commands.options.shared import (
     SIZE,
     FileCommand,
     finish,
-    force_option,
     json_option,
     max_loss_option,
     output,
+    report_options,
     say,
 )
 from hotsplit.commands.profile_command import profile
@@ -105,8 +105,7 @@ cli.add_command(sparsify)
 @click.option("--limits", type=FILE, help="A limits file to add, made by hotsplit advise.")
 @click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
               help="Compare the file's logits with the source's before keeping it.")  # fmt: skip
-@force_option
-@json_option
+@report_options
 def convert(
     source: Path, tensor_types: tuple[str, ...], is_verified: bool, as_json: bool, **options: Any
 ) -> None:
@@ -153,8 +152,7 @@ def convert(
 )
 @click.option("-v", "--verbose", "is_verbose", is_flag=True,
               help="Print a note for each figure that varied between rounds.")  # fmt: skip
-@force_option
-@json_option
+@report_options
 def calibrate(as_json: bool, **options: Any) -> None:
     """Measure this machine's bandwidths, latencies and memories."""
     from hotsplit.measure.calibrate.calibrate import CalibrateConfig
@@ -210,8 +208,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
 )
 @click.option("--check", "is_check", is_flag=True,
               help="Check that the plan at --output is still valid for these files; write nothing.")  # fmt: skip
-@force_option
-@json_option
+@report_options
 def solve(
     budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None,
     sweep_points: int, is_check: bool, as_json: bool, neuron_cache: str | None, **options: Any,
@@ -341,8 +338,7 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
 @click.option("-o", "--output", type=OUTPUT, required=True, help="The file or folder to write.")
 @click.option("--profile", type=FILE, help="The profile that the plan was made from.")
 @click.option("--group-size", type=int, help="Neurons per group, for SparkInfer. [default: 16]")
-@force_option
-@json_option
+@report_options
 def export_command(as_json: bool, **options: Any) -> None:
     """Write a profile or a plan in the file formats of PowerInfer or SparkInfer."""
     from hotsplit.export.export import ExportConfig, export

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from hotsplit.commands.options.shared import FileCommand, finish, json_option, say
+from hotsplit.commands.options.shared import FileCommand, aligned, finish, json_option, say
 from hotsplit.system.sizes import format_bytes
 
 
@@ -47,10 +47,8 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
          "in use" if s.is_in_use else s.state, _printable(s.source) or "-")
         for s in found
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if found else []:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        click.echo("  ".join(cells).rstrip())
+    for line in aligned(rows) if found else []:
+        click.echo(line)
     say(f"{len(found)} in {folder}, {format_bytes(total)}")
     if any(s.file for s in found):
         say(f"other commands take a file by its path: {folder}/WHAT/FILE")

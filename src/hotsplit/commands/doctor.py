@@ -10,8 +10,7 @@ from hotsplit.commands.options.shared import (
     OUTPUT,
     FileCommand,
     finish,
-    force_option,
-    json_option,
+    report_options,
     say,
 )
 
@@ -23,8 +22,7 @@ from hotsplit.commands.options.shared import (
               help="Write the findings, without names and paths, to a file for an issue.")  # fmt: skip
 @click.option("--again", is_flag=True,
               help="Forget the results of earlier GPU checks, and check again.")  # fmt: skip
-@force_option
-@json_option
+@report_options
 @click.pass_context
 def doctor(
     ctx: click.Context, report: Path | None, again: bool, force: bool, as_json: bool

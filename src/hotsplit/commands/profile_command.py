@@ -14,12 +14,11 @@ from hotsplit.commands.options.shared import (
     FileCommand,
     device_option,
     finish,
-    force_option,
     given,
-    json_option,
     let_threads_sleep,
     mean,
     output,
+    report_options,
     say,
     texts_and_model,
 )
@@ -88,8 +87,7 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 )
 @click.option("--seed", default=0, show_default=True)
 @device_option
-@force_option
-@json_option
+@report_options
 @click.pass_context
 def profile(
     ctx: click.Context,

@@ -10,10 +10,9 @@ from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
     finish,
-    force_option,
-    json_option,
     let_threads_sleep,
     output,
+    report_options,
 )
 from hotsplit.system.sizes import format_bytes
 
@@ -31,8 +30,7 @@ from hotsplit.system.sizes import format_bytes
 @click.option("--predictors", type=FILE, help="predictors.safetensors, or its folder.")
 @click.option("--eval-json", "evals", type=FILE, multiple=True,
               help="Output of hotsplit eval --json; may be repeated.")  # fmt: skip
-@force_option
-@json_option
+@report_options
 def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
     """Write what the given files say about a model to one HTML page.
 

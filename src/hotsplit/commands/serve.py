@@ -171,7 +171,7 @@ def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
     zeros and thus allocates all of it at once."""
     import torch
 
-    from hotsplit.artifacts.longer_texts import with_rope_scaling
+    from hotsplit.artifacts.changed_model import with_rope_scaling
     from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.runtime.engine_options import bytes_by_role_of, cache_types_of, context_of
     from hotsplit.system.system_memory import free_memory_bytes

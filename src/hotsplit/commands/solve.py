@@ -123,7 +123,8 @@ def _gpu_lines(report: SolveReport) -> list[str]:
 def _speed_lines(report: SolveReport) -> list[str]:
     """Predicted speeds; a plan without a GPU has no separate row for the CPU alone."""
     advice = report.advice
-    rows = [("this plan", report.objective_s, f"{_gap_words(report.gap)} slower than the best")]
+    gap = "less than 0.01%" if report.gap < 1e-4 else f"at most {report.gap:.2%}"
+    rows = [("this plan", report.objective_s, f"{gap} slower than the best")]
     if sum(report.gpu_bytes.values()):
         rows.append(("the CPU alone", advice.cpu_only_s, "the same model without a GPU"))
     there = f"{advice.layer_split_layers} of {report.num_layers} layers"
@@ -155,10 +156,6 @@ def _mode_lines(report: SolveReport) -> list[str]:
             f" {others}"
         )
     return lines + ([f"not planned for: {'; '.join(left_out)}"] if left_out else [])
-
-
-def _gap_words(gap: float) -> str:
-    return "less than 0.01%" if gap < 1e-4 else f"at most {gap:.2%}"
 
 
 def _last_line(report: SolveReport) -> str:

@@ -13,9 +13,8 @@ from hotsplit.commands.options.shared import (
     FileCommand,
     device_option,
     finish,
-    force_option,
-    json_option,
     output,
+    report_options,
     say,
 )
 from hotsplit.files.atomic import locked_folder
@@ -83,8 +82,7 @@ if TYPE_CHECKING:
               help="Type of the model file's matrices.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
 @device_option
-@force_option
-@json_option
+@report_options
 def sparsify(as_json: bool, **options: Any) -> None:
     """Train a dense model to give the same answers with fewer of its neurons.
 

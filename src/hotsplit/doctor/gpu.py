@@ -59,30 +59,19 @@ def driver(found: Result, torch_found: Result) -> list[Finding]:
         return [note("driver", "no NVIDIA driver: everything runs on the CPU",
                      f"with a GPU: {advice}")]  # fmt: skip
     text = f"{done['driver'] or 'unknown version'}, CUDA up to {done['cuda'] or 'unknown'}"
-    if gpus or not _has_torch(torch_found):
+    if gpus or torch_found.done is None or "error" in torch_found.done:
         return [ok("driver", text)]
-    return [wrong("driver", f"{text}, but torch sees no GPU{_why_unseen(done, torch_found)}",
-                  _advice_unseen(done, torch_found))]  # fmt: skip
-
-
-def _why_unseen(done: Mapping[str, Any], torch_found: Result) -> str:
-    assert torch_found.done is not None
-    error = torch_found.done.get("gpu_error")
-    if error:
-        return f": {error[:MOST_LETTERS]}"
-    return ": it is built for the CPU" if not torch_found.done["cuda"] else ""
-
-
-def _advice_unseen(done: Mapping[str, Any], torch_found: Result) -> str:
-    assert torch_found.done is not None
-    built = torch_found.done["cuda"]
+    built, error = torch_found.done["cuda"], torch_found.done.get("gpu_error")
+    why = f": {error[:MOST_LETTERS]}" if error else "" if built else ": it is built for the CPU"
     if not built:
-        return "install torch for CUDA (its wheel without +cpu)"
-    if done["cuda"] and _number(done["cuda"]) < _number(built):
-        return (
+        advice = "install torch for CUDA (its wheel without +cpu)"
+    elif done["cuda"] and _number(done["cuda"]) < _number(built):
+        advice = (
             f"the driver is older than torch's CUDA {built}: update it, or install an older torch"
         )
-    return "check whether CUDA_VISIBLE_DEVICES hides it, and whether nvidia-smi lists it"
+    else:
+        advice = "check whether CUDA_VISIBLE_DEVICES hides it, and whether nvidia-smi lists it"
+    return [wrong("driver", f"{text}, but torch sees no GPU{why}", advice)]
 
 
 def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
@@ -155,11 +144,10 @@ def checks(
 ) -> list[Finding]:
     """Findings from the stored results of GPU checks: for each GPU those that a load would use, or
     the latest. `seen` are the GPUs as torch reports them."""
+    crash = []
     if unfinished is not None and unfinished.done is None:
         crash = [wrong("check of the GPU", _ended(unfinished), "load a model: parts that crashed the"
                        " process are not used")]  # fmt: skip
-    else:
-        crash = []
     now = {gpu["index"]: gpu["key"] for gpu in seen if gpu.get("key") is not None}
     by_use = sorted(reversed(stored), key=lambda each: not _changes(each.key, now))  # noqa: C414  # of equals the last comes first
     used = {(each.key.index, each.key.device): each for each in by_use}
@@ -219,10 +207,6 @@ def _parts(failed: Sequence[Verdict], why: str) -> str:
 def gpus_of(found: Result) -> list[Mapping[str, Any]]:
     """The GPUs that torch sees."""
     return list(found.done.get("gpus", ())) if found.done is not None else []
-
-
-def _has_torch(found: Result) -> bool:
-    return found.done is not None and "error" not in found.done
 
 
 def _ended(found: Result) -> str:

@@ -3,7 +3,9 @@
 import os
 import platform
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hotsplit.artifacts.device_checks import installed_version
 from hotsplit.doctor.children import Result
@@ -45,7 +47,8 @@ def processor(kernels: Result) -> list[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = [ok("processor", f"{_processor_name()}, {cores} of {os.cpu_count()} threads allowed")]
     if kernels.done is None:
-        text = f"the C++ library {_verb(kernels)} {kernels.why}"
+        verb = "cannot be tried:" if "No module" in kernels.how else "fails:"
+        text = f"the C++ library {verb} {kernels.why}"
         advice = f"set {LEVEL_VARIABLE} to a lower level, e.g. generic, or {REBUILD}"
         return [*found, wrong("kernels", text, advice)]
     done = kernels.done
@@ -60,20 +63,14 @@ def processor(kernels: Result) -> list[Finding]:
     return [*found, ok("kernels", f"{what}, {done['num_threads']} threads")]
 
 
-def _verb(kernels: Result) -> str:
-    return "cannot be tried:" if "No module" in kernels.how else "fails:"
-
-
-def _around(done: dict | object) -> str:
+def _around(done: Mapping[str, Any]) -> str:
     """Advice to use a level whose results are right."""
-    assert hasattr(done, "__getitem__")
     bad = {line.partition(",")[0] for line in done["wrong"]}
     good = [level for level in done["usable"] if level not in bad]
     return f"set {LEVEL_VARIABLE}={good[0]}, and report it" if good else f"{REBUILD}, and report it"
 
 
-def _levels(done: dict | object) -> list[Finding]:
-    assert hasattr(done, "__getitem__")
+def _levels(done: Mapping[str, Any]) -> list[Finding]:
     usable, forced = list(done["usable"]), done["forced"]
     text = f"{done['level']} is the best of {', '.join(usable)}"
     found = [ok("levels", text)]

@@ -35,7 +35,8 @@ def check_outputs(
     no other output may be inside them; they may exist, and whether they can be written is not
     checked. The check leaves nothing behind."""
     folders = list(folders)
-    inputs = [*inputs, *(file for folder in folders for file in _inputs_in(folder))]
+    inside = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    inputs = [*inputs, *(f for f in inside if f.suffix != MODEL_SUFFIX and f.is_file())]
     check_apart([*paths, *output_folders], inputs)
     for path in paths:
         _check_folders(path, folders)
@@ -136,9 +137,3 @@ def _is_same(path: Path, other: Path) -> bool:
     if os.path.exists(path) and os.path.exists(other):  # noqa: PTH110
         return path.samefile(other)
     return os.path.realpath(path) == os.path.realpath(other)
-
-
-def _inputs_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [file for file in folder.iterdir() if file.suffix != MODEL_SUFFIX and file.is_file()]

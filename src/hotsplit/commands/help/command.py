@@ -22,16 +22,14 @@ def help_command(ctx: click.Context, names: Sequence[str]) -> None:
     """Show what a command does and its options; without a name, list all commands."""
     parent = ctx.parent
     assert parent is not None and isinstance(parent.command, click.Group)
-    group: click.Command = parent.command
-    context = parent
-    for name in names:
-        if not isinstance(group, click.Group):
-            raise click.UsageError(f"no such command '{' '.join(names)}'", ctx=parent)
-        _, found, _ = group.resolve_command(context, [name])  # raises for an unknown name
-        assert found is not None
-        context = click.Context(found, info_name=name, parent=context)
-        group = found
-    click.echo(group.get_help(context))
+    if not names:
+        click.echo(parent.get_help())
+        return
+    _, found, _ = parent.command.resolve_command(parent, [names[0]])  # raises for an unknown name
+    if len(names) > 1:
+        raise click.UsageError(f"no such command '{' '.join(names)}'", ctx=parent)
+    assert found is not None
+    click.echo(found.get_help(click.Context(found, info_name=names[0], parent=parent)))
 
 
 @click.command(

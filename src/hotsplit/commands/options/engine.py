@@ -2,7 +2,6 @@
 the neuron cache."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -11,7 +10,7 @@ from hotsplit.model.rope import KINDS
 from hotsplit.options.cache_types import NAMES
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import DEFAULT
-from hotsplit.options.neuron_cache import OFF, CacheOptions, Off
+from hotsplit.options.neuron_cache import OFF, CacheOptions
 
 rope_options = joined(
     engine_option(
@@ -42,12 +41,9 @@ cache_type_options = joined(
 )  # fmt: skip
 
 
-def _parsed(ctx: click.Context, param: click.Parameter, value: Any) -> CacheOptions | Off | None:
-    return value if value is None or value == OFF else CacheOptions.parse(value)
-
-
 neuron_cache_option = engine_option(
-    "neuron_cache", "--neuron-cache", metavar="on|off|SETTINGS", callback=_parsed,
+    "neuron_cache", "--neuron-cache", metavar="on|off|SETTINGS",
+    callback=lambda ctx, param, value: value if value in (None, OFF) else CacheOptions.parse(value),
     help="Swap the neurons on the GPU to follow the text; settings such as decay=0.995,margin=0.05."
     " [default: on with a plan that has room for it]",
 )  # fmt: skip
@@ -55,7 +51,7 @@ neuron_cache_option = engine_option(
 
 def scaling_lines(model: Path, config: EngineConfig) -> list[str]:
     """The line that says how the model's positions are scaled with these options, if they are."""
-    from hotsplit.artifacts.longer_texts import with_rope_scaling
+    from hotsplit.artifacts.changed_model import with_rope_scaling
     from hotsplit.artifacts.model_file import ModelFile
 
     file = with_rope_scaling(ModelFile.load(model), *config.rope, config.context_length)

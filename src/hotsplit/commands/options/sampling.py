@@ -41,9 +41,8 @@ class _Option:
         return getattr(_DEFAULTS, self.field, None)
 
     @property
-    def help_line(self) -> str:
-        is_plain = isinstance(self.default, int | float)
-        return f"{self.help}  [default: {self.default}]" if is_plain else self.help
+    def is_number(self) -> bool:
+        return isinstance(self.default, int | float)
 
 
 def _option(spellings: str, field: str, help: str, **more: Any) -> _Option:
@@ -127,14 +126,13 @@ def sampling_options(command: Command) -> Command:
         help="Show all sampling options: penalties, DRY, XTC, Mirostat, their order.",
     )(command)  # fmt: skip
     for option in reversed(_OPTIONS):
-        is_number = isinstance(option.default, int | float)
         command = click.option(
             *option.spellings,
             option.field,
             type=option.type,
-            metavar=None if is_number or option.field == "seed" else option.metavar,
-            default=option.default if is_number else None,
-            show_default=is_number,
+            metavar=None if option.is_number or option.field == "seed" else option.metavar,
+            default=option.default if option.is_number else None,
+            show_default=option.is_number,
             multiple=option.is_repeated,
             hidden=not option.is_common,
             help=option.help,
@@ -171,11 +169,10 @@ def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     formatter.write_text("The samplers run in order, then one token is drawn.")
     for title, options in _GROUPS.items():
         with formatter.section(title):
-            formatter.write_dl(
-                [
-                    (f"{', '.join(option.spellings)} {option.metavar}", option.help_line)
-                    for option in options
-                ]
-            )
+            formatter.write_dl([
+                (f"{', '.join(o.spellings)} {o.metavar}",
+                 f"{o.help}  [default: {o.default}]" if o.is_number else o.help)
+                for o in options
+            ])  # fmt: skip
     click.echo(formatter.getvalue(), nl=False)
     ctx.exit()

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import asdict, fields
@@ -170,6 +170,7 @@ force_option = click.option("--force", is_flag=True, help="Overwrite existing fi
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the report as one JSON object on stdout."
 )
+report_options = joined(force_option, json_option)
 
 
 def _checked(check: Callable[[Any], None]) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -296,11 +297,8 @@ def say(line: str) -> None:
     if sys.stderr is not None:
         line = "\n".join(map(escaped, line.split("\n")))
         is_terminal = sys.stderr.isatty()
-        print(wrapped(line, terminal_width()) if is_terminal else line, file=sys.stderr, flush=True)
-
-
-def terminal_width() -> int:
-    return min(WIDEST, shutil.get_terminal_size().columns)
+        width = min(WIDEST, shutil.get_terminal_size().columns)
+        print(wrapped(line, width) if is_terminal else line, file=sys.stderr, flush=True)
 
 
 def wrapped(line: str, width: int) -> str:
@@ -324,6 +322,12 @@ def finish(report: Any, as_json: bool, lines: list[str]) -> None:
     else:
         for line in lines:
             say(line)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
 
 
 def mean(values: list[float] | tuple[float, ...]) -> float:

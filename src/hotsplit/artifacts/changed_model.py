@@ -1,15 +1,16 @@
-"""Replaces a model's thresholds with those of a profile: permanently in convert, for one run in the
-engine."""
+"""A model with other thresholds, or with another scaling of its rotary embeddings: permanently in
+convert (thresholds only), for one run in the engine."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
+from hotsplit.model.rope import asked_scaling
 from hotsplit.model.spec import SMOOTH
 
 
@@ -40,7 +41,7 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
             f" {[model.spec.num_layers, model.spec.most_neurons]}; profile this model"
         )
     changed = replace_thresholds(model, profile.threshold_L, str(path))
-    return dataclasses.replace(changed, quality=_quality(model, profile))
+    return replace(changed, quality=_quality(model, profile))
 
 
 def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality]:
@@ -67,4 +68,33 @@ def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: s
             f"{source}: thresholds are {tuple(threshold_L)}, wanted {model.spec.num_layers} finite"
             " numbers, at least 0; profile this model again"
         )
-    return dataclasses.replace(model, threshold_L=tuple(threshold_L), quality={})
+    return replace(model, threshold_L=tuple(threshold_L), quality={})
+
+
+def with_rope_scaling(
+    model: ModelFile, kind: str | None, factor: float | None, context_length: int | None
+) -> ModelFile:
+    """The model with this scaling instead of its own; unchanged if `kind` and `factor` are None.
+
+    kind: "none", "linear" or "yarn"; None means "yarn" if there is a factor. factor: the ratio of
+    the longest text to the training length; None takes what `context_length` needs.
+
+    Raises HotsplitError for a model whose positions cannot be scaled, and like
+    `asked_scaling`."""
+    if kind is None and factor is None:
+        return model
+    spec, rotary = model.bare_spec, model.bare_spec.rotary
+    why = None
+    if rotary is None:
+        why = "its positions are learned"
+    elif rotary.scaling.kind == "linear":
+        why = f"it was trained with positions divided by {rotary.scaling.factor:g}"
+    elif "rope_freqs.weight" in model.tensors:
+        why = "its frequencies are scaled already (rope_freqs.weight)"
+    if why is not None:
+        raise HotsplitError(f"{model.path}: {why}; leave --rope-scaling and --rope-scale out")
+    assert rotary is not None
+    length = rotary.scaling.original_length or spec.context_length
+    scaling = asked_scaling(kind, factor, context_length, length)
+    longest = int(length * scaling.factor)
+    return replace(model, bare_spec=replace(spec.with_scaling(scaling), context_length=longest))

@@ -15,8 +15,8 @@ from models import make_model, make_profile
 
 from hotsplit.cli import main
 from hotsplit.commands.all_commands import cli
+from hotsplit.commands.exit_codes import UNEXPECTED, line_of
 from hotsplit.commands.options.shared import SIZE, FileCommand, FolderPath, OutputPath
-from hotsplit.commands.top_level import UNEXPECTED, line_of
 from hotsplit.files.mapped_files import EXIT_CODE as CUT
 from hotsplit.files.typed import printed_line
 
@@ -63,7 +63,7 @@ def test_hotsplit_debug_prints_the_traceback(monkeypatch, capsys, may_end_unexpe
 def test_a_test_fails_if_its_command_ends_unexpectedly(pytester_like):
     result = pytester_like("def test_it(monkeypatch):\n"
         "    from hotsplit.cli import main\n"
-        "    monkeypatch.setattr('hotsplit.commands.top_level._run', lambda *a, **k: 1 / 0)\n"
+        "    monkeypatch.setattr('hotsplit.commands.exit_codes._run', lambda *a, **k: 1 / 0)\n"
         "    main(['inspect', 'x'])\n")  # fmt: skip
     assert result.returncode != 0 and b"exit code 70: [\"main(['inspect', 'x'])\"]" in result.stdout
 
@@ -154,7 +154,7 @@ def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown)
 
 def test_an_error_in_a_thread_prints_one_line():
     code = (
-        "import threading, hotsplit.commands.top_level as t\n"
+        "import threading, hotsplit.commands.exit_codes as t\n"
         "def run(arguments, *, is_program):\n"
         "    thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
         "    return 0\n"
@@ -237,11 +237,11 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize(
-    "name", ["hotsplit.commands.top_level", "click", "hotsplit.inspection.inspect_file"]
+    "name", ["hotsplit.commands.exit_codes", "click", "hotsplit.inspection.inspect_file"]
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_start_up_prints_one_line(name, number):
-    if name == "hotsplit.commands.top_level" and number != signal.SIGINT:
+    if name == "hotsplit.commands.exit_codes" and number != signal.SIGINT:
         pytest.skip("no handler is installed yet; the process ends without having begun")
     code = AT_IMPORT.replace("NAME", repr(name)).replace("NUMBER", str(int(number)))
     result = run(code + PROGRAM, "inspect", "x")
@@ -250,7 +250,7 @@ def test_a_signal_during_start_up_prints_one_line(name, number):
 
 
 WRITES = """
-import sys, hotsplit.commands.top_level as t
+import sys, hotsplit.commands.exit_codes as t
 from pathlib import Path
 from hotsplit.files.atomic import partial_file, partial_folder
 def run(arguments, *, is_program):
