@@ -151,9 +151,9 @@ def test_the_next_command_works_as_it_is_printed(
     path = files / f"{model}.gguf"
     if model.startswith("own"):
         reference = None if dense is None else files / f"{dense}.gguf"
-        (line,) = command._next_of_trained(path, reference, advice)
+        line = command._next_of_trained(path, reference, advice)
     else:
-        (line,) = command._next(path, advice, files / "l")
+        line = command._next(path, advice, files / "l")
     words = shlex.split(line.removeprefix("next: "))
     assert words[:2] == ["hotsplit", verb]
     done = CliRunner().invoke(cli, words[1:])

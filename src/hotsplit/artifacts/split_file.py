@@ -2,11 +2,12 @@
 
 Specified in docs/formats.md. `check_against` compares its byte counts with a model file."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -97,20 +98,9 @@ class Split:
                 dense_on_gpu=tuple(map(bool, read.counts("dense_on_gpu", most=1))),
                 gpu_bytes=_items(read, "gpu_bytes", int(version)),
                 cpu_bytes=_items(read, "cpu_bytes", int(version)),
-                model_id=read.line("model_id"),
-                mode=cast(PlanMode, read.choice("mode", get_args(PlanMode))),
-                vram_budget_bytes=read.count("vram_budget_bytes"),
-                context_length=read.count("context_length", least=1),
-                head_on_gpu=read.flag("head_on_gpu"),
-                status=read.text("status"),
-                objective_s=read.number("objective_s", above=0),
-                bound_s=read.number("bound_s", least=0),
-                solve_s=read.number("solve_s", least=0),
+                **{name: take(read, name) for name, (_, take) in _SCALARS.items()},
                 home=tuple(read.counts("home")) if "home" in read.values else (),
                 gpu_budget_bytes=_sizes(read) if "home" in read.values else (),
-                host_budget_bytes=read.count("host_budget_bytes"),
-                profile_sha256=read.text("profile_sha256"),
-                machine_sha256=read.text("machine_sha256"),
                 cache=cache,
                 # A plan for one text does not store the number.
                 num_sequences=read.count(_SEQUENCES, least=2) if _SEQUENCES in read.values else 1,
@@ -128,7 +118,7 @@ class Split:
     def save(self, path: Path) -> None:
         self.validate()
         keys: dict[str, Value] = {_PREFIX + "version": np.uint32(VERSION)}
-        for name, to_value in _SCALARS.items():
+        for name, (to_value, _) in _SCALARS.items():
             keys[_PREFIX + name] = to_value(getattr(self, name))
         keys[_PREFIX + "dense_on_gpu"] = [int(flag) for flag in self.dense_on_gpu]
         keys[_PREFIX + "hot_count"] = [len(ids) for ids in self.hot]
@@ -289,19 +279,20 @@ class Split:
                 )
 
 
-_SCALARS = {
-    "model_id": str,
-    "mode": str,
-    "vram_budget_bytes": np.uint64,
-    "context_length": np.uint32,
-    "head_on_gpu": bool,
-    "status": str,
-    "objective_s": np.float64,
-    "bound_s": np.float64,
-    "solve_s": np.float64,
-    "host_budget_bytes": np.uint64,
-    "profile_sha256": str,
-    "machine_sha256": str,
+# Fields that are one key each: the type that is stored, and how it is read.
+_SCALARS: dict[str, tuple[Callable[[Any], Value], Callable[[Fields, str], Any]]] = {
+    "model_id": (str, Fields.line),
+    "mode": (str, lambda read, key: read.choice(key, get_args(PlanMode))),
+    "vram_budget_bytes": (np.uint64, Fields.count),
+    "context_length": (np.uint32, partial(Fields.count, least=1)),
+    "head_on_gpu": (bool, Fields.flag),
+    "status": (str, Fields.text),
+    "objective_s": (np.float64, partial(Fields.number, above=0)),
+    "bound_s": (np.float64, partial(Fields.number, least=0)),
+    "solve_s": (np.float64, partial(Fields.number, least=0)),
+    "host_budget_bytes": (np.uint64, Fields.count),
+    "profile_sha256": (str, Fields.text),
+    "machine_sha256": (str, Fields.text),
 }
 # Keys that are stored only with several GPUs, with several texts, and with keys and values in main
 # memory.

@@ -26,10 +26,10 @@ from hotsplit.commands.options.shared import (
     OUTPUT,
     SIZE,
     FileCommand,
+    OutputPath,
     finish,
     json_option,
     max_loss_option,
-    output,
     report_options,
     say,
 )
@@ -71,17 +71,14 @@ def cli() -> None:
     options."""
 
 
-cli.add_command(help_command)
-cli.add_command(completion)
-cli.add_command(profile)
-cli.add_command(advise)
-cli.add_command(doctor)
-cli.add_command(sparsify)
+for _command in (help_command, completion, profile, advise, doctor, sparsify, run_command, cache,
+                 generate, chat, serve, bench, evaluate, report):  # fmt: skip
+    cli.add_command(_command)
 
 
 @cli.command(epilog=examples.CONVERT)
 @click.argument("source", type=FILE)
-@click.option("-o", "--output", type=output(".gguf"), required=True,
+@click.option("-o", "--output", type=OutputPath(".gguf"), required=True,
               help="The model file to write.")  # fmt: skip
 @click.option("--outtype", type=OUTTYPE,
               help="Type of the matrices. [default: f16 for a checkpoint, the file's own for a GGUF]")  # fmt: skip
@@ -145,7 +142,7 @@ def convert(
 
 
 @cli.command(epilog=examples.CALIBRATE)
-@click.option("-o", "--output", type=output(".json"), required=True,
+@click.option("-o", "--output", type=OutputPath(".json"), required=True,
               help="The machine file to write.")  # fmt: skip
 @click.option(
     "--gpu-from", type=FILE, help="Machine file whose GPU to plan for, if this machine has none."
@@ -174,7 +171,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
                    " the CPU alone.")  # fmt: skip
 @click.option("--host-budget", "host_budget_bytes", type=SIZE,
               help="Main memory to use, e.g. 16GiB. [default: all of it]")  # fmt: skip
-@click.option("-o", "--output", type=output(".gguf", ".json"), required=True,
+@click.option("-o", "--output", type=OutputPath(".gguf", ".json"), required=True,
               help="The plan (split file) to write; with --sweep the curve (JSON), with a plot next"
                    " to it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
@@ -243,18 +240,6 @@ def solve(
     else:
         report, lines = run_solve(config, explained=explained, heat_map=heat_map)
     finish(report, as_json, lines)
-
-
-cli.add_command(run_command)
-cli.add_command(cache)
-cli.add_command(generate)
-cli.add_command(chat)
-cli.add_command(serve)
-cli.add_command(bench)
-
-
-cli.add_command(evaluate)
-cli.add_command(report)
 
 
 @cli.command(

@@ -23,10 +23,7 @@ from hotsplit.commands.options.shared import (
 @click.option("--again", is_flag=True,
               help="Forget the results of earlier GPU checks, and check again.")  # fmt: skip
 @report_options
-@click.pass_context
-def doctor(
-    ctx: click.Context, report: Path | None, again: bool, force: bool, as_json: bool
-) -> None:
+def doctor(report: Path | None, again: bool, force: bool, as_json: bool) -> None:
     """Show what works on this machine, what does not, and what to do about it.
 
     Looks at the processor and its kernels, memory, torch, Triton, NVIDIA's driver and GPUs. Exits
@@ -47,4 +44,4 @@ def doctor(
             partial.write_text(report_of(found.findings), encoding="utf-8")
         lines.append(f"wrote {report}")
     finish(asdict(found), as_json, lines)
-    ctx.exit(0 if found.is_fine else 1)
+    raise click.exceptions.Exit(0 if found.is_fine else 1)

@@ -1,6 +1,7 @@
 """The command `hotsplit profile`."""
 
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ from hotsplit.commands.options.shared import (
     FOLDER,
     SIZE,
     FileCommand,
+    OutputPath,
     device_option,
     finish,
     given,
     let_threads_sleep,
     mean,
-    output,
     report_options,
     say,
     texts_and_model,
@@ -42,7 +43,7 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 @click.option("--corpus", "corpora", type=FILE, multiple=True,
               help="Text to count on: a text, .jsonl or .parquet file, a folder of them, or - for"
                    " stdin; may be repeated.")  # fmt: skip
-@click.option("-o", "--output", type=output(".safetensors"), required=True,
+@click.option("-o", "--output", type=OutputPath(".safetensors"), required=True,
               help="The profile to write.")  # fmt: skip
 @click.option("--tokens", "max_tokens", type=int,
               help="Tokens to count on; a shorter text is an error. [default: 131,072,"
@@ -95,13 +96,6 @@ def profile(
     output: Path,
     force: bool,
     is_merge: bool,
-    predictor_rank: int | None,
-    predictor_form: Any,
-    predictor_type: Any,
-    predictor_format: Any,
-    target_contribution: float,
-    target_lost_norm: float,
-    target_precision: float,
     plots: Path | None,
     as_json: bool,
     **options: Any,
@@ -122,11 +116,11 @@ def profile(
     from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig
     from hotsplit.profile.predictors.options import PredictorOptions, Target
 
+    target = Target(**{each.name: options.pop(f"target_{each.name}") for each in fields(Target)})
+    names = ("rank", "form", "type", "format")
     predictors = PredictorOptions(
-        rank=predictor_rank, form=predictor_form, type=predictor_type, format=predictor_format,
-        target=Target(contribution=target_contribution, lost_norm=target_lost_norm,
-                      precision=target_precision),
-    )  # fmt: skip
+        **{name: options.pop(f"predictor_{name}") for name in names}, target=target
+    )
     config = ProfileConfig(
         model=files[0], output=output, force=force, predictors=predictors, **options
     )

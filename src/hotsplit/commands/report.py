@@ -9,9 +9,9 @@ from hotsplit.commands.options.kept_files import report_line
 from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
+    OutputPath,
     finish,
     let_threads_sleep,
-    output,
     report_options,
 )
 from hotsplit.system.sizes import format_bytes
@@ -20,7 +20,7 @@ from hotsplit.system.sizes import format_bytes
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @click.option(
-    "-o", "--output", type=output(".html"), required=True, help="The page (HTML) to write."
+    "-o", "--output", type=OutputPath(".html"), required=True, help="The page (HTML) to write."
 )
 @click.option(
     "--profile", type=FILE, help="The profile; a .report.json next to it describes the predictors."

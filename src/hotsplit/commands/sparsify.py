@@ -11,9 +11,9 @@ from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
     FileCommand,
+    OutputPath,
     device_option,
     finish,
-    output,
     report_options,
     say,
 )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
               help="Text to train on: a text, .jsonl or .parquet file, or a folder of them; may be"
                    " repeated.")  # fmt: skip
-@click.option("-o", "--output", type=output(".gguf"), required=True,
+@click.option("-o", "--output", type=OutputPath(".gguf"), required=True,
               help="The model file to write; with several shares, one for each, e.g. model-60.gguf.")  # fmt: skip
 @click.option("--share", "shares", type=float, multiple=True,
               help="Share of the neurons to silence; if repeated, each is reached in turn."

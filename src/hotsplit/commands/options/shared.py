@@ -32,7 +32,9 @@ class OutputPath(click.Path):
     """A file that the command writes; every other path but a FolderPath is an input. With
     `endings`, names with the ending of another kind of file are refused."""
 
-    endings: tuple[str, ...] = ()
+    def __init__(self, *endings: str) -> None:
+        super().__init__(path_type=Path)
+        self.endings = endings
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
@@ -52,7 +54,7 @@ class FolderPath(click.Path):
 WIDEST = 100  # columns of a note
 _COMMAND = ": hotsplit "
 FILE = click.Path(path_type=Path)
-OUTPUT = OutputPath(path_type=Path)
+OUTPUT = OutputPath()
 ENDINGS = (".gguf", ".safetensors", ".json")  # of files that commands write
 FOLDER = FolderPath(path_type=Path)
 
@@ -139,13 +141,6 @@ def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Pat
         to = outputs if isinstance(param.type, OutputPath) else inputs
         to += [path for path in values if path is not None and str(path) != "-"]
     return inputs, outputs
-
-
-def output(*endings: str) -> OutputPath:
-    """An OutputPath whose name must not have the ending of another kind of file."""
-    kind = OutputPath(path_type=Path)
-    kind.endings = endings
-    return kind
 
 
 def joined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
