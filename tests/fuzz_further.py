@@ -90,8 +90,7 @@ def inspect(case: Case) -> None:
 
 def inspect_model(case: Case) -> None:
     """Shows what a model file holds, and the operations of its step."""
-    from hotsplit.inspection.printing import print_facts
-    from hotsplit.inspection.summary import to_json
+    from hotsplit.inspection.summary import print_facts, to_json
     from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
     inspect(case)
@@ -104,8 +103,7 @@ def inspect_model(case: Case) -> None:
 
 def inspect_folder(case: Case) -> None:
     from hotsplit.convert.checkpoint_summary import summarise_checkpoint
-    from hotsplit.inspection.printing import print_facts
-    from hotsplit.inspection.summary import to_json
+    from hotsplit.inspection.summary import print_facts, to_json
 
     with stdout_of_a_pipe():
         summary = summarise_checkpoint(case.folder)

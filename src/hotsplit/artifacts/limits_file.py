@@ -65,7 +65,8 @@ class Limits:
         with about(path, "; make the limits again"):
             read = Fields(metadata)
             count = read.count("num_layers", least=1, most=MAX_LAYERS)
-            layers = tuple(_take(arrays, layer) for layer in range(count))
+            gates = (arrays.pop(f"blk.{layer}.{GATE}", None) for layer in range(count))
+            layers = tuple(LayerLimits(gate_F=gate_F) for gate_F in gates)
             if arrays:
                 raise HotsplitError(f"unknown array {shown(min(arrays))}")
             limits = cls(
@@ -138,19 +139,10 @@ def check_made_with(
     raise HotsplitError(f"{path}: made {made}, but {source} has {has}; {again}")
 
 
-def _take(arrays: dict[str, np.ndarray], layer: int) -> LayerLimits:
-    """Takes the limits of a layer out of `arrays`."""
-    return LayerLimits(gate_F=arrays.pop(f"blk.{layer}.{GATE}", None))
-
-
 def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int) -> Limits:
     """The limits in a model file. Raises HotsplitError like `Limits.validate`."""
-    arrays = {
-        name: entry.read()
-        for layer in range(num_layers)
-        if (entry := tensors.get(name := f"blk.{layer}.{GATE}")) is not None
-    }
-    layers = tuple(_take(arrays, layer) for layer in range(num_layers))
+    entries = (tensors.get(f"blk.{layer}.{GATE}") for layer in range(num_layers))
+    layers = tuple(LayerLimits(gate_F=None if e is None else e.read()) for e in entries)
     limits = Limits(model_id=model_id, layers=layers)
     limits.validate()
     return limits

@@ -146,14 +146,10 @@ class LayerPredictor:
 
     def wanted_shapes(self, num_neurons: int, width: int) -> dict[str, tuple[int, ...]]:
         """The shape of each array, by name within the layer."""
-        if self.down is None:
-            return {"ffn_pred_up.weight": (num_neurons, width), "ffn_pred_up.bias": (num_neurons,)}
-        return {
-            "ffn_pred_down.weight": (self.rank, width),
-            "ffn_pred_up.weight": (num_neurons, self.rank),
-            "ffn_pred_down.bias": (self.rank,),
-            "ffn_pred_up.bias": (num_neurons,),
-        }
+        up_width = width if self.down is None else self.rank
+        up = {"ffn_pred_up.weight": (num_neurons, up_width), "ffn_pred_up.bias": (num_neurons,)}
+        down = {"ffn_pred_down.weight": (self.rank, width), "ffn_pred_down.bias": (self.rank,)}
+        return up if self.down is None else down | up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,37 +216,34 @@ class Predictors:
     def validate(self) -> None:
         """Raises HotsplitError unless every layer has finite weights of fitting shapes, and
         `info` is valid and fits them."""
-        if not len(self.layers) == len(self.info.rank_L) == len(self.info.threshold_L):
+        info, num_layers, kinds = self.info, len(self.layers), get_args(PredictorKind)
+        if not num_layers == len(info.rank_L) == len(info.threshold_L):
             raise HotsplitError(
-                f"{len(self.layers)} predictors, {len(self.info.rank_L)} ranks,"
-                f" {len(self.info.threshold_L)} thresholds; wanted one of each per layer"
+                f"{num_layers} predictors, {len(info.rank_L)} ranks, {len(info.threshold_L)}"
+                " thresholds; wanted one of each per layer"
             )
-        if self.info.kind not in get_args(PredictorKind) or self.info.input_layer_offset not in (
-            0,
-            1,
-        ):
+        if info.kind not in kinds or info.input_layer_offset not in (0, 1):
             raise HotsplitError(
-                f"kind {self.info.kind!r} and input layer offset {self.info.input_layer_offset},"
-                f" wanted one of {get_args(PredictorKind)} and 0 or 1"
+                f"kind {info.kind!r} and input layer offset {info.input_layer_offset}, wanted one of"
+                f" {kinds} and 0 or 1"
             )
-        if np.isnan(self.info.threshold_L).any():
+        if np.isnan(info.threshold_L).any():
             raise HotsplitError("a threshold is NaN")
-        if len(self.info.density_L) not in (0, len(self.layers)):
+        if len(info.density_L) not in (0, num_layers):
             raise HotsplitError(
-                f"densities for {len(self.info.density_L)} of {len(self.layers)} layers, wanted"
-                " none or all"
+                f"densities for {len(info.density_L)} of {num_layers} layers, wanted none or all"
             )
-        if not all(0 <= density <= 1 for density in self.info.density_L):
+        if not all(0 <= density <= 1 for density in info.density_L):
             raise HotsplitError("a density is not between 0 and 1")
-        for layer, (predictor, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):
+        for layer, (predictor, rank) in enumerate(zip(self.layers, info.rank_L, strict=True)):
             for name, matrix in predictor.matrices(layer).items():
                 matrix.check(name)
             if predictor.rank != rank:
                 raise HotsplitError(
-                    f"layer {layer} has a {self.info.kind} predictor of rank {predictor.rank},"
+                    f"layer {layer} has a {info.kind} predictor of rank {predictor.rank},"
                     f" and its stated rank is {rank}"
                 )
-            if rank == 0 and self.info.kind == "relu":
+            if rank == 0 and info.kind == "relu":
                 raise HotsplitError(
                     f"layer {layer} has a relu predictor of rank 0, wanted 1 or more"
                 )

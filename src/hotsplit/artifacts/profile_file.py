@@ -143,12 +143,8 @@ class Profile:
     def validate(self) -> None:
         """Raises HotsplitError if the numbers contradict each other."""
         counts, histogram = self.active_count_LF, self.gate_histogram_LB
-        if (
-            counts.ndim != 2
-            or not counts.size
-            or counts.dtype != np.int64
-            or histogram.dtype != np.int64
-        ):
+        is_int64 = counts.dtype == histogram.dtype == np.int64
+        if counts.ndim != 2 or not counts.size or not is_int64:
             raise HotsplitError(
                 f"counts are {counts.dtype} {counts.shape} and histograms {histogram.dtype}, wanted"
                 " int64 [L, F] and int64"

@@ -219,18 +219,8 @@ class _Files:
 
 
 def _lines(advice: "Advice", compared_with: str) -> list[str]:
-    head = (
-        "",
-        "bytes/token",
-        "KL",
-        "+-",
-        "perplexity",
-        "same top",
-        "tokens/s",
-        "95% of the ratio",
-        "",
-    )
-    rows = [head]
+    names = ("bytes/token", "KL", "+-", "perplexity", "same top", "tokens/s", "95% of the ratio")
+    rows = [("", *names, "")]
     for point in sorted(advice.points, key=lambda p: p.seconds, reverse=True):
         close = point.close
         rows.append((

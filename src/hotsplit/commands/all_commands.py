@@ -286,8 +286,7 @@ def inspect_command(
 
 
 def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
-    from hotsplit.inspection.printing import print_facts, print_table
-    from hotsplit.inspection.summary import to_json
+    from hotsplit.inspection.summary import print_facts, print_table, to_json
     from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
     summary = summarise_program(file, split)
@@ -303,8 +302,7 @@ def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
 
 def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
     from hotsplit.convert.checkpoint_summary import summarise_checkpoint
-    from hotsplit.inspection.printing import print_facts
-    from hotsplit.inspection.summary import to_json
+    from hotsplit.inspection.summary import print_facts, to_json
 
     summary = summarise_checkpoint(folder)
     if as_json:

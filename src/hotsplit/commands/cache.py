@@ -7,6 +7,7 @@ from dataclasses import asdict
 import click
 
 from hotsplit.commands.options.shared import FileCommand, aligned, finish, json_option, say
+from hotsplit.files.typed import printable
 from hotsplit.system.sizes import format_bytes
 
 
@@ -44,7 +45,7 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
     rows = [("what", "file", "size", "last use", "state", "from")]
     rows += [
         (s.name, s.file or "-", format_bytes(s.num_bytes), ago(time.time() - s.last_used),
-         "in use" if s.is_in_use else s.state, _printable(s.source) or "-")
+         "in use" if s.is_in_use else s.state, printable(s.source) or "-")
         for s in found
     ]  # fmt: skip
     for line in aligned(rows) if found else []:
@@ -52,11 +53,6 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
     say(f"{len(found)} in {folder}, {format_bytes(total)}")
     if any(s.file for s in found):
         say(f"other commands take a file by its path: {folder}/WHAT/FILE")
-
-
-def _printable(text: str) -> str:
-    """Text without line breaks and control characters: a folder may have any name."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def ago(seconds: float) -> str:

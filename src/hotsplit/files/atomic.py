@@ -5,6 +5,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from hotsplit.files.steady import changed_inputs, is_new, wrote
 
 CHUNK_BYTES = 1 << 20
 PARTIAL = ".partial"
+_OURS = re.compile(rf"[0-9a-f]{{8}}({re.escape(PARTIAL)}|{re.escape(OLD)})")  # after the stem
 TRIES = 100  # to make a folder that other runs may remove; in /proc, say, no try ever succeeds
 MODEL_SUFFIX = ".gguf"
 # Errors that only writing raises: disk full, quota or file size limit reached, read-only disk.
@@ -135,7 +137,7 @@ def remove_stale(path: Path) -> None:
         return
     for other in path.parent.glob(f"{glob.escape(_stem(path))}.*"):
         name = other.name.removeprefix(f"{_stem(path)}.")
-        if not _is_ours(name) or other.is_symlink():
+        if not _OURS.fullmatch(name) or other.is_symlink():
             continue
         with suppress(OSError), _opened(other) as descriptor:  # it may be another user's
             if not _lock(descriptor):
@@ -144,14 +146,6 @@ def remove_stale(path: Path) -> None:
                 other.rename(path)
             else:
                 _remove(other)
-
-
-def _is_ours(name: str) -> bool:
-    """True if `name`, without the stem, is eight hex digits and the suffix .partial or .old."""
-    digits, dot, end = name.partition(".")
-    return len(digits) == 8 and not set(digits) - set("0123456789abcdef") and (
-        dot + end in (PARTIAL, OLD)
-    )  # fmt: skip
 
 
 @contextmanager
@@ -324,14 +318,8 @@ def _sync_all(folder: Path) -> None:
 def require_file(path: Path, what: str) -> None:
     """Raises HotsplitError unless `path` is a file; `what` names it, e.g. "profile"."""
     if not path.is_file():
-        is_there = path.exists()
-        found = (
-            "is a folder"
-            if path.is_dir()
-            else "is not a regular file"
-            if is_there
-            else "no such file"
-        )
+        found = "is not a regular file" if path.exists() else "no such file"
+        found = "is a folder" if path.is_dir() else found
         raise HotsplitError(f"{path}: {found}; wanted a {what}")
 
 
@@ -361,8 +349,5 @@ def known_as(path: Path) -> str | None:
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file's content."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

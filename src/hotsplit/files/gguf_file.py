@@ -200,14 +200,15 @@ def write_gguf(
     whole of a large tensor."""
     with partial_file(path) as unfinished:
         _write_header(unfinished, architecture, keys, tensors)
-        pieces = [piece for entry in tensors.values() for piece in _pieces(entry)]
-        tasks = (partial(p.entry.read_rows, p.start, p.stop) for p in pieces)
+        pieces = [(e, start, stop) for e in tensors.values() for start, stop in _pieces(e)]
+        tasks = (partial(entry.read_rows, start, stop) for entry, start, stop in pieces)
         results = in_order(tasks, num_threads())
         with unfinished.open("ab", buffering=0) as file, closing(results):
-            for piece, data in zip(pieces, results, strict=True):
-                assert data.nbytes == piece.num_bytes, (piece, data.nbytes)
+            for (entry, start, stop), data in zip(pieces, results, strict=True):
+                wanted = (stop - start) * entry.num_bytes // entry.shape[0]
+                assert data.nbytes == wanted, (entry, start, stop, data.nbytes)
                 _write_all(file, data)
-                if piece.is_last:
+                if stop == entry.shape[0]:
                     _pad(file)
                 on_bytes(data.nbytes)
         check(unfinished)
@@ -234,29 +235,13 @@ def _write_header(
         _pad(file)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """Rows `start` to `stop` of a tensor."""
-
-    entry: TensorEntry
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.stop - self.start) * self.entry.num_bytes // self.entry.shape[0]
-
-    @property
-    def is_last(self) -> bool:
-        return self.stop == self.entry.shape[0]
-
-
-def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
-    """Yields all rows in pieces of up to PIECE_VALUES values, but at least one row."""
+def _pieces(entry: TensorEntry) -> Iterator[tuple[int, int]]:
+    """Yields all rows, from one to another, in pieces of up to PIECE_VALUES values, but at least one
+    row."""
     num_rows = entry.shape[0]
     step = max(1, PIECE_VALUES // prod(entry.shape[1:]))
     for start in range(0, num_rows, step):
-        yield _Piece(entry=entry, start=start, stop=min(start + step, num_rows))
+        yield start, min(start + step, num_rows)
 
 
 def _write_all(file: FileIO, data: np.ndarray) -> None:

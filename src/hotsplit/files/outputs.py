@@ -39,7 +39,12 @@ def check_outputs(
     inputs = [*inputs, *(f for f in inside if f.suffix != MODEL_SUFFIX and f.is_file())]
     check_apart([*paths, *output_folders], inputs)
     for path in paths:
-        _check_folders(path, folders)
+        is_in = any(_is_same(path.parent, folder) for folder in folders)
+        if is_in and path.suffix != MODEL_SUFFIX:
+            raise HotsplitError(
+                f"{path}: lies among the files that this command reads; give another folder, or a"
+                f" name that ends in {MODEL_SUFFIX}"
+            )
         for other in paths:
             if Path(os.path.realpath(path)) in Path(os.path.realpath(other)).parents:
                 raise HotsplitError(
@@ -59,7 +64,16 @@ def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
     name."""
     for number, path in enumerate(outputs):
         with writing(path):  # a name that is too long, a folder that may not be entered
-            _check_others(path, outputs[:number], inputs)
+            if any(_is_same(path, other) for other in inputs):
+                raise HotsplitError(
+                    f"{path}: is read by this command; give the output another name"
+                )
+            for other in outputs[:number]:
+                if _is_same(path, other):
+                    raise HotsplitError(
+                        f"{path}: is written twice by this command, also as {other}; give each output"
+                        " a name of its own"
+                    )
 
 
 def check_output_folder(
@@ -87,26 +101,6 @@ def check_output_folder(
         )
     if found and not force:
         raise HotsplitError(f"{path}: holds files already; give another name or --force")
-
-
-def _check_others(path: Path, before: Sequence[Path], inputs: Sequence[Path]) -> None:
-    if any(_is_same(path, other) for other in inputs):
-        raise HotsplitError(f"{path}: is read by this command; give the output another name")
-    for other in before:
-        if _is_same(path, other):
-            raise HotsplitError(
-                f"{path}: is written twice by this command, also as {other}; give each output a"
-                " name of its own"
-            )
-
-
-def _check_folders(path: Path, folders: Sequence[Path]) -> None:
-    for folder in folders:
-        if path.suffix != MODEL_SUFFIX and _is_same(path.parent, folder):
-            raise HotsplitError(
-                f"{path}: lies among the files that this command reads; give another folder, or a"
-                f" name that ends in {MODEL_SUFFIX}"
-            )
 
 
 def _check_holds_none(folder: Path, paths: Iterable[Path], verb: str) -> None:

@@ -176,6 +176,11 @@ def escaped(text: str) -> str:
     )  # fmt: skip
 
 
+def printable(text: str) -> str:
+    """The text with everything but printable characters and the plain space as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def printed_line(line: str) -> str:
     """An error as it is printed: on one line, and without the middle of a very long one."""
     line = escaped(line)

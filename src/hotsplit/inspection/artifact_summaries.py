@@ -10,8 +10,14 @@ from rich.table import Table
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.inspection.printing import Row, columns_table, facts_table
-from hotsplit.inspection.summary import Summary, predictor_facts, predictor_layers
+from hotsplit.inspection.summary import (
+    Row,
+    Summary,
+    columns_table,
+    facts_table,
+    predictor_facts,
+    predictor_layers,
+)
 from hotsplit.system.sizes import format_bytes
 
 

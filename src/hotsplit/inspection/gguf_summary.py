@@ -16,9 +16,16 @@ from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
-from hotsplit.inspection.printing import Row, columns_table, facts_table
 from hotsplit.inspection.split_summary import SplitSummary
-from hotsplit.inspection.summary import Summary, predictor_facts, predictor_layers, span
+from hotsplit.inspection.summary import (
+    Row,
+    Summary,
+    columns_table,
+    facts_table,
+    predictor_facts,
+    predictor_layers,
+    span,
+)
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
 

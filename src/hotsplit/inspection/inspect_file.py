@@ -38,7 +38,13 @@ def inspect_file(path: Path) -> Summary:
     if start[8:9] == b"{":
         return _summarise_safetensors(path)
     if start.lstrip()[:1] == b"{":
-        return _summarise_json(path)
+        format = read_object(path, "machine file (hotsplit calibrate)").get("format")
+        if format == machine_file.FORMAT:
+            return MachineSummary(path, machine_file.Machine.load(path))
+        raise HotsplitError(
+            f"{path}: JSON of format {shown(format)}, wanted {machine_file.FORMAT!r} (hotsplit"
+            " calibrate)"
+        )
     raise HotsplitError(f"{path}: is of an unknown kind; wanted a {KNOWN}")
 
 
@@ -76,13 +82,3 @@ def _safetensors_metadata(path: Path) -> dict[str, object]:
         raise HotsplitError(f"{path}: the header is not text; make or copy it again") from error
     metadata = header.get("__metadata__")
     return metadata if isinstance(metadata, dict) else {}
-
-
-def _summarise_json(path: Path) -> MachineSummary:
-    content = read_object(path, "machine file (hotsplit calibrate)")
-    if content.get("format") != machine_file.FORMAT:
-        raise HotsplitError(
-            f"{path}: JSON of format {shown(content.get('format'))}, wanted {machine_file.FORMAT!r}"
-            " (hotsplit calibrate)"
-        )
-    return MachineSummary(path, machine_file.Machine.load(path))

@@ -10,8 +10,7 @@ from rich.table import Table
 
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.split_file import Split
-from hotsplit.inspection.printing import Row, columns_table
-from hotsplit.inspection.summary import Summary
+from hotsplit.inspection.summary import Row, Summary, columns_table
 from hotsplit.system.sizes import format_bytes
 
 

@@ -1,6 +1,6 @@
 """The options that constrain a model's output: a JSON schema, grammar or regex."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hotsplit.commands.options.shared import FILE, joined
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.files.json_file import read_text
 
 if TYPE_CHECKING:
@@ -52,29 +52,22 @@ def constraint_of(options: ConstraintOptions, codec: "TextCodec") -> "Constraint
     Raises HotsplitError for a file that cannot be read and for syntax errors."""
     from hotsplit.runtime.generate import constraints
 
-    if options.json_schema is not None:
-        return constraints.json_schema_constraint(options.json_schema, codec)
     if options.regex is not None:
         return constraints.regex_constraint(options.regex, codec)
-    if options.grammar is not None:
-        return _grammar(options.grammar, codec, is_lark=_looks_like_lark(options.grammar))
+    schema, grammar = options.json_schema, options.grammar
+    path = options.json_schema_file or options.grammar_file
     if options.json_schema_file is not None:
-        path = options.json_schema_file
-        text = _read(path, "JSON schema")
-        return _from_file(path, lambda: constraints.json_schema_constraint(text, codec))
+        schema = _read(options.json_schema_file, "JSON schema")
     if options.grammar_file is not None:
-        path = options.grammar_file
-        text = _read(path, "grammar")
-        is_lark = path.suffix == LARK_SUFFIX or _looks_like_lark(text)
-        return _from_file(path, lambda: _grammar(text, codec, is_lark=is_lark))
-    return None
-
-
-def _grammar(text: str, codec: "TextCodec", *, is_lark: bool) -> "Constraint":
-    from hotsplit.runtime.generate import constraints
-
-    make = constraints.lark_constraint if is_lark else constraints.gbnf_constraint
-    return make(text, codec)
+        grammar = _read(options.grammar_file, "grammar")
+    with nullcontext() if path is None else about(path):
+        if schema is not None:
+            return constraints.json_schema_constraint(schema, codec)
+        if grammar is None:
+            return None
+        is_lark = path is not None and path.suffix == LARK_SUFFIX or _looks_like_lark(grammar)
+        make = constraints.lark_constraint if is_lark else constraints.gbnf_constraint
+        return make(grammar, codec)
 
 
 def _looks_like_lark(text: str) -> bool:
@@ -91,10 +84,3 @@ def _read(path: Path, what: str) -> str:
     if not text.strip():
         raise HotsplitError(f"{path}: is empty; wanted a {what}")
     return text
-
-
-def _from_file(path: Path, make: "Callable[[], Constraint]") -> "Constraint":
-    try:
-        return make()
-    except HotsplitError as error:
-        raise HotsplitError(f"{path}: {error}") from error

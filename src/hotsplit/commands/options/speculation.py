@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hotsplit.commands.options.shared import joined
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import about
 from hotsplit.runtime.generate.draft_options import SpecType, SpeculationOptions
 
 if TYPE_CHECKING:
@@ -109,14 +109,12 @@ def _draft_engine(engine: "Engine", path: Path) -> "Engine":
     from hotsplit.runtime.text.codec import TextCodec
 
     file = ModelFile.load(path)
-    try:
+    with about(path):
         check_vocabulary(
             engine.codec.tokenizer,
             engine.model.spec.vocab_size,
             TextCodec.of(file).tokenizer,
             file.spec.vocab_size,
         )
-    except HotsplitError as error:
-        raise HotsplitError(f"{path}: {error}") from None
     context_length = min(engine.context_length, file.spec.context_length)
     return Engine.of(file, device="cpu", context_length=context_length)
