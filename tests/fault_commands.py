@@ -138,7 +138,7 @@ def prepare() -> None:
     import hotsplit.cli
     import hotsplit.commands.all_commands
     import hotsplit.commands.solve
-    import hotsplit.export.powerinfer_activations
+    import hotsplit.export.powerinfer
     import hotsplit.measure.calibrate.calibrate as calibrate
     import hotsplit.measure.evaluate.verify
     import hotsplit.profile.collect

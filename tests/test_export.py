@@ -16,7 +16,7 @@ from test_runtime import make_split
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
 from hotsplit.export.export import ExportConfig, check_belongs, dense_on_cpu, export
-from hotsplit.export.powerinfer_index import write_index
+from hotsplit.export.powerinfer import write_index
 from hotsplit.files import exchange
 from hotsplit.files.atomic import partial_folder
 

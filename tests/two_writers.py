@@ -64,7 +64,7 @@ def _picture(path: Path, value: int) -> None:
 def _folder(path: Path, value: int) -> None:
     from models import make_model, make_profile
 
-    from hotsplit.export.powerinfer_activations import write_activations
+    from hotsplit.export.powerinfer import write_activations
 
     write_activations(make_profile(make_model(), num_tokens=1000 * value), path)
 

@@ -6,7 +6,7 @@ added.
 Letters: L layers, F neurons, B histogram bins."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -75,15 +75,14 @@ class Profile:
                 "profiles of two models, thresholds or limits cannot be added: model"
                 f" {self.model_id[:12]} and {other.model_id[:12]}"
             )
-        return Profile(
-            model_id=self.model_id,
+        return replace(
+            self,
             num_tokens=self.num_tokens + other.num_tokens,
-            threshold_L=self.threshold_L,
             corpora=self.corpora + other.corpora,
             active_count_LF=self.active_count_LF + other.active_count_LF,
             gate_histogram_LB=self.gate_histogram_LB + other.gate_histogram_LB,
+            quality={},
             arithmetic=_of_both(self.arithmetic, other.arithmetic),
-            limits=self.limits,
         )
 
     @classmethod

@@ -34,7 +34,9 @@ def run_solve(
     from hotsplit.runtime.prefill.workspace import measure_workspace
 
     outputs = [config.output] if heat_map is None else [config.output, heat_map]
-    check_outputs(outputs, force=config.force, inputs=_inputs_of(config))
+    check_outputs(
+        outputs, force=config.force, inputs=(config.model, config.profile, config.machine)
+    )
     with all_or_none():
         report = solve(config, measure_workspace)
         if heat_map is not None:
@@ -78,17 +80,17 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
             f"{picture}: the curve is JSON, and its plot would have the same name; give -o another"
             " ending"
         )
-    check_outputs([config.output, picture], force=config.force, inputs=_inputs_of(config))
+    check_outputs(
+        [config.output, picture],
+        force=config.force,
+        inputs=(config.model, config.profile, config.machine),
+    )
     found = sweep(config, first=first, last=last, num_budgets=num_budgets,
                   workspace=measure_workspace)  # fmt: skip
     with all_or_none():
         found.save(config.output)
         plot_sweep(found, picture)
     return asdict(found), [*_sweep_lines(found), f"wrote {config.output} and {picture}"]
-
-
-def _inputs_of(config: SolveConfig) -> tuple[Path, ...]:
-    return config.model, config.profile, config.machine
 
 
 def parse_range(text: str) -> tuple[int, int]:

@@ -10,8 +10,14 @@ from typing import Literal, get_args
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
-from hotsplit.export.powerinfer_index import index_notes, write_index
-from hotsplit.export.sparkinfer_split import (
+from hotsplit.export.powerinfer import (
+    activation_notes,
+    index_notes,
+    is_activation_file,
+    write_activations,
+    write_index,
+)
+from hotsplit.export.sparkinfer import (
     DEFAULT_GROUP_SIZE,
     check_groups,
     hot_pattern,
@@ -80,12 +86,6 @@ def export(config: ExportConfig) -> ExportReport:
 
 
 def _export_profile(config: ExportConfig) -> ExportReport:
-    from hotsplit.export.powerinfer_activations import (  # imports torch
-        activation_notes,
-        is_activation_file,
-        write_activations,
-    )
-
     check_output_folder(
         config.output, force=config.force, is_ours=is_activation_file, inputs=[config.source]
     )

@@ -43,21 +43,14 @@ class Fields:
 
     def line(self, key: str) -> str:
         """A one-line string, such as an id or a name, which errors can quote as it is."""
-        value = self.text(key)
-        return value if value.isprintable() else self._refuse(key, value, "a one-line string")
+        return self._line(key, self.text(key))
 
     def line_or_none(self, key: str) -> str | None:
         return None if self._get(key) is None else self.line(key)
 
     def lines(self, key: str) -> list[str]:
         """One-line strings."""
-
-        def read(name: str, value: object) -> str:
-            if isinstance(value, str) and value.isprintable():
-                return value
-            return self._refuse(name, value, "a one-line string")
-
-        return self._each(key, read)
+        return self._each(key, self._line)
 
     def choice(self, key: str, known: tuple[str, ...]) -> str:
         value = self._get(key)
@@ -106,6 +99,11 @@ class Fields:
 
     def _each(self, key: str, read: Callable[[str, object], T]) -> list[T]:
         return [read(f"{key}[{i}]", _plain(v)) for i, v in enumerate(self.items(key))]
+
+    def _line(self, key: str, value: object) -> str:
+        if isinstance(value, str) and value.isprintable():
+            return value
+        return self._refuse(key, value, "a one-line string")
 
     def _count(self, key: str, value: object, least: int, most: int) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:

@@ -49,10 +49,6 @@ class _Handler:
         is_own = isinstance(error, HotsplitError | KeyboardInterrupt)
         return error if self.raised is None or is_own else self.raised
 
-    def count_as_taken(self) -> None:
-        """Notes that another handler took a signal, so that those that come with it are ignored."""
-        self.told_at = time.monotonic()
-
     def watch(self, pipe: int) -> None:
         """Sends each signal to the main thread until the handler has run there, and ends the
         process if it has not within NATIVE_S.
@@ -62,7 +58,8 @@ class _Handler:
         signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
         main = threading.main_thread().ident
         assert main is not None
-        while number := _read(pipe):
+        while data := os.read(pipe, 1):
+            number = data[0]
             came_at = time.monotonic()
             while time.monotonic() < came_at + NATIVE_S:
                 time.sleep(WAKE_S)
@@ -82,7 +79,8 @@ class _Handler:
 def put_back(number: int, handler: SignalHandler) -> None:
     """Installs `handler` for the next signal; called by another handler that is taking one."""
     if isinstance(handler, _Handler):
-        handler.count_as_taken()  # first, or `watch` would pass it the signal taken now
+        # Signals that come with the one taken now are ignored, and `watch` does not pass it on.
+        handler.told_at = time.monotonic()
     signal.signal(number, handler)
 
 
@@ -110,11 +108,6 @@ def ending(*, is_program: bool) -> Iterator[_Handler]:
         with handler.lock:  # from here on, waking the main thread would end the process
             for number, found in before.items():
                 signal.signal(number, signal.SIG_DFL if is_program else found)
-
-
-def _read(pipe: int) -> int:
-    data = os.read(pipe, 1)
-    return data[0] if data else 0
 
 
 def _end(number: int) -> None:

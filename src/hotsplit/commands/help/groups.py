@@ -4,12 +4,11 @@ An option belongs to the first heading that names its parameter. If none does, o
 alone under its heading, it is listed under "Other options"."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import click
 
 LEAST = 20  # a command with more options than this groups them
-REST = "Other options"
+ALL, REST = "Options", "Other options"
 GROUPS: tuple[tuple[str, str], ...] = (
     ("Input and output",
      "prompt prompt_file prompts_file corpora profile machine output "
@@ -73,15 +72,11 @@ def write_options(
         if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None
     ]
     if len(shown) <= LEAST:
-        _write(formatter, "Options", [record for _, record in shown])
-        return
-    counts = Counter(title for title, _ in shown)
-    shown = [(title if counts[title] > 1 else REST, record) for title, record in shown]
-    for title in (*dict(GROUPS), REST):
-        _write(formatter, title, [record for of, record in shown if of == title])
-
-
-def _write(formatter: click.HelpFormatter, title: str, records: Sequence[tuple[str, str]]) -> None:
-    if records:
-        with formatter.section(title):
-            formatter.write_dl(records)
+        shown = [(ALL, record) for _, record in shown]
+    else:
+        counts = Counter(title for title, _ in shown)
+        shown = [(title if counts[title] > 1 else REST, record) for title, record in shown]
+    for title in (ALL, *dict(GROUPS), REST):
+        if records := [record for of, record in shown if of == title]:
+            with formatter.section(title):
+                formatter.write_dl(records)

@@ -24,11 +24,11 @@ _DEFAULT_LETTERS = "".join(LETTERS[name] for name in DEFAULT_SAMPLERS)
 _RANDOM_SEEDS = (-1,)  # llama.cpp's value for a random seed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Option:
     """An option that sets `field` of SamplingOptions, or another form of one of its fields."""
 
-    spellings: tuple[str, ...]
+    spellings: str
     field: str
     help: str
     type: Any = float
@@ -45,73 +45,69 @@ class _Option:
         return isinstance(self.default, int | float)
 
 
-def _option(spellings: str, field: str, help: str, **more: Any) -> _Option:
-    return _Option(spellings=tuple(spellings.split()), field=field, help=help, **more)
-
-
 _GROUPS = {
     "Temperature": (
-        _option("--temp --temperature", "temperature", "Temperature; 0 or less always takes the likeliest token.", is_common=True),
-        _option("--dynatemp-range", "dynatemp_range",
+        _Option("--temp --temperature", "temperature", "Temperature; 0 or less always takes the likeliest token.", is_common=True),
+        _Option("--dynatemp-range", "dynatemp_range",
                 "Temperature moves by up to N with the entropy; 0: fixed."),
-        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for --dynatemp-range."),
+        _Option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for --dynatemp-range."),
     ),
     "Which tokens are candidates": (
-        _option("--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True),
-        _option("--top-p", "top_p", "Keep the likeliest tokens whose probabilities add up to N; 1: off.", is_common=True),
-        _option("--min-p", "min_p", "Keep tokens with at least N times the best one's probability; 0: off.",
+        _Option("--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True),
+        _Option("--top-p", "top_p", "Keep the likeliest tokens whose probabilities add up to N; 1: off.", is_common=True),
+        _Option("--min-p", "min_p", "Keep tokens with at least N times the best one's probability; 0: off.",
                 is_common=True),
-        _option("--typical --typical-p", "typ_p", "Locally typical sampling; 1: off."),
-        _option("--top-nsigma --top-n-sigma", "top_n_sigma",
+        _Option("--typical --typical-p", "typ_p", "Locally typical sampling; 1: off."),
+        _Option("--top-nsigma --top-n-sigma", "top_n_sigma",
                 "Keep logits within N standard deviations of the best; 0 or less: off."),
-        _option("--xtc-probability", "xtc_probability",
+        _Option("--xtc-probability", "xtc_probability",
                 "How often the likeliest tokens are left out; 0: off."),
-        _option("--xtc-threshold", "xtc_threshold",
+        _Option("--xtc-threshold", "xtc_threshold",
                 "Minimum probability of tokens left out; over 0.5: off."),
-        _option("-l --logit-bias", "logit_bias",
+        _Option("-l --logit-bias", "logit_bias",
                 "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
                 type=Parsed("logit bias", bias_of), metavar="TOKEN(+/-)BIAS", is_repeated=True),
     ),
     "Repetition": (
-        _option("--repeat-penalty", "repeat_penalty", "Penalty for recent tokens; 1: off.",
+        _Option("--repeat-penalty", "repeat_penalty", "Penalty for recent tokens; 1: off.",
                 is_common=True),
-        _option("--repeat-last-n", "repeat_last_n",
+        _Option("--repeat-last-n", "repeat_last_n",
                 "How many tokens are recent; 0: off, -1: all.", type=int),
-        _option("--presence-penalty", "presence_penalty",
+        _Option("--presence-penalty", "presence_penalty",
                 "Subtracted from the logit of each recent token; 0: off."),
-        _option("--frequency-penalty", "frequency_penalty",
+        _Option("--frequency-penalty", "frequency_penalty",
                 "The same, times how often it appeared; 0: off."),
-        _option("--dry-multiplier", "dry_multiplier",
+        _Option("--dry-multiplier", "dry_multiplier",
                 "DRY: penalty for continuing a repetition; 0: off."),
-        _option("--dry-base", "dry_base", "Factor by which the penalty grows with every token."),
-        _option("--dry-allowed-length", "dry_allowed_length",
+        _Option("--dry-base", "dry_base", "Factor by which the penalty grows with every token."),
+        _Option("--dry-allowed-length", "dry_allowed_length",
                 "Length of a repetition from which the penalty applies.", type=int),
-        _option("--dry-penalty-last-n", "dry_penalty_last_n",
+        _Option("--dry-penalty-last-n", "dry_penalty_last_n",
                 "Tokens that are searched; 0: off, -1: all.", type=int),
-        _option("--dry-sequence-breaker", "dry_sequence_breakers",
+        _Option("--dry-sequence-breaker", "dry_sequence_breakers",
                 "Text that ends a repetition, instead of newline : \" *; may be repeated; none: off.",
                 type=str, metavar="TEXT", is_repeated=True),
     ),
     "Mirostat, instead of the samplers above except temperature and logit bias": (
-        _option("--mirostat", "mirostat", "1 or 2 for its versions; 0: off.", type=int),
-        _option("--mirostat-lr", "mirostat_lr", "Learning rate (eta)."),
-        _option("--mirostat-ent", "mirostat_ent", "Target entropy in bits (tau)."),
+        _Option("--mirostat", "mirostat", "1 or 2 for its versions; 0: off.", type=int),
+        _Option("--mirostat-lr", "mirostat_lr", "Learning rate (eta)."),
+        _Option("--mirostat-ent", "mirostat_ent", "Target entropy in bits (tau)."),
     ),
     "Adaptive-p, the last sampler if --samplers names it": (
-        _option("--adaptive-target", "adaptive_target",
+        _Option("--adaptive-target", "adaptive_target",
                 "Prefers tokens near this probability; below 0: off."),
-        _option("--adaptive-decay", "adaptive_decay",
+        _Option("--adaptive-decay", "adaptive_decay",
                 "Factor per token on the weight of earlier draws."),
     ),
     "Order and seed": (
-        _option("--samplers", "samplers",
+        _Option("--samplers", "samplers",
                 'Samplers in order; "" draws from the model\'s own probabilities.'
                 f" [default: {';'.join(DEFAULT_SAMPLERS)}]",
                 type=str, metavar='"A;B;C"'),
-        _option("--sampling-seq --sampler-seq", "sampling_seq",
+        _Option("--sampling-seq --sampler-seq", "sampling_seq",
                 f"The same by letters. [default: {_DEFAULT_LETTERS}]",
                 type=str, metavar="LETTERS"),
-        _option("-s --seed", "seed", "Random seed, for repeatable results; -1: a new one each time.",
+        _Option("-s --seed", "seed", "Random seed, for repeatable results; -1: a new one each time.",
                 type=int, is_common=True),
     ),
 }  # fmt: skip
@@ -127,7 +123,7 @@ def sampling_options(command: Command) -> Command:
     )(command)  # fmt: skip
     for option in reversed(_OPTIONS):
         command = click.option(
-            *option.spellings,
+            *option.spellings.split(),
             option.field,
             type=option.type,
             metavar=None if option.is_number or option.field == "seed" else option.metavar,
@@ -170,7 +166,7 @@ def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     for title, options in _GROUPS.items():
         with formatter.section(title):
             formatter.write_dl([
-                (f"{', '.join(o.spellings)} {o.metavar}",
+                (f"{', '.join(o.spellings.split())} {o.metavar}",
                  f"{o.help}  [default: {o.default}]" if o.is_number else o.help)
                 for o in options
             ])  # fmt: skip

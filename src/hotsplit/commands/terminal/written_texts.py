@@ -33,6 +33,8 @@ def report_of(
     engine: "Engine", writings: list[Writing], num_threads: int, seed: int | None, *, is_many: bool
 ) -> tuple[dict, list[str]]:
     """The report, and its lines for the user; `seed`: one that was drawn."""
+    from hotsplit.runtime.generate.generation import NOT_STOPPED
+
     roles, not_native = engine.bytes_by_role, engine.not_native
     memory = [asdict(report) for report in engine.memory_report()]
     runs = engine.last_runs if is_many else [engine.last_run]
@@ -59,20 +61,15 @@ def report_of(
     scaling = engine.model.spec.rope_scaling
     if scaling.kind != "none":
         where += f"; rotary embeddings: {scaling.words}"
+    ends = [run.stopped_by for run in runs]
+    ends = ["Ctrl-C or a signal" if end == NOT_STOPPED else end for end in ends]
     slow = f", steps in Python because {not_native}" if not_native else ""
     line = (
         f"[{engine.mode} on {engine.device}; loaded in {engine.load_s:.2f} s; {_speed(runs)},"
         f" {num_threads} threads{slow}; {where}; {'' if seed is None else f'seed {seed}; '}stopped by"
-        f" {', '.join(dict.fromkeys(_end_of(run) for run in runs))}]"
+        f" {', '.join(dict.fromkeys(ends))}]"
     )
     return report, [line] if cache is None else [line, f"[{cache.line}]"]
-
-
-def _end_of(run: "Run") -> str:
-    """The reason why a text ended; an interrupt if the text has no other."""
-    from hotsplit.runtime.generate.generation import NOT_STOPPED
-
-    return "Ctrl-C or a signal" if run.stopped_by == NOT_STOPPED else run.stopped_by
 
 
 def _speed(runs: "list[Run]") -> str:
