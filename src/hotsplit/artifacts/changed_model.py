@@ -45,8 +45,7 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
 
 
 def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality]:
-    """The profile's quality of mode exact, and of mode predicted if the model's predictors are from
-    the same run."""
+    """The profile's quality of mode exact; of mode predicted only with the same run's predictors."""
     own = model.quality.get("predicted")
     is_same = own is not None and own == profile.quality.get("predicted")
     return {mode: q for mode, q in profile.quality.items() if mode == "exact" or is_same}
@@ -79,8 +78,7 @@ def with_rope_scaling(
     kind: "none", "linear" or "yarn"; None means "yarn" if there is a factor. factor: the ratio of
     the longest text to the training length; None takes what `context_length` needs.
 
-    Raises HotsplitError for a model whose positions cannot be scaled, and like
-    `asked_scaling`."""
+    Raises HotsplitError for a model whose positions cannot be scaled, and like `asked_scaling`."""
     if kind is None and factor is None:
         return model
     spec, rotary = model.bare_spec, model.bare_spec.rotary

@@ -32,8 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKey:
-    """The device and the software that a file's verdicts are valid for; if any value differs, parts
-    are checked again."""
+    """The device and the software for which a file's verdicts are valid."""
 
     index: int  # the device's number in its process
     device: str  # its name
@@ -134,8 +133,7 @@ def _written_at(path: Path) -> float:
 
 
 def forget_checks(cache: Path | None = None) -> None:
-    """Removes all results in a cache folder (None: the user's), so that the next load checks
-    everything."""
+    """Removes all results in a cache folder; None: the user's."""
     with suppress(HotsplitError):
         for path in ((cache or cache_folder()) / FOLDER).glob("*.json"):
             with suppress(OSError):

@@ -111,8 +111,7 @@ class Limits:
                 raise HotsplitError(f"{name} is not all finite and at least 0")
 
     def check_shape(self, spec: ModelSpec, source: str) -> None:
-        """Raises HotsplitError, which quotes `source`, unless the limits fit a model of this
-        shape."""
+        """Raises HotsplitError, which quotes `source`, unless the limits fit this model."""
         if len(self.layers) != spec.num_layers:
             raise HotsplitError(
                 f"{source}: limits of {len(self.layers)} layers, the model has {spec.num_layers};"

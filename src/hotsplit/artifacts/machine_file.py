@@ -35,8 +35,7 @@ class Figure:
     """A quantity measured in several rounds. Plans use `best`, since other load on the machine can
     make a round slower but never faster.
 
-    `quartiles` (ascending; the second is the median) are None and `rounds` is 0 if nothing was
-    measured."""
+    `quartiles` (ascending, with the median) are None and `rounds` is 0 if not measured."""
 
     best: float
     quartiles: tuple[float, float, float] | None = None
@@ -108,8 +107,7 @@ class CpuCosts:
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """`cpu_bandwidth_gb_per_s` is measured with the runtime's own row products, `cpu_sum_gb_per_s`
-    with torch's sum, each by number of threads. `cpu_costs` is None in a file that describes only a
-    GPU."""
+    with torch's sum, by number of threads. `cpu_costs` is None in a file about a GPU alone."""
 
     cpu_name: str
     num_threads: int
@@ -125,8 +123,7 @@ class Machine:
         """Bytes per second if a share `density` of the rows of a matrix of this type is read.
 
         Between all rows and CHOSEN_SHARE of them, the seconds per byte are linear in the logarithm
-        of the share; below that they are constant. Raises HotsplitError for a type that was not
-        measured."""
+        of the share; below that they are constant. Raises HotsplitError for other types."""
         costs = self.costs
         for rates in (costs.all_rows_gb_per_s, costs.chosen_rows_gb_per_s):
             if kind not in rates:

@@ -250,8 +250,7 @@ class ModelFile:
         """The model with these limits instead of its own, and with their recorded quality; limits
         of gates also replace thresholds.
 
-        Raises HotsplitError for limits of another model or shape (it quotes `source`), and for
-        models that cannot have them."""
+        Raises HotsplitError, which quotes `source`, for limits that the model cannot have."""
         if limits.model_id not in (None, self.model_id):
             raise HotsplitError(
                 f"{source}: limits of model {str(limits.model_id)[:12]}, this is"
@@ -293,8 +292,7 @@ class ModelFile:
         return "token_embd.weight" if self.is_tied else "output.weight"
 
     def text(self, key: str) -> str | None:
-        """A string among the extra keys, or None. Raises HotsplitError for a value of another
-        type."""
+        """A string among the extra keys, or None. Raises HotsplitError for other types."""
         value = self.extra_keys.get(key)
         if value is None or isinstance(value, str):
             return value

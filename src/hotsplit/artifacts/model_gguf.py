@@ -60,8 +60,7 @@ def compute_model_id(
     """An id of the weights: sha256 over the config and each tensor's name, shape and sampled bytes.
 
     `convert` computes it once, from the checkpoint, so that all types and layouts made from one
-    checkpoint share it; for a third-party GGUF it is computed at load. It is cheap even for
-    100 GB."""
+    checkpoint share it; for a third-party GGUF it is computed at load, cheaply even for 100 GB."""
     volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
     stable = {key: value for key, value in config.items() if key not in volatile}
     digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())

@@ -165,8 +165,7 @@ class Split:
             raise HotsplitError(f"bound {self.bound_s} above objective {self.objective_s}")
 
     def _validate_gpus(self) -> None:
-        """Raises HotsplitError unless homes are non-decreasing, each has a budget, and the
-        budgets add up."""
+        """Raises HotsplitError unless homes never decrease and have budgets that add up."""
         if not self.home:
             return
         is_rising = list(self.home) == sorted(self.home) and self.home[0] >= 0

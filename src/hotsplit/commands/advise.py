@@ -118,8 +118,7 @@ def advise(
 
 
 def _check(file: "ModelFile", limits_path: Path | None, dense: Path | None) -> None:
-    """Raises HotsplitError for options that the file does not allow, and for a file in which rules
-    cannot be tried."""
+    """Raises HotsplitError for options that do not go with the file, or if no rule can be tried."""
     if file.has_limits and limits_path is not None:
         raise HotsplitError(
             f"{file.path}: has limits already, so there are none to write; leave --limits out"
@@ -149,8 +148,7 @@ def _advice(
     *,
     has_limits: bool,
 ) -> "tuple[Advice, Limits | None]":
-    """The advice, and the limits of the rule that it recommends; None if that is dense, or if the
-    file has limits."""
+    """The advice, and the limits of its rule; None for dense, or if the file has limits."""
     from hotsplit.measure.advise.advise import advise as run
     from hotsplit.measure.advise.own_limits import advise_own_limits
 

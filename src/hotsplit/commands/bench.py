@@ -120,8 +120,7 @@ _TAKEN = ("model", "split", "text", "neuron_cache", "cache_tokens", "cache_plot"
 
 
 def _check_replay(ctx: click.Context) -> None:
-    """Raises UsageError if options of a replay are mixed with those of a measurement, or if a
-    replay lacks its plan or text."""
+    """Raises UsageError for options of both a replay and a measurement, and for missing ones."""
     taken = {param.name: param for param in given(ctx)}
     if not ctx.params["cache_replay"]:
         for name in ("cache_tokens", "cache_plot"):
@@ -138,8 +137,7 @@ def _check_replay(ctx: click.Context) -> None:
 
 
 def _run_replay(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Replays the policies and plots them if asked to; returns (report for JSON, lines for the
-    user)."""
+    """Replays the policies, and plots them if asked to; returns (JSON, lines for the user)."""
     from hotsplit.files.outputs import check_outputs
     from hotsplit.measure.cache_replay.replay import ReplayConfig, num_stages, replay
     from hotsplit.options.neuron_cache import CacheOptions

@@ -1,5 +1,4 @@
-"""The command `hotsplit eval`: compares a mode with the dense model on text, or runs lm-eval's
-tasks."""
+"""`hotsplit eval`: compares a mode with the dense model on text, or runs lm-eval's tasks."""
 
 import os
 from dataclasses import replace

@@ -3,8 +3,7 @@
 No command ends in a traceback: an error of the user or the machine is one line with exit code 1, or
 2 for a wrong command line, and an unexpected error is one line with exit code 70. With
 HOTSPLIT_DEBUG=1, the traceback of any error but a HotsplitError or an interrupt comes first.
-All slow imports happen inside the block that ensures this. Commands are in
-commands.all_commands."""
+All slow imports happen inside the block that ensures this."""
 
 import os
 import sys

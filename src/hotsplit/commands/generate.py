@@ -184,8 +184,6 @@ def write(
 
 
 def _check(wanted: Wanted) -> None:
-    if any(not prompt for prompt in wanted.prompts):
-        raise HotsplitError("the prompt is empty; give it some text")
     if wanted.prompt_cache and not wanted.prompt_cache.absolute().parent.is_dir():
         raise HotsplitError(f"{wanted.prompt_cache}: its folder does not exist; create it first")
     if wanted.is_many and (wanted.prompt_cache or wanted.is_chat):
@@ -206,8 +204,7 @@ def check_output_options(
 
 
 def endings_of(options: dict[str, Any]) -> GenerationOptions:
-    """Removes from `options` those for the length of a text, its end and its log probabilities, and
-    returns them."""
+    """Takes out of `options` those for the length of a text, its end and log probabilities."""
     keep, shifts = options.pop("keep"), options.pop("shifts")
     if keep < 0:
         raise HotsplitError(f"--keep is {keep}, wanted 0 or more")
@@ -238,8 +235,7 @@ def _continuation(
     engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
     drafts: Any, stack: ExitStack,
 ) -> "Iterator[Token]":  # fmt: skip
-    """Continues the prompt, and saves its state if requested. Wrong options are refused before the
-    first token."""
+    """Continues the prompt, and saves its state if asked to; refuses wrong options at once."""
     ids = engine.codec.encode(wanted.prompts[0])
     sequence = None
     if wanted.prompt_cache:
@@ -291,8 +287,7 @@ def _write_many(
 
 def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> int:
     """Collects the tokens, and prints them as they come unless they are for a JSON report or for
-    several texts. Returns 0, or the exit code of an interrupt, after which the report is still
-    printed."""
+    several texts. Returns 0, or the exit code of an interrupt: the report is still printed."""
     try:
         for number, token in tokens:
             writing = writings[number]

@@ -147,8 +147,7 @@ def profile(
 
 
 def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
-    """Checks all outputs at once: the profile, its reports, the resume file, predictors and
-    plots."""
+    """Checks all outputs at once: the profile, reports, resume file, predictors and plots."""
     from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.profile.count.resume import resume_path
     from hotsplit.profile.predictors.output import PredictorOutput

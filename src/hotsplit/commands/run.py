@@ -199,8 +199,6 @@ def _check_text(options: dict[str, Any], *, dry_run: bool) -> None:
     is_chat = options["is_chat"]
     if not dry_run:
         prompts = prompts_of(*(options[name] for name in _PROMPTS))
-        if any(not prompt for prompt in prompts):
-            raise HotsplitError("the prompt is empty; give it some text")
         if options["prompts_file"] is None:
             options |= {"prompt": prompts[0], "prompt_file": None}
     if options["prompts_file"] is not None and is_chat:

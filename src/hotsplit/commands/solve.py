@@ -55,8 +55,7 @@ def run_solve(
 
 
 def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
-    """Checks that an existing plan is valid for these files and, if given, these budgets; returns
-    (report for JSON, lines for the user)."""
+    """Checks a plan against its files and any budgets; returns (JSON, lines for the user)."""
     split = check(config)
     if budgets and budgets != split.budgets:
         raise HotsplitError(
@@ -68,8 +67,7 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 
 def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
-    """Writes the curve of predicted speed as JSON, with a plot next to it; returns (report for
-    JSON, lines for the user)."""
+    """Writes the curve of predicted speed, and its plot; returns (JSON, lines for the user)."""
     from hotsplit.runtime.prefill.workspace import measure_workspace
     from hotsplit.solver.plots import plot_sweep
 

@@ -75,8 +75,7 @@ def driver(found: Result, torch_found: Result) -> list[Finding]:
 
 
 def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
-    """Triton, its compiler and its cache; a problem is "wrong" only if there is a GPU, otherwise a
-    note."""
+    """Triton, its compiler and its cache; without a GPU, a problem is only a note."""
     problem = wrong if has_gpu else note
     later = "" if has_gpu else " (only a GPU needs it)"
     if found.done is None:
@@ -103,8 +102,7 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
 
 
 def gpus(torch_found: Result, driver_found: Result) -> list[Finding]:
-    """Each GPU with its free memory, as reported by torch or, if that does not work, by the
-    driver."""
+    """Each GPU with its free memory, as reported by torch or else by the driver."""
     seen = gpus_of(torch_found)
     if not seen and driver_found.done is not None:
         seen = driver_found.done["gpus"]
@@ -127,8 +125,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
 
 
 def is_checked(gpu: Mapping[str, Any], stored: Sequence[Checks]) -> bool:
-    """True if a load would find stored results for this GPU; if its key is unknown, true if there
-    are results for its number."""
+    """True if a load would find results for this GPU (without a key: for its number)."""
     now = gpu.get("key")
     if now is not None:
         return any(asdict(each.key) == now for each in stored)

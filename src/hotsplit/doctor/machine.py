@@ -112,8 +112,7 @@ def memory() -> list[Finding]:
 
 
 def cache() -> list[Finding]:
-    """Whether the cache folder can be written; its name is left out, since the text goes into the
-    report."""
+    """Whether the cache folder can be written. The report must not have its name."""
     try:
         folder = cache_folder()
         there = next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,8 +1,7 @@
 """What may crash, tried in a child process: `python -m hotsplit.doctor.probes NAME [ARGUMENT...]`.
 
 A probe imports what it tries inside its function and returns what it found. The process prints JSON
-objects, one per line: {"at": "..."} before each thing that it tries, and {"done": {...}} at the
-end."""
+objects, one per line: {"at": "..."} before each thing that it tries, and last {"done": {...}}."""
 
 import ctypes
 import json
@@ -76,8 +75,7 @@ def probe_kernels() -> dict[str, Any]:
 
 
 def probe_torch() -> dict[str, Any]:
-    """Whether torch can be imported, multiplies correctly and sees GPUs, and whether the runtime
-    can be imported."""
+    """Whether torch works and sees GPUs, and whether the runtime can be imported."""
     tell_at("import torch")
     try:
         import torch
@@ -115,8 +113,7 @@ def _runtime_error() -> str | None:
 
 
 def _gpu_of_torch(torch: Any, number: int) -> dict[str, Any]:
-    """`key` is that under which a load looks up this GPU's checks; None if the runtime cannot be
-    imported."""
+    """`key` is that of this GPU's checks; None if the runtime cannot be imported."""
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     try:
@@ -165,8 +162,7 @@ class _Memory(ctypes.Structure):
 
 
 def probe_driver() -> dict[str, Any]:
-    """NVIDIA's driver and the GPUs that it sees, without torch. Signatures are from nvml.h and
-    cuda.h."""
+    """NVIDIA's driver and its GPUs, without torch. Signatures are from nvml.h and cuda.h."""
     tell_at(_CUDA)
     found: dict[str, Any] = {"cuda": _cuda_version(), "driver": None, "gpus": []}
     tell_at(_NVML)
@@ -215,8 +211,7 @@ def _gpu_of_driver(nvml: ctypes.CDLL, number: int) -> dict[str, Any]:
 
 def probe_gpu(*devices: str) -> dict[str, Any]:
     """Checks GPUs by loading a small random model with predictors on each, once with all neurons on
-    the GPU and once with all of them on the CPU; hotsplit.artifacts.device_checks stores the
-    results."""
+    the GPU and once on the CPU; hotsplit.artifacts.device_checks stores the results."""
     from hotsplit.artifacts.random_model import random_model
     from hotsplit.families.llama import llama_spec
     from hotsplit.families.sizes import Sizes

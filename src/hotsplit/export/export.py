@@ -34,8 +34,7 @@ class ExportConfig:
     """A profile (powerinfer-activations) or a plan (the others), and the path of its export.
 
     A plan needs the `profile` that it was solved with: the plan lists the hot neurons, the profile
-    has the number of neurons and the order of the cold ones. `group_size` is SparkInfer's, in
-    neurons; None means 16."""
+    has their number and the order of the cold ones. `group_size`: neurons; None means 16."""
 
     source: Path
     output: Path

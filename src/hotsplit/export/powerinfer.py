@@ -66,8 +66,7 @@ def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str
 def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
     """Notes on what the index cannot express, and on what PowerInfer does with it.
 
-    `on_cpu` describes the dense blocks, and the head, that the plan keeps on the CPU, "" for
-    none."""
+    `on_cpu` describes what dense blocks the plan keeps on the CPU, "" for none."""
     needed = split.gpu_bytes["neurons"]
     notes = [
         f"PowerInfer applies the index if at least {needed:,} bytes of its VRAM budget are left"

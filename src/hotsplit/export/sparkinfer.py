@@ -84,8 +84,7 @@ def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
 def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:
     """Notes on what the file cannot express, and on what SparkInfer does with it.
 
-    `on_cpu` describes the dense blocks, and the head, that the plan keeps on the CPU, "" for
-    none."""
+    `on_cpu` describes what dense blocks the plan keeps on the CPU, "" for none."""
     notes = [
         "SparkInfer reads the order only with SPIF_PARALLEL, SPIF_RELOAD and SPIF_REORDER set,"
         " and works out how many neurons fit from its own --vram-budget"

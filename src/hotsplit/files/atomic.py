@@ -150,8 +150,7 @@ def remove_stale(path: Path) -> None:
 
 @contextmanager
 def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
-    """Yields a new locked file or folder next to `path`; removes it at the end unless it has been
-    renamed."""
+    """Yields a new locked file or folder next to `path`; removes it unless it was renamed."""
     with _folders_for(path):
         with writing(path):
             remove_stale(path)
@@ -206,8 +205,7 @@ def _put(partial: Path, path: Path, replace: Callable[[Path, Path], None]) -> No
 
 
 def _stem(path: Path) -> str:
-    """The beginning of a partial file's name, cut such that the whole name has at most 255
-    bytes."""
+    """The beginning of a partial file's name, cut so that all of it has at most 255 bytes."""
     return os.fsdecode(os.fsencode(path.name)[: 255 - 9 - len(PARTIAL)])
 
 
@@ -262,8 +260,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """True if the file is now locked by this process, false if another process has it locked; None
-    if the file system has no locks."""
+    """True if this process now has the lock, false if another has it, None without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

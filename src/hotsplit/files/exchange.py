@@ -14,8 +14,7 @@ _AT_CWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 
 def put_folder(partial: Path, path: Path) -> None:
-    """Renames `partial` to `path`. A folder that had that name ends up at `partial`, or is
-    removed."""
+    """Renames `partial` to `path`; an old folder ends up at `partial`, or is removed."""
     old = partial.with_suffix(OLD)
     for _ in range(ATTEMPTS):
         try:
@@ -79,8 +78,7 @@ def _put_over_empty(partial: Path, path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names atomically; False if that is impossible. Raises FileNotFoundError if one
-    is missing."""
+    """Exchanges two names atomically; False if that is impossible. Raises like `_renamed`."""
     return _renamed(one, other, _EXCHANGE)
 
 

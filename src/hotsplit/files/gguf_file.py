@@ -118,8 +118,7 @@ def prefetch(entry: TensorEntry) -> None:
 
 
 def _advise(entry: TensorEntry, advice: str) -> None:
-    """Calls madvise on a tensor's pages; does nothing if the tensor is not mapped, or if the system
-    lacks this advice."""
+    """Calls madvise on a tensor's pages if it is mapped and the system knows this advice."""
     raw = base = entry.read()
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
@@ -196,8 +195,7 @@ def write_gguf(
     and `check` gets the whole file before it is renamed.
 
     Tensors are read in the order of the mapping, in pieces of whole rows, by several threads, so
-    `read_rows` must be thread-safe. Only a few pieces are in memory at a time, never the
-    whole of a large tensor."""
+    `read_rows` must be thread-safe. Only a few pieces are in memory at a time."""
     with partial_file(path) as unfinished:
         _write_header(unfinished, architecture, keys, tensors)
         pieces = [(e, start, stop) for e in tensors.values() for start, stop in _pieces(e)]
@@ -236,8 +234,7 @@ def _write_header(
 
 
 def _pieces(entry: TensorEntry) -> Iterator[tuple[int, int]]:
-    """Yields all rows, from one to another, in pieces of up to PIECE_VALUES values, but at least one
-    row."""
+    """Yields (start, stop) of pieces of up to PIECE_VALUES values, but at least one row."""
     num_rows = entry.shape[0]
     step = max(1, PIECE_VALUES // prod(entry.shape[1:]))
     for start in range(0, num_rows, step):

@@ -40,8 +40,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_object(path: Path, what: str) -> dict[str, object]:
-    """The JSON object in a file. Raises HotsplitError for other content, and for strings that
-    cannot be encoded."""
+    """The JSON object in a file. Raises HotsplitError for other content."""
     return parse_object(path, read_text(path, what), what)
 
 

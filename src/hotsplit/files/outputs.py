@@ -60,8 +60,7 @@ def check_outputs(
 
 
 def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Raises HotsplitError for outputs that are also an input or another output, under any
-    name."""
+    """Raises HotsplitError for outputs that are also an input or another output."""
     for number, path in enumerate(outputs):
         with writing(path):  # a name that is too long, a folder that may not be entered
             if any(_is_same(path, other) for other in inputs):

@@ -19,8 +19,7 @@ _NAMES = {"b1": "BOOL", "u1": "U8", "i1": "I8", "i2": "I16", "u2": "U16", "f2": 
 
 
 def check_header(path: Path, what: str) -> None:
-    """Raises HotsplitError for a missing or unreadable file, and for a header that is truncated
-    or too large."""
+    """Raises HotsplitError for a file or a header that is missing, truncated or too large."""
     require_file(path, what)
     try:
         with path.open("rb") as file:

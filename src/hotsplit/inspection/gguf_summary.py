@@ -205,8 +205,7 @@ class GgufSummary(Summary):
 
 
 def summarise_gguf(path: Path) -> GgufSummary | SplitSummary:
-    """The facts in a GGUF. Raises HotsplitError for an incomplete GGUF and for an invalid
-    plan."""
+    """The facts in a GGUF. Raises HotsplitError for an incomplete one or an invalid plan."""
     file = open_gguf(path, "GGUF file")
     if file.keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         return SplitSummary(path, Split.load(path))

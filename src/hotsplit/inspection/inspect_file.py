@@ -61,8 +61,7 @@ def _summarise_safetensors(path: Path) -> ProfileSummary | PredictorsSummary:
 
 
 def _safetensors_metadata(path: Path) -> dict[str, object]:
-    """The `__metadata__` of the header, which is JSON after eight bytes of length; {} if there is
-    none."""
+    """The `__metadata__` of the header, which is JSON after eight bytes of length."""
     with path.open("rb") as file:
         (num_bytes,) = struct.unpack("<Q", file.read(8))
         if num_bytes > MAX_HEADER_BYTES:

@@ -125,8 +125,7 @@ def columns_table(title: str, columns: list[str], rows: Iterable[Row]) -> Table:
 
 
 def _printable(value: object) -> str:
-    """The value as text, with escapes for control characters and for those that stdout cannot
-    encode: a file may hold anything."""
+    """The value as text, with escapes for controls and for what stdout cannot encode."""
     encoding = sys.stdout.encoding or "utf-8"
     return printable(str(value).encode(encoding, "backslashreplace").decode(encoding))
 

@@ -83,8 +83,7 @@ class KeySelection:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses "on", which means the defaults, or e.g. "window=2048,top=512", which changes
-        some."""
+        """Parses "on", the defaults, or e.g. "window=2048,top=512", which changes some."""
         if text == DEFAULT:
             return cls()
         found: dict[str, int | str] = {}

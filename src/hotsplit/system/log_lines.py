@@ -14,8 +14,7 @@ NAME = "hotsplit"
 
 
 def to_stderr(line: str) -> None:
-    """Prints to the current sys.stderr, which a progress bar redirects so that lines appear above
-    it."""
+    """Prints to the current sys.stderr, which a progress bar redirects to above itself."""
     if sys.stderr is not None:
         print(line, file=sys.stderr)
 

@@ -17,8 +17,7 @@ TRIAL = "A text of 12 letters\n"
 
 
 def read_tokenizer(source: str, text: str) -> Tokenizer:
-    """The tokenizer. Raises HotsplitError, which quotes `source`, for a text that the library
-    cannot read or use."""
+    """The tokenizer. Raises HotsplitError, quoting `source`, for a text that cannot be used."""
     with refused(f"{source}: the tokenizers library cannot read it"):
         tokenizer = Tokenizer.from_str(text)
         tokenizer.decode(tokenizer.encode(TRIAL).ids)

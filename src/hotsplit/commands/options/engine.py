@@ -1,5 +1,4 @@
-"""Options for fields of EngineConfig: rotary embeddings and the KV cache, with llama.cpp's names, and
-the neuron cache."""
+"""Options for fields of EngineConfig: rotary embeddings, the KV cache and the neuron cache."""
 
 from pathlib import Path
 

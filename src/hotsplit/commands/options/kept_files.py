@@ -1,5 +1,4 @@
-"""Lines that point to files that `hotsplit run` has cached for a model, with the command that
-uses them."""
+"""Lines that name files which `hotsplit run` has cached for a model, and commands with them."""
 
 import shlex
 from dataclasses import replace
@@ -59,8 +58,7 @@ def report_line(config: "ReportConfig") -> str | None:
 
 
 def bench_line(model: Path) -> str | None:
-    """A note with the command that measures the model as `run` would run it; None if no cached file
-    makes a difference."""
+    """A note on how to measure the model as `run` would run it; None if that is the same."""
     from hotsplit.run.kept import kept_for
 
     kept = kept_for(model)

@@ -193,8 +193,7 @@ def engine_option(name: str, *flags: str, **attributes: Any) -> Callable[[Any], 
 
 
 def take_engine_options(options: dict[str, Any]) -> EngineConfig:
-    """Removes the options that are fields of EngineConfig. Raises HotsplitError for values that no
-    model allows."""
+    """Takes the fields of EngineConfig out of the options. Raises HotsplitError like it."""
     names = [field.name for field in fields(EngineConfig) if field.name in options]
     return EngineConfig(**{name: options.pop(name) for name in names})
 

@@ -47,11 +47,9 @@ speculation_options = joined(
 
 
 def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOptions, Path | None]:
-    """Removes the options and the draft model's file from a command's keyword arguments and returns
-    them.
+    """Takes the options and the draft model's file out of a command's keyword arguments.
 
-    Raises HotsplitError for an invalid value, click's UsageError for a combination that cannot
-    work."""
+    Raises HotsplitError for invalid values, click's UsageError for impossible combinations."""
     model_draft: Path | None = arguments.pop("model_draft")
     spec_type: SpecType | None = arguments.pop("spec_type")
     is_optional = spec_type is None and model_draft is None
@@ -101,8 +99,7 @@ def speculating(
 
 
 def _draft_engine(engine: "Engine", path: Path) -> "Engine":
-    """The draft model on the CPU, with the main model's context length or, if that is less, its own
-    maximum."""
+    """The draft model on the CPU, with the main model's context length, up to its own maximum."""
     from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.runtime.engine import Engine
     from hotsplit.runtime.generate.draft_model import check_vocabulary

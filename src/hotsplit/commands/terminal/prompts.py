@@ -27,10 +27,14 @@ def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list
             f"{what}: give one of -p TEXT, -f FILE (- for stdin), --prompts FILE."
         )
     if many is not None:
-        return _lines_of(many)
-    if prompt == STDIN or str(file) == STDIN:
-        return [_without_end(_stdin())]
-    return [prompt if file is None else _without_end(read_text(file, "prompt"))]  # type: ignore[list-item]
+        prompts = _lines_of(many)
+    elif prompt == STDIN or str(file) == STDIN:
+        prompts = [_without_end(_stdin())]
+    else:
+        prompts = [prompt if file is None else _without_end(read_text(file, "prompt"))]  # type: ignore[list-item]
+    if not all(prompts):
+        raise HotsplitError("the prompt is empty; give it some text")
+    return prompts
 
 
 def _without_end(text: str) -> str:
