@@ -77,7 +77,9 @@ def test_the_wait_for_a_child_is_announced(broken, monkeypatch):  # noqa: F811
     (result,) = examining._results(["torch"], said.append)
     (line,) = said
     assert re.fullmatch(r"waiting for the test of torch, at most [01] s more", line)
-    assert result.why == "took longer than 2 s (at import torch)"
+    (finding,) = gpu.torch(result)
+    assert finding.state == "wrong"
+    assert finding.text.endswith("took longer than 2 s (at import torch)")
     assert time.monotonic() - began < 4
     broken("torch", "raise ImportError('some reason')")
     examining._results(["torch"], said.append)

@@ -27,7 +27,7 @@ from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.cli import main
 from hotsplit.commands.all_commands import cli
-from hotsplit.commands.help import examples
+from hotsplit.commands.help.examples import EXAMPLES
 from hotsplit.commands.options import llamacpp_flags
 from hotsplit.commands.options.llamacpp_flags import TABLE, translate
 from hotsplit.commands.options.outtype import OUTTYPE
@@ -42,7 +42,6 @@ from hotsplit.model.spec import Neurons
 from hotsplit.profile.corpus.sources import find_sources
 from hotsplit.serve.config import ServeConfig
 from hotsplit.system.log_lines import lines_on_stderr
-from hotsplit.system.sizes import parse_bytes
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -136,6 +135,7 @@ def test_layers_for_a_gpu_that_is_not_there_are_noted(monkeypatch):
 @pytest.mark.parametrize(
     "given, told",
     [
+        ("generate a --reset-gpu-index", "--split"),
         ("generate a -ngl 20", "hotsplit solve"),
         ("serve a -ot x=CPU", "hotsplit solve"),
         ("solve a -ngl 20", "--vram-budget 8GiB"),
@@ -146,8 +146,8 @@ def test_layers_for_a_gpu_that_is_not_there_are_noted(monkeypatch):
         ("serve a --api-key-file x", "HOTSPLIT_API_KEY"),
     ],
 )
-def test_options_of_llamacpp_without_an_equivalent_are_refused_with_advice(given, told):
-    with pytest.raises(click.UsageError, match="is llama.cpp's: ") as error:
+def test_options_of_others_without_an_equivalent_are_refused_with_advice(given, told):
+    with pytest.raises(click.UsageError, match="is (llama.cpp|PowerInfer)'s: ") as error:
         translated(*given.split())
     assert told in error.value.message
 
@@ -159,11 +159,6 @@ def test_a_budget_without_a_plan_is_explained(command, option):
         translated(command, "a", option, "8G")
     for advice in ("hotsplit run MODEL --vram", "hotsplit solve MODEL", "--split PLAN"):
         assert advice in error.value.message
-
-
-def test_options_of_powerinfer_are_refused_with_advice():
-    with pytest.raises(click.UsageError, match="is PowerInfer's: .*--split"):
-        translated("generate", "a", "--reset-gpu-index")
 
 
 def test_no_option_of_ours_is_taken_for_llamacpps():
@@ -232,12 +227,6 @@ def test_an_option_without_its_argument_names_the_commands_help(capsys):
     )
 
 
-def test_sizes_in_the_usual_spellings():
-    sizes = ["8G", "8g", "8", "8GiB", "8192M", "8388608K"]
-    assert {parse_bytes(size) for size in sizes} == {8 << 30}
-    assert parse_bytes("1T") == 1 << 40 and parse_bytes("8GB") == 8 * 10**9
-
-
 OTHER_DIGITS = {
     "arabic": str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩"),
     "full width": str.maketrans("0123456789", "０１２３４５６７８９"),
@@ -272,12 +261,6 @@ def test_numbers_in_other_digits_are_refused(capsys, tmp_path, monkeypatch, argu
     (line,) = capsys.readouterr().err.splitlines()
     value = arguments[-1].translate(digits)
     assert not value.isascii() and any(c in line for c in value if not c.isascii())
-
-
-def test_sizes_in_other_digits_are_refused():
-    for digits in OTHER_DIGITS.values():
-        with pytest.raises(HotsplitError, match="is not a size; wanted e.g. 8GiB"):
-            parse_bytes("8GiB".translate(digits))
 
 
 # ---- files of others ----------------------------------------------------------------------------
@@ -357,8 +340,7 @@ def test_the_help_command_prints_what_the_help_option_does(capsys):
 
 def test_every_example_is_a_command_line():
     """The examples are parsed, not run."""
-    found = [line.strip() for text in vars(examples).values() if isinstance(text, str)
-             for line in text.splitlines() if line.strip().startswith("hotsplit ")]  # fmt: skip
+    found = [line for lines in EXAMPLES.values() for line in lines]
     for line in found:
         _, name, *arguments = shlex.split(line)
         cli.commands[name].make_context(name, arguments)

@@ -91,20 +91,32 @@ def test_two_runs_with_one_output_do_not_interfere(tmp_path):
     assert path.read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_the_next_run_removes_what_a_killed_run_left(tmp_path):
-    """The lock of the killed run is gone, unlike that of a file that is still being written."""
-    code = (
-        "import os, sys; from pathlib import Path; from hotsplit.files.atomic import partial_file\n"
-        "with partial_file(Path(sys.argv[1])) as p: p.write_text('half'); os._exit(9)"
-    )
+KILLED = """
+import os, sys
+from pathlib import Path
+from hotsplit.files.atomic import {0}
+with {0}(Path(sys.argv[1])) as partial:
+    (partial / "a" if partial.is_dir() else partial).write_text("half")
+    os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("make", [partial_file, partial_folder])
+def test_the_next_run_removes_what_a_killed_run_left(tmp_path, make):
+    """The lock of the killed run is gone, unlike that of what is still being written."""
+    code = KILLED.format(make.__name__)
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
     (stale,) = tmp_path.iterdir()
     assert stale.name.startswith("x.") and stale.suffix == ".partial"
     other = tmp_path / "x.0123456.partial"  # not a name of ours
     other.write_text("mine")
-    with partial_file(tmp_path / "x") as partial:
+    if stale.is_dir():
+        check_output_folder(tmp_path / "x", force=False, is_ours=lambda name: True)
+    with make(tmp_path / "x") as partial:
         assert not stale.exists()
-        partial.write_text("whole")
+        (partial / "a" if partial.is_dir() else partial).write_text("whole")
+        remove_stale(tmp_path / "x")  # as another run does
+        assert partial.exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x", other.name]
 
 
@@ -219,23 +231,6 @@ def test_a_folder_is_replaced_by_one_exchange_of_names(tmp_path, monkeypatch):
         pytest.skip("this system cannot exchange names")
     fill(tmp_path / "x", "new")
     assert exchanged == [True] and (tmp_path / "x" / "a").read_text() == "new"
-
-
-def test_the_next_run_removes_the_folder_that_a_killed_run_left(tmp_path):
-    code = (
-        "import os, sys; from pathlib import Path; from hotsplit.files.atomic import partial_folder\n"
-        "with partial_folder(Path(sys.argv[1])) as p: (p / 'a').write_text('half'); os._exit(9)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
-    (stale,) = tmp_path.iterdir()
-    assert stale.name.startswith("x.") and stale.suffix == ".partial" and stale.is_dir()
-    check_output_folder(tmp_path / "x", force=False, is_ours=lambda name: True)
-    with partial_folder(tmp_path / "x") as partial:
-        assert not stale.exists()
-        (partial / "a").write_text("whole")
-        remove_stale(tmp_path / "x")  # as another run does
-        assert partial.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_folder_that_was_set_aside_gets_its_name_back(tmp_path, monkeypatch):

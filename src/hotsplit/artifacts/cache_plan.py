@@ -7,14 +7,13 @@ solver/cache_costs.py.
 
 Letters: L layers, F neurons of a layer."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry
-from hotsplit.files.typed import Fields, shown
+from hotsplit.files.typed import Fields
 from hotsplit.options.neuron_cache import CacheCosts
 
 MOST_ROWS = 1 << 16
@@ -110,13 +109,6 @@ class CachePlan:
                 for layer in range(num_layers)
             ),
         )
-
-
-def refuse_half(keys: Mapping[str, Value] | Iterable[str]) -> None:
-    """Raises HotsplitError if some of the cache's keys are there and others are missing."""
-    missing = [key for key in KEYS if key not in keys]
-    if 0 < len(missing) < len(KEYS):
-        raise HotsplitError(f"key {shown(missing[0])} is missing")
 
 
 def _taken(tensors: dict[str, TensorEntry], name: str) -> TensorEntry:

@@ -45,7 +45,7 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
 
 
 def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality]:
-    """The profile's quality of mode exact; of mode predicted only with the same run's predictors."""
+    """The profile's quality of mode exact; of mode predicted only with predictors of that run."""
     own = model.quality.get("predicted")
     is_same = own is not None and own == profile.quality.get("predicted")
     return {mode: q for mode, q in profile.quality.items() if mode == "exact" or is_same}

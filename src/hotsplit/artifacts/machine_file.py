@@ -78,8 +78,7 @@ class Gpu:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Figure)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from hotsplit.artifacts.cache_plan import KEYS, CachePlan, refuse_half
+from hotsplit.artifacts.cache_plan import KEYS, CachePlan
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.costs.budget import ITEMS, CacheSize, Items, is_predictor, kv_kind, plan_bytes_of_gpus
@@ -335,7 +335,9 @@ def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
         raise HotsplitError(f"key {shown(min(own - known))} is unknown")
     if own & _OF_GPUS and not own >= _OF_GPUS:
         raise HotsplitError(f"{' and '.join(sorted(_OF_GPUS))}: one of them is missing")
-    refuse_half(own)
+    missing = [key for key in KEYS if key not in own]
+    if 0 < len(missing) < len(KEYS):
+        raise HotsplitError(f"key {shown(missing[0])} is missing")
 
 
 def _sizes(read: Fields) -> tuple[int, ...]:

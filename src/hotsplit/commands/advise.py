@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from hotsplit.commands.help import examples
 from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
@@ -49,7 +48,6 @@ SMALLER: dict[str, tuple[str, ...]] = {
 
 @click.command(
     cls=FileCommand,
-    epilog=examples.ADVISE,
     short_help="Measure which type and limits suit a model.",
 )
 @click.argument("model", type=FILE)

@@ -17,7 +17,6 @@ from hotsplit.commands.chat import chat
 from hotsplit.commands.doctor import doctor
 from hotsplit.commands.evaluate import evaluate
 from hotsplit.commands.generate import generate
-from hotsplit.commands.help import examples
 from hotsplit.commands.help.command import completion, help_command
 from hotsplit.commands.options.engine import rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
@@ -76,7 +75,7 @@ for _command in (help_command, completion, profile, advise, doctor, sparsify, ru
     cli.add_command(_command)
 
 
-@cli.command(epilog=examples.CONVERT)
+@cli.command()
 @click.argument("source", type=FILE)
 @click.option("-o", "--output", type=OutputPath(".gguf"), required=True,
               help="The model file to write.")  # fmt: skip
@@ -141,7 +140,7 @@ def convert(
     finish(report, as_json, lines)
 
 
-@cli.command(epilog=examples.CALIBRATE)
+@cli.command()
 @click.option("-o", "--output", type=OutputPath(".json"), required=True,
               help="The machine file to write.")  # fmt: skip
 @click.option(
@@ -162,7 +161,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
     finish(machine, as_json, [f"wrote {config.output}"])
 
 
-@cli.command(epilog=examples.SOLVE, short_help="Plan what goes on the GPU under a VRAM budget.")
+@cli.command(short_help="Plan what goes on the GPU under a VRAM budget.")
 @click.argument("model", type=FILE)
 @click.option("--profile", type=FILE, required=True, help="Made by hotsplit profile.")
 @click.option("--machine", type=FILE, required=True, help="Made by hotsplit calibrate.")
@@ -242,9 +241,7 @@ def solve(
     finish(report, as_json, lines)
 
 
-@cli.command(
-    "inspect", epilog=examples.INSPECT, short_help="Show what a file or a checkpoint folder holds."
-)
+@cli.command("inspect", short_help="Show what a file or a checkpoint folder holds.")
 @click.argument("file", type=FILE)
 @click.option(
     "--tensors",
@@ -311,9 +308,7 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
         print_facts(summary.kind, summary.facts)
 
 
-@cli.command(
-    "export", epilog=examples.EXPORT, short_help="Write files for PowerInfer or SparkInfer."
-)
+@cli.command("export", short_help="Write files for PowerInfer or SparkInfer.")
 @click.argument("source", type=FILE)
 @click.option("--format", required=True,
               type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),

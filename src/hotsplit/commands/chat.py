@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from hotsplit.commands.help import examples
 from hotsplit.commands.options.constraints import (
     NAMES,
     ConstraintOptions,
@@ -68,7 +67,7 @@ Enter sends, Alt-Enter or a backslash before Enter makes a new line, Ctrl-C stop
 A message that begins with / is written with //."""
 
 
-@click.command(cls=FileCommand, epilog=examples.CHAT)
+@click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
 @cpu_ffn_option

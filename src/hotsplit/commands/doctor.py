@@ -5,7 +5,6 @@ from pathlib import Path
 
 import click
 
-from hotsplit.commands.help import examples
 from hotsplit.commands.options.shared import (
     OUTPUT,
     FileCommand,
@@ -15,9 +14,7 @@ from hotsplit.commands.options.shared import (
 )
 
 
-@click.command(
-    cls=FileCommand, epilog=examples.DOCTOR, short_help="Check this machine, and say what to fix."
-)
+@click.command(cls=FileCommand, short_help="Check this machine, and say what to fix.")
 @click.option("--report", type=OUTPUT,
               help="Write the findings, without names and paths, to a file for an issue.")  # fmt: skip
 @click.option("--again", is_flag=True,

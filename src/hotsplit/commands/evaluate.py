@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.help import examples
 from hotsplit.commands.options.engine import cache_type_options, rope_options, scaling_lines
 from hotsplit.commands.options.shared import (
     FILE,
@@ -35,7 +34,7 @@ ONLY_TEXT = (
 ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
 
 
-@click.command("eval", cls=FileCommand, epilog=examples.EVAL)
+@click.command("eval", cls=FileCommand)
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True,
               help="Text to compare on: a text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip

@@ -147,9 +147,8 @@ def line_of(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
         reason = error.strerror or _words(error)
         if error.filename is None:
             return f"hotsplit: the output cannot be written: {reason}", 1
-        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else (
-            str(error.filename)
-        )  # fmt: skip
+        name = error.filename
+        name = os.fsdecode(name) if isinstance(name, bytes) else str(name)
         return f"{command}: {name[:MOST_LETTERS]}: cannot be read or written: {reason}", 1
     return (
         f"{command}: unexpected {type(error).__name__}: {_words(error)} (a bug in this program;"
@@ -222,9 +221,6 @@ def _nothing_printed(arguments: list[str]) -> Iterator[None]:
             sys.__unraisablehook__(found)
 
     threading.excepthook, sys.unraisablehook = of_thread, unraisable
-    if sys.stdout is not None and getattr(sys.stdout, "errors", "") in (
-        "strict",
-        "surrogateescape",
-    ):
+    if getattr(sys.stdout, "errors", "") in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     yield

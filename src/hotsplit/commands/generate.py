@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.help import examples
 from hotsplit.commands.options.constraints import (
     NAMES,
     ConstraintOptions,
@@ -91,7 +90,7 @@ text_options = joined(
 )  # fmt: skip
 
 
-@click.command(cls=FileCommand, epilog=examples.GENERATE)
+@click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
 @cpu_ffn_option

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.help import examples
 from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
@@ -36,7 +35,6 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 
 @click.command(
     cls=FileCommand,
-    epilog=examples.PROFILE,
     short_help="Count neuron firings on text; train predictors.",
 )
 @click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")

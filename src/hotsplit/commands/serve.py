@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.help import examples
 from hotsplit.commands.options.engine import cache_type_options, rope_options
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
@@ -39,7 +38,7 @@ KEY_VARIABLE = "HOTSPLIT_API_KEY"
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 
-@click.command(cls=FileCommand, epilog=examples.SERVE)
+@click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
 @cpu_ffn_option

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.help import examples
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.shared import (
     FILE,
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from hotsplit.sparsify.record import Made
 
 
-@click.command(
-    cls=FileCommand, epilog=examples.SPARSIFY, short_help="Train a dense model to be sparse."
-)
+@click.command(cls=FileCommand, short_help="Train a dense model to be sparse.")
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
               help="Text to train on: a text, .jsonl or .parquet file, or a folder of them; may be"

@@ -269,7 +269,7 @@ def _tensor_type(number: int, magic: Magic, what: str) -> GGMLQuantizationType:
 
 
 def _alignment(keys: dict[str, Value]) -> int:
-    """The alignment: a power of two, by the specification at least 8, so that numbers are aligned."""
+    """The alignment: a power of two, at least 8 by the specification, so that numbers align."""
     value = keys.get("general.alignment", np.uint32(GGUF_DEFAULT_ALIGNMENT))
     if not isinstance(value, np.uint32) or value < 8 or value & (value - 1):
         found = value if isinstance(value, np.number) else f"a {type(value).__name__}"

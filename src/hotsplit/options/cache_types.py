@@ -80,12 +80,10 @@ class CacheTypes:
     def read_bytes(self, num_positions: float, width: int) -> float:
         """Bytes of one head that a token reads after `num_positions` others."""
         rule, row = self.selection, self.row_bytes(width)
-        if rule is None or num_positions < rule.full:
+        selected = 0 if rule is None else rule.sinks + rule.top + rule.window
+        if rule is None or num_positions < rule.full or num_positions <= selected:
             return num_positions * row
-        if num_positions <= rule.sinks + rule.top + rule.window:
-            return num_positions * row
-        tables = rule.searched_bytes(num_positions, width)
-        return (rule.sinks + rule.top + rule.window) * row + tables
+        return selected * row + rule.searched_bytes(num_positions, width)
 
     def __str__(self) -> str:
         types = self.key.name if self.key == self.value else f"{self.key.name}, {self.value.name}"

@@ -1,67 +1,69 @@
 """Examples at the end of the help of most commands. A test parses every line."""
 
-_HEAD = "\b\nExamples:"
+EXAMPLES = {
+    "convert": (
+        "hotsplit convert CHECKPOINT -o model.gguf --outtype q8_0",
+        "hotsplit convert ORG/NAME -o model.gguf",
+        "hotsplit convert other.gguf -o model.gguf",
+        "hotsplit convert model.gguf -o sparse.gguf --predictors predictors",
+    ),
+    "calibrate": (
+        "hotsplit calibrate -o machine.json",
+        "hotsplit calibrate -o machine.json --gpu-from examples/machines/rtx-4060-8gb.json",
+    ),
+    "profile": (
+        "hotsplit profile model.gguf --corpus text.txt -o model.profile.safetensors",
+        "hotsplit profile model.gguf --corpus texts -o p.safetensors --train-predictors predictors",
+        "hotsplit profile silu.gguf --corpus text.txt -o p.safetensors --perplexity-budget 0.01",
+        "hotsplit profile --merge a.safetensors b.safetensors -o both.safetensors",
+    ),
+    "solve": (
+        "hotsplit solve model.gguf --profile p.safetensors --machine machine.json -vb 8GiB -o plan.gguf",
+        "hotsplit solve model.gguf --profile p.safetensors --machine machine.json -vb 0 -o plan.gguf",
+        "hotsplit solve model.gguf --profile p.safetensors --machine machine.json"
+        " --sweep 2GiB:24GiB -o curve.json",
+    ),
+    "advise": (
+        "hotsplit advise model.gguf --corpus text.txt",
+        "hotsplit advise model.gguf --corpus text.txt --limits limits.safetensors --plot points.png",
+        "hotsplit advise trained.gguf --dense model.gguf --corpus text.txt",
+    ),
+    "sparsify": (
+        "hotsplit sparsify CHECKPOINT --corpus text.txt -o sparse.gguf",
+        "hotsplit sparsify CHECKPOINT --corpus text.txt -o sparse.gguf --share 0.6 --share 0.75",
+    ),
+    "generate": (
+        'hotsplit generate model.gguf -p "Once upon a time" -n 200',
+        "hotsplit generate model.gguf --split plan.gguf -f prompt.txt",
+        'hotsplit generate model.gguf --chat -p "What is a neuron?" --temp 0',
+        "hotsplit generate model.gguf --prompts prompts.txt --json",
+    ),
+    "chat": (
+        "hotsplit chat model.gguf",
+        'hotsplit chat model.gguf -sys "Answer in one sentence." -c 4096',
+    ),
+    "serve": (
+        "hotsplit serve model.gguf",
+        "hotsplit serve model.gguf --port 8000 --parallel 8 -c 4096",
+    ),
+    "eval": (
+        "hotsplit eval model.gguf --corpus held-out.txt",
+        "hotsplit eval model.gguf --split plan.gguf --corpus held-out.txt --tokens 4096",
+    ),
+    "inspect": (
+        "hotsplit inspect model.gguf --tensors",
+        "hotsplit inspect CHECKPOINT --json",
+        "hotsplit inspect model.gguf --graph --split plan.gguf",
+    ),
+    "export": (
+        "hotsplit export plan.gguf --profile p.safetensors --format gpuidx -o out.gpuidx",
+        "hotsplit export p.safetensors --format powerinfer-activations -o activation",
+    ),
+    "doctor": ("hotsplit doctor", "hotsplit doctor --report report.txt"),
+}
 
 
-def _examples(*lines: str) -> str:
-    """Formats lines so that click does not wrap them."""
-    return "\n  ".join([_HEAD, *lines])
-
-
-CONVERT = _examples(
-    "hotsplit convert CHECKPOINT -o model.gguf --outtype q8_0",
-    "hotsplit convert ORG/NAME -o model.gguf",
-    "hotsplit convert other.gguf -o model.gguf",
-    "hotsplit convert model.gguf -o sparse.gguf --predictors predictors",
-)
-CALIBRATE = _examples(
-    "hotsplit calibrate -o machine.json",
-    "hotsplit calibrate -o machine.json --gpu-from examples/machines/rtx-4060-8gb.json",
-)
-PROFILE = _examples(
-    "hotsplit profile model.gguf --corpus text.txt -o model.profile.safetensors",
-    "hotsplit profile model.gguf --corpus texts -o p.safetensors --train-predictors predictors",
-    "hotsplit profile silu.gguf --corpus text.txt -o p.safetensors --perplexity-budget 0.01",
-    "hotsplit profile --merge a.safetensors b.safetensors -o both.safetensors",
-)
-SOLVE = _examples(
-    "hotsplit solve model.gguf --profile p.safetensors --machine machine.json -vb 8GiB -o plan.gguf",
-    "hotsplit solve model.gguf --profile p.safetensors --machine machine.json -vb 0 -o plan.gguf",
-    "hotsplit solve model.gguf --profile p.safetensors --machine machine.json"
-    " --sweep 2GiB:24GiB -o curve.json",
-)
-ADVISE = _examples(
-    "hotsplit advise model.gguf --corpus text.txt",
-    "hotsplit advise model.gguf --corpus text.txt --limits limits.safetensors --plot points.png",
-    "hotsplit advise trained.gguf --dense model.gguf --corpus text.txt",
-)
-SPARSIFY = _examples(
-    "hotsplit sparsify CHECKPOINT --corpus text.txt -o sparse.gguf",
-    "hotsplit sparsify CHECKPOINT --corpus text.txt -o sparse.gguf --share 0.6 --share 0.75",
-)
-GENERATE = _examples(
-    'hotsplit generate model.gguf -p "Once upon a time" -n 200',
-    "hotsplit generate model.gguf --split plan.gguf -f prompt.txt",
-    'hotsplit generate model.gguf --chat -p "What is a neuron?" --temp 0',
-    "hotsplit generate model.gguf --prompts prompts.txt --json",
-)
-CHAT = _examples(
-    "hotsplit chat model.gguf", 'hotsplit chat model.gguf -sys "Answer in one sentence." -c 4096'
-)
-SERVE = _examples(
-    "hotsplit serve model.gguf", "hotsplit serve model.gguf --port 8000 --parallel 8 -c 4096"
-)
-EVAL = _examples(
-    "hotsplit eval model.gguf --corpus held-out.txt",
-    "hotsplit eval model.gguf --split plan.gguf --corpus held-out.txt --tokens 4096",
-)
-INSPECT = _examples(
-    "hotsplit inspect model.gguf --tensors",
-    "hotsplit inspect CHECKPOINT --json",
-    "hotsplit inspect model.gguf --graph --split plan.gguf",
-)
-EXPORT = _examples(
-    "hotsplit export plan.gguf --profile p.safetensors --format gpuidx -o out.gpuidx",
-    "hotsplit export p.safetensors --format powerinfer-activations -o activation",
-)
-DOCTOR = _examples("hotsplit doctor", "hotsplit doctor --report report.txt")
+def examples_of(command: str | None) -> str | None:
+    """The examples of a command in a form that click does not wrap; None if it has none."""
+    lines = EXAMPLES.get(command or "")
+    return "\n  ".join(["\b\nExamples:", *lines]) if lines else None

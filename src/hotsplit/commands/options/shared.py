@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from hotsplit.commands.help.examples import examples_of
 from hotsplit.commands.help.groups import write_options
 from hotsplit.commands.options.kept_files import with_copy
 from hotsplit.commands.options.llamacpp_flags import translate
@@ -82,6 +83,7 @@ class FileCommand(click.Command):
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
+        self.epilog = self.epilog or examples_of(self.name)
         for param in self.params:
             param.type = _plain(param.type)
 
