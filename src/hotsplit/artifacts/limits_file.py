@@ -60,7 +60,7 @@ class Limits:
     @classmethod
     def load(cls, path: Path) -> "Limits":
         """Raises HotsplitError for anything but a whole, valid file."""
-        names, optional = {"model_id", "num_layers"}, frozenset({"is_trained", "quality"})
+        names, optional = {"model_id", "num_layers"}, {"is_trained", "quality"}
         metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional)
         with about(path, "; make the limits again"):
             read = Fields(metadata)

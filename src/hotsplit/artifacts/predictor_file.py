@@ -167,11 +167,8 @@ class Predictors:
     @classmethod
     def load(cls, path: Path) -> "Predictors":
         """Raises HotsplitError for anything but a whole, valid file."""
-        keys = {"model_id", "info", "matrix_kind_L"}
-        metadata, arrays = load_arrays(
-            path, FORMAT, VERSION, keys, older=OLDER,
-            optional=frozenset({"quality", "arithmetic", "limits"}),
-        )  # fmt: skip
+        names, optional = {"model_id", "info", "matrix_kind_L"}, {"quality", "arithmetic", "limits"}
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
         try:
             read = Fields(metadata)
             info = _info(read.part("info", {each.name for each in fields(PredictorInfo)}))

@@ -89,10 +89,8 @@ class Profile:
     def load(cls, path: Path) -> "Profile":
         """Raises HotsplitError for anything but a whole, valid profile."""
         names = {"model_id", "num_tokens", "threshold_L", "corpora"}
-        metadata, arrays = load_arrays(
-            path, FORMAT, VERSION, names, older=OLDER,
-            optional=frozenset({"quality", "arithmetic", "limits"}),
-        )  # fmt: skip
+        optional = {"quality", "arithmetic", "limits"}
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
         if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
             raise HotsplitError(f"{path}: holds {shown(sorted(arrays))}; profile the model again")
         read = Fields(metadata)

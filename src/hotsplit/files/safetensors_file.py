@@ -1,7 +1,7 @@
 """Small safetensors artifacts: a format name, a version, JSON metadata and numpy arrays."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +72,7 @@ def load_arrays(
     version: int,
     keys: set[str],
     *,
-    optional: frozenset[str] = frozenset(),
+    optional: Set[str] = frozenset(),
     older: tuple[int, ...] = (),
 ) -> tuple[dict, dict[str, np.ndarray]]:
     """Metadata (parsed) and arrays of a file written by `save_arrays`.
