@@ -89,11 +89,16 @@ def _export_profile(config: ExportConfig) -> ExportReport:
         config.output, force=config.force, is_ours=is_activation_file, inputs=[config.source]
     )
     profile = Profile.load(config.source)
-    return _report(
-        config,
-        profile,
+    return ExportReport(
+        output=config.output,
+        format=config.format,
+        model_id=profile.model_id,
+        num_layers=profile.active_count_LF.shape[0],
+        num_neurons=profile.active_count_LF.shape[1],
+        num_hot=None,
+        group_size=None,
         num_bytes=write_activations(profile, config.output),
-        notes=activation_notes(profile, config.output),
+        notes=tuple(activation_notes(profile, config.output)),
     )
 
 
@@ -119,8 +124,16 @@ def _export_plan(config: ExportConfig) -> ExportReport:
         check_groups(num_neurons, group_size, config.output)
         notes += model_split_notes(split, dense_on_cpu(split), group_size)
         num_bytes = write_model_split(split, profile, group_size, config.output)
-    return _report(
-        config, profile, num_bytes=num_bytes, notes=notes, split=split, group_size=group_size
+    return ExportReport(
+        output=config.output,
+        format=config.format,
+        model_id=split.model_id,
+        num_layers=len(split.hot),
+        num_neurons=num_neurons,
+        num_hot=sum(len(ids) for ids in split.hot),
+        group_size=group_size,
+        num_bytes=num_bytes,
+        notes=tuple(notes),
     )
 
 
@@ -153,26 +166,3 @@ def dense_on_cpu(split: Split) -> str:
     plural = "s" if layers > 1 else ""
     names = [f"the attention, norms and predictors of {layers} layer{plural}"] if layers else []
     return " and ".join(names + ([] if split.head_on_gpu else ["the output head"]))
-
-
-def _report(
-    config: ExportConfig,
-    profile: Profile,
-    *,
-    num_bytes: int,
-    notes: list[str],
-    split: Split | None = None,
-    group_size: int | None = None,
-) -> ExportReport:
-    num_layers, num_neurons = profile.active_count_LF.shape
-    return ExportReport(
-        output=config.output,
-        format=config.format,
-        model_id=profile.model_id,
-        num_layers=num_layers,
-        num_neurons=num_neurons,
-        num_hot=None if split is None else sum(len(ids) for ids in split.hot),
-        group_size=group_size,
-        num_bytes=num_bytes,
-        notes=tuple(notes),
-    )
