@@ -9,7 +9,6 @@ from pathlib import Path
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.errors import HotsplitError
-from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.model.rope import asked_scaling
 from hotsplit.model.spec import SMOOTH
 
@@ -41,14 +40,11 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
             f" {[model.spec.num_layers, model.spec.most_neurons]}; profile this model"
         )
     changed = replace_thresholds(model, profile.threshold_L, str(path))
-    return replace(changed, quality=_quality(model, profile))
-
-
-def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality]:
-    """The profile's quality of mode exact; of mode predicted only with predictors of that run."""
+    # That of mode predicted is the model's only if its predictors are from the profile's run.
     own = model.quality.get("predicted")
     is_same = own is not None and own == profile.quality.get("predicted")
-    return {mode: q for mode, q in profile.quality.items() if mode == "exact" or is_same}
+    quality = {mode: q for mode, q in profile.quality.items() if mode == "exact" or is_same}
+    return replace(changed, quality=quality)
 
 
 def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: str) -> ModelFile:

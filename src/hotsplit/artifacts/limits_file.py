@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from hotsplit.errors import HotsplitError, about
-from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import Fields, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
@@ -136,17 +135,3 @@ def check_made_with(
     made = "without limits" if sha256 is None else f"with limits {sha256[:12]}"
     has = f"limits {str(limits.sha256)[:12]}" if limits else "no limits"
     raise HotsplitError(f"{path}: made {made}, but {source} has {has}; {again}")
-
-
-def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int) -> Limits:
-    """The limits in a model file. Raises HotsplitError like `Limits.validate`."""
-    entries = (tensors.get(f"blk.{layer}.{GATE}") for layer in range(num_layers))
-    layers = tuple(LayerLimits(gate_F=None if e is None else e.read()) for e in entries)
-    limits = Limits(model_id=model_id, layers=layers)
-    limits.validate()
-    return limits
-
-
-def limit_entries(limits: Limits) -> dict[str, TensorEntry]:
-    """The limits as tensors of a model file."""
-    return {name: array_entry(limit, "f32") for name, limit in limits.arrays().items()}

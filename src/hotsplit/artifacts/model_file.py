@@ -15,14 +15,21 @@ from typing import cast
 import numpy as np
 from gguf.quants import dequantize
 
-from hotsplit.artifacts.limits_file import GATE, Limits, limit_entries, limits_in
+from hotsplit.artifacts.limits_file import GATE, LayerLimits, Limits
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.errors import HotsplitError, about
 from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader
 from hotsplit.families.spec_keys import spec_keys
 from hotsplit.families.table import ARCHITECTURES
-from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, type_of, write_gguf
+from hotsplit.files.gguf_file import (
+    TensorEntry,
+    Value,
+    array_entry,
+    can_unpack,
+    type_of,
+    write_gguf,
+)
 from hotsplit.files.typed import shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
 from hotsplit.model.spec import SMOOTH, Activation, ModelSpec, Predict, PredictorKind
@@ -239,8 +246,13 @@ class ModelFile:
 
     @cached_property
     def limits(self) -> Limits:
-        """The limits of gates; empty if there are none."""
-        return limits_in(self.tensors, self.model_id, self.bare_spec.num_layers)
+        """The limits of gates; empty if there are none. Raises like `Limits.validate`."""
+        num_layers = self.bare_spec.num_layers
+        entries = [self.tensors.get(f"blk.{layer}.{GATE}") for layer in range(num_layers)]
+        layers = tuple(LayerLimits(gate_F=None if e is None else e.read()) for e in entries)
+        limits = Limits(model_id=self.model_id, layers=layers)
+        limits.validate()
+        return limits
 
     @property
     def has_limits(self) -> bool:
@@ -264,7 +276,7 @@ class ModelFile:
             0.0 if layer.gate_F is not None else threshold
             for layer, threshold in zip(limits.layers, self.threshold_L, strict=True)
         )
-        tensors |= limit_entries(limits)
+        tensors |= {name: array_entry(limit, "f32") for name, limit in limits.arrays().items()}
         model = replace(
             self, tensors=tensors, threshold_L=threshold_L, quality=limits.quality,
             is_trained_sparse=limits.is_trained,

@@ -57,17 +57,13 @@ def processor(kernels: Result) -> list[Finding]:
                               " many times slower", REBUILD)]  # fmt: skip
     found += _levels(done)
     if done["wrong"]:
+        bad = {line.partition(",")[0] for line in done["wrong"]}
+        good = [f"set {LEVEL_VARIABLE}={level}" for level in done["usable"] if level not in bad]
         return [*found, wrong("kernels", f"{len(done['wrong'])} of {done['num_tried']} give wrong"
-                              f" results, first: {done['wrong'][0]}", _around(done))]  # fmt: skip
+                              f" results, first: {done['wrong'][0]}",
+                              f"{[*good, REBUILD][0]}, and report it")]  # fmt: skip
     what = f"{done['num_tried']} (levels times types) agree with numpy"
     return [*found, ok("kernels", f"{what}, {done['num_threads']} threads")]
-
-
-def _around(done: Mapping[str, Any]) -> str:
-    """Advice to use a level whose results are right."""
-    bad = {line.partition(",")[0] for line in done["wrong"]}
-    good = [level for level in done["usable"] if level not in bad]
-    return f"set {LEVEL_VARIABLE}={good[0]}, and report it" if good else f"{REBUILD}, and report it"
 
 
 def _levels(done: Mapping[str, Any]) -> list[Finding]:
