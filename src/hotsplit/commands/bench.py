@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.engine import cache_type_options, neuron_cache_option, rope_options
+from hotsplit.commands.options.engine import long_text_options, neuron_cache_option
 from hotsplit.commands.options.kept_files import bench_line
 from hotsplit.commands.options.shared import (
     FILE,
@@ -59,8 +59,7 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
               help="The GGUF that llama.cpp loads. [default: MODEL]")  # fmt: skip
 @click.option("--compare-gpu-layers", type=int, metavar="N",
               help="Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the CPU, else all]")  # fmt: skip
-@cache_type_options
-@rope_options
+@long_text_options
 @neuron_cache_option
 @running_options
 @click.option("--cache-replay", is_flag=True,

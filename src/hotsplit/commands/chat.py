@@ -18,16 +18,15 @@ from hotsplit.commands.options.constraints import (
     constraint_of,
     constraint_options,
 )
-from hotsplit.commands.options.engine import cache_type_options, neuron_cache_option, rope_options
+from hotsplit.commands.options.engine import long_text_options, neuron_cache_option
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
     context_option,
-    cpu_ffn_option,
+    placement_options,
     running_options,
     say,
-    split_option,
     thresholds_option,
 )
 from hotsplit.commands.options.speculation import (
@@ -69,8 +68,7 @@ A message that begins with / is written with //."""
 
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
-@split_option
-@cpu_ffn_option
+@placement_options
 @click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
               help="The system message.")  # fmt: skip
 @click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
@@ -90,8 +88,7 @@ A message that begins with / is written with //."""
 @sampling_options
 @constraint_options
 @speculation_options
-@cache_type_options
-@rope_options
+@long_text_options
 @neuron_cache_option
 @thresholds_option
 @running_options

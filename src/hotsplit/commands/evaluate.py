@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.engine import cache_type_options, rope_options, scaling_lines
+from hotsplit.commands.options.engine import long_text_options, scaling_lines
 from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
@@ -55,8 +55,7 @@ ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
 @click.option("--task-folder", type=FILE, help="Folder of your own tasks (YAML).")
 @click.option("--seed", default=0, show_default=True)
 @context_option("Context length in tokens. [default: the model's, up to 4,096]")
-@rope_options
-@cache_type_options
+@long_text_options
 @thresholds_option
 @mode_option
 @threads_option

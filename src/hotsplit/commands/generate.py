@@ -16,21 +16,20 @@ from hotsplit.commands.options.constraints import (
     constraint_of,
     constraint_options,
 )
-from hotsplit.commands.options.engine import cache_type_options, neuron_cache_option, rope_options
+from hotsplit.commands.options.engine import long_text_options, neuron_cache_option
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
     FileCommand,
     context_option,
-    cpu_ffn_option,
     finish,
     force_option,
     joined,
     json_option,
+    placement_options,
     running_options,
     say,
-    split_option,
     thresholds_option,
 )
 from hotsplit.commands.options.speculation import (
@@ -92,8 +91,7 @@ text_options = joined(
 
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
-@split_option
-@cpu_ffn_option
+@placement_options
 @text_options
 @click.option("--chat", "is_chat", is_flag=True,
               help="Treat the prompt as a message and print the answer; for a conversation:"
@@ -113,8 +111,7 @@ text_options = joined(
 @sampling_options
 @constraint_options
 @speculation_options
-@cache_type_options
-@rope_options
+@long_text_options
 @neuron_cache_option
 @thresholds_option
 @running_options

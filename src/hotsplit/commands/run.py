@@ -18,7 +18,7 @@ from hotsplit.commands.options.constraints import (
     constraint_of,
     constraint_options,
 )
-from hotsplit.commands.options.engine import cache_type_options, rope_options
+from hotsplit.commands.options.engine import long_text_options
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
@@ -94,8 +94,7 @@ _own_options = joined(
 @sampling_options
 @constraint_options
 @speculation_options
-@rope_options
-@cache_type_options
+@long_text_options
 @running_options
 @json_option
 def run(

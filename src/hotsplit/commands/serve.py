@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.engine import cache_type_options, rope_options
+from hotsplit.commands.options.engine import long_text_options
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
     SIZE,
     FileCommand,
     context_option,
-    cpu_ffn_option,
     json_option,
+    placement_options,
     running_options,
     say,
-    split_option,
     take_engine_options,
     thresholds_option,
 )
@@ -40,8 +39,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
-@split_option
-@cpu_ffn_option
+@placement_options
 @click.option("--host", default="127.0.0.1", show_default=True,
               help="Address to listen on; 0.0.0.0 means all, best with --api-key.")  # fmt: skip
 @click.option(
@@ -84,8 +82,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
               help="Instead of the model's own: a name, or a Jinja file.")  # fmt: skip
 @click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
 @sampling_options
-@cache_type_options
-@rope_options
+@long_text_options
 @thresholds_option
 @running_options
 @json_option

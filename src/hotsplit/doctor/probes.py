@@ -45,9 +45,6 @@ def tell_at(what: str) -> None:
     print(json.dumps({"at": what}), flush=True)
 
 
-# ---- the CPU's kernels ----------------------------------------------------------------------
-
-
 def probe_kernels() -> dict[str, Any]:
     """The CPU's levels, and the runtime's check of its C++ kernels at each."""
     from hotsplit.runtime.check.cpu_kernels import KINDS, faults_of_levels, usable_levels
@@ -69,9 +66,6 @@ def probe_kernels() -> dict[str, Any]:
         "wrong": faults_of_levels(lib, tell_at),
         "num_tried": len(usable) * len(KINDS),
     }
-
-
-# ---- torch and Triton -----------------------------------------------------------------------
 
 
 def probe_torch() -> dict[str, Any]:
@@ -150,9 +144,6 @@ def probe_triton() -> dict[str, Any]:
     can_write = os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK)
     return {**found, "version": triton.__version__, "num_files": len(sizes),
             "num_bytes": sum(sizes), "can_write": can_write}  # fmt: skip
-
-
-# ---- the driver, and a small model on its GPUs ----------------------------------------------
 
 
 class _Memory(ctypes.Structure):

@@ -100,9 +100,6 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
-# ---- activations -------------------------------------------------------------------------------
-
-
 def is_activation_file(name: str) -> bool:
     return re.fullmatch(r"activation_\d+\.pt", name) is not None
 

@@ -130,9 +130,6 @@ def _printable(value: object) -> str:
     return printable(str(value).encode(encoding, "backslashreplace").decode(encoding))
 
 
-# ---- rows that several summaries have --------------------------------------------------------
-
-
 def span(values: Sequence[float], form: str = "g") -> str:
     """One number if all layers have the same, otherwise the range; "unknown" without values."""
     if not values:

@@ -39,7 +39,7 @@ cache_type_options = joined(
     ),
 )  # fmt: skip
 
-
+long_text_options = joined(rope_options, cache_type_options)
 neuron_cache_option = engine_option(
     "neuron_cache", "--neuron-cache", metavar="on|off|SETTINGS",
     callback=lambda ctx, param, value: value if value in (None, OFF) else CacheOptions.parse(value),

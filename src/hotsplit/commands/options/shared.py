@@ -235,6 +235,7 @@ max_loss_option = engine_option(
 )
 
 
+placement_options = joined(split_option, cpu_ffn_option)
 running_options = joined(mode_option, max_loss_option, threads_option, device_option)
 
 
