@@ -12,14 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from hotsplit.commands.options.constraints import (
-    NAMES,
-    ConstraintOptions,
-    constraint_of,
-    constraint_options,
-)
-from hotsplit.commands.options.engine import long_text_options, neuron_cache_option
-from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
+from hotsplit.commands.options.engine import neuron_cache_option
+from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
@@ -29,11 +24,7 @@ from hotsplit.commands.options.shared import (
     say,
     thresholds_option,
 )
-from hotsplit.commands.options.speculation import (
-    speculating,
-    speculation_options,
-    take_speculation_options,
-)
+from hotsplit.commands.options.speculation import speculating, take_speculation_options
 from hotsplit.commands.terminal.prompts import system_message, template_variables
 from hotsplit.commands.terminal.terminal import (
     Lines,
@@ -85,10 +76,7 @@ A message that begins with / is written with //."""
 @context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
 @click.option("--context-shift", "--drop-oldest", "drops_oldest", is_flag=True,
               help="When the context is full, drop the oldest turns and continue.")  # fmt: skip
-@sampling_options
-@constraint_options
-@speculation_options
-@long_text_options
+@decoding_options
 @neuron_cache_option
 @thresholds_option
 @running_options

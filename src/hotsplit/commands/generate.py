@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.constraints import (
-    NAMES,
-    ConstraintOptions,
-    constraint_of,
-    constraint_options,
-)
-from hotsplit.commands.options.engine import long_text_options, neuron_cache_option
-from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
+from hotsplit.commands.options.engine import neuron_cache_option
+from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
@@ -32,11 +27,7 @@ from hotsplit.commands.options.shared import (
     say,
     thresholds_option,
 )
-from hotsplit.commands.options.speculation import (
-    speculating,
-    speculation_options,
-    take_speculation_options,
-)
+from hotsplit.commands.options.speculation import speculating, take_speculation_options
 from hotsplit.commands.terminal.prompts import prompts_of, system_message, template_variables
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
@@ -108,10 +99,7 @@ text_options = joined(
               help="Save the prompt's state to this file, and load it from there the next time.")  # fmt: skip
 @context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
 @force_option
-@sampling_options
-@constraint_options
-@speculation_options
-@long_text_options
+@decoding_options
 @neuron_cache_option
 @thresholds_option
 @running_options

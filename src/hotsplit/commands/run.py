@@ -12,15 +12,9 @@ import click
 
 from hotsplit.commands.chat import talk
 from hotsplit.commands.generate import check_output_options, endings_of, text_options, write
-from hotsplit.commands.options.constraints import (
-    NAMES,
-    ConstraintOptions,
-    constraint_of,
-    constraint_options,
-)
-from hotsplit.commands.options.engine import long_text_options
+from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
 from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
     SIZE,
@@ -34,7 +28,7 @@ from hotsplit.commands.options.shared import (
     say,
     take_engine_options,
 )
-from hotsplit.commands.options.speculation import speculation_options, take_speculation_options
+from hotsplit.commands.options.speculation import take_speculation_options
 from hotsplit.commands.terminal.prompts import prompts_of, system_message, template_variables
 from hotsplit.errors import HotsplitError
 
@@ -91,10 +85,7 @@ _own_options = joined(
 @click.argument("source", type=FILE)
 @text_options
 @_own_options
-@sampling_options
-@constraint_options
-@speculation_options
-@long_text_options
+@decoding_options
 @running_options
 @json_option
 def run(

@@ -8,7 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
-from hotsplit.commands.options.shared import Parsed
+from hotsplit.commands.options.constraints import constraint_options
+from hotsplit.commands.options.engine import long_text_options
+from hotsplit.commands.options.shared import Parsed, joined
+from hotsplit.commands.options.speculation import speculation_options
 from hotsplit.runtime.generate.sampling_options import (
     DEFAULT_SAMPLERS,
     LETTERS,
@@ -134,6 +137,12 @@ def sampling_options(command: Command) -> Command:
             help=option.help,
         )(command)
     return command
+
+
+# All options on how the tokens of a text are found.
+decoding_options = joined(
+    sampling_options, constraint_options, speculation_options, long_text_options
+)
 
 
 def take_sampling_options(arguments: dict[str, Any]) -> SamplingOptions:
