@@ -10,20 +10,7 @@ from typing import Literal, get_args
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
-from hotsplit.export.powerinfer import (
-    activation_notes,
-    index_notes,
-    is_activation_file,
-    write_activations,
-    write_index,
-)
-from hotsplit.export.sparkinfer import (
-    DEFAULT_GROUP_SIZE,
-    check_groups,
-    hot_pattern,
-    model_split_notes,
-    write_model_split,
-)
+from hotsplit.export import powerinfer, sparkinfer
 from hotsplit.files.outputs import check_output, check_output_folder
 
 Format = Literal["powerinfer-activations", "gpuidx", "sparkinfer-split"]
@@ -86,7 +73,10 @@ def export(config: ExportConfig) -> ExportReport:
 
 def _export_profile(config: ExportConfig) -> ExportReport:
     check_output_folder(
-        config.output, force=config.force, is_ours=is_activation_file, inputs=[config.source]
+        config.output,
+        force=config.force,
+        is_ours=powerinfer.is_activation_file,
+        inputs=[config.source],
     )
     profile = Profile.load(config.source)
     return ExportReport(
@@ -97,8 +87,8 @@ def _export_profile(config: ExportConfig) -> ExportReport:
         num_neurons=profile.active_count_LF.shape[1],
         num_hot=None,
         group_size=None,
-        num_bytes=write_activations(profile, config.output),
-        notes=tuple(activation_notes(profile, config.output)),
+        num_bytes=powerinfer.write_activations(profile, config.output),
+        notes=tuple(powerinfer.activation_notes(profile, config.output)),
     )
 
 
@@ -116,14 +106,16 @@ def _export_plan(config: ExportConfig) -> ExportReport:
         )
     group_size = None
     if config.format == "gpuidx":
-        notes += index_notes(split, dense_on_cpu(split), config.output)
-        num_bytes = write_index(split, num_neurons, config.output)
+        notes += powerinfer.index_notes(split, dense_on_cpu(split), config.output)
+        num_bytes = powerinfer.write_index(split, num_neurons, config.output)
     else:
-        group_size = DEFAULT_GROUP_SIZE if config.group_size is None else config.group_size
-        hot_pattern(split)
-        check_groups(num_neurons, group_size, config.output)
-        notes += model_split_notes(split, dense_on_cpu(split), group_size)
-        num_bytes = write_model_split(split, profile, group_size, config.output)
+        group_size = (
+            sparkinfer.DEFAULT_GROUP_SIZE if config.group_size is None else config.group_size
+        )
+        sparkinfer.hot_pattern(split)
+        sparkinfer.check_groups(num_neurons, group_size, config.output)
+        notes += sparkinfer.model_split_notes(split, dense_on_cpu(split), group_size)
+        num_bytes = sparkinfer.write_model_split(split, profile, group_size, config.output)
     return ExportReport(
         output=config.output,
         format=config.format,

@@ -37,10 +37,6 @@ class Flag:
     whose: str = "llama.cpp's"
 
 
-def _same(commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
-    return Flag(does="same", commands=commands)
-
-
 def _note(text: str, values: Values = "none") -> Flag:
     return Flag(does="note", values=values, commands=MODEL_COMMANDS, text=text)
 
@@ -74,17 +70,17 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("--predict", Flag(does="rename", values="one", text="--n-predict")),
     ("--chat-template-file", Flag(does="rename", values="one", text="--chat-template")),
     ("-cnv --conversation -i --interactive -if --interactive-first",
-     _same(commands=_TALKS)),
+     Flag(does="same", commands=_TALKS)),
     ("-cnv --conversation -i --interactive -if --interactive-first",
      _refuse("a conversation is a command of its own: hotsplit chat MODEL", ("generate",))),
-    ("-no-cnv --no-conversation", _same(commands=("generate", "run"))),
+    ("-no-cnv --no-conversation", Flag(does="same", commands=("generate", "run"))),
     ("-no-cnv --no-conversation",
      _refuse("to continue a text: hotsplit generate MODEL -p TEXT", ("chat",))),
     ("-o --output", _refuse("the report's form is --json or --md", ("bench",))),
     ("-pg", _refuse("a prompt and the tokens after it are two tests: -p N -n M -d N", ("bench",))),
     ("-st --single-turn", _refuse("for one answer: hotsplit generate MODEL --chat -p TEXT")),
-    ("--jinja --no-context-shift --no-escape --no-warmup", _same()),
-    ("-cb --cont-batching --metrics", _same(commands=("serve",))),
+    ("--jinja --no-context-shift --no-escape --no-warmup", Flag(does="same")),
+    ("-cb --cont-batching --metrics", Flag(does="same", commands=("serve",))),
     ("-fa --flash-attn", Flag(does="same", values="optional", commands=MODEL_COMMANDS,
                               text="attention never stores all scores")),
     ("-ngl --gpu-layers --n-gpu-layers",
