@@ -1,4 +1,5 @@
-"""Encodes weights as the bytes of a type, or refuses values that would not survive.
+"""Encodes weights as the bytes of a type, refuses values that would not survive, and checks that the
+bytes give the values back up to the rounding of the type.
 
 Letters: N rows, M values of a row."""
 
@@ -6,27 +7,15 @@ import math
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
+from gguf.quants import dequantize
 from torch import Tensor
 
 from hotsplit.convert.native.library import encode_rows
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import type_of
-from hotsplit.model.weight_types import TYPES
+from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.model.weight_types import BY_NAME
 
-LIMITS: dict[str, float] = {
-    each.name: each.overflows_at for each in TYPES
-}  # the smallest magnitude that is refused
 DTYPES = {"f32": np.float32, "f16": np.float16}
-
-
-def kind_for(shape: tuple[int, ...], outtype: str) -> str:
-    """The type of a tensor: f32 for vectors; for matrices whose rows are not whole blocks q8_0, or f16 if
-    they are not whole blocks of that either."""
-    if len(shape) == 1:
-        return "f32"
-    kinds = (outtype, "q8_0")
-    return next((k for k in kinds if shape[-1] % GGML_QUANT_SIZES[type_of(k)][0] == 0), "f16")
 
 
 def encode(
@@ -41,15 +30,42 @@ def encode(
     values that `kind` cannot hold. The bytes are those of gguf.quants or, for K-quants, of ggml."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape
-    encoded, largest = encode_rows(torch.atleast_2d(tensor), kind, LIMITS[kind], rows=rows)
+    encoded, largest = encode_rows(torch.atleast_2d(tensor), kind, rows=rows)
     if not math.isfinite(largest):
         raise HotsplitError(
             f"{name} has NaN or infinite values; its file is damaged: download it again"
         )
-    if largest >= LIMITS[kind]:
+    if largest >= BY_NAME[kind].overflows_at:
         other = "f32" if kind == "bf16" else wider
         raise HotsplitError(
             f"{name} holds a magnitude of {largest:g}, which overflows {kind}; use outtype {other}"
         )
     encoded = encoded.view(DTYPES.get(kind, np.uint8))
     return encoded if tensor.dim() == 2 else encoded.reshape(-1)
+
+
+def restore(entry: TensorEntry, want: np.ndarray, name: str) -> np.ndarray:
+    """The values of `entry` as f32; it was made from `want`, f32 of the same shape.
+
+    Raises HotsplitError if they differ by more than the type's rounding."""
+    values = dequantize(entry.read(), type_of(entry.kind)).reshape(entry.shape)
+    if not is_rounding(values, want, entry.kind):
+        raise HotsplitError(
+            f"{name}: written as {entry.kind}, it does not read back as it was; the file is not"
+            " kept: is the disk failing? please report it"
+        )
+    return values
+
+
+def is_rounding(got: np.ndarray, want: np.ndarray, kind: str) -> bool:
+    """True if `got` is `want`, f32 [M] or [N, M], rounded to the type."""
+    if got.shape != want.shape:
+        return False
+    scale = np.abs(want)
+    weight_type = BY_NAME[kind]
+    block = weight_type.block_values
+    if block > 1:
+        scale = scale.reshape(-1, block).max(axis=1, keepdims=True)
+        got, want = got.reshape(-1, block), want.reshape(-1, block)
+    bound = np.float32(weight_type.relative_error) * scale + np.float32(weight_type.absolute_error)
+    return bool((np.abs(got - want) <= bound).all())

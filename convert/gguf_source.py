@@ -16,9 +16,8 @@ from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
-from hotsplit.convert.encode import encode
+from hotsplit.convert.encode import encode, restore
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.convert.rounding import restore
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tensors import DOWN, DOWN_T
 from hotsplit.errors import HotsplitError

@@ -4,13 +4,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gguf import GGML_QUANT_SIZES
-
-from hotsplit.convert.encode import kind_for
 from hotsplit.convert.options import check_outtype
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
+from hotsplit.model.weight_types import BY_NAME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +46,22 @@ class TensorTypes:
 
     def kind(self, name: str, shape: tuple[int, ...]) -> str:
         """The type of a tensor. Raises HotsplitError for an override that its rows do not fit."""
-        kind = self.override(name) if len(shape) > 1 else None
+        if len(shape) == 1:
+            return "f32"
+        kind = self.override(name)
         if kind is None:
-            return kind_for(shape, self.outtype)
-        block = GGML_QUANT_SIZES[type_of(kind)][0]
-        if shape[-1] % block:
+            kinds = (self.outtype, "q8_0")
+            return next((k for k in kinds if is_whole_blocks(shape[-1], k)), "f16")
+        if not is_whole_blocks(shape[-1], kind):
             raise HotsplitError(
                 f"tensor type {kind} for {name}: rows of {shape[-1]} values are not whole blocks"
-                f" of {block}; leave it out for this tensor"
+                f" of {BY_NAME[kind].block_values}; leave it out for this tensor"
             )
         return kind
 
     def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:
         """A note on matrices of another type than asked for, because their rows do not fit it."""
-        block = GGML_QUANT_SIZES[type_of(self.outtype)][0]
+        block = BY_NAME[self.outtype].block_values
         matrices = [(n, e) for n, e in tensors.items() if len(e.shape) == 2]
         fallen = [(n, e) for n, e in matrices if e.shape[-1] % block and self.override(n) is None]
         if not fallen:

@@ -9,8 +9,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.convert.encode import encode
-from hotsplit.convert.rounding import restore
+from hotsplit.convert.encode import encode, restore
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Blueprint, Rows

@@ -12,8 +12,7 @@ from gguf import Keys, SpecialVocab
 
 from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY
 from hotsplit.convert.chat_templates import template_keys
-from hotsplit.convert.llama_differences import differences
-from hotsplit.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
+from hotsplit.convert.vocabulary import check_tokenizer, differences, num_tokens, vocabulary_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.json_file import parse_object, read_object, read_text

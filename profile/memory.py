@@ -17,7 +17,7 @@ from hotsplit.costs.budget import (
     workspace_bytes,
 )
 from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import BY_NAME, PREDICTOR_NAMES
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes
@@ -27,9 +27,6 @@ from hotsplit.system.system_memory import free_memory_bytes
 FREE_SHARE = 0.9
 # Observers get a gate in f32 and derive magnitudes, bins (int64) and firings.
 OBSERVER_BYTES_PER_VALUE = 32
-_BYTES_PER_VALUE: dict[str, float] = {
-    name: BY_NAME[name].bytes_per_value for name in PREDICTOR_NAMES
-}
 # Code loaded on first use (10 MiB), temporaries of products and observers that nothing below
 # counts, and freed memory that the C library keeps.
 SLACK_BYTES = 24 << 20
@@ -120,7 +117,7 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
     kept tokens. The second: the SVD of F x D in f64 with LAPACK's copies and workspace (at 3072 x
     1024 some 230 MiB, measured once), or a step's T x F values."""
     square, gate = width * width, num_neurons * width
-    stored = sum(_BYTES_PER_VALUE[kind] for kind in choices.kinds)
+    stored = sum(BY_NAME[kind].bytes_per_value for kind in choices.kinds)
     ranks = choices.ranks if "low-rank" in choices.forms else ()
     start = 4 * (2 * gate + 2 * square) + 4 * (min(width, num_neurons) * (num_neurons + width))
     candidates = stored * ("whole" in choices.forms) * gate

@@ -15,8 +15,7 @@ from hotsplit.files.atomic import sha256_of
 from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
-from hotsplit.profile.report.lines import report_paths
-from hotsplit.profile.report.report_file import load_predictor_report
+from hotsplit.profile.report.report import load_predictor_report, report_paths
 from hotsplit.report.config import ReportConfig
 from hotsplit.solver.verify import verify
 

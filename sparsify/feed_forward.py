@@ -10,7 +10,7 @@ set by sparsify.limits; the loss is in sparsify.distillation.
 Letters: L layers, T tokens, D model width, F neurons, R rank of an update."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -184,52 +184,42 @@ def checkpoint_name(layer: int, matrix: str) -> str:
 
 
 @contextmanager
-def dense(layers: Sequence[FeedForward]) -> Iterator[None]:
-    """Inside the block, the model is its dense self."""
-    for layer in layers:
-        layer.is_dense = True
+def _having(layers: Sequence[FeedForward], **values: object) -> Iterator[None]:
+    """Inside the block, the layers have these attributes; after it, those that they had before."""
+    before = [{name: getattr(layer, name) for name in values} for layer in layers]
+
+    def put(values_of_layers: Sequence[Mapping[str, object]]) -> None:
+        for layer, given in zip(layers, values_of_layers, strict=True):
+            for name, value in given.items():
+                setattr(layer, name, value)
+
+    put([values] * len(layers))
     try:
         yield
     finally:
-        for layer in layers:
-            layer.is_dense = False
+        put(before)
 
 
-@contextmanager
-def watched(layers: Sequence[FeedForward], watch: Watch | None) -> Iterator[None]:
+def dense(layers: Sequence[FeedForward]) -> AbstractContextManager[None]:
+    """Inside the block, the model is its dense self."""
+    return _having(layers, is_dense=True)
+
+
+def watched(layers: Sequence[FeedForward], watch: Watch | None) -> AbstractContextManager[None]:
     """Inside the block, `watch`, if there is one, gets (layer, act(gate), up, the layer's input) of
     every token."""
-    for layer in layers:
-        layer.watch = watch
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.watch = None
+    return _having(layers, watch=watch)
 
 
-@contextmanager
-def keeping_values(layers: Sequence[FeedForward]) -> Iterator[None]:
+def keeping_values(layers: Sequence[FeedForward]) -> AbstractContextManager[None]:
     """Inside the block, each layer keeps the activated gates of its last pass in `value`, with
     their graph for autograd."""
-    for layer in layers:
-        layer.keeps_values = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.keeps_values, layer.value = False, torch.empty(0)
+    return _having(layers, keeps_values=True, value=torch.empty(0))
 
 
-@contextmanager
-def differences(layers: Sequence[FeedForward]) -> Iterator[list[Tensor]]:
+def differences(
+    layers: Sequence[FeedForward], errors: list[Tensor]
+) -> AbstractContextManager[None]:
     """Inside the block, each layer appends the relative squared error of its output, with its graph
-    for autograd, to the list; the dense model has to run over the same tokens first."""
-    found: list[Tensor] = []
-    for layer in layers:
-        layer.differences = found
-    try:
-        yield found
-    finally:
-        for layer in layers:
-            layer.differences, layer.dense_output = None, torch.empty(0)
+    for autograd, to `errors`; the dense model has to run over the same tokens first."""
+    return _having(layers, differences=errors, dense_output=torch.empty(0))

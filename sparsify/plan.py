@@ -23,8 +23,14 @@ from hotsplit.profile.count.resume import Settings
 from hotsplit.runtime.engine_options import device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
 from hotsplit.sparsify.config import TRAINED, SparsifyConfig
-from hotsplit.sparsify.disk import STATE, check_disk, checkpoint_bytes
-from hotsplit.sparsify.memory import check_memory, needs_of, num_trained
+from hotsplit.sparsify.needs import (
+    STATE,
+    check_disk,
+    check_memory,
+    checkpoint_bytes,
+    needs_of,
+    num_trained,
+)
 from hotsplit.sparsify.schedule import ACTIVATION_RAMP, RAMP, Schedule
 from hotsplit.sparsify.source import CHECKPOINT_FILES, as_checkpoint
 from hotsplit.sparsify.student import dtype_of

@@ -26,6 +26,14 @@ class Student:
     def device(self) -> torch.device:
         return self.head_VD.device
 
+    def hidden_states(self, ids_BT: Tensor) -> Tensor:
+        """[B, T, D]: the input of the output head."""
+        is_bf16 = self.dtype == torch.bfloat16
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_bf16):
+            outputs = decoder_of(self.model)(input_ids=ids_BT.to(self.device), use_cache=False)
+        found: Tensor = outputs.last_hidden_state
+        return found
+
 
 def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> Student:
     """Loads a checkpoint folder. Frozen matrices, and biases outside the feed-forward layers, are

@@ -20,10 +20,16 @@ from hotsplit.sparsify.feed_forward import (
     put_matrices,
     watched,
 )
-from hotsplit.sparsify.limits import LAG_STEPS, SPEED, Limits, Measure, Scores, scaled
-from hotsplit.sparsify.quality import autocast, hidden_states
+from hotsplit.sparsify.limits import (
+    LAG_STEPS,
+    SPEED,
+    Limits,
+    Measure,
+    Scores,
+    scaled,
+    sensitivities,
+)
 from hotsplit.sparsify.schedule import Schedule
-from hotsplit.sparsify.sensitivity import sensitivities
 from hotsplit.sparsify.student import Student
 
 MAX_NORM = 1.0  # of the gradient
@@ -93,12 +99,9 @@ class Trainer:
 
     @torch.no_grad()
     def _watch(self, watch: Watch, windows: Sequence[Tensor]) -> None:
-        with (
-            autocast(self.student.device.type, self.student.dtype),
-            watched(self.student.layers, watch),
-        ):
+        with watched(self.student.layers, watch):
             for ids_T in windows:
-                hidden_states(self.student.model, ids_T[None].to(self.student.device))
+                self.student.hidden_states(ids_T[None])
 
     def train(self, windows: Sequence[Tensor]) -> StepReport:
         """Does one step on windows of the same length, this process's share of a batch.
@@ -110,7 +113,7 @@ class Trainer:
         size = self.config.micro_tokens // self.config.window
         kl = torch.zeros((), dtype=torch.float64)
         for start in range(0, len(windows), size):
-            ids_BT = torch.stack(list(windows[start : start + size])).to(self.student.device)
+            ids_BT = torch.stack(list(windows[start : start + size]))
             kl += self._backward(ids_BT, len(ids_BT) / len(windows), scores if moves else None)
         kl = self.ranks.sum(kl) / self.ranks.size
         norm = self._join_gradients()
@@ -136,20 +139,17 @@ class Trainer:
 
     def _backward(self, ids_BT: Tensor, weight: float, scores: Scores | None) -> Tensor:
         """Adds the gradients of one pass; returns its weighted KL."""
-        model, layers = self.student.model, self.student.layers
-        weight_of_layers = self.config.layer_weight
-        with (
-            autocast(self.student.device.type, self.student.dtype),
-            differences(layers if weight_of_layers else ()) as found,
-        ):
-            with torch.no_grad(), dense(layers):
-                dense_TD = hidden_states(model, ids_BT).flatten(0, 1)
-            with watched(layers, scores):
-                sparse_TD = hidden_states(model, ids_BT).flatten(0, 1)
-        kl = divergence(sparse_TD, dense_TD, self.student.head_VD).mean()
+        student, weight_of_layers = self.student, self.config.layer_weight
+        errors: list[Tensor] = []
+        with differences(student.layers if weight_of_layers else (), errors):
+            with torch.no_grad(), dense(student.layers):
+                dense_TD = student.hidden_states(ids_BT).flatten(0, 1)
+            with watched(student.layers, scores):
+                sparse_TD = student.hidden_states(ids_BT).flatten(0, 1)
+        kl = divergence(sparse_TD, dense_TD, student.head_VD).mean()
         loss = kl
         if weight_of_layers:
-            loss = loss + weight_of_layers * torch.stack(found).mean()
+            loss = loss + weight_of_layers * torch.stack(errors).mean()
         (loss * weight).backward()  # type: ignore[no-untyped-call]
         return kl.detach().double().cpu() * weight
 
@@ -169,16 +169,11 @@ class Trainer:
         found: list[int] = []
 
         def watch(layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:
-            is_finite = all(bool(t.isfinite().all()) for t in (value_TF, up_TF, x_TD))
-            if not is_finite:
+            if not all(tensor.isfinite().all() for tensor in (value_TF, up_TF, x_TD)):
                 found.append(layer)
 
-        with (
-            torch.no_grad(),
-            autocast(self.student.device.type, self.student.dtype),
-            watched(self.student.layers, watch),
-        ):
-            hidden_states(self.student.model, torch.stack(list(windows)).to(self.student.device))
+        with torch.no_grad(), watched(self.student.layers, watch):
+            self.student.hidden_states(torch.stack(list(windows)))
         if found:
             return found[0]
         broken = [int(name.split(".")[0]) for name, parameter in self.parameters.items()

@@ -34,13 +34,14 @@ from hotsplit.artifacts.model_gguf import compute_model_id
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import convert
-from hotsplit.convert.encode import LIMITS, encode
+from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.convert.vocabulary import vocabulary_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import adjacent_pairs
 from hotsplit.files.gguf_file import type_of
+from hotsplit.model.weight_types import BY_NAME
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # K-quants: test_gguf_source, test_encoder
 EMBEDDING = "model.embed_tokens.weight"
@@ -451,7 +452,7 @@ def test_bytes_equal_those_of_gguf_at_any_magnitude(kind):
     bits = np.random.default_rng(2).integers(0, 2**32, (64, 96), dtype=np.uint32)
     bits[:, ::3] &= np.uint32(0xFFFFF000)  # halfway cases
     values = np.nan_to_num(bits.view(np.float32), posinf=1.0, neginf=-1.0)
-    values[np.abs(values) >= min(LIMITS[kind], 1e30)] = 0.5
+    values[np.abs(values) >= min(BY_NAME[kind].overflows_at, 1e30)] = 0.5
     with np.errstate(all="ignore"):
         want = quantize(values, type_of(kind))
     got = encode(values, kind, "x")
@@ -462,7 +463,7 @@ def test_bytes_equal_those_of_gguf_at_any_magnitude(kind):
 @pytest.mark.parametrize("kind", OUTTYPES)
 def test_the_largest_magnitude_of_every_type(kind):
     """The last value below the limit stays finite; the limit overflows (f32 has no limit)."""
-    limit = np.float32(min(LIMITS[kind], np.finfo(np.float32).max))
+    limit = np.float32(min(BY_NAME[kind].overflows_at, np.finfo(np.float32).max))
     values = np.zeros((1, 32), np.float32)
     values[0, 7] = -np.nextafter(limit, np.float32(0))
     assert np.isfinite(dequantize(encode(values, kind, "x"), type_of(kind))).all()

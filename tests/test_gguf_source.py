@@ -20,10 +20,9 @@ from test_families import CASES, IDS, transformers_logits
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
-from hotsplit.convert.encode import encode
+from hotsplit.convert.encode import encode, is_rounding
 from hotsplit.convert.gguf_source import restored
 from hotsplit.convert.options import ConvertConfig, ConvertReport
-from hotsplit.convert.rounding import ERRORS, is_rounding
 from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
@@ -31,6 +30,7 @@ from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_o
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify import verify
 from hotsplit.model.spec import Neurons, Rotary
+from hotsplit.model.weight_types import NAMES
 from hotsplit.profile.predictors.check import check_predictors
 
 
@@ -507,7 +507,7 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
     assert "the source needs about" in line(stock)
 
 
-@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_rounding_is_distinguished_from_error(kind):
     want = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     want[0] *= 1e-9  # where a scale or a value underflows

@@ -13,7 +13,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.commands.all_commands import cli
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.report import plots
-from hotsplit.profile.report.report_file import load_predictor_report
+from hotsplit.profile.report.report import load_predictor_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

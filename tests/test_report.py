@@ -24,7 +24,7 @@ from hotsplit.cli import main
 from hotsplit.commands.options.kept_files import report_line
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_file import load_eval
-from hotsplit.profile.report.report_file import load_predictor_report
+from hotsplit.profile.report.report import load_predictor_report
 from hotsplit.report import drawing
 from hotsplit.report.artifacts import load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig

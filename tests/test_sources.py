@@ -28,9 +28,9 @@ from hotsplit.convert import hub, torch_zip
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.convert.pickle_source import read_state_dict
 from hotsplit.convert.torch_pickle import read_views
 from hotsplit.convert.torch_zip import Broken
+from hotsplit.convert.weight_files import read_state_dict
 from hotsplit.errors import HotsplitError
 from hotsplit.files import json_file, safetensors_file
 from hotsplit.runtime.text.codec import TextCodec

@@ -118,7 +118,7 @@ def test_a_signal_that_comes_twice_counts_once_and_a_later_one_ends_the_run(conf
     with pytest.raises(Interrupted, match="the same command continues from there"):
         sparsify(config, on_tokens=twice)
     assert len(counts) == 4
-    monkeypatch.setattr("hotsplit.sparsify.signals.SAME_S", 0.0)
+    monkeypatch.setattr("hotsplit.sparsify.run.SAME_S", 0.0)
     counts.clear()
     with pytest.raises(Interrupted, match="nothing half-written was left"):
         sparsify(config, on_tokens=twice)
@@ -402,7 +402,7 @@ def test_models_that_are_sparse_by_themselves_are_refused(config, tmp_path):
 
 
 def test_training_that_does_not_fit_in_memory_is_refused_before_it_starts(config, monkeypatch):
-    monkeypatch.setattr("hotsplit.sparsify.memory.free_memory_bytes", lambda: 300 << 20)
+    monkeypatch.setattr("hotsplit.sparsify.needs.free_memory_bytes", lambda: 300 << 20)
     with pytest.raises(HotsplitError, match="300.00 MiB of memory are free: it does not fit"):
         sparsify(config)
 

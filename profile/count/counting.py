@@ -8,16 +8,15 @@ Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape.
 from collections.abc import Sequence
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
+from hotsplit.artifacts.profile_file import NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import SMOOTH
-from hotsplit.profile.native.library import NUM_BUCKETS, count
+from hotsplit.profile.native.library import count, tables
 from hotsplit.runtime.weights.neuron_block import Gate, above
 
 _MAX_ADDED = 255  # ones that a uint8 can count
@@ -64,53 +63,32 @@ class Counter:
         count_F, histogram_B = self._count[layer], self._histogram[layer]
         # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
         value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
-        limit_F = self.limits[layer].gate_F
-        if limit_F is not None:
-            self._add_limited(layer, value_TF, torch.tensor(limit_F, device=value_TF.device))
-            return
-        if gate_TF.device.type == "cpu":
+        limit_F, is_on_cpu = self.limits[layer].gate_F, gate_TF.device.type == "cpu"
+        if limit_F is None and is_on_cpu:
             if is_magnitude and gate.threshold > 0:
-                self._count_native(value_TF, gate.threshold, True, count_F, _no_bins())
+                no_bins_B = torch.zeros_like(histogram_B)
+                count(value_TF, gate.threshold, count_F, no_bins_B, is_magnitude=True)
                 self._add_magnitudes(layer, value_TF)
             else:
                 threshold = gate.threshold if is_magnitude else gate.opens_above
-                self._count_native(value_TF, threshold, is_magnitude, count_F, histogram_B)
+                count(value_TF, threshold, count_F, histogram_B, is_magnitude=is_magnitude)
             return
-        active_TF, fires_TF = gate.act(gate_TF)
-        histogram_B += histogram(value_TF if is_magnitude else active_TF)
-        self._add_fired(layer, fires_TF)
-
-    def _add_limited(self, layer: int, value_TF: Tensor, limit_F: Tensor) -> None:
-        """Adds SiLU's or GELU's values of a layer with limits."""
-        if value_TF.device.type == "cpu":
-            self._add_magnitudes(layer, value_TF)
+        if limit_F is None:
+            active_TF, fires_TF = gate.act(gate_TF)
+            histogram_B += histogram(value_TF if is_magnitude else active_TF)
         else:
-            self._histogram[layer] += histogram(value_TF)
-        self._add_fired(layer, above(value_TF, limit_F))
-
-    def _add_fired(self, layer: int, fires_TF: Tensor) -> None:
+            fires_TF = above(value_TF, torch.tensor(limit_F, device=value_TF.device))
+            self._add_magnitudes(layer, value_TF)
         for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
-            self._count[layer] += part_TF.sum(dim=0, dtype=torch.uint8)
+            count_F += part_TF.sum(dim=0, dtype=torch.uint8)
 
     def _add_magnitudes(self, layer: int, value_TF: Tensor) -> None:
         """Adds every |value| to the histogram alone."""
-        none_F = torch.zeros_like(self._count[layer])
-        self._count_native(value_TF, -1.0, True, none_F, self._histogram[layer])
-
-    def _count_native(
-        self,
-        value_TF: Tensor,
-        threshold: float,
-        is_magnitude: bool,
-        count_F: Tensor,
-        bins_B: Tensor,
-    ) -> None:
-        """Counts in C++; values that are not above the threshold go into bin 0."""
-        first, edge = _tables()
-        count(
-            value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,
-            count_F=count_F, histogram_B=bins_B,
-        )  # fmt: skip
+        if value_TF.device.type == "cpu":
+            none_F = torch.zeros_like(self._count[layer])
+            count(value_TF, -1.0, none_F, self._histogram[layer], is_magnitude=True)
+        else:
+            self._histogram[layer] += histogram(value_TF)
 
     def check(self) -> None:
         """Raises HotsplitError for NaN: such a model has no firings to count."""
@@ -154,32 +132,11 @@ def histogram(value: Tensor) -> Tensor:
     return total_B
 
 
-def _no_bins() -> Tensor:
-    return torch.zeros(NUM_BINS, dtype=torch.int64)
-
-
 @cache
 def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """`_tables`, copied to a device once: each copy synchronises with it."""
-    first, edge = _tables()
+    """The tables of `count`, copied to a device once: each copy synchronises with it."""
+    first, edge = tables()
     return first.to(device), edge.to(device)
-
-
-@cache
-def _tables() -> tuple[Tensor, Tensor]:
-    """For each bucket, the bin of its smallest value and the edge where the next bin begins (NaN in
-    the last bin).
-
-    A bucket holds the f32 values that share their upper 16 bits (sign, 8 of exponent, 7 of
-    mantissa). Bins are wider, so that at most one edge lies in a bucket."""
-    edges = np.append(EDGES.astype(np.float32), np.float32(np.inf))
-    smallest = (np.arange(NUM_BUCKETS, dtype=np.uint32) << 16).view(np.float32)
-    smallest = np.where(np.isnan(smallest), np.float32(np.inf), smallest)
-    first = np.minimum(np.searchsorted(edges, smallest, side="right") - 1, NUM_BINS - 1)
-    edge = edges[first + 1]
-    return torch.from_numpy(first.astype(np.uint8)), torch.from_numpy(
-        np.where(edge < np.inf, edge, np.nan)
-    )
 
 
 def gates_of(model: ModelFile, threshold_L: Sequence[float]) -> tuple[Gate, ...]:

@@ -5,7 +5,7 @@ The text is divided among five phases:
 - moments: collects the second moments from which the untrained predictors are computed
   (profile.predictors.moments).
 - keep: sets up to KEPT_TOKENS tokens aside, for early stopping and for choosing the rank to train.
-- train: trains one low-rank predictor, of that rank (profile.predictors.training).
+- train: trains one low-rank predictor, of that rank (profile.predictors.low_rank).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
   trained or not, and the whole gate in quantised types. The choice follows (profile.predictors.selection).
 - examine: measures the chosen predictor and the untrained one of the same shape, their thresholds
@@ -23,15 +23,21 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.predictor_file import LayerPredictor
-from hotsplit.costs.budget import LayerBytes
+from hotsplit.costs.budget import LayerBytes, tile_rows
 from hotsplit.files.gguf_file import is_whole_blocks
 from hotsplit.model.weight_types import PREDICTOR_NAMES
-from hotsplit.profile.predictors.examine import Examiner
+from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
 from hotsplit.profile.predictors.options import Target
 from hotsplit.profile.predictors.rounding import stored
-from hotsplit.profile.predictors.selection import Candidate, Quality, Tally, bytes_per_token, choose
-from hotsplit.profile.predictors.training import Agree, Batch, LowRank, whole
+from hotsplit.profile.predictors.selection import (
+    Candidate,
+    Examiner,
+    Quality,
+    Tally,
+    bytes_per_token,
+    choose,
+)
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.neuron_block import Gate
 
@@ -136,7 +142,7 @@ class LayerTrainer:
     def _begin_training(self, num_steps: int, agree: Agree) -> None:
         """Makes the untrained candidates, and starts to train the best low-rank one."""
         self.start = self.moments.start()
-        for tensor in self.start.tensors():  # processes on different processors may differ
+        for tensor in vars(self.start).values():  # processes on different processors may differ
             agree(tensor)
         self.held_out, self.kept = joined(self.kept), []
         if "whole" in self.choices.forms:
@@ -184,15 +190,11 @@ class LayerTrainer:
         target = self.choices.target
         self.qualities = [tally.quality(target, self.sizes) for tally in self.tallies]
         index = self._choose(self.qualities)
-        chosen = self.qualities[index]
-        same = [
-            i
-            for i, q in enumerate(self.qualities)
-            if not q.is_trained and (q.rank, q.matrix_kind) == (chosen.rank, chosen.matrix_kind)
-        ]
+        shapes = [(q.rank, q.matrix_kind, q.is_trained) for q in self.qualities]
+        untrained = shapes.index((*shapes[index][:2], False))
         self.examiners = [
-            Examiner(self.candidates[i].predictor, self.qualities[i], self.down, self.sizes)
-            for i in (index, same[0])
+            Examiner(self.candidates[i], self.qualities[i].threshold, self.down, self.sizes)
+            for i in (index, untrained)
         ]
         self.predictor = self.candidates[index].predictor
         self.candidates, self.tallies = [], []
@@ -212,11 +214,10 @@ class LayerTrainer:
             break_even_density=self._break_even(chosen),
         )
         down, up = self.predictor.down, self.predictor.up
-        bias_F = up.bias_N
         weights = LayerPredictor(
             down=None if down is None else stored(down.weight),
             up=stored(up.weight),
-            up_bias_F=None if bias_F is None else bias_F.cpu().numpy(),
+            up_bias_F=None if up.bias_N is None else up.bias_N.cpu().numpy(),
         )
         return weights, quality
 
@@ -318,4 +319,6 @@ def phases(count: int) -> dict[Phase, slice]:
 def row_norms(matrix: Matrix) -> Tensor:
     """f32 [N]: the Euclidean length of each row."""
     rows = torch.arange(matrix.num_rows, device=matrix.data.device)
-    return torch.cat([matrix.rows(piece).norm(dim=1) for piece in rows.split(1024)])
+    return torch.cat(
+        [matrix.rows(piece).norm(dim=1) for piece in rows.split(tile_rows(matrix.width))]
+    )

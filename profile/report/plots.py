@@ -12,8 +12,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.files.atomic import all_or_none, partial_file
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.predictors.selection import Quality
-from hotsplit.profile.report.lines import report_paths
-from hotsplit.profile.report.report_file import load_predictor_report
+from hotsplit.profile.report.report import load_predictor_report, report_paths
 
 PICTURES = ("density.png", "firings.png", "predictors.png")
 OTHERS, CHOSEN = "#777f8a", "#c8452d"
