@@ -81,7 +81,13 @@ def convert(
 
     def check(written: Path) -> None:
         if verify:
-            said.extend(verify(_written(draft, config.output, written)))
+            made = Written(
+                source=draft.source,
+                path=written,
+                output=config.output,
+                restored=lambda: draft.restored(ModelFile.load(written)),
+            )
+            said.extend(verify(made))
 
     model.save(config.output, on_bytes, check)
     return ConvertReport(
@@ -106,15 +112,6 @@ def draft_of(config: ConvertConfig) -> Draft:
     here, and a stored output head with the embedding that it has to equal."""
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     return _from_model_file(config) if is_file else _from_checkpoint(config)
-
-
-def _written(draft: Draft, output: Path, path: Path) -> Written:
-    return Written(
-        source=draft.source,
-        path=path,
-        output=output,
-        restored=lambda: draft.restored(ModelFile.load(path)),
-    )
 
 
 def _check_output(config: ConvertConfig, source: Path) -> None:

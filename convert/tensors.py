@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, renamed, reordered and encoded when they are written, according to
 its blueprint."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -119,19 +120,10 @@ def _wanted(plan: Blueprint) -> Shapes:
 def _rows(plan: Blueprint, name: str) -> Rows | None:
     """How the rows of a tensor of the model file are reordered, with the source's full name; None
     if they are not."""
-    prefix, inner = _split(name)
+    inner = name.split(".", 2)[2] if name.startswith("blk.") else name
     rows = plan.rows.get(inner)
-    if rows is None:
-        return None
-    return Rows(source=prefix + rows.source, order=rows.order, num_rows=rows.num_rows)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Splits "blk.3.attn_q.weight" into "blk.3." and "attn_q.weight"."""
-    if not name.startswith("blk."):
-        return "", name
-    _, layer, inner = name.split(".", 2)
-    return f"blk.{layer}.", inner
+    prefix = name.removesuffix(inner)
+    return None if rows is None else dataclasses.replace(rows, source=prefix + rows.source)
 
 
 def _by_end(values: Mapping[str, float], name: str) -> float | None:

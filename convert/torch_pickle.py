@@ -91,20 +91,18 @@ class _Machine:
     def push(self, value: object) -> None:
         self.stack.append(value)
 
-    def pop_to_mark(self) -> list:
-        mark = self.marks.pop()
-        if mark > len(self.stack):
+    def pop_from(self, start: int) -> list:
+        if not 0 <= start <= len(self.stack):
             raise Broken("its pickle pops more values than its stack holds")
-        values = self.stack[mark:]
-        del self.stack[mark:]
+        values = self.stack[start:]
+        del self.stack[start:]
         return values
 
-    def pop_tuple(self, size: int) -> None:
-        if size > len(self.stack):
-            raise Broken("its pickle pops more values than its stack holds")
-        values = tuple(self.stack[len(self.stack) - size :])
-        del self.stack[len(self.stack) - size :]
-        self.push(values)
+    def pop_to_mark(self) -> list:
+        return self.pop_from(self.marks.pop())
+
+    def pop(self, size: int) -> list:
+        return self.pop_from(len(self.stack) - size)
 
     def memoize(self, key: int | None) -> None:
         self.memo[len(self.memo) if key is None else key] = self.stack[-1]
@@ -130,8 +128,7 @@ class _Machine:
         self.stack[-1].extend(values)
 
     def stack_global(self) -> None:
-        self.pop_tuple(2)
-        module, name = self.stack.pop()
+        module, name = self.pop(2)
         # Formatting anything else could take time exponential in the pickle's size: nested tuples
         # share their halves through the memo.
         if not isinstance(module, str) or not isinstance(name, str):
@@ -140,8 +137,7 @@ class _Machine:
 
     def build(self) -> None:
         """Ignores attributes of a dict, where torch keeps version numbers of modules."""
-        self.pop_tuple(2)
-        target, _ = self.stack.pop()
+        target, _ = self.pop(2)
         if not isinstance(target, dict):
             raise Broken("its pickle sets attributes of something other than a dict")
         self.push(target)
@@ -160,8 +156,7 @@ class _Machine:
                 raise Broken("a reference in its pickle is not to a storage")
 
     def reduce(self) -> None:
-        self.pop_tuple(2)
-        function, arguments = self.stack.pop()
+        function, arguments = self.pop(2)
         match function, arguments:
             case Global(name="collections OrderedDict"), ():
                 self.push({})
@@ -193,7 +188,6 @@ def _is_tuple(value: object) -> bool:
     return isinstance(value, tuple) and len(value) <= MAX_DIMS
 
 
-_Step = Callable[[_Machine, object], object]
 _STEPS: dict[str, Callable] = {
     "PROTO": lambda m, _: None,
     "FRAME": lambda m, _: None,
@@ -206,9 +200,9 @@ _STEPS: dict[str, Callable] = {
     "EMPTY_LIST": lambda m, _: m.push([]),
     "EMPTY_TUPLE": lambda m, _: m.push(()),
     "TUPLE": lambda m, _: m.push(tuple(m.pop_to_mark())),
-    "TUPLE1": lambda m, _: m.pop_tuple(1),
-    "TUPLE2": lambda m, _: m.pop_tuple(2),
-    "TUPLE3": lambda m, _: m.pop_tuple(3),
+    "TUPLE1": lambda m, _: m.push(tuple(m.pop(1))),
+    "TUPLE2": lambda m, _: m.push(tuple(m.pop(2))),
+    "TUPLE3": lambda m, _: m.push(tuple(m.pop(3))),
     "SETITEM": lambda m, _: m.set_items([m.stack.pop(-2), m.stack.pop()]),
     "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
     "APPEND": lambda m, _: m.append([m.stack.pop()]),

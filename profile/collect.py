@@ -109,18 +109,18 @@ def profile(
         model = ranks.together(lambda: ModelFile.load(config.model))
         ranks.first_only(lambda: check_inputs(config, model, files))
         plan = ranks.together(lambda: stream_plan_of(config, model, device, ranks))
+        run = None
         if plan is not None:
             outcome = _run_streamed(config, model, plan, on_tokens, say)
-            report = _report(config, model, files, outcome, time.perf_counter() - began)
-            _save(config, files, outcome, report)
-            return report
-        with load_engine(config, model, ranks, device) as engine:
-            run, windows = _begin(config, engine, ranks, on_tokens)
-            with run.signals():
-                outcome = _run_whole(config, run, windows, files, say)
+        else:
+            with load_engine(config, model, ranks, device) as engine:
+                run, windows = _begin(config, engine, ranks, on_tokens)
+                with run.signals():
+                    outcome = _run_whole(config, run, windows, files, say)
         report = _report(config, model, files, outcome, time.perf_counter() - began)
         ranks.first_only(lambda: _save(config, files, outcome, report))
-        run.finish()
+        if run is not None:
+            run.finish()
     return report
 
 
@@ -131,7 +131,7 @@ def _begin(
     config: ProfileConfig, engine: Engine, ranks: Ranks, on_tokens: OnTokens
 ) -> tuple[Run, Windows]:
     windows = windows_of(engine, config, ranks)
-    ranks.first_only(lambda: check_text(config, len(windows.ids)))
+    ranks.first_only(lambda: check_text(config, windows.ids))
     run = Run(
         engine,
         ranks,
@@ -149,7 +149,7 @@ def _run_streamed(
 ) -> Outcome:
     with LayerStream(model, plan, say, mode=counted_mode(model)) as stream:
         windows = windows_of(stream, config, Ranks())
-        check_text(config, len(windows.ids))
+        check_text(config, windows.ids)
         _say_what_is_counted(config, windows.ids, say)
         gates, counter, trained = _count_streamed(stream, windows.ids, config, on_tokens)
 
@@ -174,18 +174,18 @@ def _count_streamed(
             " fit into the memory; give --target-sparsity, or more memory"
         )
     gates = gates_of(model, model.threshold_L)
-    first = config.num_for_thresholds(len(windows))
+    tune, windows = config.split(windows)
     if config.target_sparsity is not None:
         silent = gates_of(model, (0.0,) * len(gates))
-        histogram_LB = _histogram(stream, silent, windows[:first], on_tokens)
+        histogram_LB = _histogram(stream, silent, tune, on_tokens)
         gates = gates_of(model, thresholds_for(histogram_LB, config.target_sparsity))
     counter = Counter(gates, model.spec.most_neurons, model.limits.layers)
     trained = None
     with stream.observe(counter.observe, counter.wants):
         if config.train_predictors:
-            trained = train_streamed(stream, gates, windows[first:], config, on_tokens)
+            trained = train_streamed(stream, gates, windows, config, on_tokens)
         else:
-            stream.run(windows[first:], on_tokens)
+            stream.run(windows, on_tokens)
     counter.check()
     return gates, counter, trained
 
@@ -204,12 +204,10 @@ def _histogram(
 def _run_whole(
     config: ProfileConfig, run: Run, windows: Windows, files: PredictorOutput | None, say: Say
 ) -> Outcome:
-    engine = run.engine
-    first = config.num_for_thresholds(len(windows.ids))
+    engine, model = run.engine, run.engine.model
+    tune, ids = config.split(windows.ids)
     _say_what_is_counted(config, windows.ids, say)
-    gates, found = _gates(config, run, windows.ids[:first], windows.ids[first:], say)
-    ids = windows.ids[first:]
-    model = engine.model
+    gates, found = _gates(config, run, tune, ids, say)
     counter = Counter(gates, model.spec.most_neurons, model.limits.layers)
     run.add("counter", counter)
     trained = None
@@ -241,7 +239,7 @@ def _outcome(
     """The counts as a profile; modes are compared on text that nothing was fitted to."""
     measured = None
     if trained or config.chooses_thresholds or model.has_limits:
-        ids = windows.ids[config.num_for_thresholds(len(windows.ids)) :]
+        _, ids = config.split(windows.ids)
         measured = compare(ids[phases(len(ids))["examine"]] if trained else ids)
     result = Profile(
         model_id=model.model_id,
@@ -258,8 +256,7 @@ def _outcome(
 
 
 def _say_what_is_counted(config: ProfileConfig, ids: Sequence[Tensor], say: Say) -> None:
-    first = config.num_for_thresholds(len(ids))
-    tuned, counted = (sum(map(len, part)) for part in (ids[:first], ids[first:]))
+    tuned, counted = (sum(map(len, part)) for part in config.split(ids))
     if tuned:
         say(
             f"thresholds are chosen on {tuned:,} tokens, and firings counted on the other"

@@ -13,7 +13,9 @@ from hotsplit.costs.budget import (
     LOGITS_CHUNK,
     SHORT_CHUNK,
     bytes_on_one_side,
+    is_predictor,
     kv_bytes,
+    layer_tensors,
     workspace_bytes,
 )
 from hotsplit.errors import HotsplitError
@@ -99,9 +101,8 @@ def needs_of(
 def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
     """Bytes of a layer's weights without its predictor, and for a stock file 16 bytes per value of
     the down projection, which is unpacked (briefly in two copies) and transposed."""
-    prefix = f"blk.{layer}."
-    own = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
-    weights = sum(e.num_bytes for n, e in own.items() if not n.startswith("ffn_pred_"))
+    tensors = layer_tensors(model, layer).items()
+    weights = sum(entry.num_bytes for name, entry in tensors if not is_predictor(name))
     is_stock = model.layout == "stock"
     return weights + (
         16 * model.spec.layers[layer].neurons.number * model.spec.hidden_size if is_stock else 0

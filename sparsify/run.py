@@ -195,7 +195,7 @@ class Run:
     def _step(self, windows: list) -> float:
         began = time.monotonic()
         try:
-            report = self.trainer.train(windows)
+            kl = self.trainer.train(windows)
         except NotFinite as error:  # in all processes
             self.save()
             if not self.ranks.is_first:
@@ -207,7 +207,7 @@ class Run:
             ) from error
         self.record.seconds += time.monotonic() - began
         self.on_tokens(self.plan.step_tokens)
-        return report.kl
+        return kl
 
     def _note(self, step: int, loss: float) -> None:
         """Reports a point of the curve; while the share is held, keeps its best state."""

@@ -56,20 +56,15 @@ class Record:
     @classmethod
     def from_array(cls, array: np.ndarray) -> "Record":
         values = json.loads(array.tobytes())
+        made = [
+            {**m, "checkpoint": Path(m["checkpoint"]), "quality": _qualities(m["quality"])}
+            for m in values["made"]
+        ]
         return cls(
             untrained=_qualities(values["untrained"]),
             started=_quality(values["started"]) if values["started"] else None,
             curve=[Point(**{**p, "quality": _quality(p["quality"])}) for p in values["curve"]],
-            made=[
-                Made(
-                    **{
-                        **m,
-                        "checkpoint": Path(m["checkpoint"]),
-                        "quality": _qualities(m["quality"]),
-                    }
-                )
-                for m in values["made"]
-            ],
+            made=[Made(**each) for each in made],
             seconds=values["seconds"],
         )
 

@@ -3,7 +3,6 @@
 Letters: B windows, T tokens of a window, D model width, L layers, F neurons."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +38,6 @@ BETAS = (0.9, 0.95)
 
 class NotFinite(HotsplitError):
     """The loss or a gradient is NaN or infinite; the step left the model unchanged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    kl: float
-    gradient_norm: float
 
 
 class Trainer:
@@ -103,8 +96,9 @@ class Trainer:
             for ids_T in windows:
                 self.student.hidden_states(ids_T[None])
 
-    def train(self, windows: Sequence[Tensor]) -> StepReport:
-        """Does one step on windows of the same length, this process's share of a batch.
+    def train(self, windows: Sequence[Tensor]) -> float:
+        """Does one step on windows of the same length, this process's share of a batch; returns the
+        KL.
 
         Raises NotFinite in all processes, with the model unchanged."""
         moves = self.config.chooses_share and not self.schedule.is_frozen(self.step)
@@ -130,7 +124,7 @@ class Trainer:
             self.limits.move(scores.quantiles(share, self.ranks), self.speed)
             self.limits.set(self.student.layers)
         self.step += 1
-        return StepReport(kl=float(kl), gradient_norm=float(norm))
+        return float(kl)
 
     def set_blend(self) -> None:
         """Sets the blend of this step's activation."""

@@ -236,9 +236,8 @@ def load_told(case: Case) -> None:
     from hotsplit.profile.report.report import load_predictor_report
     from hotsplit.report.plots import plot_predictors
 
-    found = load_predictor_report(case.path, "0" * 64)
-    if found.quality_L:
-        plot_predictors(found.quality_L)
+    if quality_L := load_predictor_report(case.path, "0" * 64):
+        plot_predictors(quality_L)
 
 
 PROFILE = "model.profile.safetensors"

@@ -44,7 +44,7 @@ class Part(Protocol):
 
     def check(self) -> None:
         """Raises HotsplitError if the gathered values cannot be right."""
-        return None
+        return
 
 
 class Tensors(Part):

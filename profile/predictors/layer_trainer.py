@@ -111,14 +111,16 @@ class LayerTrainer:
 
     def add(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         """Adds tokens of the current phase: the predictor's input, gates, and act(gate) * up."""
-        take = {
-            "moments": self._add_moments,
-            "keep": self._keep,
-            "train": self._train,
-            "measure": self._measure,
-            "examine": self._examine,
-        }[self.phase]
-        take(x_TD, gate_TF, hidden_TF)
+        if self.phase == "moments":
+            self.moments.add(x_TD, gate_TF)
+        elif self.phase == "keep":
+            self._keep(x_TD, gate_TF, hidden_TF)
+        elif self.phase == "measure":
+            self._measure(x_TD, gate_TF, hidden_TF)
+        elif self.phase == "examine":
+            self._examine(x_TD, gate_TF, hidden_TF)
+        elif self.trained is not None and not self.trained.is_done:
+            self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
 
     def batch(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> Batch:
         fires_TF = self.fires(gate_TF)
@@ -128,9 +130,6 @@ class LayerTrainer:
     def fires(self, gate_TF: Tensor) -> Tensor:
         """bool [T, F]: the labels of the predictor."""
         return self.gate.act(gate_TF, limit=self.gate_limit_F)[1]
-
-    def _add_moments(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        self.moments.add(x_TD, gate_TF)
 
     def _keep(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         left = KEPT_TOKENS - sum(len(batch.x_TD) for batch in self.kept)
@@ -160,18 +159,15 @@ class LayerTrainer:
             network = self._low_rank(rank)
             made += self._rounded(network)
         tallies = self._tallies(made)
+        square = self.held_out.given_TF.square().sum().item()
         for tally in tallies:
-            self._count(tally, self.held_out)
+            self._count(tally, self.held_out, square)
         qualities = [tally.quality(self.choices.target, self.sizes) for tally in tallies]
         best = torch.tensor(self._choose(qualities))
         agree(best)
         self.candidates += made
         self.trained = self._low_rank(made[int(best)].rank)
         self.trained.begin(num_steps, self.held_out, agree)
-
-    def _train(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        if self.trained is not None and not self.trained.is_done:
-            self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
 
     def _begin_measuring(self) -> None:
         if self.trained is not None:
@@ -182,7 +178,8 @@ class LayerTrainer:
 
     def _measure(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         batch = self.batch(x_TD, gate_TF, hidden_TF)
-        square = self._output_square(batch, hidden_TF)
+        y_TD = self.down.combine_many(hidden_TF * batch.fires_TF)
+        square = y_TD.double().square().sum().item()
         for tally in self.tallies:
             self._count(tally, batch, square)
 
@@ -256,15 +253,10 @@ class LayerTrainer:
                 for c in candidates
             ]
 
-    def _count(self, tally: Tally, batch: Batch, square: float | None = None) -> None:
-        with torch.no_grad():
-            score_TF = tally.candidate.predictor.scores(batch.x_TD)
-        square = batch.given_TF.square().sum().item() if square is None else square
+    @torch.no_grad()
+    def _count(self, tally: Tally, batch: Batch, square: float) -> None:
+        score_TF = tally.candidate.predictor.scores(batch.x_TD)
         tally.add(score_TF, batch.fires_TF, batch.given_TF, square)
-
-    def _output_square(self, batch: Batch, hidden_TF: Tensor) -> float:
-        y_TD = self.down.combine_many(hidden_TF * batch.fires_TF)
-        return y_TD.double().square().sum().item()
 
 
 class PredictorTrainer:

@@ -24,7 +24,7 @@ def draw(profile: Path, folder: Path) -> list[Path]:
     were trained, predictors.png; returns their paths."""
     pyplot = load_pyplot()
     loaded = Profile.load(profile)
-    quality_L = load_predictor_report(report_paths(profile)[0], loaded.model_id).quality_L
+    quality_L = load_predictor_report(report_paths(profile)[0], loaded.model_id)
     figures = [_density(pyplot, loaded), _firings(pyplot, loaded)]
     if quality_L:
         figures.append(_predictors(pyplot, quality_L))

@@ -8,7 +8,7 @@ Letters: L layers."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
@@ -242,16 +242,9 @@ MOST = 1e18  # the largest number that is accepted
 _WHAT = "report of a profile"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictorReport:
-    """`quality_L` is () if no predictors were trained."""
-
-    model_id: str
-    quality_L: tuple[LayerQuality, ...]
-
-
-def load_predictor_report(path: Path, model_id: str) -> PredictorReport:
-    """Raises HotsplitError for anything but the report of a profile of this model."""
+def load_predictor_report(path: Path, model_id: str) -> tuple[LayerQuality, ...]:
+    """The quality of each layer's predictors, () if none were trained. Raises HotsplitError for
+    anything but the report of a profile of this model."""
     values = read_object(path, _WHAT)
     found = (values.get("format"), values.get("version"), values.get("model_id"))
     if found != (FORMAT, VERSION, model_id):
@@ -260,12 +253,11 @@ def load_predictor_report(path: Path, model_id: str) -> PredictorReport:
         )
     try:
         layers = Fields(values).items("quality_L")
-        quality_L = tuple(
+        return tuple(
             _layer(Fields(layer, f"quality_L[{number}]")) for number, layer in enumerate(layers)
         )
     except HotsplitError as error:
         raise HotsplitError(f"{path}: {error}; profile again") from error
-    return PredictorReport(model_id=model_id, quality_L=quality_L)
 
 
 def _layer(read: Fields) -> LayerQuality:

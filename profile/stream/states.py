@@ -65,20 +65,13 @@ class FileStates:
             ) from error
 
     def read(self, start: int, stop: int) -> Tensor:
-        x_TD = torch.empty(stop - start, self.width)
-        left = x_TD.numpy().data.cast("B")
         self.file.seek(4 * start * self.width)
-        while left:
-            count = self.file.readinto(left)
-            assert count, (start, stop)  # the file has its full length from the start
-            left = left[count:]
-        return x_TD
+        values = np.fromfile(self.file, np.float32, (stop - start) * self.width)
+        return torch.from_numpy(values.reshape(stop - start, self.width))
 
     def write(self, start: int, x_TD: Tensor) -> None:
-        left = np.ascontiguousarray(x_TD.cpu().numpy()).data.cast("B")
         self.file.seek(4 * start * self.width)
-        while left:
-            left = left[self.file.write(left) :]
+        x_TD.cpu().numpy().tofile(self.file)
 
     def close(self) -> None:
         self.file.close()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import DEFAULT_CONTEXT, SHORT_CHUNK
+from hotsplit.costs.budget import DEFAULT_CONTEXT, SHORT_CHUNK, is_predictor, layer_tensors
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode
@@ -222,9 +222,8 @@ class LayerStream:
                 release(entry)
 
     def _entries(self, index: int) -> list[TensorEntry]:
-        prefix = f"blk.{index}."
-        return [e for n, e in self.model.tensors.items()
-                if n.startswith(prefix) and "ffn_pred_" not in n]  # fmt: skip
+        tensors = layer_tensors(self.model, index).items()
+        return [entry for name, entry in tensors if not is_predictor(name)]
 
     def _load(self, index: int, waiting: "Waiting") -> "StreamedLayer":
         """Reads a layer and prefetches the next one."""
