@@ -94,8 +94,7 @@ class Checkpoint:
             return tensor
 
     def model_id(self) -> str:
-        """See model_gguf.compute_model_id. The kind and the number of weight files do not
-        matter."""
+        """See model_gguf.compute_model_id. Kind and number of weight files do not matter."""
         return compute_model_id(self.config, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, tuple[int, ...], bytes]]:

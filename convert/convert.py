@@ -22,10 +22,10 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.thresholds import with_thresholds
 from hotsplit.convert import gguf_source, tensors
 from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.encode import TensorTypes
 from hotsplit.convert.hub import find_folder
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
 from hotsplit.convert.predictors import add_predictors
-from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Blueprint
@@ -115,8 +115,7 @@ def draft_of(config: ConvertConfig) -> Draft:
 
 
 def _check_output(config: ConvertConfig, source: Path) -> None:
-    """Raises HotsplitError for an output that exists (unless `force`), or that is among the files
-    that are read.
+    """Raises HotsplitError for an output that exists (unless `force`), or is among the inputs.
 
     Those are the model file or everything in the checkpoint folder, the predictors, the profile
     with the thresholds, and the limits."""
@@ -166,8 +165,7 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
 
 
 def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
-    """The limits asked for, or else those in the checkpoint's folder, which are part of the
-    model."""
+    """The limits asked for, or else those in the checkpoint's folder: part of the model."""
     own = folder / LIMITS_NAME
     if config.limits is not None or not own.is_file():
         return config.limits

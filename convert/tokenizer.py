@@ -135,8 +135,8 @@ def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
 
 
 def _check_special(path: Path, vocab_size: int) -> list[str]:
-    """Notes on other special tokens that the model lacks; raises HotsplitError for a value that
-    is not a token id."""
+    """Notes on other special tokens that the model lacks; raises HotsplitError for a value that is
+    not a token id."""
     values = read_object(path, path.name) if path.exists() else {}
     notes = []
     for key in ("bos_token_id", "unk_token_id", "pad_token_id"):
@@ -175,7 +175,7 @@ def _special_keys(
 
 
 def _check_names(path: Path) -> None:
-    """Raises HotsplitError for special tokens that are not strings, and flags that are not
+    """Raises HotsplitError for special tokens that are not text, and flags that are not
     booleans."""
     values = read_object(path, path.name)
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):

@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hotsplit.convert.torch_pickle import View, read_views
-from hotsplit.convert.torch_zip import RESAVE, Broken, TorchZip, open_torch_zip
+from hotsplit.convert.torch_file import RESAVE, Broken, TorchZip, View, open_torch_zip, read_views
 from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import check_header
 
@@ -54,8 +53,7 @@ def read_safetensors(path: Path) -> dict[str, SourceTensor]:
 
 
 def _read_safetensors(path: Path, name: str) -> Tensor:
-    """Opens the file anew for every tensor, so that no file stays mapped longer than its
-    tensors."""
+    """Opens the file for every tensor anew, so that none stays mapped longer than its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             return file.get_tensor(name)

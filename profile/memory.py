@@ -111,7 +111,7 @@ def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
 
 def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, int]:
     """(lasting bytes, further bytes in a single operation) of one layer's
-    profile.layer_trainer.LayerTrainer, estimated.
+    profile.predictors.layer_trainer.LayerTrainer, estimated.
 
     The first: the gate matrix and its map, moments in f64, their start, every candidate in its
     type, the trained network's weights, gradients, Adam's two moments and the best weights, and the

@@ -23,8 +23,7 @@ UNCHOSEN: tuple[Rule, ...] = ("relu", "drelu")
 
 @dataclass(frozen=True, kw_only=True)
 class SparsifyConfig:
-    """Options of a run. Texts are measured in tokens; in a step each process trains on
-    `batch_tokens`."""
+    """Options of a run. Texts are measured in tokens; a process's step has `batch_tokens`."""
 
     model: Path
     corpora: tuple[Path, ...]

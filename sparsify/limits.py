@@ -22,8 +22,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.config import Allocation
 from hotsplit.sparsify.distillation import chunks, log_words
-from hotsplit.sparsify.feed_forward import FeedForward, keeping_values
-from hotsplit.sparsify.student import Student
+from hotsplit.sparsify.student import FeedForward, Student, keeping_values
 
 SAMPLES = 1 << 17  # values per layer and pass for a quantile, about
 SPEED = 0.2  # share of the way to a batch's quantile that t moves
@@ -121,8 +120,7 @@ class Scores:
         self.values.setdefault(layer, []).append(scores.flatten())
 
     def quantiles(self, share: float, ranks: Ranks) -> Tensor:
-        """f64 [L]: the quantile, at the share, of each layer's scores, or of all together; the mean
-        over the processes."""
+        """f64 [L]: the quantile of each layer's scores, or of all; the mean over the processes."""
         of_layer = [torch.cat(self.values[layer]) for layer in sorted(self.values)]
         if self.limits.allocation != "uniform":
             found = [_quantile(torch.cat(of_layer), share)] * len(of_layer)

@@ -12,7 +12,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import ModelSpec
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import CHUNK_VALUES
-from hotsplit.sparsify.feed_forward import MATRICES, checkpoint_name
+from hotsplit.sparsify.student import MATRICES, checkpoint_name
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes
 

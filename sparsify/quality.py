@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.distillation import chunks, log_words
-from hotsplit.sparsify.feed_forward import FeedForward, dense, watched
-from hotsplit.sparsify.student import Student
+from hotsplit.sparsify.student import FeedForward, Student, dense, watched
 
 SURE = 1.96  # half-width of a 95 % interval, in standard errors
 

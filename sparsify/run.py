@@ -29,7 +29,6 @@ from hotsplit.profile.corpus.processes import Ranks, rank_here
 from hotsplit.profile.count.resume import Position, load_position
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
-from hotsplit.sparsify.feed_forward import matrix_names, whole_matrices
 from hotsplit.sparsify.limits import Limits
 from hotsplit.sparsify.plan import (
     Plan,
@@ -41,7 +40,7 @@ from hotsplit.sparsify.plan import (
 from hotsplit.sparsify.quality import Quality, evaluate
 from hotsplit.sparsify.schedule import Schedule
 from hotsplit.sparsify.state import Best, Made, Point, Record
-from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.student import load_student, matrix_names, whole_matrices
 from hotsplit.sparsify.texts import read_texts, up_to
 from hotsplit.sparsify.trained_checkpoint import read_trained, write_trained
 from hotsplit.sparsify.trainer import NotFinite, Trainer
@@ -160,8 +159,7 @@ class Run:
         self.say(f"from {folder}: {self.record.started.line}")
 
     def _set_first_share(self) -> None:
-        """If the run began with a trained checkpoint, starts the schedule at the share it
-        silences."""
+        """After a start from a trained checkpoint, the schedule begins at the share it silences."""
         if self.record.started is not None:
             share = self.record.started.silent_share
             self.trainer.schedule = replace(self.trainer.schedule, first_share=share)

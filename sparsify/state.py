@@ -115,8 +115,7 @@ def load_model_arrays(trainer: Trainer, arrays: Mapping[str, Tensor]) -> None:
 
 
 def position_of(trainer: Trainer, best: Best, record: Record, losses: Sequence[float]) -> Position:
-    """The whole state, for `restore`; `losses` are those of the steps since the last point of the
-    curve."""
+    """The whole state, for `restore`; `losses`: of the steps since the curve's last point."""
     arrays = {f"model/{name}": _numpy(t) for name, t in model_arrays(trainer).items()}
     for name, parameter in trainer.parameters.items():
         for key, value in trainer.optimizer.state[parameter].items():
@@ -147,8 +146,7 @@ def restore(trainer: Trainer, position: Position) -> tuple[Best, Record, list[fl
 
 
 def save(path: Path, settings: Settings, position: Position) -> None:
-    """Saves a position. Raises HotsplitError if it cannot be written; an older file is then left
-    unchanged."""
+    """Saves a position. Raises HotsplitError if it cannot be written; an older file then stays."""
     try:
         save_position(path, settings, position)
     except (OSError, HotsplitError) as error:

@@ -53,8 +53,7 @@ class Stream:
     def windows(self, *, least: int = 1) -> Iterator[Tensor]:
         """Yields windows, int64 [length], without end.
 
-        Raises HotsplitError instead of repeating the corpus if it has fewer windows than
-        `least`."""
+        Raises HotsplitError instead of repeating a corpus of fewer than `least` windows."""
         rest: list[int] = []
         num_given = 0
         for turn in count():
@@ -105,8 +104,7 @@ class Texts:
 
 
 def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
-    """Reads the texts of a run. Raises HotsplitError for a corpus that is stdin, too short, or not
-    text."""
+    """The texts of a run. Raises HotsplitError for a corpus that is stdin, short, or not text."""
     codec = codec_of(folder)
     if STDIN in config.corpora:
         raise HotsplitError("-: the corpus is read more than once; give files, or a folder")

@@ -11,14 +11,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import divergence
-from hotsplit.sparsify.feed_forward import (
-    Watch,
-    dense,
-    differences,
-    make_trainable,
-    put_matrices,
-    watched,
-)
 from hotsplit.sparsify.limits import (
     LAG_STEPS,
     SPEED,
@@ -29,7 +21,15 @@ from hotsplit.sparsify.limits import (
     sensitivities,
 )
 from hotsplit.sparsify.schedule import Schedule
-from hotsplit.sparsify.student import Student
+from hotsplit.sparsify.student import (
+    Student,
+    Watch,
+    dense,
+    differences,
+    make_trainable,
+    put_matrices,
+    watched,
+)
 
 MAX_NORM = 1.0  # of the gradient
 PASSES = 2  # to set the limits of a share, since those of lower layers change upper layers' inputs
@@ -82,8 +82,7 @@ class Trainer:
 
     @torch.no_grad()
     def set_share(self, share: float, windows: Sequence[Tensor]) -> None:
-        """Sets limits that silence about `share` of the neurons on `windows`, with the current
-        model."""
+        """Sets limits that silence about `share` of the current model's neurons on `windows`."""
         for _ in range(PASSES):
             scores = Scores(self.limits)
             self._watch(scores, windows)
@@ -97,8 +96,7 @@ class Trainer:
                 self.student.hidden_states(ids_T[None])
 
     def train(self, windows: Sequence[Tensor]) -> float:
-        """Does one step on windows of the same length, this process's share of a batch; returns the
-        KL.
+        """One step on windows of the same length, this process's share of a batch; returns the KL.
 
         Raises NotFinite in all processes, with the model unchanged."""
         moves = self.config.chooses_share and not self.schedule.is_frozen(self.step)
@@ -148,8 +146,7 @@ class Trainer:
         return kl.detach().double().cpu() * weight
 
     def _join_gradients(self) -> Tensor:
-        """Averages the gradients over the processes and clips them; returns the norm before
-        clipping."""
+        """Averages the gradients over the processes and clips them; returns the norm before."""
         if self.ranks.size > 1:
             for name, parameter in self.parameters.items():
                 assert parameter.grad is not None, name

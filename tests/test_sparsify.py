@@ -31,10 +31,9 @@ from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.families.sizes import sizes_of
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
-from hotsplit.sparsify.feed_forward import Update, matrix_names, whole_matrices
 from hotsplit.sparsify.run import sparsify
 from hotsplit.sparsify.source import as_checkpoint
-from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.student import Update, load_student, matrix_names, whole_matrices
 from hotsplit.sparsify.trained_checkpoint import read_trained
 
 
@@ -224,7 +223,9 @@ def test_the_engine_computes_what_was_trained_without_its_limits_and_with_them(c
     convert(ConvertConfig(source=made.checkpoint, output=file, outtype="f32"))
     ids_T = torch.randint(1, 257, (40,), generator=torch.Generator().manual_seed(0))
     trained, dense = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids_T[None]).logits[0].detach()
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids_T[None])
+        .logits[0]
+        .detach()
         for path in (made.checkpoint, config.model)
     )
     assert error_of(file, "dense", ids_T, trained.double()) < 1e-5

@@ -14,12 +14,11 @@ from hotsplit.profile.corpus.sources import find_sources
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import divergence, divergence_ref
-from hotsplit.sparsify.feed_forward import dense, silence
 from hotsplit.sparsify.limits import Limits, scaled, sensitivities
 from hotsplit.sparsify.plan import Plan
 from hotsplit.sparsify.quality import SilentCounter, evaluate
 from hotsplit.sparsify.schedule import Schedule
-from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.student import dense, load_student, silence
 from hotsplit.sparsify.texts import Stream
 from hotsplit.sparsify.trainer import NotFinite
 

@@ -54,8 +54,8 @@ def encode_rows(
 
     weight_NM: f32, f16 or bf16 on the CPU, rows or (without `rows`) columns contiguous; others are
     copied. rows: int64, the rows to encode, in order; None means all. If the magnitude is NaN or
-    reaches the type's `overflows_at`, the bytes are meaningless. `level` is one of usable_levels(), by default the
-    best."""
+    reaches the type's `overflows_at`, the bytes are meaningless. `level`: one of usable_levels();
+    None is the best."""
     assert weight_NM.dim() == 2 and weight_NM.is_cpu, (weight_NM.shape, weight_NM.device)
     num_rows, width = weight_NM.shape
     is_by_columns = rows is None and weight_NM.stride(0) == 1 and weight_NM.stride(1) != 1

@@ -180,8 +180,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
-    """The files given, and all files of known kinds in the folders given; those of a folder are
-    sorted.
+    """The files given and, sorted, all files of known kinds in the folders given.
 
     A file given by name may have any suffix: unless it is JSON lines or parquet, it is read as
     text. In a folder, empty files and names that begin with a dot are skipped.

@@ -28,7 +28,7 @@ class Counter:
     `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
     its activated gate is above it. Such a model must run in mode exact."""
 
-    is_sum = True  # the counts of several processes add up; see profile.run.Part
+    is_sum = True  # the counts of several processes add up; see profile.count.run.Part
 
     def __init__(
         self, gates: tuple[Gate, ...], num_neurons: int, limits: Sequence[LayerLimits] = ()
@@ -96,8 +96,7 @@ class Counter:
             raise HotsplitError("the model gave NaN; convert its checkpoint again")
 
     def arrays(self) -> dict[str, Tensor]:
-        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros before the first
-        token."""
+        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros at the start."""
         layers = range(len(self.gates))
         count_LF = torch.zeros(len(layers), self.num_neurons, dtype=torch.int64)
         histogram_LB = torch.zeros(len(layers), NUM_BINS, dtype=torch.int64)
@@ -117,11 +116,9 @@ class Counter:
 
 
 def histogram(value: Tensor) -> Tensor:
-    """int64 [B]: the number of |values| (f32) in each bin of profile_file.EDGES; NaN counts in the
-    last.
+    """int64 [B]: the number of |values| (f32) in each bin of EDGES; NaN counts in the last.
 
-    For GPUs: it uses torch operations that do not synchronise (bincount would, to find the largest
-    bin)."""
+    For GPUs: in torch operations that do not synchronise (bincount would, for its largest bin)."""
     size_A = value.abs().flatten()
     bucket_A = (size_A.view(torch.int32) >> 16).long()
     first, edge = _tables_on(size_A.device)

@@ -38,8 +38,7 @@ class Position:
         return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
 
     def digest(self) -> str:
-        """Digest of the position and every array, since resuming from a damaged file would give
-        wrong counts."""
+        """Digest of the position and every array, since a damaged file would give wrong counts."""
         found = hashlib.blake2b(f"{self.phase} {self.done}".encode())
         for name in sorted(self.arrays):
             array = np.ascontiguousarray(self.arrays[name])

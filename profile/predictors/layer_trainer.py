@@ -296,8 +296,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def phases(count: int) -> dict[Phase, slice]:
-    """The windows of each phase, out of `count`, in order of the phases; at least one each if there
-    are five or more."""
+    """The windows of each phase, out of `count`, in order; at least one each if five or more."""
     sizes = {name: max(1, round(share * count)) for name, share in SHARES.items()}
     pieces: dict[Phase, slice] = {}
     start = 0

@@ -61,8 +61,7 @@ def train_whole(
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
 
-    Only sums, kept tokens and the state of the training are saved; a resumed run derives everything
-    else from them again."""
+    Only sums, kept tokens and the state of the training are saved; the rest is derived again."""
     model, ranks = run.engine.model, run.ranks
     layers = [
         layer_trainer(model, index, layer, gate, config)
@@ -150,8 +149,7 @@ def _together(finished: Sequence[Finished], model: ModelFile, config: ProfileCon
 class Sums(Tensors):
     """Sums of every layer; the processes' shares add up.
 
-    They are in f64 or int64, so that the total does not depend on the number of processes, up to
-    rounding."""
+    In f64 or int64, so that the total is that of any number of processes, up to rounding."""
 
     def __init__(self, sums_L: Sequence[dict[str, Tensor]]) -> None:
         super().__init__(_numbered(sums_L), is_sum=True)

@@ -67,8 +67,8 @@ def _of_trained(report: "ProfileReport") -> list[str]:
 
 
 def warnings(report: "ProfileReport") -> list[str]:
-    """Warns of predictors that read more than they save, and of modes that raise the perplexity by
-    more than MAX_LOSS."""
+    """Warns of predictors that read more than they save, and of modes that lose more than
+    MAX_LOSS."""
     lines = [f"warning: {line}" for line in _not_paying(report.quality_L)]
     costly = {m: q for m, q in report.record.items() if q.perplexity_increase > MAX_LOSS}
     if not costly:

@@ -108,8 +108,7 @@ def _log_probabilities(engine: Engine, ids_T: Tensor) -> Tensor:
 
 
 def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ...]:
-    """Sums over a window: KL divergence, loss, dense loss, tokens with the same top; then the
-    number of tokens."""
+    """Sums over a window: KL, loss, dense loss, tokens with the same top, and all tokens."""
     kl, same = 0.0, 0
     for want, got in zip(want_TV.split(PIECE), got_TV.split(PIECE), strict=True):
         kl += F.kl_div(got, want, reduction="sum", log_target=True).item()

@@ -94,8 +94,7 @@ class _Sample:
 
 
 def sample_scores(engine: Engine, windows: Sequence[Tensor]) -> tuple[LayerScores, ...]:
-    """Scores of a dense engine's layers on a text. Raises HotsplitError for NaN and
-    infinities."""
+    """Scores of a dense engine's layers on a text. Raises HotsplitError for NaN or infinity."""
     assert engine.mode == "dense", engine.mode
     count = sum(len(ids_T) for ids_T in windows)
     sample = _Sample(every=max(1, count // SAMPLE_TOKENS))

@@ -243,8 +243,7 @@ def search(
 def _follow(
     meter: Meter, num_layers: int, goal: Goal, on_line: Callable[[str], None]
 ) -> Allocation:
-    """The greedy search's last allocation within the goal; reports each 5 % of mean sparsity on the
-    way."""
+    """The greedy search's last allocation within the goal; reports every 5 % of mean sparsity."""
 
     def accepts(cost: Cost) -> bool:
         return meter.increase(cost) <= goal.perplexity_budget

@@ -44,8 +44,7 @@ class MemoryStates:
 
 
 class FileStates:
-    """States in an unnamed file of `folder`, which is gone once it is closed or this process
-    ends."""
+    """States in an unnamed file of `folder`, gone once it is closed or the process ends."""
 
     def __init__(self, num_tokens: int, width: int, folder: Path) -> None:
         """Raises HotsplitError if the folder cannot be written or has too little space."""

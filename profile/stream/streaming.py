@@ -367,8 +367,7 @@ def _touch(entry: TensorEntry) -> None:
 
 
 def _flops_per_s(layer: Layer) -> float:
-    """FLOP/s of a product like those of the pass, unpacking included; the second of two runs is
-    timed."""
+    """FLOP/s of a product like those of the pass, unpacking included; the second run is timed."""
     gate = layer.ffn.blocks[0].gate
     x_TD = torch.ones(SHORT_CHUNK, gate.weight.width, device=layer.device)
     for _ in range(2):
