@@ -112,9 +112,7 @@ def encode(
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape
     encoded, largest = encode_rows(torch.atleast_2d(tensor), kind, rows=rows)
     if not math.isfinite(largest):
-        raise HotsplitError(
-            f"{name} has NaN or infinite values; its file is damaged: download it again"
-        )
+        raise not_finite(name)
     if largest >= BY_NAME[kind].overflows_at:
         other = "f32" if kind == "bf16" else wider
         raise HotsplitError(
@@ -122,6 +120,12 @@ def encode(
         )
     encoded = encoded.view(DTYPES.get(kind, np.uint8))
     return encoded if tensor.dim() == 2 else encoded.reshape(-1)
+
+
+def not_finite(name: str) -> HotsplitError:
+    return HotsplitError(
+        f"{name} has NaN or infinite values; its file is damaged: download it again"
+    )
 
 
 def restore(entry: TensorEntry, want: np.ndarray, name: str) -> np.ndarray:

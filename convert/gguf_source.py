@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
-from hotsplit.convert.encode import TensorTypes, encode, restore
+from hotsplit.convert.encode import TensorTypes, encode, not_finite, restore
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tensors import DOWN, DOWN_T
 from hotsplit.errors import HotsplitError
@@ -150,9 +150,7 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
     def read_rows(start: int, stop: int) -> np.ndarray:
         data = entry.read_rows(start, stop)
         if not _is_finite(data, entry.kind):
-            raise HotsplitError(
-                f"{label} has NaN or infinite values; its file is damaged: download it again"
-            )
+            raise not_finite(label)
         return data
 
     return dataclasses.replace(entry, read_rows=read_rows)

@@ -114,7 +114,17 @@ def profile(
             outcome = _run_streamed(config, model, plan, on_tokens, say)
         else:
             with load_engine(config, model, ranks, device) as engine:
-                run, windows = _begin(config, engine, ranks, on_tokens)
+                windows = windows_of(engine, config, ranks)
+                ranks.first_only(lambda: check_text(config, windows.ids))
+                run = Run(
+                    engine,
+                    ranks,
+                    resume_path(config.output),
+                    settings_of(engine, windows, config, ranks),
+                    on_tokens,
+                    force=config.force,
+                    save_every_s=config.save_every_s,
+                )
                 with run.signals():
                     outcome = _run_whole(config, run, windows, files, say)
         report = _report(config, model, files, outcome, time.perf_counter() - began)
@@ -125,23 +135,6 @@ def profile(
 
 
 # ---- the work -----------------------------------------------------------------------------------
-
-
-def _begin(
-    config: ProfileConfig, engine: Engine, ranks: Ranks, on_tokens: OnTokens
-) -> tuple[Run, Windows]:
-    windows = windows_of(engine, config, ranks)
-    ranks.first_only(lambda: check_text(config, windows.ids))
-    run = Run(
-        engine,
-        ranks,
-        resume_path(config.output),
-        settings_of(engine, windows, config, ranks),
-        on_tokens,
-        force=config.force,
-        save_every_s=config.save_every_s,
-    )
-    return run, windows
 
 
 def _run_streamed(

@@ -105,12 +105,6 @@ class Plan:
         return self.config.work_folder / STATE
 
     @property
-    def start_id(self) -> str | None:
-        """Identifies the weights that training starts from, if they are not the dense ones."""
-        folder = self.config.start_from
-        return None if folder is None else Checkpoint.open(folder).model_id()
-
-    @property
     def batch_windows(self) -> int:
         """Windows per process and step."""
         return self.config.batch_tokens // self.config.window
@@ -124,12 +118,13 @@ class Plan:
     def settings(self) -> Settings:
         """Settings that a resumed run must share with the earlier one."""
         values = {k: v for k, v in asdict(self.config).items() if k not in NOT_SETTINGS}
+        trained = self.config.start_from
         return values | {
             "model_id": self.model_id,
             "shares": ", ".join(map(str, self.config.targets)),
             "corpora": ", ".join(map(_name_and_size, self.config.corpora)),
             "held_out": ", ".join(map(_name_and_size, self.config.held_out)),
-            "start_from": self.start_id,
+            "start_from": None if trained is None else Checkpoint.open(trained).model_id(),
             "processes": self.num_processes,
             "products": str(self.dtype).removeprefix("torch."),
             "arithmetic": arithmetic(torch.device(self.device)),

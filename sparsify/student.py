@@ -84,7 +84,9 @@ class FeedForward(nn.Module):
                 self.dense_output = dense_TD
             return dense_TD
         gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
-        value_TF = self._activated(gate_TF)
+        value_TF = self.act_fn(gate_TF)
+        if self.rule != "threshold":
+            value_TF = torch.lerp(value_TF, F.relu(gate_TF), self.blend)
         if self.keeps_values:
             self.value = value_TF
         if self.watch is not None:
@@ -97,11 +99,6 @@ class FeedForward(nn.Module):
             error = (y_TD.float() - want_TD).square().mean() / want_TD.square().mean()
             self.differences.append(error)
         return y_TD
-
-    def _activated(self, gate_TF: Tensor) -> Tensor:
-        if self.rule == "threshold":
-            return self.act_fn(gate_TF)
-        return torch.lerp(self.act_fn(gate_TF), F.relu(gate_TF), self.blend)
 
     def _dense(self, x_TD: Tensor) -> Tensor:
         gate_FD, up_FD, down_DF = self.dense
@@ -262,20 +259,16 @@ def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> S
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
-    _check_finite(folder, model)
-    model = model.to(device).eval()
-    layers = install(model, rule, dtype)
-    _freeze(model, layers, dtype)
-    head = model.get_output_embeddings().weight
-    return Student(model=model, layers=layers, head_VD=head.detach(), dtype=dtype)
-
-
-def _check_finite(folder: Path, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise HotsplitError(
                 f"{folder}: {name} has values that are NaN or infinite; get the model again"
             )
+    model = model.to(device).eval()
+    layers = install(model, rule, dtype)
+    _freeze(model, layers, dtype)
+    head = model.get_output_embeddings().weight
+    return Student(model=model, layers=layers, head_VD=head.detach(), dtype=dtype)
 
 
 def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype) -> None:

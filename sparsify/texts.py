@@ -98,10 +98,6 @@ class Texts:
     measured: tuple[Tensor, ...]
     training: Iterator[Tensor]
 
-    @property
-    def deciding(self) -> str:
-        return next(iter(self.held_out))
-
 
 def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
     """The texts of a run. Raises HotsplitError for a corpus that is stdin, short, or not text."""

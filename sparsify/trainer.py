@@ -100,7 +100,8 @@ class Trainer:
 
         Raises NotFinite in all processes, with the model unchanged."""
         moves = self.config.chooses_share and not self.schedule.is_frozen(self.step)
-        self.set_blend()
+        for layer in self.student.layers:
+            layer.blend = self.schedule.blend(self.step)
         scores = Scores(self.limits)
         size = self.config.micro_tokens // self.config.window
         kl = torch.zeros((), dtype=torch.float64)
@@ -110,9 +111,9 @@ class Trainer:
         kl = self.ranks.sum(kl) / self.ranks.size
         norm = self._join_gradients()
         if not (kl.isfinite() and norm.isfinite()):
-            layer = self._first_broken(windows)
+            number = self._first_broken(windows)
             self.optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(f"NaN or infinity in layer {layer} at step {self.step + 1}")
+            raise NotFinite(f"NaN or infinity in layer {number} at step {self.step + 1}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.step)
         self.optimizer.step()
@@ -123,11 +124,6 @@ class Trainer:
             self.limits.set(self.student.layers)
         self.step += 1
         return float(kl)
-
-    def set_blend(self) -> None:
-        """Sets the blend of this step's activation."""
-        for layer in self.student.layers:
-            layer.blend = self.schedule.blend(self.step)
 
     def _backward(self, ids_BT: Tensor, weight: float, scores: Scores | None) -> Tensor:
         """Adds the gradients of one pass; returns its weighted KL."""

@@ -6,7 +6,7 @@ its first pass until they are read.
 Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -49,14 +49,11 @@ class Counter:
             self._has_nan = is_nan if self._has_nan is None else self._has_nan | is_nan
             return
         if layer not in self._count:
-            self._start(layer, tensor.device)
+            zeros = partial(torch.zeros, dtype=torch.int64, device=tensor.device)
+            self._count[layer], self._histogram[layer] = zeros(self.num_neurons), zeros(NUM_BINS)
         self._add(layer, tensor)
         if layer == 0:
             self.num_tokens += len(tensor)
-
-    def _start(self, layer: int, device: torch.device) -> None:
-        self._count[layer] = torch.zeros(self.num_neurons, dtype=torch.int64, device=device)
-        self._histogram[layer] = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
 
     def _add(self, layer: int, gate_TF: Tensor) -> None:
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH

@@ -20,7 +20,6 @@ from hotsplit.errors import Interrupted
 from hotsplit.files.atomic import remove_stale
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.resume import (
-    SAVE_EVERY_S,
     Position,
     Settings,
     load_position,
@@ -78,7 +77,7 @@ class Run:
         on_tokens: Callable[[float], None],
         *,
         force: bool,
-        save_every_s: float = SAVE_EVERY_S,
+        save_every_s: float,
     ) -> None:
         self.engine, self.ranks, self.path, self.settings = engine, ranks, path, settings
         self.on_tokens, self.save_every_s = on_tokens, save_every_s

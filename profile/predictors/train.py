@@ -241,7 +241,8 @@ class SharedSteps:
         self.steps = [0] * len(self.networks)  # in this round
         if ranks.size > 1:
             for number, network in enumerate(self.networks):
-                network.before_step(self._hook(number))
+                assert network.optimizer is not None
+                network.optimizer.register_step_pre_hook(self._hook(number))
 
     @contextmanager
     def round(self, length_of_rank: Sequence[int]) -> Iterator[None]:
@@ -252,7 +253,7 @@ class SharedSteps:
         most = max(map(num_chunks, length_of_rank))
         for _ in range(num_chunks(length_of_rank[self.ranks.rank]), most):
             for network in self.networks:
-                network.step_without_text()
+                network.step(None)
 
     def _hook(self, number: int) -> Any:
         def share(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -53,7 +53,10 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
     for layer, share_F in enumerate(share_LF):
         axes.plot(neurons_F, 100 * share_F, label=f"layer {layer}")
     axes.set(xlabel="neurons, hottest first, %", ylabel="firings, %", title="Firings")
-    _name_layers(axes, len(counts_LF))
+    if len(counts_LF) <= MAX_NAMED:
+        axes.legend()
+    else:
+        axes.text(0.98, 0.02, f"{len(counts_LF)} layers", ha="right", transform=axes.transAxes)
     return figure
 
 
@@ -90,13 +93,6 @@ def _chosen(quality: LayerQuality) -> Quality:
          == (chosen.name, chosen.is_trained, chosen.threshold)),
         chosen,
     )  # fmt: skip
-
-
-def _name_layers(axes: Any, num_layers: int) -> None:
-    if num_layers <= MAX_NAMED:
-        axes.legend()
-    else:
-        axes.text(0.98, 0.02, f"{num_layers} layers", ha="right", transform=axes.transAxes)
 
 
 def load_pyplot() -> Any:

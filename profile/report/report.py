@@ -160,33 +160,28 @@ def markdown(report: "ProfileReport") -> str:
         lines += [f"**{line[:1].upper()}{line[1:]}.**", ""]
     if report.record:
         lines += _of_modes(report)
-    lines += [
-        "| layer | density: neurons that fire | firings of the hottest fifth | threshold |",
-        "| --- | --- | --- | --- |",
-    ]
+    head = ("layer", "density: neurons that fire", "firings of the hottest fifth", "threshold")
     columns = zip(report.density_L, report.hottest_fifth_L, report.threshold_L, strict=True)
-    lines += [
-        f"| {layer} | {density:.2%} | {fifth:.1%} |"
-        f" {'limits' if report.limits else f'{threshold:.4g}'} |"
-        for layer, (density, fifth, threshold) in enumerate(columns)
-    ]
+    lines += _table(
+        head,
+        [(str(layer), f"{density:.2%}", f"{fifth:.1%}",
+          "limits" if report.limits else f"{threshold:.4g}")
+         for layer, (density, fifth, threshold) in enumerate(columns)],
+    )  # fmt: skip
     if report.quality_L:
         lines += _of_predictors(report)
     return "\n".join(lines) + "\n"
 
 
 def _of_modes(report: "ProfileReport") -> list[str]:
-    lines = [
-        "| mode | perplexity | KL | same top token | bytes a token | of dense |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for mode, q in sorted(report.record.items()):
-        lines.append(
-            f"| {mode} | {q.perplexity_increase:+.2%} ± {q.perplexity_half_width:.2%}"
-            f" | {q.kl_mean:.5f} | {q.top1_agreement:.2%} | {q.bytes_per_token:,}"
-            f" | {q.bytes_per_token / q.dense_bytes_per_token:.1%} |"
-        )
-    return [*lines, ""]
+    head = ("mode", "perplexity", "KL", "same top token", "bytes a token", "of dense")
+    rows = [
+        (mode, f"{q.perplexity_increase:+.2%} ± {q.perplexity_half_width:.2%}", f"{q.kl_mean:.5f}",
+         f"{q.top1_agreement:.2%}", f"{q.bytes_per_token:,}",
+         f"{q.bytes_per_token / q.dense_bytes_per_token:.1%}")
+        for mode, q in sorted(report.record.items())
+    ]  # fmt: skip
+    return [*_table(head, rows), ""]
 
 
 def _of_predictors(report: "ProfileReport") -> list[str]:
@@ -203,7 +198,7 @@ def _of_predictors(report: "ProfileReport") -> list[str]:
         " *Break-even*: the density below which predicted mode reads fewer bytes than exact.",
         "",
     ]
-    lines += _table(report.quality_L)
+    lines += _chosen_table(report.quality_L)
     lines += ["", "## The same without training", ""]
     lines += _quality_table([(str(i), q.start) for i, q in enumerate(report.quality_L)])
     lines += ["", "## All candidates", "", "On the text that the choice was made on.", ""]
@@ -213,7 +208,7 @@ def _of_predictors(report: "ProfileReport") -> list[str]:
     return lines
 
 
-def _table(quality_L: Sequence[LayerQuality]) -> list[str]:
+def _chosen_table(quality_L: Sequence[LayerQuality]) -> list[str]:
     rows = _quality_table([(str(i), q.chosen) for i, q in enumerate(quality_L)])
     extra = [" hottest fifth | break-even |", " --- | --- |"]
     extra += [f" {q.hottest_fifth:.1%} | {q.break_even_density:.1%} |" for q in quality_L]
@@ -223,15 +218,17 @@ def _table(quality_L: Sequence[LayerQuality]) -> list[str]:
 def _quality_table(rows: Sequence[tuple[str, Quality]]) -> list[str]:
     head = ("layer", "predictor", "trained", "bytes", "density", "named", "recall", "precision",
             "contribution", "lost norm", "bytes a token")  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for label, q in rows:
-        cells = (
-            label, q.name, "yes" if q.is_trained else "no", f"{q.num_bytes:,}", f"{q.density:.2%}",
-            f"{q.predicted_density:.2%}", f"{q.recall:.2%}", f"{q.precision:.2%}",
-            f"{q.contribution:.3%}", f"{q.lost_norm:.2%}", f"{q.bytes_per_token:,.0f}",
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    return _table(head, [
+        (label, q.name, "yes" if q.is_trained else "no", f"{q.num_bytes:,}", f"{q.density:.2%}",
+         f"{q.predicted_density:.2%}", f"{q.recall:.2%}", f"{q.precision:.2%}",
+         f"{q.contribution:.3%}", f"{q.lost_norm:.2%}", f"{q.bytes_per_token:,.0f}")
+        for label, q in rows
+    ])  # fmt: skip
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return [lines[0], "|" + " --- |" * len(head), *lines[1:]]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -18,6 +18,8 @@ from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, report_o
 from hotsplit.model.modes import Mode
 from hotsplit.profile.memory import room_of
 from hotsplit.profile.stream.streaming import CPU, LayerStream, StreamPlan
+from hotsplit.runtime.model.loader import Builder
+from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.matrix import Linear, matrix_of
 
 ROOM_SHARE = 1 / 4  # share of the room for the hidden states of all passes
@@ -93,7 +95,8 @@ class _Head:
         name = "token_embd.weight" if model.is_tied else "output.weight"
         self.entry = model.tensors[name]
         self.matrix = Linear(weight=matrix_of(self.entry, CPU))
-        self.norm = LayerStream.output_norm(model)
+        placement = Placement.on_one_device(model.spec.num_layers, CPU)
+        self.norm = Builder(model, placement, "dense", 1).output_norm(CPU)
 
     @torch.inference_mode()
     def logits(self, x_TD: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.ops.embed import embed
-from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observation, Observe, Observers, Wants
 from hotsplit.runtime.step.decoder import run_layer
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
@@ -131,13 +130,6 @@ class LayerStream:
     def __exit__(self, *error: object) -> None:
         if self.plan.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    @staticmethod
-    def output_norm(model: ModelFile) -> Norm | None:
-        """The model's output norm, on the CPU."""
-        placement = Placement.on_one_device(model.spec.num_layers, CPU)
-        builder = Builder(model, placement, "dense", 1)
-        return builder.output_norm(CPU)
 
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:
         """Runs every window through every layer; after each window of a layer, `on_tokens` gets the
