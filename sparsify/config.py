@@ -125,3 +125,7 @@ class SparsifyConfig:
     def work_folder(self) -> Path:
         """The folder for the files that a resumed run needs."""
         return self.output.with_name(self.output.name + ".sparsify")
+
+    @property
+    def state_path(self) -> Path:
+        return self.work_folder / "state.safetensors"

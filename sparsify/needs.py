@@ -96,7 +96,6 @@ def check_memory(needs: Needs, device: torch.device, processes: int) -> str:
     return line
 
 
-STATE = "state.safetensors"  # in the work folder
 STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # per value, by safetensors' types
 # Saved in f32: the values that are trained, AdamW's two moments, and the best values.
 SAVED_BYTES = 4 * 4
@@ -121,7 +120,7 @@ def check_disk(
     """Raises HotsplitError if a disk has too little room for the state, the checkpoints and the
     model files of a run. The room that an interrupted run's state and checkpoints already take is
     not counted again."""
-    state = config.work_folder / STATE
+    state = config.state_path
     goes_on = state.exists() and not config.force
     needed = [(state, SAVED_TWICE * num_trained * SAVED_BYTES - _size_of(state))]
     for share in config.targets:

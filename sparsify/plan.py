@@ -24,7 +24,6 @@ from hotsplit.runtime.engine_options import device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
 from hotsplit.sparsify.config import TRAINED, SparsifyConfig
 from hotsplit.sparsify.needs import (
-    STATE,
     check_disk,
     check_memory,
     checkpoint_bytes,
@@ -101,15 +100,6 @@ class Plan:
         )  # fmt: skip
 
     @property
-    def state_path(self) -> Path:
-        return self.config.work_folder / STATE
-
-    @property
-    def batch_windows(self) -> int:
-        """Windows per process and step."""
-        return self.config.batch_tokens // self.config.window
-
-    @property
     def step_tokens(self) -> int:
         """Tokens of a step, over all processes."""
         return self.config.batch_tokens * self.num_processes
@@ -136,7 +126,7 @@ def check_outputs(config: SparsifyConfig) -> None:
     """Raises HotsplitError for outputs that exist (unless `force`) or cannot be written.
     Checkpoints may exist if the run is resumed, or if they are in the work folder, where a killed
     run leaves them."""
-    goes_on = (config.work_folder / STATE).exists()
+    goes_on = config.state_path.exists()
     read = [config.model, config.start_from, *config.corpora, *config.held_out]
     inputs = [path for path in read if path is not None]
     folders = [path for path in (config.model, config.start_from) if path and path.is_dir()]
@@ -160,12 +150,13 @@ def finish(config: SparsifyConfig) -> None:
     source = dense_folder(config)
     for folder in config.work_folder.glob(TRAINED + "*"):
         _remove_files(folder, lambda name: is_written(name, source))
-    remove_stale(config.work_folder / STATE)
-    (config.work_folder / STATE).unlink(missing_ok=True)
-    _remove_dense(config)
+    remove_stale(config.state_path)
+    config.state_path.unlink(missing_ok=True)
+    remove_dense(config)
 
 
-def _remove_dense(config: SparsifyConfig) -> None:
+def remove_dense(config: SparsifyConfig) -> None:
+    """Removes the dense checkpoint that `make_checkpoint` made."""
     _remove_files(config.work_folder / DENSE, lambda name: name in CHECKPOINT_FILES)
     with suppress(OSError):  # other files in it
         config.work_folder.rmdir()
@@ -178,14 +169,6 @@ def _remove_files(folder: Path, is_ours: Callable[[str], bool]) -> None:
             if is_ours(file.name):
                 file.unlink()
         folder.rmdir()
-
-
-def remove_unsaved(config: SparsifyConfig) -> None:
-    """Removes the dense checkpoint of a run that ended before it saved a state: there is nothing to
-    continue from. To be called by the process that made it."""
-    if (config.work_folder / STATE).exists():
-        return
-    _remove_dense(config)
 
 
 def dense_folder(config: SparsifyConfig) -> Path:

@@ -30,13 +30,7 @@ from hotsplit.profile.count.resume import Position, load_position
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.limits import Limits
-from hotsplit.sparsify.plan import (
-    Plan,
-    check_outputs,
-    dense_folder,
-    make_checkpoint,
-    remove_unsaved,
-)
+from hotsplit.sparsify.plan import Plan, check_outputs, dense_folder, make_checkpoint, remove_dense
 from hotsplit.sparsify.quality import Quality, evaluate
 from hotsplit.sparsify.schedule import Schedule
 from hotsplit.sparsify.state import Best, Made, Point, Record
@@ -175,7 +169,7 @@ class Run:
 
     def train(self, signals: Signals) -> None:
         """Runs all remaining steps. After a signal, saves the state and raises Interrupted."""
-        size, schedule = self.plan.batch_windows, self.schedule
+        size, schedule = self.config.batch_tokens // self.config.window, self.schedule
         windows = islice(self.texts.training, self.trainer.step * size * self.ranks.size, None)
         self.on_tokens(self.trainer.step * self.plan.step_tokens)
         every = max(1, schedule.steps_of_share // self.config.checks)
@@ -200,7 +194,7 @@ class Run:
                 raise SystemExit(1) from error
             raise HotsplitError(
                 f"{error}: a learning rate of {self.config.learning_rate:g} may be too high;"
-                f" {self.plan.state_path} has the last good state; start over with a lower"
+                f" {self.config.state_path} has the last good state; start over with a lower"
                 " --learning-rate and --force"
             ) from error
         self.record.seconds += time.monotonic() - began
@@ -253,14 +247,14 @@ class Run:
         if is_stop or must_save or self.ranks.largest(int(is_due and self.ranks.is_first)):
             self.save()
         if is_stop:
-            raise signals.interrupted(self.plan.state_path)
+            raise signals.interrupted(self.config.state_path)
 
     def save(self) -> None:
         """Saves the position of the run; the first process writes the file."""
         began = time.monotonic()
         self.ranks.first_only(
             lambda: state.save(
-                self.plan.state_path,
+                self.config.state_path,
                 self.plan.settings,
                 state.position_of(self.trainer, self.best, self.record, self.losses),
             )
@@ -305,13 +299,13 @@ def sparsify_locked(config: SparsifyConfig, say: Say, on_tokens: OnTokens) -> Sp
                 say(f"training {plan.memory}")
                 for note in plan.notes:
                     say(f"note: {note}")
-            position = load_position(plan.state_path, plan.settings, ranks, force=config.force)
+            position = load_position(config.state_path, plan.settings, ranks, force=config.force)
             run = ranks.together(lambda: Run(plan, ranks, say, on_tokens))
             run.begin(position)
             signals.train(ranks)
             run.train(signals)
         except BaseException:
-            if makes_dense:
-                remove_unsaved(config)
+            if makes_dense and not config.state_path.exists():  # there is nothing to continue from
+                remove_dense(config)
             raise
         return run.report()

@@ -19,12 +19,7 @@ from torch import Tensor
 from hotsplit.errors import Interrupted
 from hotsplit.files.atomic import remove_stale
 from hotsplit.profile.corpus.processes import Ranks
-from hotsplit.profile.count.resume import (
-    Position,
-    Settings,
-    load_position,
-    save_position,
-)
+from hotsplit.profile.count.resume import Position, Settings, load_position, save_position
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.signals import NUMBERS, put_back
 

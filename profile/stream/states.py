@@ -9,7 +9,6 @@ import io
 import os
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,21 +18,12 @@ from hotsplit.errors import HotsplitError
 from hotsplit.system.sizes import format_bytes
 
 
-class States(Protocol):
-    def read(self, start: int, stop: int) -> Tensor:
-        """f32 [T, D], a copy."""
-
-    def write(self, start: int, x_TD: Tensor) -> None: ...
-
-    def close(self) -> None:
-        """Frees the memory, or the space on the disk."""
-
-
 class MemoryStates:
     def __init__(self, num_tokens: int, width: int, device: torch.device) -> None:
         self.x_ND = torch.empty(num_tokens, width, device=device)
 
     def read(self, start: int, stop: int) -> Tensor:
+        """f32 [T, D], a copy."""
         return self.x_ND[start:stop].clone()
 
     def write(self, start: int, x_TD: Tensor) -> None:
@@ -64,6 +54,7 @@ class FileStates:
             ) from error
 
     def read(self, start: int, stop: int) -> Tensor:
+        """f32 [T, D]."""
         self.file.seek(4 * start * self.width)
         values = np.fromfile(self.file, np.float32, (stop - start) * self.width)
         return torch.from_numpy(values.reshape(stop - start, self.width))
@@ -74,3 +65,6 @@ class FileStates:
 
     def close(self) -> None:
         self.file.close()
+
+
+States = MemoryStates | FileStates
