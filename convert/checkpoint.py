@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_gguf import compute_model_id, sample_bytes
-from hotsplit.convert.pickle_source import read_state_dict
-from hotsplit.convert.safetensors_source import read_safetensors
-from hotsplit.convert.source_tensor import SourceTensor
+from hotsplit.convert.weight_files import SourceTensor, read_safetensors, read_state_dict
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_object
 
@@ -96,8 +94,7 @@ class Checkpoint:
             return tensor
 
     def model_id(self) -> str:
-        """See model_gguf.compute_model_id. The kind and the number of weight files do not
-        matter."""
+        """See model_gguf.compute_model_id. Kind and number of weight files do not matter."""
         return compute_model_id(self.config, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, tuple[int, ...], bytes]]:

@@ -22,15 +22,13 @@ from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import gguf_source, tensors
 from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.encode import TensorTypes
 from hotsplit.convert.hub import find_folder
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
 from hotsplit.convert.predictors import add_predictors
-from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.table import ARCHITECTURES, read_blueprint
-from hotsplit.files.gguf_file import Value
 from hotsplit.files.outputs import check_output
 from hotsplit.files.written import Restored, Written
 from hotsplit.model.spec import ModelSpec
@@ -81,7 +79,13 @@ def convert(
 
     def check(written: Path) -> None:
         if verify:
-            said.extend(verify(_written(draft, config.output, written)))
+            made = Written(
+                source=draft.source,
+                path=written,
+                output=config.output,
+                restored=lambda: draft.restored(ModelFile.load(written)),
+            )
+            said.extend(verify(made))
 
     model.save(config.output, on_bytes, check)
     return ConvertReport(
@@ -108,18 +112,8 @@ def draft_of(config: ConvertConfig) -> Draft:
     return _from_model_file(config) if is_file else _from_checkpoint(config)
 
 
-def _written(draft: Draft, output: Path, path: Path) -> Written:
-    return Written(
-        source=draft.source,
-        path=path,
-        output=output,
-        restored=lambda: draft.restored(ModelFile.load(path)),
-    )
-
-
 def _check_output(config: ConvertConfig, source: Path) -> None:
-    """Raises HotsplitError for an output that exists (unless `force`), or that is among the files
-    that are read.
+    """Raises HotsplitError for an output that exists (unless `force`), or is among the inputs.
 
     Those are the model file or everything in the checkpoint folder, the predictors, the profile
     with the thresholds, and the limits."""
@@ -148,15 +142,24 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
     model = ModelFile(
         path=config.output,
         layout=config.layout,
-        model_id="",
         bare_spec=plan.spec,
         threshold_L=(plan.threshold,) * plan.spec.num_layers,
         predictor=None,
         tensors=tensors.tensor_entries(checkpoint, plan, config.layout, types),
-        extra_keys={**_general_keys(config.source, outtype), **tokenizer.keys},
+        extra_keys={
+            "general.type": "model",
+            "general.name": config.source.resolve().name,
+            "general.file_type": np.uint32(FILE_TYPES[outtype]),
+            "general.quantization_version": np.uint32(gguf.GGML_QUANT_VERSION),
+            **tokenizer.keys,
+        },
+        model_id=checkpoint.model_id(),  # last: it reads samples of all tensors
     )
-    notes = (*plan.notes, *_notes(model, plan, types), *tokenizer.notes)
-    model = dataclasses.replace(model, model_id=checkpoint.model_id())
+    notes = list(plan.notes)
+    if (fallen := types.fallen_note(model.tensors)) is not None:
+        notes.append(fallen)
+    if model.is_tied and plan.is_tied is None:
+        notes.append("no output head in the checkpoint: the embedding matrix is used for it")
     if limits is not None:
         model = model.with_limits(limits, str(limits_path))
     return Draft(
@@ -164,13 +167,12 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         outtype=outtype,
         source=checkpoint.folder,
         restored=lambda written: tensors.restored(checkpoint, plan, written),
-        notes=notes,
+        notes=(*notes, *tokenizer.notes),
     )
 
 
 def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
-    """The limits asked for, or else those in the checkpoint's folder, which are part of the
-    model."""
+    """The limits asked for, or else those in the checkpoint's folder: part of the model."""
     own = folder / LIMITS_NAME
     if config.limits is not None or not own.is_file():
         return config.limits
@@ -205,24 +207,6 @@ def _refuse_stock(source: Path, spec: ModelSpec) -> None:
             f"{source}: llama.cpp's {graph.name} graph has no {unknown[0]}, which this model has;"
             " use the sparse layout"
         )
-
-
-def _general_keys(folder: Path, outtype: Outtype) -> dict[str, Value]:
-    return {
-        "general.type": "model",
-        "general.name": folder.resolve().name,
-        "general.file_type": np.uint32(FILE_TYPES[outtype]),
-        "general.quantization_version": np.uint32(gguf.GGML_QUANT_VERSION),
-    }
-
-
-def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
-    """Notes on what was guessed, or done differently than asked."""
-    fallen = types.fallen_note(model.tensors)
-    notes = [] if fallen is None else [fallen]
-    if model.is_tied and plan.is_tied is None:
-        notes.append("no output head in the checkpoint: the embedding matrix is used for it")
-    return notes
 
 
 def _from_model_file(config: ConvertConfig) -> Draft:

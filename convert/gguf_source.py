@@ -16,10 +16,8 @@ from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
-from hotsplit.convert.encode import encode
+from hotsplit.convert.encode import TensorTypes, encode, not_finite, restore
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.convert.rounding import restore
-from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tensors import DOWN, DOWN_T
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
@@ -73,8 +71,8 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
 
 
 def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str, str]:
-    """Maps the new name of each tensor to its name in the source. Raises HotsplitError for one
-    that the source has twice."""
+    """Maps the new name of each tensor to its name in the source. Raises HotsplitError for one that
+    the source has twice."""
     names: dict[str, str] = {}
     for name in tensors:
         stock, sparse = name.replace(DOWN_T, DOWN), name.replace(DOWN, DOWN_T)
@@ -88,8 +86,7 @@ def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str
 
 
 def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of a GGUF except predictors and limits, with the values that are in the file
-    `written`."""
+    """Every tensor of a GGUF except predictors and limits, with the values in `written`."""
     _, tensors = read_model_gguf(source)
     for name, entry in tensors.items():
         if "ffn_pred_" in name or name.endswith(".limit"):
@@ -148,15 +145,12 @@ def _entry(
 
 
 def _checked(entry: TensorEntry, label: str) -> TensorEntry:
-    """A tensor that is copied unchanged; reading it raises HotsplitError for NaN and infinite
-    values."""
+    """A tensor copied unchanged; reading it raises HotsplitError for NaN or infinity."""
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         data = entry.read_rows(start, stop)
         if not _is_finite(data, entry.kind):
-            raise HotsplitError(
-                f"{label} has NaN or infinite values; its file is damaged: download it again"
-            )
+            raise not_finite(label)
         return data
 
     return dataclasses.replace(entry, read_rows=read_rows)

@@ -22,7 +22,7 @@ from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 from hotsplit.convert.checkpoint import DTYPES
 from hotsplit.convert.encode import encode
-from hotsplit.convert.pickle_source import read_state_dict
+from hotsplit.convert.weight_files import read_state_dict
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.json_file import read_object

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, renamed, reordered and encoded when they are written, according to
 its blueprint."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -9,9 +10,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.convert.encode import encode
-from hotsplit.convert.rounding import restore
-from hotsplit.convert.tensor_types import TensorTypes
+from hotsplit.convert.encode import TensorTypes, encode, restore
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Blueprint, Rows
 from hotsplit.files.gguf_file import TensorEntry, array_entry
@@ -58,8 +57,7 @@ def tensor_entries(
 
 
 def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of the checkpoint that is used, a fused one in parts, with the values that are
-    in the file `written`."""
+    """Every tensor of the checkpoint in use, a fused one in parts, with the values in `written`."""
     wanted = _wanted(plan)
     sources = _sources(checkpoint, plan, wanted)
     for name in wanted:
@@ -118,21 +116,11 @@ def _wanted(plan: Blueprint) -> Shapes:
 
 
 def _rows(plan: Blueprint, name: str) -> Rows | None:
-    """How the rows of a tensor of the model file are reordered, with the source's full name; None
-    if they are not."""
-    prefix, inner = _split(name)
+    """How a tensor's rows are reordered, with the source's full name; None if they are not."""
+    inner = name.split(".", 2)[2] if name.startswith("blk.") else name
     rows = plan.rows.get(inner)
-    if rows is None:
-        return None
-    return Rows(source=prefix + rows.source, order=rows.order, num_rows=rows.num_rows)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Splits "blk.3.attn_q.weight" into "blk.3." and "attn_q.weight"."""
-    if not name.startswith("blk."):
-        return "", name
-    _, layer, inner = name.split(".", 2)
-    return f"blk.{layer}.", inner
+    prefix = name.removesuffix(inner)
+    return None if rows is None else dataclasses.replace(rows, source=prefix + rows.source)
 
 
 def _by_end(values: Mapping[str, float], name: str) -> float | None:
@@ -141,8 +129,7 @@ def _by_end(values: Mapping[str, float], name: str) -> float | None:
 
 
 def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[str, str]:
-    """The name in the checkpoint of each tensor that is read, by the name that `plan.name_of` gives
-    it."""
+    """The checkpoint's name of each tensor that is read, by the name that `plan.name_of` gives."""
     shapes: Shapes = {}
     for name, shape in wanted.items():
         rows = _rows(plan, name)

@@ -12,8 +12,7 @@ from gguf import Keys, SpecialVocab
 
 from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY
 from hotsplit.convert.chat_templates import template_keys
-from hotsplit.convert.llama_differences import differences
-from hotsplit.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
+from hotsplit.convert.vocabulary import check_tokenizer, differences, num_tokens, vocabulary_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.json_file import parse_object, read_object, read_text
@@ -29,6 +28,7 @@ ID_KEYS = {
     "eot": Keys.Tokenizer.EOT_ID,
     "eom": Keys.Tokenizer.EOM_ID,
 }
+END = "eos_token_id"
 OLDER_FILES = ("vocab.json", "tokenizer.model")
 ADD_KEYS = {"bos": Keys.Tokenizer.ADD_BOS, "eos": Keys.Tokenizer.ADD_EOS}
 
@@ -64,8 +64,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
     if layout == "stock" and Keys.Tokenizer.MODEL not in keys:
         raise HotsplitError(f"{notes[0]}; the stock layout needs one; use the sparse layout")
     with_merges = keys.get(Keys.Tokenizer.MODEL) == "gpt2"
-    ends, left_out = _end_ids(folder, vocab_size)
-    left_out += _check_special(folder / "config.json", vocab_size)
+    ends, left_out = _special_ids(folder, vocab_size)
     special = _special_keys(folder, vocab_size, with_merges, text is not None)
     templates, more = template_keys(folder)
     if ends:
@@ -117,45 +116,31 @@ def _check_older(folder: Path) -> None:
             )
 
 
-def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
-    """All tokens that end a text (llama.cpp's keys have room for only a few of them), and notes.
+def _special_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
+    """All tokens that end a text (llama.cpp's keys have room for only a few of them), and notes on
+    special tokens that the model lacks.
 
     Raises HotsplitError for a value that is not a token id."""
-    ids, notes = set[int](), list[str]()
-    for name in ("config.json", "generation_config.json"):
+    ends, notes = set[int](), list[str]()
+    places = [("config.json", END), ("generation_config.json", END)]
+    places += [("config.json", key) for key in ("bos_token_id", "unk_token_id", "pad_token_id")]
+    for name, key in places:
         path = folder / name
-        found = read_object(path, name).get("eos_token_id") if path.exists() else None
-        many = found if isinstance(found, list) else [] if found is None else [found]
-        _check_ids(path, "eos_token_id", many)
-        numbers = {i for i in many if type(i) is int}
-        above = sorted(i for i in numbers if i >= vocab_size)
+        found = read_object(path, name).get(key) if path.exists() else None
+        many = found if isinstance(found, list) and key == END else [found]
+        ids = set[int]()
+        for number in [] if found is None else many:
+            if type(number) is not int or number < 0:
+                raise HotsplitError(
+                    f"{path}: {key} has {shown(number)}, wanted token ids; correct it there"
+                )
+            ids.add(number)
+        above = sorted(i for i in ids if i >= vocab_size)
         if above:
-            notes.append(f"{path}: eos_token_id {shown(above[0])} is not a token of the model")
-        ids |= numbers.difference(above)
-    return sorted(ids), notes
-
-
-def _check_special(path: Path, vocab_size: int) -> list[str]:
-    """Notes on other special tokens that the model lacks; raises HotsplitError for a value that
-    is not a token id."""
-    values = read_object(path, path.name) if path.exists() else {}
-    notes = []
-    for key in ("bos_token_id", "unk_token_id", "pad_token_id"):
-        number = values.get(key)
-        if number is None:
-            continue
-        _check_ids(path, key, [number])
-        if isinstance(number, int) and number >= vocab_size:
-            notes.append(f"{path}: {key} {shown(number)} is not a token of the model")
-    return notes
-
-
-def _check_ids(path: Path, key: str, numbers: list[object]) -> None:
-    wrong = [number for number in numbers if type(number) is not int or number < 0]
-    if wrong:
-        raise HotsplitError(
-            f"{path}: {key} has {shown(wrong[0])}, wanted token ids; correct it there"
-        )
+            notes.append(f"{path}: {key} {shown(above[0])} is not a token of the model")
+        if key == END:
+            ends |= ids.difference(above)
+    return sorted(ends), notes
 
 
 def _special_keys(
@@ -176,7 +161,7 @@ def _special_keys(
 
 
 def _check_names(path: Path) -> None:
-    """Raises HotsplitError for special tokens that are not strings, and flags that are not
+    """Raises HotsplitError for special tokens that are not text, and flags that are not
     booleans."""
     values = read_object(path, path.name)
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):

@@ -1,11 +1,12 @@
 """Profiles a model: runs text through it and counts firings; on request, chooses thresholds and
-trains predictors."""
+trains predictors. A model that does not fit into memory is streamed; such a run cannot be resumed."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +14,9 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.budget import all_neuron_bytes
+from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
-from hotsplit.profile.collect_streamed import collect_streamed
 from hotsplit.profile.config import ProfileConfig, check_text
 from hotsplit.profile.corpus.corpus import Windows
 from hotsplit.profile.corpus.processes import Ranks
@@ -40,8 +41,8 @@ from hotsplit.profile.predictors.output import (
     recorded,
     sha256_of_corpora,
 )
-from hotsplit.profile.predictors.train import Trained, train_whole
-from hotsplit.profile.report.lines import save_report
+from hotsplit.profile.predictors.train import Trained, train_streamed, train_whole
+from hotsplit.profile.report.report import save_report
 from hotsplit.profile.sparsity.thresholds import (
     Found,
     Goal,
@@ -108,39 +109,32 @@ def profile(
         model = ranks.together(lambda: ModelFile.load(config.model))
         ranks.first_only(lambda: check_inputs(config, model, files))
         plan = ranks.together(lambda: stream_plan_of(config, model, device, ranks))
+        run = None
         if plan is not None:
             outcome = _run_streamed(config, model, plan, on_tokens, say)
-            report = _report(config, model, files, outcome, time.perf_counter() - began)
-            _save(config, files, outcome, report)
-            return report
-        with load_engine(config, model, ranks, device) as engine:
-            run, windows = _begin(config, engine, ranks, on_tokens)
-            with run.signals():
-                outcome = _run_whole(config, run, windows, files, say)
+        else:
+            with load_engine(config, model, ranks, device) as engine:
+                windows = windows_of(engine, config, ranks)
+                ranks.first_only(lambda: check_text(config, windows.ids))
+                run = Run(
+                    engine,
+                    ranks,
+                    resume_path(config.output),
+                    settings_of(engine, windows, config, ranks),
+                    on_tokens,
+                    force=config.force,
+                    save_every_s=config.save_every_s,
+                )
+                with run.signals():
+                    outcome = _run_whole(config, run, windows, files, say)
         report = _report(config, model, files, outcome, time.perf_counter() - began)
         ranks.first_only(lambda: _save(config, files, outcome, report))
-        run.finish()
+        if run is not None:
+            run.finish()
     return report
 
 
 # ---- the work -----------------------------------------------------------------------------------
-
-
-def _begin(
-    config: ProfileConfig, engine: Engine, ranks: Ranks, on_tokens: OnTokens
-) -> tuple[Run, Windows]:
-    windows = windows_of(engine, config, ranks)
-    ranks.first_only(lambda: check_text(config, len(windows.ids)))
-    run = Run(
-        engine,
-        ranks,
-        resume_path(config.output),
-        settings_of(engine, windows, config, ranks),
-        on_tokens,
-        force=config.force,
-        save_every_s=config.save_every_s,
-    )
-    return run, windows
 
 
 def _run_streamed(
@@ -148,57 +142,114 @@ def _run_streamed(
 ) -> Outcome:
     with LayerStream(model, plan, say, mode=counted_mode(model)) as stream:
         windows = windows_of(stream, config, Ranks())
-        check_text(config, len(windows.ids))
+        check_text(config, windows.ids)
         _say_what_is_counted(config, windows.ids, say)
-        gates, counter, trained = collect_streamed(stream, windows.ids, config, on_tokens)
-    measured = None
-    if trained or config.chooses_thresholds or model.has_limits:
-        ids = windows.ids[config.num_for_thresholds(len(windows.ids)) :]
-        examined = ids[phases(len(ids))["examine"]] if trained else ids
+        gates, counter, trained = _count_streamed(stream, windows.ids, config, on_tokens)
+
+    def compare(examined: Sequence[Tensor]) -> Measured:
         others, dense_shares = changed(model, gates, trained and trained[0]), ShareCounter(model)
         reports = compare_streamed(model, others, plan, examined, MAX_TOKENS, dense_shares)
-        sha256 = sha256_of_corpora(windows.corpora)
-        measured = recorded(model, reports, dense_shares, sha256)
-    result = _profile(model, gates, windows, counter.arrays(), measured, plan.device)
-    return Outcome(profile=result, trained=trained, measured=measured)
+        return recorded(model, reports, dense_shares, sha256_of_corpora(windows.corpora))
+
+    return _outcome(config, model, windows, gates, counter.arrays(), trained, compare, plan.device)
+
+
+def _count_streamed(
+    stream: LayerStream, windows: Sequence[Tensor], config: ProfileConfig, on_tokens: OnTokens
+) -> tuple[tuple[Gate, ...], Counter, Trained | None]:
+    """(gates with the thresholds that firings were counted with, counts, predictors if asked for).
+
+    Raises HotsplitError for a perplexity budget, and if the model gives NaN."""
+    model = stream.model
+    if config.perplexity_budget is not None:
+        raise HotsplitError(
+            f"{config.model}: a perplexity budget is measured on the whole model, which does not"
+            " fit into the memory; give --target-sparsity, or more memory"
+        )
+    gates = gates_of(model, model.threshold_L)
+    tune, windows = config.split(windows)
+    if config.target_sparsity is not None:
+        silent = gates_of(model, (0.0,) * len(gates))
+        histogram_LB = _histogram(stream, silent, tune, on_tokens)
+        gates = gates_of(model, thresholds_for(histogram_LB, config.target_sparsity))
+    counter = Counter(gates, model.spec.most_neurons, model.limits.layers)
+    trained = None
+    with stream.observe(counter.observe, counter.wants):
+        if config.train_predictors:
+            trained = train_streamed(stream, gates, windows, config, on_tokens)
+        else:
+            stream.run(windows, on_tokens)
+    counter.check()
+    return gates, counter, trained
+
+
+def _histogram(
+    stream: LayerStream, gates: tuple[Gate, ...], windows: Sequence[Tensor], on_tokens: OnTokens
+) -> np.ndarray:
+    """int64 [L, B], counted in a separate pass over the weights."""
+    counter = Counter(gates, stream.model.spec.most_neurons)
+    with stream.observe(counter.observe, counter.wants):
+        stream.run(windows, on_tokens)
+    counter.check()
+    return counter.arrays()["gate_histogram_LB"].numpy()
 
 
 def _run_whole(
     config: ProfileConfig, run: Run, windows: Windows, files: PredictorOutput | None, say: Say
 ) -> Outcome:
-    engine = run.engine
-    first = config.num_for_thresholds(len(windows.ids))
+    engine, model = run.engine, run.engine.model
+    tune, ids = config.split(windows.ids)
     _say_what_is_counted(config, windows.ids, say)
-    gates, found = _gates(config, run, windows.ids[:first], windows.ids[first:], say)
-    ids = windows.ids[first:]
-    model = engine.model
+    gates, found = _gates(config, run, tune, ids, say)
     counter = Counter(gates, model.spec.most_neurons, model.limits.layers)
     run.add("counter", counter)
-    trained = measured = None
+    trained = None
     with engine.observe(counter.observe, counter.wants):
         if files:
             trained = train_whole(run, gates, ids, config)
         else:
             run.phase(ids)
     counted = run.total("counter")
+
+    def compare(examined: Sequence[Tensor]) -> Measured | None:
+        predictors, sha256 = trained and trained[0], sha256_of_corpora(windows.corpora)
+        return run.ranks.first_only(lambda: _measured(engine, gates, predictors, examined, sha256))
+
+    outcome = _outcome(config, model, windows, gates, counted, trained, compare, engine.device)
+    return replace(outcome, search=found)
+
+
+def _outcome(
+    config: ProfileConfig,
+    model: ModelFile,
+    windows: Windows,
+    gates: tuple[Gate, ...],
+    counted: dict[str, Tensor],
+    trained: Trained | None,
+    compare: Callable[[Sequence[Tensor]], Measured | None],
+    device: torch.device,
+) -> Outcome:
+    """The counts as a profile; modes are compared on text that nothing was fitted to."""
+    measured = None
     if trained or config.chooses_thresholds or model.has_limits:
-        predictors = trained and trained[0]
-        examined = ids[phases(len(ids))["examine"]] if trained else ids
-        sha256 = sha256_of_corpora(windows.corpora)
-        measured = run.ranks.first_only(
-            lambda: _measured(engine, gates, predictors, examined, sha256)
-        )
-    return Outcome(
-        profile=_profile(model, gates, windows, counted, measured, engine.device),
-        search=found,
-        trained=trained,
-        measured=measured,
+        _, ids = config.split(windows.ids)
+        measured = compare(ids[phases(len(ids))["examine"]] if trained else ids)
+    result = Profile(
+        model_id=model.model_id,
+        num_tokens=int(counted["num_tokens"]),
+        threshold_L=tuple(gate.threshold for gate in gates),
+        corpora=windows.corpora,
+        active_count_LF=counted["active_count_LF"].numpy(),
+        gate_histogram_LB=counted["gate_histogram_LB"].numpy(),
+        quality={} if measured is None else measured.record,
+        arithmetic=arithmetic(device),
+        limits=model.limits.sha256,
     )
+    return Outcome(profile=result, trained=trained, measured=measured)
 
 
 def _say_what_is_counted(config: ProfileConfig, ids: Sequence[Tensor], say: Say) -> None:
-    first = config.num_for_thresholds(len(ids))
-    tuned, counted = (sum(map(len, part)) for part in (ids[:first], ids[first:]))
+    tuned, counted = (sum(map(len, part)) for part in config.split(ids))
     if tuned:
         say(
             f"thresholds are chosen on {tuned:,} tokens, and firings counted on the other"
@@ -261,27 +312,6 @@ def _gates(
 
 
 # ---- what comes out -----------------------------------------------------------------------------
-
-
-def _profile(
-    model: ModelFile,
-    gates: tuple[Gate, ...],
-    windows: Windows,
-    counted: dict[str, torch.Tensor],
-    measured: Measured | None,
-    device: torch.device,
-) -> Profile:
-    return Profile(
-        model_id=model.model_id,
-        num_tokens=int(counted["num_tokens"]),
-        threshold_L=tuple(gate.threshold for gate in gates),
-        corpora=windows.corpora,
-        active_count_LF=counted["active_count_LF"].numpy(),
-        gate_histogram_LB=counted["gate_histogram_LB"].numpy(),
-        quality={} if measured is None else measured.record,
-        arithmetic=arithmetic(device),
-        limits=model.limits.sha256,
-    )
 
 
 def _report(

@@ -3,8 +3,10 @@
 Imports no torch, so that wrong options are refused at once."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
@@ -12,6 +14,7 @@ from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.count.resume import SAVE_EVERY_S
 from hotsplit.profile.predictors.options import PredictorOptions, predictor_choices
 
+T = TypeVar("T")
 MIN_TRAINING_WINDOWS = 10
 DEFAULT_TOKENS = 131_072
 
@@ -58,9 +61,10 @@ class ProfileConfig:
     def chooses_thresholds(self) -> bool:
         return self.target_sparsity is not None or self.perplexity_budget is not None
 
-    def num_for_thresholds(self, num_windows: int) -> int:
-        """Number of windows to choose thresholds on; firings are counted on the others."""
-        return max(1, num_windows // 4) if self.chooses_thresholds else 0
+    def split(self, windows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+        """The windows to choose thresholds on, and the others, on which firings are counted."""
+        first = max(1, len(windows) // 4) if self.chooses_thresholds else 0
+        return windows[:first], windows[first:]
 
 
 def check_model(config: ProfileConfig, model: ModelFile) -> None:
@@ -89,13 +93,13 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
     predictor_choices(config.predictors, model)
 
 
-def check_text(config: ProfileConfig, num_windows: int) -> None:
+def check_text(config: ProfileConfig, windows: Sequence[object]) -> None:
     """Raises HotsplitError if there is too little text for the options."""
     from hotsplit.profile.corpus.corpus import WINDOW  # imports torch
 
-    if config.chooses_thresholds and num_windows < 2:
+    if config.chooses_thresholds and len(windows) < 2:
         raise HotsplitError("thresholds need two windows of text or more; give a longer corpus")
-    count = num_windows - config.num_for_thresholds(num_windows)
+    count = len(config.split(windows)[1])
     if config.train_predictors is not None and count < MIN_TRAINING_WINDOWS:
         raise HotsplitError(
             f"{count} windows of {WINDOW} tokens cannot train predictors,"

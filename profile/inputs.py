@@ -16,7 +16,7 @@ from hotsplit.profile.corpus.sources import STDIN
 from hotsplit.profile.count.resume import Settings
 from hotsplit.profile.predictors.options import predictor_choices
 from hotsplit.profile.predictors.output import PredictorOutput
-from hotsplit.profile.report.lines import report_paths
+from hotsplit.profile.report.report import report_paths
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.engine_options import check_limits, device_of

@@ -13,11 +13,13 @@ from hotsplit.costs.budget import (
     LOGITS_CHUNK,
     SHORT_CHUNK,
     bytes_on_one_side,
+    is_predictor,
     kv_bytes,
+    layer_tensors,
     workspace_bytes,
 )
 from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import BY_NAME, PREDICTOR_NAMES
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes
@@ -27,9 +29,6 @@ from hotsplit.system.system_memory import free_memory_bytes
 FREE_SHARE = 0.9
 # Observers get a gate in f32 and derive magnitudes, bins (int64) and firings.
 OBSERVER_BYTES_PER_VALUE = 32
-_BYTES_PER_VALUE: dict[str, float] = {
-    name: BY_NAME[name].bytes_per_value for name in PREDICTOR_NAMES
-}
 # Code loaded on first use (10 MiB), temporaries of products and observers that nothing below
 # counts, and freed memory that the C library keeps.
 SLACK_BYTES = 24 << 20
@@ -102,9 +101,8 @@ def needs_of(
 def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
     """Bytes of a layer's weights without its predictor, and for a stock file 16 bytes per value of
     the down projection, which is unpacked (briefly in two copies) and transposed."""
-    prefix = f"blk.{layer}."
-    own = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
-    weights = sum(e.num_bytes for n, e in own.items() if not n.startswith("ffn_pred_"))
+    tensors = layer_tensors(model, layer).items()
+    weights = sum(entry.num_bytes for name, entry in tensors if not is_predictor(name))
     is_stock = model.layout == "stock"
     return weights + (
         16 * model.spec.layers[layer].neurons.number * model.spec.hidden_size if is_stock else 0
@@ -113,14 +111,14 @@ def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
 
 def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, int]:
     """(lasting bytes, further bytes in a single operation) of one layer's
-    profile.layer_trainer.LayerTrainer, estimated.
+    profile.predictors.layer_trainer.LayerTrainer, estimated.
 
     The first: the gate matrix and its map, moments in f64, their start, every candidate in its
     type, the trained network's weights, gradients, Adam's two moments and the best weights, and the
     kept tokens. The second: the SVD of F x D in f64 with LAPACK's copies and workspace (at 3072 x
     1024 some 230 MiB, measured once), or a step's T x F values."""
     square, gate = width * width, num_neurons * width
-    stored = sum(_BYTES_PER_VALUE[kind] for kind in choices.kinds)
+    stored = sum(BY_NAME[kind].bytes_per_value for kind in choices.kinds)
     ranks = choices.ranks if "low-rank" in choices.forms else ()
     start = 4 * (2 * gate + 2 * square) + 4 * (min(width, num_neurons) * (num_neurons + width))
     candidates = stored * ("whole" in choices.forms) * gate

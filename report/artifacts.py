@@ -15,8 +15,7 @@ from hotsplit.files.atomic import sha256_of
 from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
-from hotsplit.profile.report.lines import report_paths
-from hotsplit.profile.report.report_file import load_predictor_report
+from hotsplit.profile.report.report import load_predictor_report, report_paths
 from hotsplit.report.config import ReportConfig
 from hotsplit.solver.verify import verify
 
@@ -79,7 +78,7 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
     report_path = None if config.profile is None else report_paths(config.profile)[0]
     quality_L: tuple[LayerQuality, ...] = ()
     if report_path is not None and report_path.exists():
-        quality_L = load_predictor_report(report_path, model.model_id).quality_L
+        quality_L = load_predictor_report(report_path, model.model_id)
         _check_shape(report_path, (len(quality_L) or shape[0],), shape[:1])
     named = [("model", config.model), ("profile", config.profile),
              ("report of the profile", report_path if quality_L else None),

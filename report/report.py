@@ -9,7 +9,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.outputs import check_outputs
 from hotsplit.model.modes import Mode
-from hotsplit.profile.report.lines import report_paths
+from hotsplit.profile.report.report import report_paths
 from hotsplit.report.artifacts import Artifacts, load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig, ReportSummary
 from hotsplit.report.machine_section import machine_section

@@ -24,7 +24,7 @@ from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.predictors.check import check_predictors
-from hotsplit.profile.report.lines import warnings
+from hotsplit.profile.report.report import warnings
 from hotsplit.run import corpora
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes

@@ -23,8 +23,7 @@ UNCHOSEN: tuple[Rule, ...] = ("relu", "drelu")
 
 @dataclass(frozen=True, kw_only=True)
 class SparsifyConfig:
-    """Options of a run. Texts are measured in tokens; in a step each process trains on
-    `batch_tokens`."""
+    """Options of a run. Texts are measured in tokens; a process's step has `batch_tokens`."""
 
     model: Path
     corpora: tuple[Path, ...]
@@ -126,3 +125,7 @@ class SparsifyConfig:
     def work_folder(self) -> Path:
         """The folder for the files that a resumed run needs."""
         return self.output.with_name(self.output.name + ".sparsify")
+
+    @property
+    def state_path(self) -> Path:
+        return self.work_folder / "state.safetensors"

@@ -5,12 +5,12 @@ measured on the dense model (under the rule "fatrelu" it is 1). The neuron is si
 is at most t, so limit_j = t / w_j. t tracks the wanted share: after every batch it moves towards
 the quantile of |act(gate)| w in that batch (`Limits.move`), until it is frozen.
 
-    sensitivity  w_j is how much the predictions depend on act(gate_j) (sparsify.sensitivity); one t
-                 for all layers, so that those that matter less lose more neurons
+    sensitivity  w_j is how much the predictions depend on act(gate_j) (`sensitivities`); one t for
+                 all layers, so that those that matter less lose more neurons
     uniform      w_j = E|up_j x| |down_j|; every layer has its own t, and all have the same share
     global       w_j of uniform, divided by E|FFN output| of the layer; one t for all layers
 
-Letters: L layers, T tokens, D model width, F neurons."""
+Letters: L layers, T tokens, D model width, V vocabulary, F neurons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotsplit.errors import HotsplitError
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.config import Allocation
-from hotsplit.sparsify.feed_forward import FeedForward
+from hotsplit.sparsify.distillation import chunks, log_words
+from hotsplit.sparsify.student import FeedForward, Student, keeping_values
 
 SAMPLES = 1 << 17  # values per layer and pass for a quantile, about
 SPEED = 0.2  # share of the way to a batch's quantile that t moves
@@ -118,8 +120,7 @@ class Scores:
         self.values.setdefault(layer, []).append(scores.flatten())
 
     def quantiles(self, share: float, ranks: Ranks) -> Tensor:
-        """f64 [L]: the quantile, at the share, of each layer's scores, or of all together; the mean
-        over the processes."""
+        """f64 [L]: the quantile of each layer's scores, or of all; the mean over the processes."""
         of_layer = [torch.cat(self.values[layer]) for layer in sorted(self.values)]
         if self.limits.allocation != "uniform":
             found = [_quantile(torch.cat(of_layer), share)] * len(of_layer)
@@ -132,3 +133,51 @@ class Scores:
 def _quantile(scores: Tensor, share: float) -> float:
     rank = max(1, round(share * len(scores)))
     return float(scores.kthvalue(rank).values)
+
+
+def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, seed: int) -> Tensor:
+    """f64 [L, F]: how much the model's predictions depend on each neuron's activated gate: the root
+    mean square of g = d(-log p(y)) / d act(gate) over the tokens of the windows, which are divided
+    among the processes. The model is used with its current limits.
+
+    Silencing a value v costs about v² E[g²] / 2 nats, where y is a token drawn from the model's own
+    prediction. E[g²] is a diagonal entry of the Fisher information (Kunstner et al. 2019, arXiv
+    1905.12558, explain why y is drawn and not taken from the text), so that g weighs values of all
+    layers on one scale. One backward pass per window measures all neurons; it needs no weight
+    gradients.
+
+    Raises HotsplitError if the model's hidden states are not finite."""
+    generator = torch.Generator(student.device)
+    layers = student.layers
+    most_neurons = max(len(layer.limit_F) for layer in layers)
+    square_LF = torch.zeros(len(layers), most_neurons, dtype=torch.float64)
+    num_tokens = torch.zeros((), dtype=torch.float64)
+    with keeping_values(layers):
+        for number in range(ranks.rank, len(windows), ranks.size):
+            ids_T = windows[number]
+            generator.manual_seed(seed + number)  # the same draws for any number of processes
+            hidden_TD = student.hidden_states(ids_T[None])[0]
+            if not hidden_TD.isfinite().all():
+                raise HotsplitError(
+                    "the model's hidden states are NaN or infinite on the first windows of the"
+                    " corpus; the model's weights are damaged, or so large that products overflow"
+                )
+            error_TD = drawn_error(hidden_TD.detach(), student.head_VD, generator)
+            values = [layer.value for layer in layers]
+            found = torch.autograd.grad(hidden_TD, values, grad_outputs=error_TD)
+            for square_F, gradient in zip(square_LF, found, strict=True):
+                square_F += gradient.flatten(0, -2).float().square().sum(dim=0).double().cpu()
+            num_tokens += len(ids_T)
+    return (ranks.sum(square_LF) / ranks.sum(num_tokens)).sqrt()
+
+
+@torch.no_grad()
+def drawn_error(hidden_TD: Tensor, head_VD: Tensor, generator: torch.Generator) -> Tensor:
+    """[T, D]: the gradient of -log p(y) with respect to the final hidden states, y drawn from p."""
+    error_TD = torch.empty_like(hidden_TD)
+    for start, stop in chunks(len(hidden_TD), len(head_VD)):
+        words_TV = log_words(hidden_TD[start:stop], head_VD).exp_()
+        drawn_T1 = torch.multinomial(words_TV, 1, generator=generator)
+        words_TV.scatter_add_(1, drawn_T1, torch.full_like(drawn_T1, -1, dtype=words_TV.dtype))
+        error_TD[start:stop] = (words_TV.to(head_VD.dtype) @ head_VD).to(error_TD.dtype)
+    return error_TD

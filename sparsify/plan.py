@@ -23,8 +23,13 @@ from hotsplit.profile.count.resume import Settings
 from hotsplit.runtime.engine_options import device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
 from hotsplit.sparsify.config import TRAINED, SparsifyConfig
-from hotsplit.sparsify.disk import STATE, check_disk, checkpoint_bytes
-from hotsplit.sparsify.memory import check_memory, needs_of, num_trained
+from hotsplit.sparsify.needs import (
+    check_disk,
+    check_memory,
+    checkpoint_bytes,
+    needs_of,
+    num_trained,
+)
 from hotsplit.sparsify.schedule import ACTIVATION_RAMP, RAMP, Schedule
 from hotsplit.sparsify.source import CHECKPOINT_FILES, as_checkpoint
 from hotsplit.sparsify.student import dtype_of
@@ -95,21 +100,6 @@ class Plan:
         )  # fmt: skip
 
     @property
-    def state_path(self) -> Path:
-        return self.config.work_folder / STATE
-
-    @property
-    def start_id(self) -> str | None:
-        """Identifies the weights that training starts from, if they are not the dense ones."""
-        folder = self.config.start_from
-        return None if folder is None else Checkpoint.open(folder).model_id()
-
-    @property
-    def batch_windows(self) -> int:
-        """Windows per process and step."""
-        return self.config.batch_tokens // self.config.window
-
-    @property
     def step_tokens(self) -> int:
         """Tokens of a step, over all processes."""
         return self.config.batch_tokens * self.num_processes
@@ -118,12 +108,13 @@ class Plan:
     def settings(self) -> Settings:
         """Settings that a resumed run must share with the earlier one."""
         values = {k: v for k, v in asdict(self.config).items() if k not in NOT_SETTINGS}
+        trained = self.config.start_from
         return values | {
             "model_id": self.model_id,
             "shares": ", ".join(map(str, self.config.targets)),
             "corpora": ", ".join(map(_name_and_size, self.config.corpora)),
             "held_out": ", ".join(map(_name_and_size, self.config.held_out)),
-            "start_from": self.start_id,
+            "start_from": None if trained is None else Checkpoint.open(trained).model_id(),
             "processes": self.num_processes,
             "products": str(self.dtype).removeprefix("torch."),
             "arithmetic": arithmetic(torch.device(self.device)),
@@ -135,7 +126,7 @@ def check_outputs(config: SparsifyConfig) -> None:
     """Raises HotsplitError for outputs that exist (unless `force`) or cannot be written.
     Checkpoints may exist if the run is resumed, or if they are in the work folder, where a killed
     run leaves them."""
-    goes_on = (config.work_folder / STATE).exists()
+    goes_on = config.state_path.exists()
     read = [config.model, config.start_from, *config.corpora, *config.held_out]
     inputs = [path for path in read if path is not None]
     folders = [path for path in (config.model, config.start_from) if path and path.is_dir()]
@@ -159,12 +150,13 @@ def finish(config: SparsifyConfig) -> None:
     source = dense_folder(config)
     for folder in config.work_folder.glob(TRAINED + "*"):
         _remove_files(folder, lambda name: is_written(name, source))
-    remove_stale(config.work_folder / STATE)
-    (config.work_folder / STATE).unlink(missing_ok=True)
-    _remove_dense(config)
+    remove_stale(config.state_path)
+    config.state_path.unlink(missing_ok=True)
+    remove_dense(config)
 
 
-def _remove_dense(config: SparsifyConfig) -> None:
+def remove_dense(config: SparsifyConfig) -> None:
+    """Removes the dense checkpoint that `make_checkpoint` made."""
     _remove_files(config.work_folder / DENSE, lambda name: name in CHECKPOINT_FILES)
     with suppress(OSError):  # other files in it
         config.work_folder.rmdir()
@@ -177,14 +169,6 @@ def _remove_files(folder: Path, is_ours: Callable[[str], bool]) -> None:
             if is_ours(file.name):
                 file.unlink()
         folder.rmdir()
-
-
-def remove_unsaved(config: SparsifyConfig) -> None:
-    """Removes the dense checkpoint of a run that ended before it saved a state: there is nothing to
-    continue from. To be called by the process that made it."""
-    if (config.work_folder / STATE).exists():
-        return
-    _remove_dense(config)
 
 
 def dense_folder(config: SparsifyConfig) -> Path:

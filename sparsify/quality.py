@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.distillation import chunks, log_words
-from hotsplit.sparsify.feed_forward import FeedForward, decoder_of, dense, watched
+from hotsplit.sparsify.student import FeedForward, Student, dense, watched
 
 SURE = 1.96  # half-width of a 95 % interval, in standard errors
 
@@ -62,25 +62,17 @@ class SilentCounter:
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    layers: Sequence[FeedForward],
-    head_VD: Tensor,
-    windows: Sequence[Tensor],
-    ranks: Ranks,
-    dtype: torch.dtype,
-) -> Quality:
+def evaluate(student: Student, windows: Sequence[Tensor], ranks: Ranks) -> Quality:
     """Evaluates the current model; every process takes its share of the windows."""
-    counter = SilentCounter(layers)
+    counter = SilentCounter(student.layers)
     rows_W = torch.zeros(len(windows), 5, dtype=torch.float64)
     for number in range(ranks.rank, len(windows), ranks.size):
-        ids_T = windows[number].to(head_VD.device)
-        with autocast(head_VD.device.type, dtype):
-            with watched(layers, counter):
-                sparse_TD = hidden_states(model, ids_T[None])[0]
-            with dense(layers):
-                dense_TD = hidden_states(model, ids_T[None])[0]
-        rows_W[number] = _sums(sparse_TD, dense_TD, head_VD, ids_T)
+        ids_T = windows[number].to(student.device)
+        with watched(student.layers, counter):
+            sparse_TD = student.hidden_states(ids_T[None])[0]
+        with dense(student.layers):
+            dense_TD = student.hidden_states(ids_T[None])[0]
+        rows_W[number] = _sums(sparse_TD, dense_TD, student.head_VD, ids_T)
     rows_W = ranks.sum(rows_W)
     silent_L = ranks.sum(counter.silent_L) / ranks.sum(counter.all_L)
     tokens_W, kl_W = rows_W[:, 0], rows_W[:, 1]
@@ -113,14 +105,3 @@ def _sums(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor, ids_T: Tensor) -
         sums[3] -= dense_TV[: len(next_T)].gather(1, next_T).double().sum().cpu()
         sums[1] += (dense_TV.exp() * (dense_TV - sparse_TV)).double().sum().cpu()
     return sums
-
-
-def hidden_states(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """[B, T, D]: the input of the output head."""
-    found: Tensor = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return found
-
-
-def autocast(device: str, dtype: torch.dtype) -> torch.autocast:
-    """Products in `dtype`; in f32 it does nothing."""
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)

@@ -7,41 +7,84 @@ The first training windows set the neurons' weights (rule "threshold") and the f
 "threshold" and "fatrelu"), unless the run starts from a trained checkpoint. Then every step trains
 on a batch; under these two rules, the silent share follows the schedule. From time to time the
 model is compared with its dense self on held-out text; the best state of every share is written.
+On Ctrl-C, SIGTERM and SIGHUP the run finishes its current step, saves its state and ends.
 
 Model files are written by the command line, which calls convert."""
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import FrameType
+from typing import Self
 
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.files.atomic import locked_folder
 from hotsplit.profile.corpus.processes import Ranks, rank_here
 from hotsplit.profile.count.resume import Position, load_position
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
-from hotsplit.sparsify.feed_forward import matrix_names, whole_matrices
 from hotsplit.sparsify.limits import Limits
-from hotsplit.sparsify.plan import (
-    Plan,
-    check_outputs,
-    dense_folder,
-    make_checkpoint,
-    remove_unsaved,
-)
+from hotsplit.sparsify.plan import Plan, check_outputs, dense_folder, make_checkpoint, remove_dense
 from hotsplit.sparsify.quality import Quality, evaluate
-from hotsplit.sparsify.record import Made, Point, Record
 from hotsplit.sparsify.schedule import Schedule
-from hotsplit.sparsify.signals import Signals
-from hotsplit.sparsify.state import Best
-from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.state import Best, Made, Point, Record
+from hotsplit.sparsify.student import load_student, matrix_names, whole_matrices
 from hotsplit.sparsify.texts import read_texts, up_to
 from hotsplit.sparsify.trained_checkpoint import read_trained, write_trained
 from hotsplit.sparsify.trainer import NotFinite, Trainer
+from hotsplit.system.signals import MESSAGE, NUMBERS, SAME_S
+
+
+class Signals:
+    """A context manager. During training the first signal is noted, and a second one ends the
+    program at once, unless both came together: shells and `timeout` send a signal twice. With
+    several processes, later signals are ignored, since torchrun sends every signal twice. Before
+    training, the first one ends the program."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.is_training, self.num_processes = False, 1
+        self._told_at = 0.0  # when the first signal came
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in NUMBERS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_new = self.number is not None and now - self._told_at >= SAME_S
+        if not self.is_training or (is_new and self.num_processes == 1):
+            raise Interrupted(MESSAGE, number)
+        if self.number is None:
+            self._told_at = now
+        self.number = number
+
+    def train(self, ranks: Ranks) -> None:
+        """Lets signals end the run after the current step from now on."""
+        self.is_training, self.num_processes = True, ranks.size
+
+    def wants_stop(self, ranks: Ranks) -> bool:
+        """True if any process got a signal."""
+        return ranks.largest(int(self.number is not None)) > 0
+
+    def interrupted(self, state: Path) -> Interrupted:
+        return Interrupted(
+            f"interrupted; {state} holds the work so far; the same command continues from there",
+            self.number or signal.SIGTERM,
+        )
+
 
 SAVE_SHARE = 0.05  # largest share of the time spent saving
 Say = Callable[[str], None]
@@ -110,8 +153,7 @@ class Run:
         self.say(f"from {folder}: {self.record.started.line}")
 
     def _set_first_share(self) -> None:
-        """If the run began with a trained checkpoint, starts the schedule at the share it
-        silences."""
+        """After a start from a trained checkpoint, the schedule begins at the share it silences."""
         if self.record.started is not None:
             share = self.record.started.silent_share
             self.trainer.schedule = replace(self.trainer.schedule, first_share=share)
@@ -122,15 +164,12 @@ class Run:
 
     def check(self, max_tokens: int, name: str | None = None) -> Quality:
         """The current quality, on the first windows of a held-out text."""
-        windows = up_to(self.texts.held_out[name or self.texts.deciding], max_tokens)
-        student = self.student
-        return evaluate(
-            student.model, student.layers, student.head_VD, windows, self.ranks, student.dtype
-        )
+        windows = up_to(self.texts.held_out[name or next(iter(self.texts.held_out))], max_tokens)
+        return evaluate(self.student, windows, self.ranks)
 
     def train(self, signals: Signals) -> None:
         """Runs all remaining steps. After a signal, saves the state and raises Interrupted."""
-        size, schedule = self.plan.batch_windows, self.schedule
+        size, schedule = self.config.batch_tokens // self.config.window, self.schedule
         windows = islice(self.texts.training, self.trainer.step * size * self.ranks.size, None)
         self.on_tokens(self.trainer.step * self.plan.step_tokens)
         every = max(1, schedule.steps_of_share // self.config.checks)
@@ -148,19 +187,19 @@ class Run:
     def _step(self, windows: list) -> float:
         began = time.monotonic()
         try:
-            report = self.trainer.train(windows)
+            kl = self.trainer.train(windows)
         except NotFinite as error:  # in all processes
             self.save()
             if not self.ranks.is_first:
                 raise SystemExit(1) from error
             raise HotsplitError(
                 f"{error}: a learning rate of {self.config.learning_rate:g} may be too high;"
-                f" {self.plan.state_path} has the last good state; start over with a lower"
+                f" {self.config.state_path} has the last good state; start over with a lower"
                 " --learning-rate and --force"
             ) from error
         self.record.seconds += time.monotonic() - began
         self.on_tokens(self.plan.step_tokens)
-        return report.kl
+        return kl
 
     def _note(self, step: int, loss: float) -> None:
         """Reports a point of the curve; while the share is held, keeps its best state."""
@@ -208,14 +247,14 @@ class Run:
         if is_stop or must_save or self.ranks.largest(int(is_due and self.ranks.is_first)):
             self.save()
         if is_stop:
-            raise signals.interrupted(self.plan.state_path)
+            raise signals.interrupted(self.config.state_path)
 
     def save(self) -> None:
         """Saves the position of the run; the first process writes the file."""
         began = time.monotonic()
         self.ranks.first_only(
             lambda: state.save(
-                self.plan.state_path,
+                self.config.state_path,
                 self.plan.settings,
                 state.position_of(self.trainer, self.best, self.record, self.losses),
             )
@@ -260,23 +299,13 @@ def sparsify_locked(config: SparsifyConfig, say: Say, on_tokens: OnTokens) -> Sp
                 say(f"training {plan.memory}")
                 for note in plan.notes:
                     say(f"note: {note}")
-            found = ranks.first_only(
-                lambda: load_position(plan.state_path, plan.settings, force=config.force)
-            )
+            position = load_position(config.state_path, plan.settings, ranks, force=config.force)
             run = ranks.together(lambda: Run(plan, ranks, say, on_tokens))
-            run.begin(_in_all(found, ranks))
+            run.begin(position)
             signals.train(ranks)
             run.train(signals)
         except BaseException:
-            if makes_dense:
-                remove_unsaved(config)
+            if makes_dense and not config.state_path.exists():  # there is nothing to continue from
+                remove_dense(config)
             raise
         return run.report()
-
-
-def _in_all(found: Position | None, ranks: Ranks) -> Position:
-    """The first process's result, in every process."""
-    position = found or Position()
-    if ranks.size == 1:
-        return position
-    return Position.from_bytes(ranks.spread_bytes(position.to_bytes() if ranks.is_first else None))

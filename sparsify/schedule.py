@@ -41,7 +41,8 @@ class Schedule:
     def share(self, step: int) -> float:
         """The silent share wanted at this step."""
         stage, progress = self.stage(step), self._progress(step)
-        start = self.shares[stage - 1] if stage else self._first_share
+        first = FIRST_SHARE * self.shares[0] if self.first_share is None else self.first_share
+        start = self.shares[stage - 1] if stage else first
         rise = 0.5 - 0.5 * math.cos(math.pi * min(1.0, progress / self.ramp))
         return start + (self.shares[stage] - start) * rise
 
@@ -67,10 +68,6 @@ class Schedule:
             return self.learning_rate * (done + 1) / (self.warmup_steps + 1)
         left = self.steps_of_share - done
         return self.learning_rate * left / (self.steps_of_share - self.warmup_steps)
-
-    @property
-    def _first_share(self) -> float:
-        return FIRST_SHARE * self.shares[0] if self.first_share is None else self.first_share
 
     def _progress(self, step: int) -> float:
         return step / self.steps_of_share - self.stage(step)

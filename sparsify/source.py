@@ -185,8 +185,7 @@ def _name_of(name: str) -> str:
 
 
 def _values(model: ModelFile, name: str, entry: TensorEntry) -> Tensor:
-    """A tensor's values in transformers' layout: as stored for f16, bf16 and f32, else unpacked to
-    f32."""
+    """A tensor's values in transformers' layout: as stored for floats, else unpacked to f32."""
     if entry.kind == "bf16":
         values = torch.from_numpy(entry.read().copy()).view(torch.bfloat16).view(entry.shape)
     elif entry.kind in ("f16", "f32"):

@@ -1,10 +1,12 @@
-"""The state of a training run: trained parameters, limits, optimizer, best state, record, and the
-losses since the record's last point, as arrays in one file of profile.count.resume's format.
+"""The state of a training run: trained parameters, limits, optimizer, best state, and its record (the
+curve of quality, the finished shares, the losses since the last point of the curve), as arrays in
+one file of profile.count.resume's format.
 
 No random state is needed: the order of the corpus follows from the seed and the step."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,65 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.count.resume import Position, Settings, save_position
 from hotsplit.sparsify.limits import Limits
-from hotsplit.sparsify.record import Record
+from hotsplit.sparsify.quality import Quality
 from hotsplit.sparsify.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A point of the curve; `quality` is measured on the first held-out text."""
+
+    step: int
+    tokens: int
+    seconds: float
+    wanted_share: float
+    trained_kl: float  # mean of the steps since the previous point
+    quality: Quality
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A finished share: its checkpoint, and its quality on each held-out text."""
+
+    share: float
+    checkpoint: Path
+    best_step: int
+    quality: dict[str, Quality]
+
+
+@dataclass(kw_only=True)
+class Record:
+    untrained: dict[str, Quality] = field(default_factory=dict)  # by share
+    started: Quality | None = None  # of the trained checkpoint that it starts from
+    curve: list[Point] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    seconds: float = 0.0  # of training steps, without loading and evaluation
+
+    def to_array(self) -> np.ndarray:
+        return np.frombuffer(json.dumps(asdict(self), default=str).encode(), np.uint8)
+
+    @classmethod
+    def from_array(cls, array: np.ndarray) -> "Record":
+        values = json.loads(array.tobytes())
+        made = [
+            {**m, "checkpoint": Path(m["checkpoint"]), "quality": _qualities(m["quality"])}
+            for m in values["made"]
+        ]
+        return cls(
+            untrained=_qualities(values["untrained"]),
+            started=_quality(values["started"]) if values["started"] else None,
+            curve=[Point(**{**p, "quality": _quality(p["quality"])}) for p in values["curve"]],
+            made=[Made(**each) for each in made],
+            seconds=values["seconds"],
+        )
+
+
+def _qualities(values: dict[str, dict]) -> dict[str, Quality]:
+    return {name: _quality(found) for name, found in values.items()}
+
+
+def _quality(values: dict) -> Quality:
+    return Quality(**{**values, "silent_share_L": tuple(values["silent_share_L"])})
 
 
 @dataclass(kw_only=True)
@@ -56,8 +115,7 @@ def load_model_arrays(trainer: Trainer, arrays: Mapping[str, Tensor]) -> None:
 
 
 def position_of(trainer: Trainer, best: Best, record: Record, losses: Sequence[float]) -> Position:
-    """The whole state, for `restore`; `losses` are those of the steps since the last point of the
-    curve."""
+    """The whole state, for `restore`; `losses`: of the steps since the curve's last point."""
     arrays = {f"model/{name}": _numpy(t) for name, t in model_arrays(trainer).items()}
     for name, parameter in trainer.parameters.items():
         for key, value in trainer.optimizer.state[parameter].items():
@@ -70,10 +128,9 @@ def position_of(trainer: Trainer, best: Best, record: Record, losses: Sequence[f
 
 def restore(trainer: Trainer, position: Position) -> tuple[Best, Record, list[float]]:
     """Restores the trainer from a position; returns the best state, the record and the losses."""
-    tensors = {n: torch.from_numpy(a) for n, a in position.arrays.items() if "/" in n}
-    load_model_arrays(trainer, _part(tensors, "model/"))
+    load_model_arrays(trainer, _part(position, "model"))
     for name, parameter in trainer.parameters.items():
-        state = _part(tensors, f"optimizer/{name}/")
+        state = _part(position, f"optimizer/{name}")
         if state:
             trainer.optimizer.state[parameter] = {
                 key: value.clone().to(parameter.device) for key, value in state.items()
@@ -82,15 +139,14 @@ def restore(trainer: Trainer, position: Position) -> tuple[Best, Record, list[fl
     best = Best(
         kl=float(position.arrays["best_kl"]),
         step=int(position.arrays["best_step"]),
-        arrays={name: tensor.clone() for name, tensor in _part(tensors, "best/").items()},
+        arrays=copied(_part(position, "best")),
     )
     record = Record.from_array(position.arrays["record"])
     return best, record, position.arrays["losses"].tolist()
 
 
 def save(path: Path, settings: Settings, position: Position) -> None:
-    """Saves a position. Raises HotsplitError if it cannot be written; an older file is then left
-    unchanged."""
+    """Saves a position. Raises HotsplitError if it cannot be written; an older file then stays."""
     try:
         save_position(path, settings, position)
     except (OSError, HotsplitError) as error:
@@ -98,8 +154,8 @@ def save(path: Path, settings: Settings, position: Position) -> None:
         raise HotsplitError(f"{error}; {kept}") from error
 
 
-def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+def _part(position: Position, name: str) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(array) for key, array in position.of_part(name).items()}
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

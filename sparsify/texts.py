@@ -1,21 +1,89 @@
-"""The text of a run: windows for evaluation, for the first limits, and for training."""
+"""The text of a run: windows for evaluation, for the first limits, and for training.
+
+The corpus is a stream of windows of equal length, in an order drawn by a seed. The blocks of all
+files (see profile.corpus.sources) are read in the seed's order and their tokens are concatenated: no
+token is padding, and a window may hold the end of one text and the beginning of another. When all
+blocks have been read they are read again in another order. Held-out blocks come first in the first
+order and are never read again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
-from tokenizers import Tokenizer
+import numpy as np
+import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 from hotsplit.profile.corpus.corpus import read_windows
-from hotsplit.profile.corpus.sources import STDIN, find_sources
+from hotsplit.profile.corpus.sources import STDIN, Source, find_sources
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.sparsify.config import SparsifyConfig
-from hotsplit.sparsify.stream import Stream
 from hotsplit.tokens.tokenizer_text import read_tokenizer
+
+Encode = Callable[[list[str]], list[list[int]]]
+BATCH = 16  # blocks tokenised at a time
+
+
+class Stream:
+    """Windows of `length` tokens. The same arguments give the same windows."""
+
+    def __init__(
+        self, sources: Sequence[Source], encode: Encode, *, length: int, seed: int
+    ) -> None:
+        self.sources, self.encode, self.length, self.seed = sources, encode, length, seed
+        self._first = np.cumsum([0, *(source.num_blocks for source in sources)])
+        self.held_out: frozenset[int] = frozenset()
+
+    def hold_out(self, num_tokens: int) -> list[Tensor]:
+        """Windows with `num_tokens` tokens in all (fewer if the corpus has fewer), from blocks that
+        `windows` then leaves out. The last window may be shorter than `length`."""
+        places: list[int] = []
+        ids: list[int] = []
+        for place in self._order(0):
+            if len(ids) >= num_tokens:
+                break
+            places.append(int(place))
+            ids += self._ids([int(place)])
+        self.held_out = frozenset(places)
+        return list(torch.tensor(ids[:num_tokens]).split(self.length))
+
+    def windows(self, *, least: int = 1) -> Iterator[Tensor]:
+        """Yields windows, int64 [length], without end.
+
+        Raises HotsplitError instead of repeating a corpus of fewer than `least` windows."""
+        rest: list[int] = []
+        num_given = 0
+        for turn in count():
+            places = [int(p) for p in self._order(turn) if int(p) not in self.held_out]
+            for start in range(0, len(places), BATCH):
+                rest += self._ids(places[start : start + BATCH])
+                whole = len(rest) // self.length * self.length
+                yield from torch.tensor(rest[:whole], dtype=torch.int64).view(-1, self.length)
+                num_given += whole // self.length
+                rest = rest[whole:]
+            if num_given < least:
+                fewer = ", or hold out fewer tokens of it" if self.held_out else ""
+                raise HotsplitError(
+                    f"{self.sources[0].path}: {num_given * self.length + len(rest):,} tokens to"
+                    f" train on, wanted {least * self.length:,} or more; give a longer text{fewer}"
+                )
+
+    def _order(self, turn: int) -> np.ndarray:
+        total = int(self._first[-1])
+        return np.random.default_rng([self.seed, turn]).permutation(
+            np.arange(total, dtype=np.uint32)
+        )
+
+    def _ids(self, places: Sequence[int]) -> list[int]:
+        texts = []
+        for place in places:
+            number = int(np.searchsorted(self._first, place, side="right")) - 1
+            texts.append("\n".join(self.sources[number].texts(place - int(self._first[number]))))
+        return [token for ids in self.encode(texts) for token in ids]
+
 
 MEASURED_WINDOWS = 16  # for the neurons' weights and the first limits; training uses them too
 HELD_OUT_WINDOW = 512
@@ -30,19 +98,17 @@ class Texts:
     measured: tuple[Tensor, ...]
     training: Iterator[Tensor]
 
-    @property
-    def deciding(self) -> str:
-        return next(iter(self.held_out))
-
 
 def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
-    """Reads the texts of a run. Raises HotsplitError for a corpus that is stdin, too short, or not
-    text."""
+    """The texts of a run. Raises HotsplitError for a corpus that is stdin, short, or not text."""
     codec = codec_of(folder)
     if STDIN in config.corpora:
         raise HotsplitError("-: the corpus is read more than once; give files, or a folder")
     sources = find_sources(config.corpora, config.text_key)
-    encode = _encoder(codec.tokenizer)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in codec.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
     stream = Stream(sources, encode, length=config.window, seed=config.seed)
     held_out = {
         str(file): read_windows(
@@ -77,10 +143,3 @@ def codec_of(folder: Path) -> TextCodec:
         )
     text = read_text(file, "tokenizer.json")
     return TextCodec(read_tokenizer(str(file), text), None, frozenset())
-
-
-def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-    return encode

@@ -97,8 +97,7 @@ def _texts(source: Path) -> list[Path]:
 
 
 def _rename_activation(path: Path, rule: str, threshold: float) -> None:
-    """Sets the activation in the config; FATReLU has one threshold for all neurons, the others
-    none."""
+    """Sets the activation in the config; FATReLU has one threshold, the others none."""
     config = json.loads(path.read_text())
     config["hidden_act"] = rule
     if rule == "fatrelu":

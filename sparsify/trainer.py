@@ -3,7 +3,6 @@
 Letters: B windows, T tokens of a window, D model width, L layers, F neurons."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,18 @@ from hotsplit.errors import HotsplitError
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import divergence
-from hotsplit.sparsify.feed_forward import (
+from hotsplit.sparsify.limits import (
+    LAG_STEPS,
+    SPEED,
+    Limits,
+    Measure,
+    Scores,
+    scaled,
+    sensitivities,
+)
+from hotsplit.sparsify.schedule import Schedule
+from hotsplit.sparsify.student import (
+    Student,
     Watch,
     dense,
     differences,
@@ -20,11 +30,6 @@ from hotsplit.sparsify.feed_forward import (
     put_matrices,
     watched,
 )
-from hotsplit.sparsify.limits import LAG_STEPS, SPEED, Limits, Measure, Scores, scaled
-from hotsplit.sparsify.quality import autocast, hidden_states
-from hotsplit.sparsify.schedule import Schedule
-from hotsplit.sparsify.sensitivity import sensitivities
-from hotsplit.sparsify.student import Student
 
 MAX_NORM = 1.0  # of the gradient
 PASSES = 2  # to set the limits of a share, since those of lower layers change upper layers' inputs
@@ -33,12 +38,6 @@ BETAS = (0.9, 0.95)
 
 class NotFinite(HotsplitError):
     """The loss or a gradient is NaN or infinite; the step left the model unchanged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    kl: float
-    gradient_norm: float
 
 
 class Trainer:
@@ -83,8 +82,7 @@ class Trainer:
 
     @torch.no_grad()
     def set_share(self, share: float, windows: Sequence[Tensor]) -> None:
-        """Sets limits that silence about `share` of the neurons on `windows`, with the current
-        model."""
+        """Sets limits that silence about `share` of the current model's neurons on `windows`."""
         for _ in range(PASSES):
             scores = Scores(self.limits)
             self._watch(scores, windows)
@@ -93,31 +91,29 @@ class Trainer:
 
     @torch.no_grad()
     def _watch(self, watch: Watch, windows: Sequence[Tensor]) -> None:
-        with (
-            autocast(self.student.device.type, self.student.dtype),
-            watched(self.student.layers, watch),
-        ):
+        with watched(self.student.layers, watch):
             for ids_T in windows:
-                hidden_states(self.student.model, ids_T[None].to(self.student.device))
+                self.student.hidden_states(ids_T[None])
 
-    def train(self, windows: Sequence[Tensor]) -> StepReport:
-        """Does one step on windows of the same length, this process's share of a batch.
+    def train(self, windows: Sequence[Tensor]) -> float:
+        """One step on windows of the same length, this process's share of a batch; returns the KL.
 
         Raises NotFinite in all processes, with the model unchanged."""
         moves = self.config.chooses_share and not self.schedule.is_frozen(self.step)
-        self.set_blend()
+        for layer in self.student.layers:
+            layer.blend = self.schedule.blend(self.step)
         scores = Scores(self.limits)
         size = self.config.micro_tokens // self.config.window
         kl = torch.zeros((), dtype=torch.float64)
         for start in range(0, len(windows), size):
-            ids_BT = torch.stack(list(windows[start : start + size])).to(self.student.device)
+            ids_BT = torch.stack(list(windows[start : start + size]))
             kl += self._backward(ids_BT, len(ids_BT) / len(windows), scores if moves else None)
         kl = self.ranks.sum(kl) / self.ranks.size
         norm = self._join_gradients()
         if not (kl.isfinite() and norm.isfinite()):
-            layer = self._first_broken(windows)
+            number = self._first_broken(windows)
             self.optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(f"NaN or infinity in layer {layer} at step {self.step + 1}")
+            raise NotFinite(f"NaN or infinity in layer {number} at step {self.step + 1}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.step)
         self.optimizer.step()
@@ -127,35 +123,26 @@ class Trainer:
             self.limits.move(scores.quantiles(share, self.ranks), self.speed)
             self.limits.set(self.student.layers)
         self.step += 1
-        return StepReport(kl=float(kl), gradient_norm=float(norm))
-
-    def set_blend(self) -> None:
-        """Sets the blend of this step's activation."""
-        for layer in self.student.layers:
-            layer.blend = self.schedule.blend(self.step)
+        return float(kl)
 
     def _backward(self, ids_BT: Tensor, weight: float, scores: Scores | None) -> Tensor:
         """Adds the gradients of one pass; returns its weighted KL."""
-        model, layers = self.student.model, self.student.layers
-        weight_of_layers = self.config.layer_weight
-        with (
-            autocast(self.student.device.type, self.student.dtype),
-            differences(layers if weight_of_layers else ()) as found,
-        ):
-            with torch.no_grad(), dense(layers):
-                dense_TD = hidden_states(model, ids_BT).flatten(0, 1)
-            with watched(layers, scores):
-                sparse_TD = hidden_states(model, ids_BT).flatten(0, 1)
-        kl = divergence(sparse_TD, dense_TD, self.student.head_VD).mean()
+        student, weight_of_layers = self.student, self.config.layer_weight
+        errors: list[Tensor] = []
+        with differences(student.layers if weight_of_layers else (), errors):
+            with torch.no_grad(), dense(student.layers):
+                dense_TD = student.hidden_states(ids_BT).flatten(0, 1)
+            with watched(student.layers, scores):
+                sparse_TD = student.hidden_states(ids_BT).flatten(0, 1)
+        kl = divergence(sparse_TD, dense_TD, student.head_VD).mean()
         loss = kl
         if weight_of_layers:
-            loss = loss + weight_of_layers * torch.stack(found).mean()
+            loss = loss + weight_of_layers * torch.stack(errors).mean()
         (loss * weight).backward()  # type: ignore[no-untyped-call]
         return kl.detach().double().cpu() * weight
 
     def _join_gradients(self) -> Tensor:
-        """Averages the gradients over the processes and clips them; returns the norm before
-        clipping."""
+        """Averages the gradients over the processes and clips them; returns the norm before."""
         if self.ranks.size > 1:
             for name, parameter in self.parameters.items():
                 assert parameter.grad is not None, name
@@ -169,16 +156,11 @@ class Trainer:
         found: list[int] = []
 
         def watch(layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:
-            is_finite = all(bool(t.isfinite().all()) for t in (value_TF, up_TF, x_TD))
-            if not is_finite:
+            if not all(tensor.isfinite().all() for tensor in (value_TF, up_TF, x_TD)):
                 found.append(layer)
 
-        with (
-            torch.no_grad(),
-            autocast(self.student.device.type, self.student.dtype),
-            watched(self.student.layers, watch),
-        ):
-            hidden_states(self.student.model, torch.stack(list(windows)).to(self.student.device))
+        with torch.no_grad(), watched(self.student.layers, watch):
+            self.student.hidden_states(torch.stack(list(windows)))
         if found:
             return found[0]
         broken = [int(name.split(".")[0]) for name, parameter in self.parameters.items()

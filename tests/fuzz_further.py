@@ -207,7 +207,7 @@ def read_messages(case: Case) -> None:
     from fuzz_readers import codec_of
 
     from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.profile.corpus.chat_windows import read_chat_windows
+    from hotsplit.profile.corpus.corpus import read_chat_windows
 
     read_chat_windows(
         [case.path], ModelFile.load(case.inputs / "silu.gguf"), codec_of(case.inputs),

@@ -20,7 +20,7 @@ READERS = (
     "src/hotsplit/artifacts/split_file.py", "src/hotsplit/artifacts/changed_model.py",
     "src/hotsplit/tokens/tokenizer_text.py", "src/hotsplit/files/typed.py",
     "convert/*.py", "convert/families/*.py",
-    "profile/corpus/chat_windows.py", "profile/corpus/corpus.py", "measure/evaluate/eval_file.py", "profile/count/merge.py",
+    "profile/corpus/corpus.py", "measure/evaluate/eval_file.py", "profile/count/merge.py",
     "profile/re*.py", "profile/corpus/sources.py", "run/cache_folder.py", "run/rates.py",
     "sparsify/source.py", "src/hotsplit/commands/terminal/prompts.py", "src/hotsplit/artifacts/device_checks.py",
     "runtime/text/*.py", "runtime/generate/chat.py", "runtime/generate/constraints.py",

@@ -177,9 +177,10 @@ def restore_prompt(case: Case) -> None:
 
 
 def resume(case: Case) -> None:
+    from hotsplit.profile.corpus.processes import Ranks
     from hotsplit.profile.count.resume import load_position
 
-    load_position(case.path, SETTINGS, force=False)
+    load_position(case.path, SETTINGS, Ranks(), force=False)
 
 
 def go_on_with(case: Case) -> None:
@@ -232,12 +233,11 @@ def load_comparison(case: Case) -> None:
 
 
 def load_told(case: Case) -> None:
-    from hotsplit.profile.report.report_file import load_predictor_report
+    from hotsplit.profile.report.report import load_predictor_report
     from hotsplit.report.plots import plot_predictors
 
-    found = load_predictor_report(case.path, "0" * 64)
-    if found.quality_L:
-        plot_predictors(found.quality_L)
+    if quality_L := load_predictor_report(case.path, "0" * 64):
+        plot_predictors(quality_L)
 
 
 PROFILE = "model.profile.safetensors"

@@ -8,11 +8,12 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 
-from hotsplit.convert.encode import LIMITS, encode
+from hotsplit.convert.encode import encode
 from hotsplit.convert.native import library
 from hotsplit.convert.native.library import KINDS, SOURCE_KINDS, encode_rows, usable_levels
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import type_of
+from hotsplit.model.weight_types import BY_NAME
 
 LEVELS = usable_levels()
 # Around the edges of a block (32), a transposed tile (64) and a chunk of a row (1024).
@@ -29,7 +30,7 @@ def values_of(shape, dtype, kind, *, seed=0):
     which = random.integers(0, 4, (shape[0], 1))
     values = np.choose(which, [normal * scale, ties, tiny, ties * -0.0])
     tensor = torch.from_numpy(values.astype(np.float32)).to(dtype)
-    assert float(tensor.float().abs().max()) < LIMITS[kind]
+    assert float(tensor.float().abs().max()) < BY_NAME[kind].overflows_at
     return tensor
 
 
@@ -55,16 +56,16 @@ def test_bytes_equal_those_of_gguf(level, kind, dtype):
         turned = stored.T.contiguous().T
         assert (turned.stride(0) == 1) or rows == 1
         for tensor in (stored, turned):
-            got, largest = encode_rows(tensor, kind, LIMITS[kind], level=level)
+            got, largest = encode_rows(tensor, kind, level=level)
             assert got.tobytes() == want and largest == float(stored.float().abs().max())
-            got, _ = encode_rows(tensor, kind, LIMITS[kind], level=level, rows=order)
+            got, _ = encode_rows(tensor, kind, level=level, rows=order)
             assert got.tobytes() == wanted_bytes(stored[torch.from_numpy(order)], kind)
 
 
 def test_the_comparison_rejects_wrong_bytes():
     tensor = values_of((64, 64), torch.float32, "q8_0")
     for kind in GGUF_KINDS:
-        got, _ = encode_rows(tensor, kind, LIMITS[kind])
+        got, _ = encode_rows(tensor, kind)
         for wrong in (torch.zeros_like(tensor), 0.5 * tensor, tensor.flip(0), tensor.T):
             assert got.tobytes() != wanted_bytes(wrong, kind)
 
@@ -77,13 +78,13 @@ def test_every_f16_is_read_and_every_tie_rounded(level):
     finite = np.sort(bits[np.isfinite(bits)])
     tensor = torch.from_numpy(finite.copy()).reshape(1, -1)
     for kind in ("f32", "f16"):
-        got, _ = encode_rows(tensor, kind, 1e30, level=level)
+        got, _ = encode_rows(tensor, kind, level=level)
         assert got.tobytes() == wanted_bytes(tensor, kind)
     exact = finite.astype(np.float32)
     middle = (exact[1:] + exact[:-1]) / 2
     beside = [np.nextafter(middle, np.float32(end)) for end in (-np.inf, np.inf)]
     ties = torch.from_numpy(np.stack([middle, *beside]))
-    got, _ = encode_rows(ties, "f16", LIMITS["f16"], level=level)
+    got, _ = encode_rows(ties, "f16", level=level)
     assert got.tobytes() == wanted_bytes(ties, "f16")
 
 
@@ -94,7 +95,7 @@ def test_the_largest_magnitude_is_found_anywhere(level, kind):
         tensor = torch.ones(70, 256 if kind.endswith("_k") else 96)
         tensor[row, column] = value
         for view in (tensor, tensor.T.contiguous().T):
-            _, largest = encode_rows(view, kind, LIMITS[kind], level=level)
+            _, largest = encode_rows(view, kind, level=level)
             assert np.array_equal(largest, np.float32(abs(value)), equal_nan=True)
 
 
@@ -109,7 +110,7 @@ def test_other_strides_are_copied():
 
 def test_rows_out_of_range_are_refused():
     with pytest.raises(AssertionError):
-        encode_rows(torch.ones(4, 32), "f16", 1e4, rows=np.array([0, 4]))
+        encode_rows(torch.ones(4, 32), "f16", rows=np.array([0, 4]))
 
 
 def test_without_the_library_there_is_one_line(monkeypatch):
@@ -169,25 +170,25 @@ def test_bytes_of_k_quants_equal_those_of_ggml(level, kind):
     stored = torch.from_numpy(values)
     order = np.random.default_rng(0).permutation(len(values))
     for tensor in (stored, stored.T.contiguous().T):
-        got, largest = encode_rows(tensor, kind, LIMITS[kind], level=level)
+        got, largest = encode_rows(tensor, kind, level=level)
         assert hashlib.sha256(got.tobytes()).hexdigest() == GGML_SHA256[kind]
         assert largest == abs(values).max()
-        turned, _ = encode_rows(tensor, kind, LIMITS[kind], level=level, rows=order)
+        turned, _ = encode_rows(tensor, kind, level=level, rows=order)
         assert np.array_equal(turned, got[order])
-    wrong, _ = encode_rows(stored.flip(0), kind, LIMITS[kind], level=level)
+    wrong, _ = encode_rows(stored.flip(0), kind, level=level)
     assert hashlib.sha256(wrong.tobytes()).hexdigest() != GGML_SHA256[kind]
     for dtype in (torch.float16, torch.bfloat16):
         half = stored[:4].to(dtype)
         assert torch.equal(
-            torch.from_numpy(encode_rows(half, kind, LIMITS[kind], level=level)[0]),
-            torch.from_numpy(encode_rows(half.float(), kind, LIMITS[kind], level=level)[0]),
+            torch.from_numpy(encode_rows(half, kind, level=level)[0]),
+            torch.from_numpy(encode_rows(half.float(), kind, level=level)[0]),
         )
 
 
 @pytest.mark.parametrize("kind", GGML_SHA256)
 def test_k_quants_are_finite_below_their_limit_and_refused_above(kind):
     """Just below the limit every f16 scale is finite, whatever else the block holds."""
-    limit = np.float32(LIMITS[kind])
+    limit = np.float32(BY_NAME[kind].overflows_at)
     values = np.stack([np.full(256, -limit), np.full(256, limit), limit * numbers(256)])
     values = np.concatenate([values, np.sign(numbers(256))[None] * limit]) * np.float32(0.999)
     packed = encode(values.astype(np.float32), kind, "x")

@@ -4,6 +4,7 @@ verification of a written file against its source.
 Oracles: gguf's writer and block formats, transformers' logits, our runtime on the checkpoint."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import gguf
@@ -20,10 +21,9 @@ from test_families import CASES, IDS, transformers_logits
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
-from hotsplit.convert.encode import encode
+from hotsplit.convert.encode import encode, is_rounding
 from hotsplit.convert.gguf_source import restored
 from hotsplit.convert.options import ConvertConfig, ConvertReport
-from hotsplit.convert.rounding import ERRORS, is_rounding
 from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
@@ -31,6 +31,7 @@ from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_o
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify import verify
 from hotsplit.model.spec import Neurons, Rotary
+from hotsplit.model.weight_types import NAMES
 from hotsplit.profile.predictors.check import check_predictors
 
 
@@ -83,24 +84,23 @@ def test_converting_a_gguf_gives_the_bytes_of_converting_its_checkpoint(
         assert a.tensors[name].read().tobytes() == entry.read().tobytes(), name
 
 
+def with_matrices(stock: Path, path: Path, packed_of, **keys) -> None:
+    """The stock file with its matrices replaced by (type, rows) = packed_of(name, entry)."""
+    tensors = dict(ModelFile.load(stock).tensors)
+    for name, entry in tensors.items():
+        if len(entry.shape) == 2:
+            kind, packed = packed_of(name, entry)
+            read = lambda a, b, packed=packed: packed[a:b]  # noqa: E731
+            tensors[name] = TensorEntry(shape=entry.shape, kind=kind, read_rows=read)
+    write_gguf(path, "llama", gguf_keys(stock) | keys, tensors)
+
+
 def requantised(stock: Path, path: Path, kind: str) -> None:
     """The stock file with its matrices in a block type, packed by gguf (q8_0, q4_0, q5_1, ...)."""
-    model = ModelFile.load(stock)
-    tensors = {}
-    for name, entry in model.tensors.items():
-        data = entry.read()
-        if data.ndim == 2:
-            packed = quantize(data, type_of(kind))
-            entry = TensorEntry(
-                shape=entry.shape, kind=kind, read_rows=lambda a, b, packed=packed: packed[a:b]
-            )
-        tensors[name] = entry
-    keys = gguf_keys(stock)
-    write_gguf(path, "llama", keys, tensors)
+    with_matrices(stock, path, lambda _, entry: (kind, quantize(entry.read(), type_of(kind))))
 
 
 def gguf_keys(path: Path) -> dict:
-
     keys, _ = read_gguf(path, "model file")
     return {k: v for k, v in keys.items() if k not in ("general.architecture", "hotsplit.model_id")}
 
@@ -111,7 +111,7 @@ def test_blocks_are_transposed_and_foreign_ones_packed_again(stock, tmp_path, ki
     report = run(tmp_path / "q.gguf", tmp_path / "m.gguf")
     model = ModelFile.load(tmp_path / "m.gguf")
     own = kind in ("q8_0", "q4_0")
-    _, old = gguf_tensors(tmp_path / "q.gguf")
+    _, old = read_gguf(tmp_path / "q.gguf", "model file")
     for name, entry in model.tensors.items():
         source = old[name.replace("ffn_down_t", "ffn_down")]
         want = dequantize(source.read(), type_of(source.kind))
@@ -131,17 +131,14 @@ def k_quantised(stock: Path, path: Path) -> None:
     embedding and the down projection of layer 0; q5_k for one of layer 1."""
     kinds = {"token_embd.weight": "q6_k", "blk.0.ffn_down.weight": "q6_k",
              "blk.1.attn_q.weight": "q5_k"}  # fmt: skip
-    tensors = {}
-    for seed, (name, entry) in enumerate(ModelFile.load(stock).tensors.items()):
-        if len(entry.shape) == 2:
-            kind, width = kinds.get(name, "q4_k"), entry.shape[1]
-            packed = random_rows(kind, *entry.shape, scale=width**-0.5, seed=seed)
-            entry = TensorEntry(
-                shape=entry.shape, kind=kind, read_rows=lambda a, b, packed=packed: packed[a:b]
-            )
-        tensors[name] = entry
-    keys = gguf_keys(stock) | {"general.file_type": np.uint32(gguf.LlamaFileType.MOSTLY_Q4_K_M)}
-    write_gguf(path, "llama", keys, tensors)
+    seeds = itertools.count()
+
+    def packed_of(name, entry):
+        kind, scale = kinds.get(name, "q4_k"), entry.shape[1] ** -0.5
+        return kind, random_rows(kind, *entry.shape, scale=scale, seed=next(seeds))
+
+    file_type = np.uint32(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    with_matrices(stock, path, packed_of, **{"general.file_type": file_type})
 
 
 def test_k_quants_run_as_they_are(stock, tmp_path):
@@ -238,7 +235,7 @@ def test_rows_of_partial_blocks_of_256_become_q8_0_or_are_refused(tmp_path):
 )  # fmt: skip
 def test_k_quants_that_are_not_finite_are_refused(stock, tmp_path, name, at, value):
     k_quantised(stock, tmp_path / "k.gguf")
-    keys, tensors = gguf_tensors(tmp_path / "k.gguf")
+    _, tensors = read_gguf(tmp_path / "k.gguf", "model file")
     data = np.array(tensors[name].read())
     data[1, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
     bad = dataclasses.replace(tensors[name], read_rows=lambda a, b: data[a:b])
@@ -246,11 +243,6 @@ def test_k_quants_that_are_not_finite_are_refused(stock, tmp_path, name, at, val
     with pytest.raises(HotsplitError, match=f"{name}' has NaN or infinite values"):
         run(tmp_path / "bad", tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
-
-
-def gguf_tensors(path: Path):
-
-    return read_gguf(path, "model file")
 
 
 def test_a_type_that_cannot_be_unpacked_is_refused(stock, tmp_path):
@@ -334,8 +326,6 @@ POWERINFER = {"llama": "llama", "opt": "opt", "falcon-40b": "falcon", "bamboo": 
 
 def powerinfer_file(path: Path, model: ModelFile, architecture: str, folder: Path) -> None:
     """Writes our model and its predictors with gguf's writer, as PowerInfer's converters do."""
-    import torch
-
     s = sizes_of(model.bare_spec)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(2048)
@@ -507,7 +497,7 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
     assert "the source needs about" in line(stock)
 
 
-@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_rounding_is_distinguished_from_error(kind):
     want = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     want[0] *= 1e-9  # where a scale or a value underflows
@@ -522,7 +512,6 @@ def test_rounding_is_distinguished_from_error(kind):
 
 def whole_gate_predictors(folder: Path, checkpoint: Path) -> Path:
     """Perfect predictors in DejaVu's format: x and -x through ReLU, then the layer's gate rows."""
-    import torch
     from safetensors.torch import load_file
 
     folder.mkdir()

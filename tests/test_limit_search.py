@@ -16,8 +16,15 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.advise.choice import Point, choose, timed_points, to_time, with_front
 from hotsplit.measure.advise.turns import Rounds, Timings
 from hotsplit.profile.sparsity.limit_meter import Closeness, _closeness, _compare
-from hotsplit.profile.sparsity.limit_scores import SHARES, LayerScores
-from hotsplit.profile.sparsity.limit_search import PROBE, Allocation, Bytes, allocate, num_probes
+from hotsplit.profile.sparsity.limit_search import (
+    PROBE,
+    SHARES,
+    Allocation,
+    Bytes,
+    LayerScores,
+    allocate,
+    num_probes,
+)
 
 
 def scores(rng: np.random.Generator, scale: float = 1.0) -> LayerScores:
@@ -56,11 +63,6 @@ def test_lost_energies_equal_those_of_a_loop_in_f64() -> None:
     for place, share in enumerate(SHARES):
         lowest = given[: int(share * len(given))]
         assert lost_A[place] == pytest.approx((lowest**2).sum() / 40, rel=1e-9)
-
-
-def test_cats_has_one_limit_for_all_neurons() -> None:
-    limit_F = scores(np.random.default_rng(4)).uniform_gate(0.4).gate_F
-    assert limit_F is not None and len(set(limit_F.tolist())) == 1
 
 
 def with_prices(seed: int) -> Allocation:

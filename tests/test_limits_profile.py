@@ -37,8 +37,8 @@ from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.count.merge import MergeConfig, merge
 from hotsplit.profile.predictors.check import check_predictors
 from hotsplit.profile.predictors.layer_trainer import LayerTrainer, phases
+from hotsplit.profile.predictors.low_rank import Level
 from hotsplit.profile.predictors.options import PredictorOptions
-from hotsplit.profile.predictors.training import Level
 from hotsplit.profile.stream import streaming
 from hotsplit.report.config import ReportConfig
 from hotsplit.report.report import report

@@ -1,7 +1,5 @@
 """Plots of a profile show its counts and the candidates for its predictors."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -13,7 +11,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.commands.all_commands import cli
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.report import plots
-from hotsplit.profile.report.report_file import load_predictor_report
+from hotsplit.profile.report.report import load_predictor_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -45,7 +43,7 @@ def test_a_picture_that_cannot_be_written_leaves_no_other(tmp_path, monkeypatch)
         original(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", save)
-    monkeypatch.setattr(plots, "load_predictor_report", lambda *a: SimpleNamespace(quality_L=()))
+    monkeypatch.setattr(plots, "load_predictor_report", lambda *a: ())
     with pytest.raises(HotsplitError, match=r"firings.png: cannot be written \(No space"):
         plots.draw(tmp_path / "p", tmp_path / "plots")
     assert not list((tmp_path / "plots").iterdir())
@@ -75,7 +73,7 @@ def _check_predictors(folder) -> None:
     """Checks that every candidate is plotted, that forms have different markers, that no line joins
     the points, and that each layer's chosen predictor is plotted at the point of a candidate."""
     loaded = Profile.load(folder / "p")
-    quality_L = load_predictor_report(folder / "p.report.json", loaded.model_id).quality_L
+    quality_L = load_predictor_report(folder / "p.report.json", loaded.model_id)
     pyplot = plots.load_pyplot()
     axes = plots._predictors(pyplot, quality_L).axes[0]
     assert {line.get_linestyle() for line in axes.lines} == {"None"}

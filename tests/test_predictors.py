@@ -24,14 +24,13 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.profile.predictors.dejavu import save_dejavu
-from hotsplit.profile.predictors.examine import Examiner
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices, LayerTrainer, phases
+from hotsplit.profile.predictors.low_rank import Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
 from hotsplit.profile.predictors.options import PredictorOptions, Target, predictor_choices
 from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
-from hotsplit.profile.predictors.selection import Candidate, Tally, choose
-from hotsplit.profile.predictors.training import Batch, LowRank, whole
+from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.model.loader import load_predictors
 from hotsplit.runtime.weights.matrix import Matrix
@@ -204,7 +203,7 @@ def test_thresholds_and_qualities_agree_with_brute_force():
     assert quality.bytes_per_token == pytest.approx(predictor.num_bytes + rows)
     tight = tally.quality(Target(contribution=0.5, lost_norm=0.05), SIZES)
     assert tight.lost_norm <= 0.05 < tally.quality(target, SIZES).lost_norm
-    examiner = Examiner(predictor, quality, matrix(down_FD), SIZES)
+    examiner = Examiner(tally.candidate, quality.threshold, matrix(down_FD), SIZES)
     examiner.add(x_TD, batch.fires_TF, batch.given_TF, down_FD.norm(dim=1))
     examined = examiner.quality()
     assert examined.lost_norm == pytest.approx(lost.item(), rel=1e-4)

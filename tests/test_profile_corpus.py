@@ -19,7 +19,7 @@ from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus import sources
 from hotsplit.profile.corpus.corpus import read_windows, stretches
 from hotsplit.profile.corpus.sources import BLOCK_BYTES, TextSource, find_sources, sha256_of_text
-from hotsplit.profile.count.counting import _tables, histogram
+from hotsplit.profile.count.counting import histogram
 from hotsplit.profile.native.library import count
 
 WORDS = ["fox ", "ünï ", "数字 ", "🦊 ", "line\n", "\n", "a" * 50]
@@ -261,9 +261,7 @@ def test_counts_and_bins_match_their_definition(num_neurons, threshold, is_magni
     value = value_TF.numpy()
     fires = (np.abs(value) if is_magnitude else value) > np.float32(threshold)
     count_F, histogram_B = torch.ones(num_neurons).long(), torch.ones(NUM_BINS).long()
-    first, edge = _tables()
-    count(value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,
-          count_F=count_F, histogram_B=histogram_B)  # fmt: skip
+    count(value_TF, threshold, count_F, histogram_B, is_magnitude=is_magnitude)
     assert (count_F.numpy() - 1 == fires.sum(0)).all()
     assert (histogram_B.numpy() - 1 == bins_by_definition(value * fires)).all()
     assert (histogram(value_TF).numpy() == bins_by_definition(value)).all()  # the GPU's way

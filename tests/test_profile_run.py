@@ -335,8 +335,8 @@ def test_two_processes_take_the_same_steps(monkeypatch):
     from test_predictors import RELU, batch_of, inputs, start_of, weights
 
     from hotsplit.costs.budget import SHORT_CHUNK
-    from hotsplit.profile.predictors.trainer_state import SharedSteps
-    from hotsplit.profile.predictors.training import LowRank
+    from hotsplit.profile.predictors.low_rank import LowRank
+    from hotsplit.profile.predictors.train import SharedSteps
 
     gate_FD, barrier, shared = weights(96, 64), threading.Barrier(2), {}
 
@@ -360,11 +360,10 @@ def test_two_processes_take_the_same_steps(monkeypatch):
         layer = type("Layer", (), {"trained": network})()
         steps = SharedSteps(Ranks(rank), [layer])
         for turn in range(2):
-            steps.begin(lengths)
-            for start in range(0, lengths[rank], SHORT_CHUNK):
-                size = min(SHORT_CHUNK, lengths[rank] - start)
-                network.step(batch_of(inputs(size, 10 * rank + turn + start), gate_FD))
-            steps.end()
+            with steps.round(lengths):
+                for start in range(0, lengths[rank], SHORT_CHUNK):
+                    size = min(SHORT_CHUNK, lengths[rank] - start)
+                    network.step(batch_of(inputs(size, 10 * rank + turn + start), gate_FD))
         found[rank] = network
 
     found = {}

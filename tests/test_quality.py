@@ -39,9 +39,9 @@ from hotsplit.measure.evaluate.quality import (
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.corpus.chat_windows import read_chat_windows
+from hotsplit.profile.corpus.corpus import read_chat_windows
 from hotsplit.profile.predictors.options import PredictorOptions
-from hotsplit.profile.report.lines import warnings
+from hotsplit.profile.report.report import warnings
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 
 # ---- the measure -----------------------------------------------------------------------------

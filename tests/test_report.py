@@ -24,7 +24,7 @@ from hotsplit.cli import main
 from hotsplit.commands.options.kept_files import report_line
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_file import load_eval
-from hotsplit.profile.report.report_file import load_predictor_report
+from hotsplit.profile.report.report import load_predictor_report
 from hotsplit.report import drawing
 from hotsplit.report.artifacts import load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig
@@ -166,7 +166,7 @@ def test_the_numbers_are_those_of_the_files(folder, page):
     assert f"{1 / split.objective_s:,.0f} tokens a second predicted" in text
     assert f"{profile.density_L.mean():.1%} fire for a token" in text
     model_id = profile.model_id
-    quality_L = load_predictor_report(folder / "p.report.json", model_id).quality_L
+    quality_L = load_predictor_report(folder / "p.report.json", model_id)
     raw = json.loads((folder / "p.report.json").read_text())["quality_L"]
     assert [dataclasses.asdict(q.chosen) for q in quality_L] == [q["chosen"] for q in raw]
     assert f"recall is {np.mean([q.chosen.recall for q in quality_L]):.1%}" in text

@@ -24,13 +24,12 @@ from transformers import AutoTokenizer
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
-from hotsplit.convert import hub, torch_zip
+from hotsplit.convert import hub, torch_file
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.convert.pickle_source import read_state_dict
-from hotsplit.convert.torch_pickle import read_views
-from hotsplit.convert.torch_zip import Broken
+from hotsplit.convert.torch_file import Broken, read_views
+from hotsplit.convert.weight_files import read_state_dict
 from hotsplit.errors import HotsplitError
 from hotsplit.files import json_file, safetensors_file
 from hotsplit.runtime.text.codec import TextCodec
@@ -207,7 +206,7 @@ def test_a_pickle_of_integers_is_refused_by_type(llama, tmp_path):
 
 @pytest.mark.parametrize(
     "module, limit, words",
-    [(torch_zip, "MAX_PICKLE_BYTES", "an entry has"), (torch_zip, "MAX_DIRECTORY_BYTES", "claims"),
+    [(torch_file, "MAX_PICKLE_BYTES", "an entry has"), (torch_file, "MAX_DIRECTORY_BYTES", "claims"),
      (json_file, "MAX_BYTES", "over 30 bytes"), (json_file, "MAX_VALUES", "over 30 values"),
      (safetensors_file, "MAX_HEADER_BYTES", "its header claims")],
 )  # fmt: skip

@@ -14,14 +14,12 @@ from hotsplit.profile.corpus.sources import find_sources
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import divergence, divergence_ref
-from hotsplit.sparsify.feed_forward import dense, silence
-from hotsplit.sparsify.limits import Limits, scaled
+from hotsplit.sparsify.limits import Limits, scaled, sensitivities
 from hotsplit.sparsify.plan import Plan
-from hotsplit.sparsify.quality import SilentCounter, evaluate, hidden_states
+from hotsplit.sparsify.quality import SilentCounter, evaluate
 from hotsplit.sparsify.schedule import Schedule
-from hotsplit.sparsify.sensitivity import sensitivities
-from hotsplit.sparsify.stream import Stream
-from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.student import dense, load_student, silence
+from hotsplit.sparsify.texts import Stream
 from hotsplit.sparsify.trainer import NotFinite
 
 
@@ -122,7 +120,7 @@ def test_a_refused_measurement_leaves_no_values_in_the_layers(config):
 
 def test_sensitivities_foretell_what_silencing_costs(config):
     """The KL is the sum of v² E[g²] / 2 over the values v that become 0, with g as in
-    `sensitivity`, if they are few."""
+    `sensitivities`, if they are few."""
     trainer = trainer_of(config)
     windows = windows_of(2)
     draws = [window for window in windows for _ in range(40)]
@@ -131,19 +129,13 @@ def test_sensitivities_foretell_what_silencing_costs(config):
     trainer.set_share(0.3, windows)
     foretold = Foretold(trainer.student.layers, found_LF)
     trainer._watch(foretold, windows)
-    quality = evaluate(
-        trainer.student.model, trainer.student.layers, trainer.student.head_VD, windows,
-        trainer.ranks, torch.float32,
-    )  # fmt: skip
+    quality = evaluate(trainer.student, windows, trainer.ranks)
     assert quality.kl == pytest.approx(foretold.loss / quality.num_tokens, rel=0.5)
     assert quality.silent_share == pytest.approx(0.3, abs=0.03)
     other = scaled(found_LF.flip(1), "sensitivity")  # the weights of other neurons: more is lost
     trainer.limits = Limits.of(other, "sensitivity")
     trainer.set_share(0.3, windows)
-    worse = evaluate(
-        trainer.student.model, trainer.student.layers, trainer.student.head_VD, windows,
-        trainer.ranks, torch.float32,
-    )  # fmt: skip
+    worse = evaluate(trainer.student, windows, trainer.ranks)
     assert worse.kl > 1.2 * quality.kl
 
 
@@ -205,9 +197,9 @@ def test_the_error_of_the_layers_outputs_is_added_to_the_loss(config):
     trainer.optimizer.zero_grad(set_to_none=True)
     ids_BT = torch.stack(windows_of())
     with torch.no_grad(), dense(layers):
-        hidden_states(trainer.student.model, ids_BT)
+        trainer.student.hidden_states(ids_BT)
     dense_inputs, inputs_TD[:] = list(inputs_TD), []
-    hidden_states(trainer.student.model, ids_BT)
+    trainer.student.hidden_states(ids_BT)
     errors = []
     for layer, dense_TD, x_TD in zip(layers, dense_inputs, tuple(inputs_TD), strict=True):
         want_TD = layer._dense(dense_TD).double()

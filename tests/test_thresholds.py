@@ -23,6 +23,7 @@ from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.count.counting import Counter, gates_of
 from hotsplit.profile.sparsity import thresholds as module
 from hotsplit.profile.sparsity.thresholds import (
     MOST_STEPS,
@@ -31,7 +32,6 @@ from hotsplit.profile.sparsity.thresholds import (
     Goal,
     Meter,
     greedy,
-    magnitudes,
     most_runs,
     search,
     thresholds_for,
@@ -172,6 +172,16 @@ def small(tmp_path):
     model.save(tmp_path / "m.gguf")
     with Engine.load(tmp_path / "m.gguf", mode="exact") as engine:
         yield engine, model
+
+
+def magnitudes(engine, windows):
+    """histogram_LB of |act(gate)| of all neurons; the engine must not skip any."""
+    model = engine.model
+    counter = Counter(gates_of(model, (0.0,) * model.spec.num_layers), model.spec.most_neurons)
+    with engine.observe(counter.observe, counter.wants):
+        for ids_T in windows:
+            engine.hidden(ids_T)
+    return counter.arrays()["gate_histogram_LB"].numpy()
 
 
 def test_the_meter_equals_float64(small):

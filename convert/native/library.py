@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import row_bytes
-from hotsplit.model.weight_types import NAMES
+from hotsplit.model.weight_types import BY_NAME, NAMES
 
 LEVELS = ("generic", "avx2", "avx512")  # enum Level in encode.h
 KINDS = NAMES  # enum Kind
@@ -48,15 +48,14 @@ def usable_levels() -> tuple[str, ...]:
 
 
 def encode_rows(
-    weight_NM: Tensor, kind: str, limit: float, *, rows: np.ndarray | None = None,
-    level: str | None = None,
-) -> tuple[np.ndarray, float]:  # fmt: skip
+    weight_NM: Tensor, kind: str, *, rows: np.ndarray | None = None, level: str | None = None
+) -> tuple[np.ndarray, float]:
     """Bytes, uint8 [N, row bytes], and the largest magnitude, which is NaN if there is a NaN.
 
     weight_NM: f32, f16 or bf16 on the CPU, rows or (without `rows`) columns contiguous; others are
     copied. rows: int64, the rows to encode, in order; None means all. If the magnitude is NaN or
-    reaches `limit`, the bytes are meaningless. `level` is one of usable_levels(), by default the
-    best."""
+    reaches the type's `overflows_at`, the bytes are meaningless. `level`: one of usable_levels();
+    None is the best."""
     assert weight_NM.dim() == 2 and weight_NM.is_cpu, (weight_NM.shape, weight_NM.device)
     num_rows, width = weight_NM.shape
     is_by_columns = rows is None and weight_NM.stride(0) == 1 and weight_NM.stride(1) != 1
@@ -72,7 +71,7 @@ def encode_rows(
         _lib.hs_encode_best_level() if level is None else LEVELS.index(level),
         SOURCE_KINDS[weight_NM.dtype], weight_NM.data_ptr(), *weight_NM.stride(),
         None if rows is None else rows.ctypes.data, num_rows, width,
-        KINDS.index(kind), limit, encoded.ctypes.data, ctypes.byref(largest),
+        KINDS.index(kind), BY_NAME[kind].overflows_at, encoded.ctypes.data, ctypes.byref(largest),
     )  # fmt: skip
     assert status == _OK, (status, weight_NM.shape, weight_NM.stride(), kind, level)
     return encoded, largest.value

@@ -45,8 +45,14 @@ from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.sparsity.limit_meter import LimitMeter, fitting
-from hotsplit.profile.sparsity.limit_scores import LayerScores, sample_scores
-from hotsplit.profile.sparsity.limit_search import Allocation, Bytes, allocate, num_probes
+from hotsplit.profile.sparsity.limit_search import (
+    Allocation,
+    Bytes,
+    LayerScores,
+    allocate,
+    num_probes,
+    sample_scores,
+)
 from hotsplit.profile.sparsity.thresholds import up_to
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.progress import progress

@@ -24,8 +24,7 @@ from hotsplit.measure.evaluate.comparison import (
 from hotsplit.measure.evaluate.eval_config import EvalConfig
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.model.modes import Mode
-from hotsplit.profile.corpus.chat_windows import read_chat_windows
-from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.corpus.corpus import read_chat_windows, read_windows
 from hotsplit.runtime.engine import Engine, load_engine
 
 

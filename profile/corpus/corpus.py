@@ -4,9 +4,15 @@ Places are drawn as follows. The blocks of all files (see profile.corpus.sources
 the given order and those of a folder in sorted order; the seed permutes the blocks, and they are
 read in that order until there are enough tokens. A block yields one stretch of each of its texts:
 short texts are joined up to STRETCH characters, and a longer one yields a stretch of about that
-length in each round over all blocks, so that a few long documents do not crowd out the rest."""
+length in each round over all blocks, so that a few long documents do not crowd out the rest.
+
+With a chat template every paragraph becomes a user message, and a window is one conversation of
+one message; the tokens that the template adds are run but not counted.
+
+Letters: T tokens."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -16,10 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.corpus.sources import Source, find_sources, sha256_of_text, stdin_as_file
+from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 from hotsplit.runtime.text.codec import TextCodec
 
 WINDOW = 512
@@ -169,3 +177,69 @@ def _check_enough(
             f"{name}: {found:,} tokens in all, --tokens asks for {wanted:,};"
             " give a longer text or fewer --tokens"
         )
+
+
+BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
+
+
+def read_chat_windows(
+    files: Sequence[Path],
+    model: ModelFile,
+    codec: TextCodec,
+    *,
+    template: str | None,
+    context_length: int,
+    max_tokens: int,
+    seed: int,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(token ids, whether each is counted), int64 and bool [T] per window. The tokens of paragraphs
+    are counted, up to `max_tokens` in all. A window is cut after WINDOW tokens, and skipped if
+    fewer than MIN_WINDOW of them count. `template` is as in chat_template_of.
+
+    Raises HotsplitError if there is no template, for a template that changes messages, and for a
+    corpus without a paragraph that is long enough."""
+    length = min(WINDOW, context_length)
+    windows, counted, left = list[Tensor](), list[Tensor](), max_tokens
+    found = chat_template_of(model, codec, template)
+    try:
+        with stdin_as_file(files) as paths:
+            for paragraph in _paragraphs(paths, seed):
+                ids_T, is_counted_T = _window(paragraph, codec, found)
+                ids_T, is_counted_T = ids_T[:length], is_counted_T[:length]
+                if int(is_counted_T.sum()) < MIN_WINDOW:
+                    continue
+                is_counted_T &= is_counted_T.cumsum(0) <= left
+                windows.append(ids_T)
+                counted.append(is_counted_T)
+                left -= int(is_counted_T.sum())
+                if not left:
+                    break
+    finally:
+        found.close()
+    if not windows:
+        raise HotsplitError(
+            f"{files[0]}: no paragraph of {MIN_WINDOW} tokens or more; give a longer text"
+        )
+    return windows, counted
+
+
+def _paragraphs(paths: Sequence[Path], seed: int) -> Iterator[str]:
+    for _, stretch in draw(find_sources(paths, "text"), seed):
+        for paragraph in BLANK_LINES.split(stretch):
+            if paragraph.strip():
+                yield paragraph.strip()
+
+
+def _window(paragraph: str, codec: TextCodec, template: ChatTemplate) -> tuple[Tensor, Tensor]:
+    message = {"role": "user", "content": paragraph}
+    text = template.render([message], add_generation_prompt=False)
+    start = text.find(paragraph)
+    if start < 0:
+        raise HotsplitError(
+            f"{template.name}: the chat template changes messages, so the tokens of the corpus"
+            " cannot be identified; leave --chat-template out"
+        )
+    encoded = codec.tokenizer.encode(text, add_special_tokens=False)
+    stop = start + len(paragraph)
+    is_counted = [start <= first < stop for first, _ in encoded.offsets]
+    return torch.tensor(encoded.ids, dtype=torch.int64), torch.tensor(is_counted)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import CHUNK_BYTES, require_file, temporary_folder
@@ -25,44 +25,33 @@ BLOCK_ROWS = 8  # of a parquet file
 MAX_RECORD_BYTES = 64 << 20  # of a line of JSON
 STDIN = Path("-")
 TEXT, JSON_LINES, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
+STRINGS = ("string", "large_string", "string_view")  # types of a text column
 
 
-class Source(Protocol):
-    """A file as blocks of texts."""
+@dataclass(frozen=True)
+class Source:
+    """A file of `size` bytes as blocks of texts."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def is_utf8(self) -> bool: ...
+    name: str
+    path: Path
+    size: int
+    is_utf8: ClassVar[bool] = True
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        return -(-self.size // BLOCK_BYTES)
 
     def texts(self, block: int) -> list[str]:
         """The texts that begin in a block; together, the blocks hold every text once.
 
         Raises HotsplitError for unreadable content."""
-        ...
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class TextSource:
+class TextSource(Source):
     """Block k reaches from the first line start at or after byte k * BLOCK_BYTES to the first one
     at or after byte (k + 1) * BLOCK_BYTES. Where no line starts within BLOCK_BYTES after such a
     byte, the line is cut there, between two characters."""
-
-    name: str
-    path: Path
-    size: int
-    is_utf8 = True
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.size // BLOCK_BYTES)
 
     def texts(self, block: int) -> list[str]:
         with opened(self.path) as file:
@@ -87,19 +76,11 @@ class TextSource:
 
 
 @dataclass(frozen=True)
-class JsonLinesSource:
+class JsonLinesSource(Source):
     """Block k has the lines that begin at bytes k * BLOCK_BYTES to (k + 1) * BLOCK_BYTES - 1, each
     whole."""
 
-    name: str
-    path: Path
-    size: int
     text_key: str
-    is_utf8 = True
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.size // BLOCK_BYTES)
 
     def texts(self, block: int) -> list[str]:
         start, end = block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES
@@ -145,29 +126,29 @@ class JsonLinesSource:
         return text
 
 
-class ParquetSource:
+@dataclass(frozen=True)
+class ParquetSource(Source):
     """Block k has up to BLOCK_ROWS rows of one row group. To read it, the group's earlier rows are
     decoded and skipped."""
 
+    text_key: str
+    places: tuple[tuple[int, int], ...]  # the row group of each block, and its number in it
     is_utf8 = False
 
-    def __init__(self, name: str, path: Path, text_key: str) -> None:
-        self.name, self.path, self.text_key = name, path, text_key
-        with self._opened() as file:
+    @classmethod
+    def open(cls, name: str, path: Path, size: int, text_key: str) -> "ParquetSource":
+        """Raises HotsplitError for a file without the column."""
+        with _parquet(path) as file:
             schema, metadata = file.schema_arrow, file.metadata
             groups = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
-        if text_key not in schema.names or str(schema.field(text_key).type) not in (
-            "string",
-            "large_string",
-            "string_view",
-        ):
+        names = schema.names
+        if text_key not in names or str(schema.field(text_key).type) not in STRINGS:
             raise HotsplitError(
-                f"{path}: no text in column {text_key!r}, found {shown(schema.names[:8])};"
+                f"{path}: no text in column {text_key!r}, found {shown(names[:8])};"
                 " name the column with --text-key"
             )
-        self.places = [
-            (g, i) for g, rows in enumerate(groups) for i in range(-(-rows // BLOCK_ROWS))
-        ]
+        blocks = ((g, i) for g, rows in enumerate(groups) for i in range(-(-rows // BLOCK_ROWS)))
+        return cls(name, path, size, text_key, tuple(blocks))
 
     @property
     def num_blocks(self) -> int:
@@ -175,31 +156,31 @@ class ParquetSource:
 
     def texts(self, block: int) -> list[str]:
         group, index = self.places[block]
-        with self._opened() as file:
+        with _parquet(self.path) as file:
             batches = file.iter_batches(BLOCK_ROWS, [group], [self.text_key])
             for number, batch in enumerate(batches):
                 if number == index:
                     return [text for text in batch.column(0).to_pylist() if text is not None]
         raise HotsplitError(f"{self.path}: row group {group} ends early; make the file again")
 
-    @contextmanager
-    def _opened(self) -> Iterator[Any]:
-        if find_spec("pyarrow") is None:
-            raise HotsplitError(f"{self.path}: reading parquet needs pyarrow: pip install pyarrow")
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
 
-        try:
-            with ParquetFile(self.path) as file:
-                yield file
-        except (ArrowException, OSError, UnicodeDecodeError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise HotsplitError(f"{self.path}: not a parquet file ({reason})") from error
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    if find_spec("pyarrow") is None:
+        raise HotsplitError(f"{path}: reading parquet needs pyarrow: pip install pyarrow")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            yield file
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise HotsplitError(f"{path}: not a parquet file ({reason})") from error
 
 
 def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
-    """The files given, and all files of known kinds in the folders given; those of a folder are
-    sorted.
+    """The files given and, sorted, all files of known kinds in the folders given.
 
     A file given by name may have any suffix: unless it is JSON lines or parquet, it is read as
     text. In a folder, empty files and names that begin with a dot are skipped.
@@ -243,9 +224,9 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _source(name: str, path: Path, text_key: str) -> Source:
-    if path.suffix.lower() in PARQUET:
-        return ParquetSource(name, path, text_key)
     size = path.stat().st_size
+    if path.suffix.lower() in PARQUET:
+        return ParquetSource.open(name, path, size, text_key)
     if path.suffix.lower() in JSON_LINES:
         return JsonLinesSource(name, path, size, text_key)
     return TextSource(name, path, size)

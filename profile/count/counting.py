@@ -6,18 +6,17 @@ its first pass until they are read.
 Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
+from hotsplit.artifacts.profile_file import NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import SMOOTH
-from hotsplit.profile.native.library import NUM_BUCKETS, count
+from hotsplit.profile.native.library import count, tables
 from hotsplit.runtime.weights.neuron_block import Gate, above
 
 _MAX_ADDED = 255  # ones that a uint8 can count
@@ -29,7 +28,7 @@ class Counter:
     `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
     its activated gate is above it. Such a model must run in mode exact."""
 
-    is_sum = True  # the counts of several processes add up; see profile.run.Part
+    is_sum = True  # the counts of several processes add up; see profile.count.run.Part
 
     def __init__(
         self, gates: tuple[Gate, ...], num_neurons: int, limits: Sequence[LayerLimits] = ()
@@ -50,67 +49,43 @@ class Counter:
             self._has_nan = is_nan if self._has_nan is None else self._has_nan | is_nan
             return
         if layer not in self._count:
-            self._start(layer, tensor.device)
+            zeros = partial(torch.zeros, dtype=torch.int64, device=tensor.device)
+            self._count[layer], self._histogram[layer] = zeros(self.num_neurons), zeros(NUM_BINS)
         self._add(layer, tensor)
         if layer == 0:
             self.num_tokens += len(tensor)
-
-    def _start(self, layer: int, device: torch.device) -> None:
-        self._count[layer] = torch.zeros(self.num_neurons, dtype=torch.int64, device=device)
-        self._histogram[layer] = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
 
     def _add(self, layer: int, gate_TF: Tensor) -> None:
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
         count_F, histogram_B = self._count[layer], self._histogram[layer]
         # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
         value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
-        limit_F = self.limits[layer].gate_F
-        if limit_F is not None:
-            self._add_limited(layer, value_TF, torch.tensor(limit_F, device=value_TF.device))
-            return
-        if gate_TF.device.type == "cpu":
+        limit_F, is_on_cpu = self.limits[layer].gate_F, gate_TF.device.type == "cpu"
+        if limit_F is None and is_on_cpu:
             if is_magnitude and gate.threshold > 0:
-                self._count_native(value_TF, gate.threshold, True, count_F, _no_bins())
+                no_bins_B = torch.zeros_like(histogram_B)
+                count(value_TF, gate.threshold, count_F, no_bins_B, is_magnitude=True)
                 self._add_magnitudes(layer, value_TF)
             else:
                 threshold = gate.threshold if is_magnitude else gate.opens_above
-                self._count_native(value_TF, threshold, is_magnitude, count_F, histogram_B)
+                count(value_TF, threshold, count_F, histogram_B, is_magnitude=is_magnitude)
             return
-        active_TF, fires_TF = gate.act(gate_TF)
-        histogram_B += histogram(value_TF if is_magnitude else active_TF)
-        self._add_fired(layer, fires_TF)
-
-    def _add_limited(self, layer: int, value_TF: Tensor, limit_F: Tensor) -> None:
-        """Adds SiLU's or GELU's values of a layer with limits."""
-        if value_TF.device.type == "cpu":
-            self._add_magnitudes(layer, value_TF)
+        if limit_F is None:
+            active_TF, fires_TF = gate.act(gate_TF)
+            histogram_B += histogram(value_TF if is_magnitude else active_TF)
         else:
-            self._histogram[layer] += histogram(value_TF)
-        self._add_fired(layer, above(value_TF, limit_F))
-
-    def _add_fired(self, layer: int, fires_TF: Tensor) -> None:
+            fires_TF = above(value_TF, torch.tensor(limit_F, device=value_TF.device))
+            self._add_magnitudes(layer, value_TF)
         for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
-            self._count[layer] += part_TF.sum(dim=0, dtype=torch.uint8)
+            count_F += part_TF.sum(dim=0, dtype=torch.uint8)
 
     def _add_magnitudes(self, layer: int, value_TF: Tensor) -> None:
         """Adds every |value| to the histogram alone."""
-        none_F = torch.zeros_like(self._count[layer])
-        self._count_native(value_TF, -1.0, True, none_F, self._histogram[layer])
-
-    def _count_native(
-        self,
-        value_TF: Tensor,
-        threshold: float,
-        is_magnitude: bool,
-        count_F: Tensor,
-        bins_B: Tensor,
-    ) -> None:
-        """Counts in C++; values that are not above the threshold go into bin 0."""
-        first, edge = _tables()
-        count(
-            value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,
-            count_F=count_F, histogram_B=bins_B,
-        )  # fmt: skip
+        if value_TF.device.type == "cpu":
+            none_F = torch.zeros_like(self._count[layer])
+            count(value_TF, -1.0, none_F, self._histogram[layer], is_magnitude=True)
+        else:
+            self._histogram[layer] += histogram(value_TF)
 
     def check(self) -> None:
         """Raises HotsplitError for NaN: such a model has no firings to count."""
@@ -118,8 +93,7 @@ class Counter:
             raise HotsplitError("the model gave NaN; convert its checkpoint again")
 
     def arrays(self) -> dict[str, Tensor]:
-        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros before the first
-        token."""
+        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros at the start."""
         layers = range(len(self.gates))
         count_LF = torch.zeros(len(layers), self.num_neurons, dtype=torch.int64)
         histogram_LB = torch.zeros(len(layers), NUM_BINS, dtype=torch.int64)
@@ -139,11 +113,9 @@ class Counter:
 
 
 def histogram(value: Tensor) -> Tensor:
-    """int64 [B]: the number of |values| (f32) in each bin of profile_file.EDGES; NaN counts in the
-    last.
+    """int64 [B]: the number of |values| (f32) in each bin of EDGES; NaN counts in the last.
 
-    For GPUs: it uses torch operations that do not synchronise (bincount would, to find the largest
-    bin)."""
+    For GPUs: in torch operations that do not synchronise (bincount would, for its largest bin)."""
     size_A = value.abs().flatten()
     bucket_A = (size_A.view(torch.int32) >> 16).long()
     first, edge = _tables_on(size_A.device)
@@ -154,32 +126,11 @@ def histogram(value: Tensor) -> Tensor:
     return total_B
 
 
-def _no_bins() -> Tensor:
-    return torch.zeros(NUM_BINS, dtype=torch.int64)
-
-
 @cache
 def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """`_tables`, copied to a device once: each copy synchronises with it."""
-    first, edge = _tables()
+    """The tables of `count`, copied to a device once: each copy synchronises with it."""
+    first, edge = tables()
     return first.to(device), edge.to(device)
-
-
-@cache
-def _tables() -> tuple[Tensor, Tensor]:
-    """For each bucket, the bin of its smallest value and the edge where the next bin begins (NaN in
-    the last bin).
-
-    A bucket holds the f32 values that share their upper 16 bits (sign, 8 of exponent, 7 of
-    mantissa). Bins are wider, so that at most one edge lies in a bucket."""
-    edges = np.append(EDGES.astype(np.float32), np.float32(np.inf))
-    smallest = (np.arange(NUM_BUCKETS, dtype=np.uint32) << 16).view(np.float32)
-    smallest = np.where(np.isnan(smallest), np.float32(np.inf), smallest)
-    first = np.minimum(np.searchsorted(edges, smallest, side="right") - 1, NUM_BINS - 1)
-    edge = edges[first + 1]
-    return torch.from_numpy(first.astype(np.uint8)), torch.from_numpy(
-        np.where(edge < np.inf, edge, np.nan)
-    )
 
 
 def gates_of(model: ModelFile, threshold_L: Sequence[float]) -> tuple[Gate, ...]:

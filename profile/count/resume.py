@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -13,6 +14,9 @@ from safetensors.numpy import load, save
 from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import shown
+
+if TYPE_CHECKING:
+    from hotsplit.profile.corpus.processes import Ranks
 
 FORMAT, VERSION = "hotsplit.resume", 4
 SAVE_EVERY_S = 60.0
@@ -34,8 +38,7 @@ class Position:
         return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
 
     def digest(self) -> str:
-        """Digest of the position and every array, since resuming from a damaged file would give
-        wrong counts."""
+        """Digest of the position and every array, since a damaged file would give wrong counts."""
         found = hashlib.blake2b(f"{self.phase} {self.done}".encode())
         for name in sorted(self.arrays):
             array = np.ascontiguousarray(self.arrays[name])
@@ -66,11 +69,19 @@ def save_position(path: Path, settings: Settings, position: Position) -> None:
     save_arrays(path, FORMAT, VERSION, metadata, position.arrays)
 
 
-def load_position(path: Path, settings: Settings, *, force: bool) -> Position | None:
-    """The position of a run; None if there is no file or, with `force`, none that fits.
+def load_position(path: Path, settings: Settings, ranks: "Ranks", *, force: bool) -> Position:
+    """The position of a run, in every process; the first one reads the file. That of the beginning
+    if there is no file or, with `force`, none that fits.
 
     Without `force`, raises HotsplitError for a damaged file, and for one of another run: with
     another model, corpus, seed or other settings."""
+    found = ranks.first_only(lambda: _load(path, settings, force)) or Position()
+    if ranks.size == 1:
+        return found
+    return Position.from_bytes(ranks.spread_bytes(found.to_bytes() if ranks.is_first else None))
+
+
+def _load(path: Path, settings: Settings, force: bool) -> Position | None:
     if not path.exists():
         return None
     try:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -19,13 +19,7 @@ from torch import Tensor
 from hotsplit.errors import Interrupted
 from hotsplit.files.atomic import remove_stale
 from hotsplit.profile.corpus.processes import Ranks
-from hotsplit.profile.count.resume import (
-    SAVE_EVERY_S,
-    Position,
-    Settings,
-    load_position,
-    save_position,
-)
+from hotsplit.profile.count.resume import Position, Settings, load_position, save_position
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.signals import NUMBERS, put_back
 
@@ -44,14 +38,25 @@ class Part(Protocol):
 
     def check(self) -> None:
         """Raises HotsplitError if the gathered values cannot be right."""
+        return
 
 
-class Lockstep(Protocol):
-    """Callbacks around every round of windows, so that several processes train in step."""
+class Tensors(Part):
+    """A part of given tensors, which are updated in place."""
 
-    def begin(self, length_of_rank: Sequence[int]) -> None: ...
+    def __init__(self, tensors: dict[str, Tensor], *, is_sum: bool) -> None:
+        self.tensors, self.is_sum = tensors, is_sum
 
-    def end(self) -> None: ...
+    def arrays(self) -> dict[str, Tensor]:
+        return self.tensors
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(arrays[name])
+
+
+# Around every round of windows, with their lengths by rank: several processes train in step.
+Lockstep = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 
 class Run:
@@ -67,13 +72,11 @@ class Run:
         on_tokens: Callable[[float], None],
         *,
         force: bool,
-        save_every_s: float = SAVE_EVERY_S,
+        save_every_s: float,
     ) -> None:
         self.engine, self.ranks, self.path, self.settings = engine, ranks, path, settings
         self.on_tokens, self.save_every_s = on_tokens, save_every_s
-        found = ranks.first_only(lambda: load_position(path, settings, force=force))
-        data = ranks.spread_bytes((found or Position()).to_bytes() if ranks.is_first else None)
-        self.position = Position.from_bytes(data)
+        self.position = load_position(path, settings, ranks, force=force)
         self.parts: dict[str, Part] = {}
         self._phase, self._done = -1, 0
         self._saved_at, self._save_s = time.monotonic(), 0.0
@@ -119,12 +122,10 @@ class Run:
     def _round(self, windows: Sequence[Tensor], lockstep: Lockstep | None) -> None:
         """Runs one window per process; at the end of a phase some processes may have none."""
         lengths = [len(window) for window in windows]
-        if lockstep:
-            lockstep.begin(lengths + [0] * (self.ranks.size - len(lengths)))
-        if self.ranks.rank < len(windows):
-            self.engine.hidden(windows[self.ranks.rank])
-        if lockstep:
-            lockstep.end()
+        of_ranks = lengths + [0] * (self.ranks.size - len(lengths))
+        with lockstep(of_ranks) if lockstep else nullcontext():
+            if self.ranks.rank < len(windows):
+                self.engine.hidden(windows[self.ranks.rank])
         self._done += len(windows)
         self.on_tokens(sum(lengths))
 

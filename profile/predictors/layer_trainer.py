@@ -5,7 +5,7 @@ The text is divided among five phases:
 - moments: collects the second moments from which the untrained predictors are computed
   (profile.predictors.moments).
 - keep: sets up to KEPT_TOKENS tokens aside, for early stopping and for choosing the rank to train.
-- train: trains one low-rank predictor, of that rank (profile.predictors.training).
+- train: trains one low-rank predictor, of that rank (profile.predictors.low_rank).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
   trained or not, and the whole gate in quantised types. The choice follows (profile.predictors.selection).
 - examine: measures the chosen predictor and the untrained one of the same shape, their thresholds
@@ -23,15 +23,21 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.predictor_file import LayerPredictor
-from hotsplit.costs.budget import LayerBytes
+from hotsplit.costs.budget import LayerBytes, tile_rows
 from hotsplit.files.gguf_file import is_whole_blocks
 from hotsplit.model.weight_types import PREDICTOR_NAMES
-from hotsplit.profile.predictors.examine import Examiner
+from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
 from hotsplit.profile.predictors.options import Target
 from hotsplit.profile.predictors.rounding import stored
-from hotsplit.profile.predictors.selection import Candidate, Quality, Tally, bytes_per_token, choose
-from hotsplit.profile.predictors.training import Agree, Batch, LowRank, whole
+from hotsplit.profile.predictors.selection import (
+    Candidate,
+    Examiner,
+    Quality,
+    Tally,
+    bytes_per_token,
+    choose,
+)
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.neuron_block import Gate
 
@@ -105,14 +111,16 @@ class LayerTrainer:
 
     def add(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         """Adds tokens of the current phase: the predictor's input, gates, and act(gate) * up."""
-        take = {
-            "moments": self._add_moments,
-            "keep": self._keep,
-            "train": self._train,
-            "measure": self._measure,
-            "examine": self._examine,
-        }[self.phase]
-        take(x_TD, gate_TF, hidden_TF)
+        if self.phase == "moments":
+            self.moments.add(x_TD, gate_TF)
+        elif self.phase == "keep":
+            self._keep(x_TD, gate_TF, hidden_TF)
+        elif self.phase == "measure":
+            self._measure(x_TD, gate_TF, hidden_TF)
+        elif self.phase == "examine":
+            self._examine(x_TD, gate_TF, hidden_TF)
+        elif self.trained is not None and not self.trained.is_done:
+            self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
 
     def batch(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> Batch:
         fires_TF = self.fires(gate_TF)
@@ -122,9 +130,6 @@ class LayerTrainer:
     def fires(self, gate_TF: Tensor) -> Tensor:
         """bool [T, F]: the labels of the predictor."""
         return self.gate.act(gate_TF, limit=self.gate_limit_F)[1]
-
-    def _add_moments(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        self.moments.add(x_TD, gate_TF)
 
     def _keep(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         left = KEPT_TOKENS - sum(len(batch.x_TD) for batch in self.kept)
@@ -136,7 +141,7 @@ class LayerTrainer:
     def _begin_training(self, num_steps: int, agree: Agree) -> None:
         """Makes the untrained candidates, and starts to train the best low-rank one."""
         self.start = self.moments.start()
-        for tensor in self.start.tensors():  # processes on different processors may differ
+        for tensor in vars(self.start).values():  # processes on different processors may differ
             agree(tensor)
         self.held_out, self.kept = joined(self.kept), []
         if "whole" in self.choices.forms:
@@ -154,18 +159,15 @@ class LayerTrainer:
             network = self._low_rank(rank)
             made += self._rounded(network)
         tallies = self._tallies(made)
+        square = self.held_out.given_TF.square().sum().item()
         for tally in tallies:
-            self._count(tally, self.held_out)
+            self._count(tally, self.held_out, square)
         qualities = [tally.quality(self.choices.target, self.sizes) for tally in tallies]
         best = torch.tensor(self._choose(qualities))
         agree(best)
         self.candidates += made
         self.trained = self._low_rank(made[int(best)].rank)
         self.trained.begin(num_steps, self.held_out, agree)
-
-    def _train(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        if self.trained is not None and not self.trained.is_done:
-            self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
 
     def _begin_measuring(self) -> None:
         if self.trained is not None:
@@ -176,7 +178,8 @@ class LayerTrainer:
 
     def _measure(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         batch = self.batch(x_TD, gate_TF, hidden_TF)
-        square = self._output_square(batch, hidden_TF)
+        y_TD = self.down.combine_many(hidden_TF * batch.fires_TF)
+        square = y_TD.double().square().sum().item()
         for tally in self.tallies:
             self._count(tally, batch, square)
 
@@ -184,15 +187,11 @@ class LayerTrainer:
         target = self.choices.target
         self.qualities = [tally.quality(target, self.sizes) for tally in self.tallies]
         index = self._choose(self.qualities)
-        chosen = self.qualities[index]
-        same = [
-            i
-            for i, q in enumerate(self.qualities)
-            if not q.is_trained and (q.rank, q.matrix_kind) == (chosen.rank, chosen.matrix_kind)
-        ]
+        shapes = [(q.rank, q.matrix_kind, q.is_trained) for q in self.qualities]
+        untrained = shapes.index((*shapes[index][:2], False))
         self.examiners = [
-            Examiner(self.candidates[i].predictor, self.qualities[i], self.down, self.sizes)
-            for i in (index, same[0])
+            Examiner(self.candidates[i], self.qualities[i].threshold, self.down, self.sizes)
+            for i in (index, untrained)
         ]
         self.predictor = self.candidates[index].predictor
         self.candidates, self.tallies = [], []
@@ -212,11 +211,10 @@ class LayerTrainer:
             break_even_density=self._break_even(chosen),
         )
         down, up = self.predictor.down, self.predictor.up
-        bias_F = up.bias_N
         weights = LayerPredictor(
             down=None if down is None else stored(down.weight),
             up=stored(up.weight),
-            up_bias_F=None if bias_F is None else bias_F.cpu().numpy(),
+            up_bias_F=None if up.bias_N is None else up.bias_N.cpu().numpy(),
         )
         return weights, quality
 
@@ -255,15 +253,10 @@ class LayerTrainer:
                 for c in candidates
             ]
 
-    def _count(self, tally: Tally, batch: Batch, square: float | None = None) -> None:
-        with torch.no_grad():
-            score_TF = tally.candidate.predictor.scores(batch.x_TD)
-        square = batch.given_TF.square().sum().item() if square is None else square
+    @torch.no_grad()
+    def _count(self, tally: Tally, batch: Batch, square: float) -> None:
+        score_TF = tally.candidate.predictor.scores(batch.x_TD)
         tally.add(score_TF, batch.fires_TF, batch.given_TF, square)
-
-    def _output_square(self, batch: Batch, hidden_TF: Tensor) -> float:
-        y_TD = self.down.combine_many(hidden_TF * batch.fires_TF)
-        return y_TD.double().square().sum().item()
 
 
 class PredictorTrainer:
@@ -303,8 +296,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def phases(count: int) -> dict[Phase, slice]:
-    """The windows of each phase, out of `count`, in order of the phases; at least one each if there
-    are five or more."""
+    """The windows of each phase, out of `count`, in order; at least one each if five or more."""
     sizes = {name: max(1, round(share * count)) for name, share in SHARES.items()}
     pieces: dict[Phase, slice] = {}
     start = 0
@@ -318,4 +310,6 @@ def phases(count: int) -> dict[Phase, slice]:
 def row_norms(matrix: Matrix) -> Tensor:
     """f32 [N]: the Euclidean length of each row."""
     rows = torch.arange(matrix.num_rows, device=matrix.data.device)
-    return torch.cat([matrix.rows(piece).norm(dim=1) for piece in rows.split(1024)])
+    return torch.cat(
+        [matrix.rows(piece).norm(dim=1) for piece in rows.split(tile_rows(matrix.width))]
+    )

@@ -27,10 +27,6 @@ class Start:
     right_RD: Tensor
     gate_square_F: Tensor  # E[(gate - b)^2] with the gate's own bias b
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.map_FD, self.bias_F, self.moment_DD, self.whiten_DD, self.left_FR,
-                self.right_RD, self.gate_square_F)  # fmt: skip
-
     def residual_F(self, rank: int) -> Tensor:
         """Root mean square of each gate's error with the map of this rank, at least 1 % of the
         gate's own. An estimate if the input is that of the layer before, since the regression has

@@ -77,8 +77,8 @@ def measure(
     windows: Sequence[Tensor],
     corpus_sha256: str,
 ) -> Measured:
-    """Compares the model with its dense self in each mode of `changed`, with one dense pass for
-    all of them."""
+    """Compares the model with its dense self in each mode of `changed`, with one dense pass for all
+    of them."""
     chosen, left = [], MAX_TOKENS
     for ids in windows:
         chosen.append(ids[: max(2, left)])
@@ -141,8 +141,7 @@ def recorded(
 
 
 def sha256_of_corpora(corpora: Sequence[Corpus]) -> str:
-    """The corpus's hex digest; for several corpora, the sha256 of their concatenated hex
-    digests."""
+    """The corpus's hex digest; for several, the sha256 of their concatenated hex digests."""
     if len(corpora) == 1:
         return corpora[0].sha256
     return hashlib.sha256("".join(c.sha256 for c in corpora).encode()).hexdigest()

@@ -11,11 +11,12 @@ fewest wins. Candidates whose predicted neurons fire often enough (`precision`) 
 than mode exact take precedence: rows predicted in vain are read from slow memory, the predictor
 mostly from fast memory.
 
-The lost norm is read from the same histogram as the rest: neurons add to the output in nearly
+`Tally` reads the lost norm from the same histogram as the rest: neurons add to the output in nearly
 orthogonal directions, so |sum lost h_j down_j| is the root of the sum of (h_j |down_j|)^2 to 1-3 %
-(docs/log/predictors.md).
+(docs/log/predictors.md). `Examiner`, which measures the chosen predictor on held-out text, runs the
+down projection twice for the exact one: for all neurons that fire and for those that are missed.
 
-Letters: T tokens, F neurons, B histogram bins."""
+Letters: T tokens, D model width, F neurons, B histogram bins."""
 
 import math
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from torch import Tensor
 from hotsplit.costs.budget import LayerBytes
 from hotsplit.profile.predictors.options import Target
 from hotsplit.runtime.ops.predict import Predictor
+from hotsplit.runtime.weights.matrix import Matrix
 
 NUM_BINS = 8192
 RANGE = 16.0  # in standard deviations of the scores, on either side
@@ -52,6 +54,40 @@ class Quality:
     lost_norm: float  # |y - y_named| / |y|
     bytes_per_token: float  # of the feed-forward layer: predictor, gate, up and down
 
+    @classmethod
+    def of(
+        cls,
+        candidate: "Candidate",
+        threshold: float,
+        sizes: LayerBytes,
+        *,
+        pairs: float,
+        fired: float,
+        named: float,
+        caught: float,
+        contribution: float,
+        lost_norm: float,
+    ) -> "Quality":
+        """The quality from counts over `pairs` of tokens and neurons: those that fire, those that
+        are predicted, and those that are both."""
+        predictor = candidate.predictor
+        size, number = predictor.num_bytes, predictor.up.weight.num_rows
+        return cls(
+            form="whole" if predictor.down is None else "low-rank",
+            rank=candidate.rank,
+            matrix_kind=predictor.up.weight.kind,
+            is_trained=candidate.is_trained,
+            num_bytes=size,
+            threshold=threshold,
+            density=fired / pairs,
+            predicted_density=named / pairs,
+            recall=caught / max(1, fired),
+            precision=caught / max(1, named),
+            contribution=contribution,
+            lost_norm=lost_norm,
+            bytes_per_token=bytes_per_token(size, named / pairs, caught / pairs, number, sizes),
+        )
+
     @property
     def name(self) -> str:
         what = "whole" if self.form == "whole" else f"rank {self.rank}"
@@ -66,17 +102,9 @@ class Candidate:
     is_trained: bool
 
     @property
-    def form(self) -> Form:
-        return "whole" if self.predictor.down is None else "low-rank"
-
-    @property
     def rank(self) -> int:
         down = self.predictor.down
         return 0 if down is None else down.weight.num_rows
-
-    @property
-    def matrix_kind(self) -> str:
-        return self.predictor.up.weight.kind
 
 
 class Tally:
@@ -104,7 +132,7 @@ class Tally:
         self.output_square += square
 
     def quality(self, target: Target, sizes: LayerBytes) -> Quality:
-        """The quality at the largest threshold that meets the targets for contribution and lost
+        """The quality at the largest threshold that meets the target's contribution and lost
         norm."""
         above_B = self.sum_B.flip(1).cumsum(1).flip(1)
         named_B, fired_B, given_B, squared_B = above_B
@@ -112,28 +140,19 @@ class Tally:
         lost_B = ((squared_B[0] - squared_B).clamp(min=0) / total).sqrt()
         is_enough_B = (given_B >= target.contribution * given_B[0]) & (lost_B <= target.lost_norm)
         first = int(is_enough_B.nonzero().max())
-        pairs = named_B[0].item()
-        named, fired = named_B[first].item(), fired_B[first].item()
         threshold = self.unit * (first * (2 * RANGE / NUM_BINS) - RANGE)
         # A score equal to the lowest one kept must pass `score > threshold`.
         threshold = -math.inf if first == 0 else threshold - 1e-6 * max(self.unit, abs(threshold))
-        neurons = self.candidate.predictor.up.weight.num_rows
-        return Quality(
-            form=self.candidate.form,
-            rank=self.candidate.rank,
-            matrix_kind=self.candidate.matrix_kind,
-            is_trained=self.candidate.is_trained,
-            num_bytes=self.candidate.predictor.num_bytes,
-            threshold=threshold,
-            density=fired_B[0].item() / pairs,
-            predicted_density=named / pairs,
-            recall=fired / max(1.0, fired_B[0].item()),
-            precision=fired / max(1.0, named),
+        return Quality.of(
+            self.candidate,
+            threshold,
+            sizes,
+            pairs=named_B[0].item(),
+            fired=fired_B[0].item(),
+            named=named_B[first].item(),
+            caught=fired_B[first].item(),
             contribution=(given_B[first] / given_B[0].clamp(min=1e-30)).item(),
             lost_norm=lost_B[first].item(),
-            bytes_per_token=bytes_per_token(
-                self.candidate.predictor.num_bytes, named / pairs, fired / pairs, neurons, sizes
-            ),
         )
 
 
@@ -156,3 +175,60 @@ def choose(qualities: Sequence[Quality], target: Target, exact_bytes: float) -> 
         if q.precision >= target.precision and q.bytes_per_token < exact_bytes
     ]
     return min(precise or range(len(qualities)), key=lambda i: qualities[i].bytes_per_token)
+
+
+class Examiner:
+    """Measures a candidate with its threshold on held-out text, by sums over tokens."""
+
+    def __init__(
+        self, candidate: Candidate, threshold: float, down: Matrix, sizes: LayerBytes
+    ) -> None:
+        self.candidate, self.threshold = candidate, threshold
+        self.down, self.sizes = down, sizes
+        device = down.data.device
+        self.fired_F = torch.zeros(down.num_rows, dtype=torch.int64, device=device)
+        self.num = torch.zeros(3, dtype=torch.int64, device=device)  # all pairs, predicted, caught
+        # contribution of the neurons that fire and of those caught; squared norms of the lost and
+        # of the whole output
+        self.amount = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def sums(self) -> dict[str, Tensor]:
+        """The tensors themselves, which are updated in place."""
+        return {"fired_F": self.fired_F, "num": self.num, "amount": self.amount}
+
+    @torch.no_grad()
+    def add(self, x_TD: Tensor, fires_TF: Tensor, hidden_TF: Tensor, norm_F: Tensor) -> None:
+        """`hidden_TF` has all neurons, `norm_F` the lengths of the rows of `down`."""
+        named_TF = self.candidate.predictor.scores(x_TD) > self.threshold
+        hidden_TF = hidden_TF * fires_TF
+        given_TF = hidden_TF.abs() * norm_F
+        self.fired_F += fires_TF.sum(dim=0)
+        counts = (fires_TF.new_ones(()).long() * fires_TF.numel(), named_TF.sum(),
+                  (named_TF & fires_TF).sum())  # fmt: skip
+        self.num += torch.stack(counts)
+        lost_TD = self.down.combine_many(hidden_TF * ~named_TF)
+        y_TD = self.down.combine_many(hidden_TF)
+        amounts = (given_TF, given_TF * named_TF, lost_TD.square(), y_TD.square())
+        self.amount += torch.stack([amount.double().sum() for amount in amounts])
+
+    @property
+    def hottest_fifth(self) -> float:
+        """Share of the firings that come from the hottest 20 % of the neurons."""
+        sorted_F = self.fired_F.sort(descending=True).values
+        first = -(-len(sorted_F) // 5)
+        return (sorted_F[:first].sum() / sorted_F.sum().clamp(min=1)).item()
+
+    def quality(self) -> Quality:
+        pairs, named, caught = self.num.tolist()
+        given, kept, lost_square, output_square = self.amount.tolist()
+        return Quality.of(
+            self.candidate,
+            self.threshold,
+            self.sizes,
+            pairs=pairs,
+            fired=int(self.fired_F.sum()),
+            named=named,
+            caught=caught,
+            contribution=kept / max(given, 1e-30),
+            lost_norm=(lost_square / max(output_square, 1e-30)) ** 0.5,
+        )

@@ -1,29 +1,37 @@
 """Trains the predictors of all layers, with the model in memory or streamed.
 
 Both ways run the same phases on the same windows in the same order, and in one process give the
-same predictors.
+same predictors. How one layer's predictor is trained is in layer_trainer (its phases) and low_rank
+(the network and its steps); here are the loops over layers and windows, and the state that a run
+saves and that processes share.
 
-Letters: T tokens of a chunk, D model width, F or N neurons of a layer, L layers."""
+Letters: T tokens, D model width, F or N neurons of a layer, L layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
-from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.budget import SHORT_CHUNK, layer_bytes
 from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.count.run import Run
+from hotsplit.profile.corpus.processes import Ranks
+from hotsplit.profile.count.run import Part, Run, Tensors
 from hotsplit.profile.predictors.layer_trainer import (
+    KEPT_TOKENS,
     LayerQuality,
     LayerTrainer,
     Phase,
     PredictorTrainer,
     phases,
 )
+from hotsplit.profile.predictors.low_rank import Batch
 from hotsplit.profile.predictors.options import predictor_choices
-from hotsplit.profile.predictors.trainer_state import Kept, SharedSteps, Sums, Weights, num_steps
+from hotsplit.profile.predictors.selection import Examiner, Tally
 from hotsplit.profile.stream.streaming import LayerStream, StreamedLayer
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.weights.neuron_block import Gate
@@ -53,8 +61,7 @@ def train_whole(
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
 
-    Only sums, kept tokens and the state of the training are saved; a resumed run derives everything
-    else from them again."""
+    Only sums, kept tokens and the state of the training are saved; the rest is derived again."""
     model, ranks = run.engine.model, run.ranks
     layers = [
         layer_trainer(model, index, layer, gate, config)
@@ -81,7 +88,7 @@ def train_whole(
         gather("keep", Kept(layers, ranks), piece)
         piece = enter("train")
         run.add("train", Weights(layers))
-        run.phase(piece, SharedSteps(ranks, layers))
+        run.phase(piece, SharedSteps(ranks, layers).round)
         piece = enter("measure")
         gather("measure", Sums([_sums(layer.tallies) for layer in layers]), piece)
         piece = enter("examine")
@@ -103,8 +110,13 @@ def train_streamed(
 
     def train(step: StreamedLayer) -> Finished:
         trainer = layer_trainer(stream.model, step.index, step.layer, gates[step.index], config)
-        watcher = _Watcher(step, trainer, config.input_layer_offset)
-        with stream.observe(watcher.observe, watcher.wants):
+        inner = PredictorTrainer([trainer], 0)
+
+        def observe(name: str, layer: int | None, tensor: Tensor) -> None:
+            before_TD = step.before_TD if config.input_layer_offset and name == "ffn_norm" else None
+            inner.observe(name, 0, tensor if before_TD is None else before_TD)
+
+        with stream.observe(observe, inner.wants):
             for phase, piece in pieces.items():
                 trainer.enter(phase, steps)
                 step.advance(piece.start, piece.stop)
@@ -115,23 +127,8 @@ def train_streamed(
     return _together([train(step) for step in all_steps], stream.model, config)
 
 
-class _Watcher:
-    """An observer that passes one streamed layer's tensors to its trainer."""
-
-    def __init__(self, step: StreamedLayer, trainer: LayerTrainer, offset: int) -> None:
-        self.step, self.offset = step, offset
-        self.inner = PredictorTrainer([trainer], 0)
-
-    def wants(self, name: str, layer: int | None) -> bool:
-        return self.inner.wants(name, layer)
-
-    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
-        before_TD = self.step.before_TD if self.offset and name == "ffn_norm" else None
-        self.inner.observe(name, 0, tensor if before_TD is None else before_TD)
-
-
-def _sums(parts: Sequence) -> dict[str, Tensor]:
-    return {f"{n}/{name}": t for n, part in enumerate(parts) for name, t in part.sums().items()}
+def _sums(parts: Sequence[Tally] | Sequence[Examiner]) -> dict[str, Tensor]:
+    return _numbered([part.sums() for part in parts])
 
 
 def _together(finished: Sequence[Finished], model: ModelFile, config: ProfileConfig) -> Trained:
@@ -147,3 +144,138 @@ def _together(finished: Sequence[Finished], model: ModelFile, config: ProfileCon
         model_id=model.model_id, info=info, layers=weights, limits=model.limits.sha256
     )
     return predictors, quality
+
+
+class Sums(Tensors):
+    """Sums of every layer; the processes' shares add up.
+
+    In f64 or int64, so that the total is that of any number of processes, up to rounding."""
+
+    def __init__(self, sums_L: Sequence[dict[str, Tensor]]) -> None:
+        super().__init__(_numbered(sums_L), is_sum=True)
+
+    def settle(self, total: dict[str, Tensor]) -> None:
+        """Gives all processes the total."""
+        self.load(total)
+        self.is_sum = False
+
+
+class Kept(Part):
+    """The tokens that every layer keeps, concatenated over the processes."""
+
+    def __init__(self, layers: Sequence[LayerTrainer], ranks: Ranks) -> None:
+        self.layers, self.ranks, self.is_sum = layers, ranks, True
+        self.settled: dict[str, Tensor] = {}
+
+    def arrays(self) -> dict[str, Tensor]:
+        """All processes must call this together: each fills in the rows of its own tokens."""
+        if self.settled:
+            return self.settled
+        count = max(sum(len(batch.x_TD) for batch in layer.kept) for layer in self.layers)
+        count_of_rank = torch.zeros(self.ranks.size, dtype=torch.int64)
+        count_of_rank[self.ranks.rank] = count
+        count_of_rank = self.ranks.sum(count_of_rank)
+        start, total = int(count_of_rank[: self.ranks.rank].sum()), int(count_of_rank.sum())
+        found: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            for name, field in _FIELDS.items():
+                width = layer.width if name == "x" else layer.num_neurons
+                rows = torch.zeros(total, width, device=layer.device)
+                if pieces := [getattr(batch, field) for batch in layer.kept]:
+                    rows[start : start + count] = torch.cat(pieces).float()
+                found[f"{index}/{name}"] = rows
+        return found
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        for index, layer in enumerate(self.layers):
+            rows = {name: arrays[f"{index}/{name}"].to(layer.device) for name in _FIELDS}
+            layer.kept = [
+                Batch(x_TD=rows["x"], fires_TF=rows["fires"] != 0, given_TF=rows["given"])
+            ]
+
+    def settle(self, total: dict[str, Tensor]) -> None:
+        """Gives all processes the same tokens: the first KEPT_TOKENS of all."""
+        self.settled = {name: rows[:KEPT_TOKENS].contiguous() for name, rows in total.items()}
+        self.load(self.settled)
+        self.is_sum = False
+
+
+_FIELDS = {"x": "x_TD", "fires": "fires_TF", "given": "given_TF"}
+
+
+class Weights(Part):
+    """Predictors in training with their optimizers; identical in all processes."""
+
+    is_sum = False
+
+    def __init__(self, layers: Sequence[LayerTrainer]) -> None:
+        self.networks = [layer.trained for layer in layers]
+
+    def arrays(self) -> dict[str, Tensor]:
+        return _numbered([network.state() if network else {} for network in self.networks])
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        for index, network in enumerate(self.networks):
+            prefix = f"{index}/"
+            if network:
+                network.load_state(
+                    {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+                )
+
+
+def _numbered(tensors_L: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all, by names that begin with their numbers."""
+    return {f"{n}/{name}": t for n, tensors in enumerate(tensors_L) for name, t in tensors.items()}
+
+
+class SharedSteps:
+    """Makes all processes take every step together, with the mean of their gradients.
+
+    The mean is weighted by tokens; a process that has no text left contributes nothing. A step of n
+    processes takes up to n chunks, so there are about n times fewer steps."""
+
+    def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
+        self.ranks = ranks
+        self.networks = [layer.trained for layer in layers if layer.trained is not None]
+        self.length_of_rank: Sequence[int] = ()
+        self.steps = [0] * len(self.networks)  # in this round
+        if ranks.size > 1:
+            for number, network in enumerate(self.networks):
+                assert network.optimizer is not None
+                network.optimizer.register_step_pre_hook(self._hook(number))
+
+    @contextmanager
+    def round(self, length_of_rank: Sequence[int]) -> Iterator[None]:
+        """Around a window of each process. At its end, takes the steps for which only other
+        processes have text."""
+        self.length_of_rank, self.steps = length_of_rank, [0] * len(self.networks)
+        yield
+        most = max(map(num_chunks, length_of_rank))
+        for _ in range(num_chunks(length_of_rank[self.ranks.rank]), most):
+            for network in self.networks:
+                network.step(None)
+
+    def _hook(self, number: int) -> Any:
+        def share(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            start = self.steps[number] * SHORT_CHUNK
+            self.steps[number] += 1
+            counts = [max(0, min(SHORT_CHUNK, n - start)) for n in self.length_of_rank]
+            share_of_mine = counts[self.ranks.rank] / sum(counts)
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            flat = torch.cat([gradient.flatten() for gradient in gradients]) * share_of_mine
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, mean in zip(gradients, self.ranks.sum(flat).split(sizes), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+        return share
+
+
+def num_chunks(length: int) -> int:
+    """Steps in a window of `length` tokens."""
+    return -(-length // SHORT_CHUNK)
+
+
+def num_steps(windows: Sequence[Tensor], size: int) -> int:
+    """Number of steps that `size` processes take on the windows."""
+    chunks = [num_chunks(len(window)) for window in windows]
+    return sum(max(chunks[start : start + size]) for start in range(0, len(chunks), size))

@@ -12,8 +12,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.files.atomic import all_or_none, partial_file
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.predictors.selection import Quality
-from hotsplit.profile.report.lines import report_paths
-from hotsplit.profile.report.report_file import load_predictor_report
+from hotsplit.profile.report.report import load_predictor_report, report_paths
 
 PICTURES = ("density.png", "firings.png", "predictors.png")
 OTHERS, CHOSEN = "#777f8a", "#c8452d"
@@ -25,7 +24,7 @@ def draw(profile: Path, folder: Path) -> list[Path]:
     were trained, predictors.png; returns their paths."""
     pyplot = load_pyplot()
     loaded = Profile.load(profile)
-    quality_L = load_predictor_report(report_paths(profile)[0], loaded.model_id).quality_L
+    quality_L = load_predictor_report(report_paths(profile)[0], loaded.model_id)
     figures = [_density(pyplot, loaded), _firings(pyplot, loaded)]
     if quality_L:
         figures.append(_predictors(pyplot, quality_L))
@@ -54,7 +53,10 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
     for layer, share_F in enumerate(share_LF):
         axes.plot(neurons_F, 100 * share_F, label=f"layer {layer}")
     axes.set(xlabel="neurons, hottest first, %", ylabel="firings, %", title="Firings")
-    _name_layers(axes, len(counts_LF))
+    if len(counts_LF) <= MAX_NAMED:
+        axes.legend()
+    else:
+        axes.text(0.98, 0.02, f"{len(counts_LF)} layers", ha="right", transform=axes.transAxes)
     return figure
 
 
@@ -91,13 +93,6 @@ def _chosen(quality: LayerQuality) -> Quality:
          == (chosen.name, chosen.is_trained, chosen.threshold)),
         chosen,
     )  # fmt: skip
-
-
-def _name_layers(axes: Any, num_layers: int) -> None:
-    if num_layers <= MAX_NAMED:
-        axes.legend()
-    else:
-        axes.text(0.98, 0.02, f"{num_layers} layers", ha="right", transform=axes.transAxes)
 
 
 def load_pyplot() -> Any:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.errors import HotsplitError
+from hotsplit.profile.sparsity.thresholds import up_to
 from hotsplit.runtime.engine import Engine
 
 KEPT_BYTES = 2 << 30  # memory for dense log probabilities, f32
@@ -34,17 +35,9 @@ class Closeness:
     num_tokens: int
 
 
-def fitting(
-    windows: Sequence[Tensor], vocab_size: int, most_bytes: int = KEPT_BYTES
-) -> list[Tensor]:
-    """The first windows whose log probabilities fit into `most_bytes` together; at least one."""
-    chosen: list[Tensor] = []
-    for ids_T in windows:
-        size = sum(map(len, chosen)) + len(ids_T)
-        if chosen and size * vocab_size * 4 > most_bytes:
-            break
-        chosen.append(ids_T)
-    return chosen
+def fitting(windows: Sequence[Tensor], vocab_size: int) -> list[Tensor]:
+    """The first windows whose log probabilities fit into KEPT_BYTES together; at least one."""
+    return up_to(windows, KEPT_BYTES // (4 * vocab_size))
 
 
 class LimitMeter:
@@ -115,8 +108,7 @@ def _log_probabilities(engine: Engine, ids_T: Tensor) -> Tensor:
 
 
 def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ...]:
-    """Sums over a window: KL divergence, loss, dense loss, tokens with the same top; then the
-    number of tokens."""
+    """Sums over a window: KL, loss, dense loss, tokens with the same top, and all tokens."""
     kl, same = 0.0, 0
     for want, got in zip(want_TV.split(PIECE), got_TV.split(PIECE), strict=True):
         kl += F.kl_div(got, want, reduction="sum", log_target=True).item()

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.count.counting import Counter, gates_of
+from hotsplit.profile.count.run import Tensors
 from hotsplit.runtime.engine import Engine
 
 STEP = 0.05  # the share of a layer's neurons that a step of the search silences
@@ -55,17 +55,6 @@ def thresholds_for(
         value = EDGES[cut] + within * (EDGES[cut + 1] - EDGES[cut]) if share > 0 else 0.0
         thresholds.append(float(np.float32(value)))
     return tuple(thresholds)
-
-
-def magnitudes(engine: Engine, windows: Sequence[Tensor]) -> np.ndarray:
-    """histogram_LB, int64, of |act(gate)| of all neurons; the engine must not skip any."""
-    counter = Counter(
-        gates_of(engine.model, (0.0,) * len(engine.layers)), engine.model.spec.most_neurons
-    )
-    with engine.observe(counter.observe, counter.wants):
-        for ids_T in windows:
-            engine.hidden(ids_T)
-    return counter.arrays()["gate_histogram_LB"].numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +243,7 @@ def search(
 def _follow(
     meter: Meter, num_layers: int, goal: Goal, on_line: Callable[[str], None]
 ) -> Allocation:
-    """The greedy search's last allocation within the goal; reports each 5 % of mean sparsity on the
-    way."""
+    """The greedy search's last allocation within the goal; reports every 5 % of mean sparsity."""
 
     def accepts(cost: Cost) -> bool:
         return meter.increase(cost) <= goal.perplexity_budget
@@ -279,44 +267,30 @@ def _follow(
     return found
 
 
-class Found:
+class Found(Tensors):
     """The thresholds of a search and its report, so that a resumed run need not search again."""
 
-    is_sum = False
-
     def __init__(self, num_layers: int) -> None:
-        self.threshold_and_sparsity = torch.zeros(2, num_layers, dtype=torch.float64)
-        self.numbers = torch.zeros(6, dtype=torch.float64)
+        shapes = {"layers": (2, num_layers), "numbers": (len(_NUMBERS),)}
+        tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in shapes.items()}
+        super().__init__(tensors, is_sum=False)
 
     def set(self, threshold_L: Sequence[float], report: ThresholdReport) -> None:
-        self.threshold_and_sparsity[:] = torch.tensor(
-            [threshold_L, report.sparsity_L], dtype=torch.float64
-        )
-        self.numbers[:] = torch.tensor(
-            [getattr(report, name) for name in _NUMBERS], dtype=torch.float64
-        )
+        numbers = [getattr(report, name) for name in _NUMBERS]
+        found = {"layers": [threshold_L, report.sparsity_L], "numbers": numbers}
+        self.load({key: torch.tensor(each, dtype=torch.float64) for key, each in found.items()})
 
     @property
     def threshold_L(self) -> tuple[float, ...]:
-        return tuple(self.threshold_and_sparsity[0].tolist())
+        return tuple(self.tensors["layers"][0].tolist())
 
     @property
     def report(self) -> ThresholdReport:
-        increases, counts = self.numbers.tolist()[:4], self.numbers.tolist()[4:]
+        numbers = self.tensors["numbers"].tolist()
         return ThresholdReport(
-            sparsity_L=tuple(self.threshold_and_sparsity[1].tolist()),
-            **dict(zip(_NUMBERS, (*increases, *map(int, counts)), strict=True)),
+            sparsity_L=tuple(self.tensors["layers"][1].tolist()),
+            **dict(zip(_NUMBERS, (*numbers[:4], *map(int, numbers[4:])), strict=True)),
         )
-
-    def arrays(self) -> dict[str, Tensor]:
-        return {"layers": self.threshold_and_sparsity, "numbers": self.numbers}
-
-    def load(self, arrays: dict[str, Tensor]) -> None:
-        self.threshold_and_sparsity.copy_(arrays["layers"])
-        self.numbers.copy_(arrays["numbers"])
-
-    def check(self) -> None:
-        pass
 
 
 _NUMBERS = ("perplexity_increase", "uniform_increase", "tuned_increase", "seconds",

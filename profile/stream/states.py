@@ -9,7 +9,6 @@ import io
 import os
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,21 +18,12 @@ from hotsplit.errors import HotsplitError
 from hotsplit.system.sizes import format_bytes
 
 
-class States(Protocol):
-    def read(self, start: int, stop: int) -> Tensor:
-        """f32 [T, D], a copy."""
-
-    def write(self, start: int, x_TD: Tensor) -> None: ...
-
-    def close(self) -> None:
-        """Frees the memory, or the space on the disk."""
-
-
 class MemoryStates:
     def __init__(self, num_tokens: int, width: int, device: torch.device) -> None:
         self.x_ND = torch.empty(num_tokens, width, device=device)
 
     def read(self, start: int, stop: int) -> Tensor:
+        """f32 [T, D], a copy."""
         return self.x_ND[start:stop].clone()
 
     def write(self, start: int, x_TD: Tensor) -> None:
@@ -44,8 +34,7 @@ class MemoryStates:
 
 
 class FileStates:
-    """States in an unnamed file of `folder`, which is gone once it is closed or this process
-    ends."""
+    """States in an unnamed file of `folder`, gone once it is closed or the process ends."""
 
     def __init__(self, num_tokens: int, width: int, folder: Path) -> None:
         """Raises HotsplitError if the folder cannot be written or has too little space."""
@@ -65,20 +54,17 @@ class FileStates:
             ) from error
 
     def read(self, start: int, stop: int) -> Tensor:
-        x_TD = torch.empty(stop - start, self.width)
-        left = x_TD.numpy().data.cast("B")
+        """f32 [T, D]."""
         self.file.seek(4 * start * self.width)
-        while left:
-            count = self.file.readinto(left)
-            assert count, (start, stop)  # the file has its full length from the start
-            left = left[count:]
-        return x_TD
+        values = np.fromfile(self.file, np.float32, (stop - start) * self.width)
+        return torch.from_numpy(values.reshape(stop - start, self.width))
 
     def write(self, start: int, x_TD: Tensor) -> None:
-        left = np.ascontiguousarray(x_TD.cpu().numpy()).data.cast("B")
         self.file.seek(4 * start * self.width)
-        while left:
-            left = left[self.file.write(left) :]
+        x_TD.cpu().numpy().tofile(self.file)
 
     def close(self) -> None:
         self.file.close()
+
+
+States = MemoryStates | FileStates

@@ -18,7 +18,8 @@ from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, report_o
 from hotsplit.model.modes import Mode
 from hotsplit.profile.memory import room_of
 from hotsplit.profile.stream.streaming import CPU, LayerStream, StreamPlan
-from hotsplit.runtime.ops.observers import Observe, Wants
+from hotsplit.runtime.model.loader import Builder
+from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.matrix import Linear, matrix_of
 
 ROOM_SHARE = 1 / 4  # share of the room for the hidden states of all passes
@@ -45,9 +46,9 @@ def compare_streamed(
     if not chosen:
         return []
     shares = [ShareCounter(model) for model, _ in others]
-    states = [_hidden(dense, "dense", plan, chosen, dense_shares.observe, dense_shares.wants)]
+    states = [_hidden(dense, "dense", plan, chosen, dense_shares)]
     for (model, mode), each in zip(others, shares, strict=True):
-        states.append(_hidden(model, mode, plan, chosen, each.observe, each.wants))
+        states.append(_hidden(model, mode, plan, chosen, each))
     comparison = _compared(_Head(dense), states, chosen)
     return [
         report_of(comparison, number, mode, model, shares[number])
@@ -71,15 +72,9 @@ def _compared(head: "_Head", states: Sequence[Tensor], windows: Sequence[Tensor]
 
 
 def _hidden(
-    model: ModelFile,
-    mode: Mode,
-    plan: StreamPlan,
-    windows: Sequence[Tensor],
-    observe: Observe,
-    wants: Wants,
+    model: ModelFile, mode: Mode, plan: StreamPlan, windows: Sequence[Tensor], shares: ShareCounter
 ) -> Tensor:
-    """Hidden states after the last layer, f32 [N, D] on the CPU; `observe` and `wants` as in
-    Engine.observe."""
+    """Hidden states after the last layer, f32 [N, D] on the CPU; `shares` observes the neurons."""
     last, pieces = model.spec.num_layers - 1, []
     with (
         LayerStream(model, plan, mode=mode) as stream,
@@ -87,7 +82,7 @@ def _hidden(
             lambda name, layer, x_TD: pieces.append(x_TD.to(CPU, copy=True)),
             lambda name, layer: name == "layer_out" and layer == last,
         ),
-        stream.observe(observe, wants),
+        stream.observe(shares.observe, shares.wants),
     ):
         stream.run(windows)
     return torch.cat(pieces)
@@ -100,7 +95,8 @@ class _Head:
         name = "token_embd.weight" if model.is_tied else "output.weight"
         self.entry = model.tensors[name]
         self.matrix = Linear(weight=matrix_of(self.entry, CPU))
-        self.norm = LayerStream.output_norm(model)
+        placement = Placement.on_one_device(model.spec.num_layers, CPU)
+        self.norm = Builder(model, placement, "dense", 1).output_norm(CPU)
 
     @torch.inference_mode()
     def logits(self, x_TD: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import DEFAULT_CONTEXT, SHORT_CHUNK
+from hotsplit.costs.budget import DEFAULT_CONTEXT, SHORT_CHUNK, is_predictor, layer_tensors
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode
@@ -35,7 +35,6 @@ from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.ops.embed import embed
-from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observation, Observe, Observers, Wants
 from hotsplit.runtime.step.decoder import run_layer
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
@@ -132,13 +131,6 @@ class LayerStream:
         if self.plan.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @staticmethod
-    def output_norm(model: ModelFile) -> Norm | None:
-        """The model's output norm, on the CPU."""
-        placement = Placement.on_one_device(model.spec.num_layers, CPU)
-        builder = Builder(model, placement, "dense", 1)
-        return builder.output_norm(CPU)
-
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:
         """Runs every window through every layer; after each window of a layer, `on_tokens` gets the
         window's number of tokens divided by the number of layers."""
@@ -222,9 +214,8 @@ class LayerStream:
                 release(entry)
 
     def _entries(self, index: int) -> list[TensorEntry]:
-        prefix = f"blk.{index}."
-        return [e for n, e in self.model.tensors.items()
-                if n.startswith(prefix) and "ffn_pred_" not in n]  # fmt: skip
+        tensors = layer_tensors(self.model, index).items()
+        return [entry for name, entry in tensors if not is_predictor(name)]
 
     def _load(self, index: int, waiting: "Waiting") -> "StreamedLayer":
         """Reads a layer and prefetches the next one."""
@@ -368,8 +359,7 @@ def _touch(entry: TensorEntry) -> None:
 
 
 def _flops_per_s(layer: Layer) -> float:
-    """FLOP/s of a product like those of the pass, unpacking included; the second of two runs is
-    timed."""
+    """FLOP/s of a product like those of the pass, unpacking included; the second run is timed."""
     gate = layer.ffn.blocks[0].gate
     x_TD = torch.ones(SHORT_CHUNK, gate.weight.width, device=layer.device)
     for _ in range(2):

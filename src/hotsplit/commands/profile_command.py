@@ -149,8 +149,8 @@ def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
     from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.profile.count.resume import resume_path
     from hotsplit.profile.predictors.output import PredictorOutput
-    from hotsplit.profile.report.lines import report_paths
     from hotsplit.profile.report.plots import PICTURES
+    from hotsplit.profile.report.report import report_paths
 
     outputs = [config.output, *report_paths(config.output)]
     if (folder := config.train_predictors) is not None:
@@ -164,7 +164,7 @@ def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
 
 
 def _lines(report: "ProfileReport") -> list[str]:
-    from hotsplit.profile.report.lines import short_lines
+    from hotsplit.profile.report.report import short_lines
 
     density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
     lines = [

@@ -20,7 +20,7 @@ from hotsplit.files.atomic import locked_folder
 
 if TYPE_CHECKING:
     from hotsplit.sparsify.config import SparsifyConfig
-    from hotsplit.sparsify.record import Made
+    from hotsplit.sparsify.state import Made
 
 
 @click.command(cls=FileCommand, short_help="Train a dense model to be sparse.")

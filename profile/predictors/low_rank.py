@@ -28,7 +28,7 @@ from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.moments import Start
 from hotsplit.profile.predictors.rounding import rounded, values_of
 from hotsplit.runtime.ops.predict import Predictor
-from hotsplit.runtime.weights.matrix import Linear
+from hotsplit.runtime.weights.matrix import Linear, Matrix
 from hotsplit.runtime.weights.neuron_block import Gate
 
 # Relative to a tensor's RMS; 0.003 and 0.03 are no better (docs/log/predictors.md).
@@ -141,30 +141,24 @@ class LowRank:
         self.best_loss, self.num_worse = self._held_out_loss(), 0
         self.best = tuple(p.detach().clone() for p in self._parameters())
 
-    def step(self, batch: Batch) -> None:
-        """One AdamW step, or nothing once training has stopped."""
+    def step(self, batch: Batch | None) -> None:
+        """One AdamW step, or nothing once training has stopped. Without a batch, takes part with
+        zero gradients in a step for which other processes have text."""
         if self.is_done:
             return
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss(batch).backward()
-        self._advance()
-
-    def step_without_text(self) -> None:
-        """Takes part, with zero gradients, in a step for which other processes have text."""
-        if self.is_done:
-            return
-        assert self.optimizer is not None
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        self._advance()
-
-    def before_step(self, hook: Callable[..., None]) -> None:
-        """Registers `hook`, which is called with the optimizer and step's arguments once the
-        gradients are ready."""
-        assert self.optimizer is not None
-        self.optimizer.register_step_pre_hook(hook)
+        if batch is not None:
+            self.loss(batch).backward()
+        else:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.schedule.step()
+        self.steps += 1
+        if self.steps % max(1, self.num_steps // CHECKS) == 0 or self.steps == self.num_steps:
+            self._check()
 
     def end(self) -> None:
         """Restores the weights with the least held-out loss."""
@@ -222,27 +216,11 @@ class LowRank:
             eye_RR = torch.eye(self.rank, dtype=torch.float64, device=up_FR.device)
             cross_FR = up_FR.double() @ (down_RD.double() @ through_DR)
             up_FR = torch.linalg.solve(moment_RR + ridge * eye_RR, cross_FR.T).T.float()
-        bias_F = self.bias_F.detach()
-        return Predictor(
-            kind="gate" if self.is_smooth else "linear",
-            down=Linear(weight=down),
-            up=Linear(
-                weight=rounded(up_FR, kind, moment_RR), bias_N=bias_F if bias_F.any() else None
-            ),
-            threshold=0.0,
-            gate=self.gate,
-        )
+        up = rounded(up_FR, kind, moment_RR)
+        return _predictor(self.gate, Linear(weight=down), up, self.bias_F.detach())
 
     def _parameters(self) -> tuple[nn.Parameter, ...]:
         return (self.right_RD, self.up_FR, self.bias_F)
-
-    def _advance(self) -> None:
-        assert self.optimizer is not None
-        self.optimizer.step()
-        self.schedule.step()
-        self.steps += 1
-        if self.steps % max(1, self.num_steps // CHECKS) == 0 or self.steps == self.num_steps:
-            self._check()
 
     def _check(self) -> None:
         loss = self._held_out_loss()
@@ -264,14 +242,15 @@ def whole(start: Start, kind: str, gate: Gate, limit_F: Tensor | None = None) ->
     """A predictor that is the whole map of `start` (with limits, multiples of its rows) in one
     matrix of `kind`; it is not trained."""
     stretch_F = Level.of(gate, limit_F, start.bias_F).stretch_F
-    bias_F = start.bias_F * stretch_F
+    up = rounded(start.map_FD * stretch_F[:, None], kind, start.moment_DD)
+    return _predictor(gate, None, up, start.bias_F * stretch_F)
+
+
+def _predictor(gate: Gate, down: Linear | None, up: Matrix, bias_F: Tensor) -> Predictor:
     return Predictor(
         kind="gate" if gate.activation in SMOOTH else "linear",
-        down=None,
-        up=Linear(
-            weight=rounded(start.map_FD * stretch_F[:, None], kind, start.moment_DD),
-            bias_N=bias_F if bias_F.any() else None,
-        ),
+        down=down,
+        up=Linear(weight=up, bias_N=bias_F if bias_F.any() else None),
         threshold=0.0,
         gate=gate,
     )

@@ -1,4 +1,5 @@
-"""Reports on a profile's predictors, thresholds and limits: a few lines, JSON, and Markdown.
+"""Reports on a profile's predictors, thresholds and limits: a few lines, JSON, and Markdown; and
+reads the predictors' section of the JSON.
 
 The quality of a layer's chosen predictor is measured on held-out text, that of its candidates on
 the text that the choice was made on.
@@ -9,14 +10,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
+from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
+from hotsplit.files.json_file import read_object
+from hotsplit.files.typed import Fields, shown
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality
 from hotsplit.model.weight_types import SMALLEST
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
-from hotsplit.profile.predictors.selection import Quality
+from hotsplit.profile.predictors.selection import Form, Quality
 from hotsplit.system.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -63,8 +67,8 @@ def _of_trained(report: "ProfileReport") -> list[str]:
 
 
 def warnings(report: "ProfileReport") -> list[str]:
-    """Warns of predictors that read more than they save, and of modes that raise the perplexity by
-    more than MAX_LOSS."""
+    """Warns of predictors that read more than they save, and of modes that lose more than
+    MAX_LOSS."""
     lines = [f"warning: {line}" for line in _not_paying(report.quality_L)]
     costly = {m: q for m, q in report.record.items() if q.perplexity_increase > MAX_LOSS}
     if not costly:
@@ -156,33 +160,28 @@ def markdown(report: "ProfileReport") -> str:
         lines += [f"**{line[:1].upper()}{line[1:]}.**", ""]
     if report.record:
         lines += _of_modes(report)
-    lines += [
-        "| layer | density: neurons that fire | firings of the hottest fifth | threshold |",
-        "| --- | --- | --- | --- |",
-    ]
+    head = ("layer", "density: neurons that fire", "firings of the hottest fifth", "threshold")
     columns = zip(report.density_L, report.hottest_fifth_L, report.threshold_L, strict=True)
-    lines += [
-        f"| {layer} | {density:.2%} | {fifth:.1%} |"
-        f" {'limits' if report.limits else f'{threshold:.4g}'} |"
-        for layer, (density, fifth, threshold) in enumerate(columns)
-    ]
+    lines += _table(
+        head,
+        [(str(layer), f"{density:.2%}", f"{fifth:.1%}",
+          "limits" if report.limits else f"{threshold:.4g}")
+         for layer, (density, fifth, threshold) in enumerate(columns)],
+    )  # fmt: skip
     if report.quality_L:
         lines += _of_predictors(report)
     return "\n".join(lines) + "\n"
 
 
 def _of_modes(report: "ProfileReport") -> list[str]:
-    lines = [
-        "| mode | perplexity | KL | same top token | bytes a token | of dense |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for mode, q in sorted(report.record.items()):
-        lines.append(
-            f"| {mode} | {q.perplexity_increase:+.2%} ± {q.perplexity_half_width:.2%}"
-            f" | {q.kl_mean:.5f} | {q.top1_agreement:.2%} | {q.bytes_per_token:,}"
-            f" | {q.bytes_per_token / q.dense_bytes_per_token:.1%} |"
-        )
-    return [*lines, ""]
+    head = ("mode", "perplexity", "KL", "same top token", "bytes a token", "of dense")
+    rows = [
+        (mode, f"{q.perplexity_increase:+.2%} ± {q.perplexity_half_width:.2%}", f"{q.kl_mean:.5f}",
+         f"{q.top1_agreement:.2%}", f"{q.bytes_per_token:,}",
+         f"{q.bytes_per_token / q.dense_bytes_per_token:.1%}")
+        for mode, q in sorted(report.record.items())
+    ]  # fmt: skip
+    return [*_table(head, rows), ""]
 
 
 def _of_predictors(report: "ProfileReport") -> list[str]:
@@ -199,7 +198,7 @@ def _of_predictors(report: "ProfileReport") -> list[str]:
         " *Break-even*: the density below which predicted mode reads fewer bytes than exact.",
         "",
     ]
-    lines += _table(report.quality_L)
+    lines += _chosen_table(report.quality_L)
     lines += ["", "## The same without training", ""]
     lines += _quality_table([(str(i), q.start) for i, q in enumerate(report.quality_L)])
     lines += ["", "## All candidates", "", "On the text that the choice was made on.", ""]
@@ -209,7 +208,7 @@ def _of_predictors(report: "ProfileReport") -> list[str]:
     return lines
 
 
-def _table(quality_L: Sequence[LayerQuality]) -> list[str]:
+def _chosen_table(quality_L: Sequence[LayerQuality]) -> list[str]:
     rows = _quality_table([(str(i), q.chosen) for i, q in enumerate(quality_L)])
     extra = [" hottest fifth | break-even |", " --- | --- |"]
     extra += [f" {q.hottest_fifth:.1%} | {q.break_even_density:.1%} |" for q in quality_L]
@@ -219,16 +218,83 @@ def _table(quality_L: Sequence[LayerQuality]) -> list[str]:
 def _quality_table(rows: Sequence[tuple[str, Quality]]) -> list[str]:
     head = ("layer", "predictor", "trained", "bytes", "density", "named", "recall", "precision",
             "contribution", "lost norm", "bytes a token")  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for label, q in rows:
-        cells = (
-            label, q.name, "yes" if q.is_trained else "no", f"{q.num_bytes:,}", f"{q.density:.2%}",
-            f"{q.predicted_density:.2%}", f"{q.recall:.2%}", f"{q.precision:.2%}",
-            f"{q.contribution:.3%}", f"{q.lost_norm:.2%}", f"{q.bytes_per_token:,.0f}",
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    return _table(head, [
+        (label, q.name, "yes" if q.is_trained else "no", f"{q.num_bytes:,}", f"{q.density:.2%}",
+         f"{q.predicted_density:.2%}", f"{q.recall:.2%}", f"{q.precision:.2%}",
+         f"{q.contribution:.3%}", f"{q.lost_norm:.2%}", f"{q.bytes_per_token:,.0f}")
+        for label, q in rows
+    ])  # fmt: skip
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return [lines[0], "|" + " --- |" * len(head), *lines[1:]]
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+MOST = 1e18  # the largest number that is accepted
+_WHAT = "report of a profile"
+
+
+def load_predictor_report(path: Path, model_id: str) -> tuple[LayerQuality, ...]:
+    """The quality of each layer's predictors, () if none were trained. Raises HotsplitError for
+    anything but the report of a profile of this model."""
+    values = read_object(path, _WHAT)
+    found = (values.get("format"), values.get("version"), values.get("model_id"))
+    if found != (FORMAT, VERSION, model_id):
+        raise HotsplitError(
+            f"{path}: not the report of a profile of model {model_id[:12]}; profile again"
+        )
+    try:
+        layers = Fields(values).items("quality_L")
+        return tuple(
+            _layer(Fields(layer, f"quality_L[{number}]")) for number, layer in enumerate(layers)
+        )
+    except HotsplitError as error:
+        raise HotsplitError(f"{path}: {error}; profile again") from error
+
+
+def _layer(read: Fields) -> LayerQuality:
+    candidates = read.items("candidates")
+    return LayerQuality(
+        chosen=_quality(read.part("chosen")),
+        start=_quality(read.part("start")),
+        hottest_fifth=_share(read, "hottest_fifth"),
+        candidates=tuple(
+            _quality(Fields(one, f"{read.name}.candidates[{i}]"))
+            for i, one in enumerate(candidates)
+        ),
+        break_even_density=_share(read, "break_even_density"),
+    )
+
+
+def _quality(read: Fields) -> Quality:
+    return Quality(
+        form=cast(Form, read.choice("form", get_args(Form))),
+        rank=read.count("rank"),
+        matrix_kind=read.line("matrix_kind"),
+        is_trained=read.flag("is_trained"),
+        num_bytes=read.count("num_bytes"),
+        threshold=read.number("threshold"),
+        density=_share(read, "density"),
+        predicted_density=_share(read, "predicted_density"),
+        recall=_share(read, "recall"),
+        precision=_share(read, "precision"),
+        contribution=_share(read, "contribution"),
+        lost_norm=_number(read, "lost_norm", MOST),
+        bytes_per_token=_number(read, "bytes_per_token", MOST),
+    )
+
+
+def _share(read: Fields, key: str) -> float:
+    return _number(read, key, 1)
+
+
+def _number(read: Fields, key: str, most: float) -> float:
+    number = read.number(key, least=0)
+    if number > most:
+        raise HotsplitError(f"{read.name}.{key} is {shown(number)}, wanted 0 to {most:g}")
+    return number
