@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,11 @@ from processes import Process, ProcessError
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.budget import head_bytes, kv_bytes, layer_bytes
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.atomic import partial_file
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
-from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
 # The budget of a model entirely on the GPU: WHOLE times its bytes, plus BESIDE_BYTES for cache and
@@ -77,16 +75,6 @@ def _shape(layers: int, width: int, neurons: int, heads: int, kv_heads: int, voc
         num_kv_heads=kv_heads, head_dim=width // heads, vocab_size=vocab,
         context_length=context_length,
     )  # fmt: skip
-
-
-@cache
-def _workspace_of(path: Path, context_length: int, mode: PlanMode) -> int:
-    return measure_workspace(ModelFile.load(path), context_length, mode)
-
-
-def _workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
-    """Workspace of a model in bytes, measured once for all budgets."""
-    return _workspace_of(model.path, context_length, mode)
 
 
 SCALES = (
@@ -242,7 +230,7 @@ class Bench:
                 host_budget_bytes=NO_HOST_LIMIT,
                 mode="predicted" if mode == "predicted" else "exact",
             ),
-            _workspace,
+            workspace_bytes,
         )  # fmt: skip
         limit, predicted = report.advice.limit_s, report.objective_s
         if mode == "dense":

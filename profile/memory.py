@@ -10,17 +10,16 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import (
-    LOGITS_CHUNK,
     SHORT_CHUNK,
     bytes_on_one_side,
     is_predictor,
     kv_bytes,
     layer_tensors,
-    workspace_bytes,
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes
 
@@ -82,17 +81,17 @@ def needs_of(
     """Estimates the memory to run `window` tokens at a time; `choices` describe the predictors to
     train, if any."""
     spec, layers = model.spec, model.spec.num_layers
-    whole = dict(bytes_on_one_side(model, context_length), predictor=0)  # predictors are not run
+    workspace = workspace_bytes(model, window, "exact")
+    whole = bytes_on_one_side(model, context_length, workspace)
+    whole["predictor"] = 0  # predictors are not run
     lasting, passing = (
         (0, 0) if choices is None else trainer_bytes(spec.hidden_size, spec.most_neurons, choices)
     )
     observers = OBSERVER_BYTES_PER_VALUE * min(SHORT_CHUNK, window) * spec.most_neurons
     one = max(streamed_layer_bytes(model, layer) for layer in range(layers))
-    workspace = workspace_bytes(model, window)
-    no_logits = workspace - 4 * LOGITS_CHUNK * spec.vocab_size
     return Needs(
         whole_bytes=sum(whole.values()) + observers + layers * lasting + passing,
-        layer_bytes=one + max(kv_bytes(model, layer, window) for layer in range(layers)) + no_logits + observers
+        layer_bytes=one + max(kv_bytes(model, layer, window) for layer in range(layers)) + workspace + observers
         + lasting + passing + SLACK_BYTES,
         state_row_bytes=4 * spec.hidden_size,
     )  # fmt: skip

@@ -13,12 +13,12 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import MAX_LOSS
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.config import ReportConfig
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.modes import allowed_modes
 from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
 from hotsplit.solver.problem import Placement
-from hotsplit.solver.solve import estimated_workspace
 from hotsplit.solver.sweep import Sweep, sweep_of
 
 NUM_BUDGETS = 25
@@ -58,7 +58,7 @@ def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> I
     if split is None:
         return load_inputs(
             model=model, profile=profile, machine=machine, budgets=(0,), host_budget=None,
-            context_length=None, mode=None, workspace=estimated_workspace,
+            context_length=None, mode=None, workspace=workspace_bytes,
         )  # fmt: skip
     workspace = split.cpu_bytes["workspace"]
     return load_inputs(
@@ -98,7 +98,7 @@ def _curve(inputs: Inputs, split: Split | None) -> Sweep:
 
     def workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
         is_known = split is not None
-        return inputs.workspace if is_known else estimated_workspace(model, context_length, mode)
+        return inputs.workspace if is_known else workspace_bytes(model, context_length, mode)
 
     problem = inputs.pipeline().model
     all_of_it = problem.placeable_bytes + problem.workspace_bytes

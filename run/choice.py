@@ -17,7 +17,6 @@ from hotsplit.costs.budget import (
     head_bytes,
     layer_bytes,
     stored_neuron_bytes,
-    workspace_bytes,
 )
 from hotsplit.costs.bytes_read import neurons_read
 from hotsplit.costs.mode_choice import can_silence, is_smooth
@@ -29,7 +28,7 @@ from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.source import Source
 from hotsplit.runtime.engine_options import cache_types_of, device_of
 from hotsplit.runtime.engine_options import context_of as longest_text
-from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import memory_limit_bytes
 
@@ -42,7 +41,6 @@ STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs
 # than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
-SURELY = 4  # a GPU with this many times the estimated temporaries holds the measured ones
 LEAST_GAIN = 0.1  # share of a token's bytes saved that is worth minutes of training
 
 
@@ -129,10 +127,8 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
 
 def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
     """Drops all GPUs if the smallest budget does not exceed the temporaries of a pass."""
-    if not room.gpus or min(room.gpus) > SURELY * workspace_bytes(model, context_of(model, wishes)):
-        return room
-    least = measure_workspace(model, context_of(model, wishes), "dense")
-    return room if min(room.gpus) > least else Room(main=room.main)
+    least = workspace_bytes(model, context_of(model, wishes), "dense") if room.gpus else 0
+    return room if not room.gpus or min(room.gpus) > least else Room(main=room.main)
 
 
 def context_of(model: ModelFile, wishes: Wishes) -> int:
@@ -159,7 +155,8 @@ def _check_cache(
 
 def run_bytes(model: ModelFile, context_length: int) -> int:
     """Bytes of a model on one device: weights, keys and values, temporaries."""
-    items = bytes_on_one_side(model, context_length)
+    workspace = workspace_bytes(model, context_length, "dense")
+    items = bytes_on_one_side(model, context_length, workspace)
     if model.layout == "stock":  # run as it is
         layers = range(model.spec.num_layers)
         items["neurons"] = sum(stored_neuron_bytes(model, layer) for layer in layers)

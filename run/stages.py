@@ -32,7 +32,7 @@ from hotsplit.run.keys import conversion_key, digest
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
 from hotsplit.runtime.engine_options import device_of
-from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.system.progress import progress
@@ -242,7 +242,7 @@ def make_plan(
         rope_scale=job.wishes.engine.rope_scale,
     )  # fmt: skip
     with reading(model, profiled, machine):
-        report = solve(config, measure_workspace)
+        report = solve(config, workspace_bytes)
     for note in report.notes:
         job.say(f"note: {note}")
     return {"mode": report.mode, "tokens_per_s": report.tokens_per_s}

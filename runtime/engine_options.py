@@ -10,7 +10,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
+from hotsplit.costs.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes
 from hotsplit.costs.mode_choice import choose_mode, loss_line
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
@@ -19,6 +19,7 @@ from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system.system_memory import free_memory_bytes
 
@@ -137,13 +138,15 @@ def bytes_by_role_of(
     context_length: int,
     device: torch.device,
     *,
+    mode: Mode = "dense",
     cpu_ffn: bool = False,
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> dict[str, Items]:
-    """Itemised bytes by role. With neither a plan nor `cpu_ffn`, everything has the device's role.
-    With `cpu_ffn`, neurons are on the CPU, with everything else that a plan leaves there too
-    (budget.plan_bytes_of_gpus), and the rest is on the GPU."""
+    """Itemised bytes by role; without a plan, temporaries are those of `mode`. With neither a plan nor
+    `cpu_ffn`, everything has the device's role. With `cpu_ffn`, neurons are on the CPU, with
+    everything else that a plan leaves there too (budget.plan_bytes_of_gpus), and the rest is on the
+    GPU."""
     num_layers = model.spec.num_layers
     if plan is not None:
         cache_types = plan.cache_types(model)
@@ -153,11 +156,9 @@ def bytes_by_role_of(
         num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
         dense_on_gpu=plan.dense_on_gpu if plan else [cpu_ffn] * num_layers,
         head_on_gpu=plan.head_on_gpu if plan else cpu_ffn,
-        workspace=(
-            plan.cpu_bytes["workspace"]
-            if plan
-            else workspace_bytes(model, context_length, is_short=False)
-        ),
+        workspace=plan.cpu_bytes["workspace"]
+        if plan
+        else workspace_bytes(model, context_length, mode, num_sequences),
         home=plan.home if plan else (),
         neuron_cache=plan.cache_size if plan else None,
         num_sequences=num_sequences,

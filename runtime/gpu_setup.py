@@ -33,8 +33,9 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.attend import has_flash
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
-from hotsplit.runtime.prefill.pass_bytes import GAPS, decode_bytes, pass_bytes
 from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.step.scratch import Pass
+from hotsplit.runtime.step.temporaries import GAPS, decode_bytes, pass_bytes
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import PIECE_BYTES, Uploader
@@ -190,17 +191,20 @@ def with_cold_streams(
     short).
 
     Raises HotsplitError if a GPU's budget leaves no room for a single token."""
-    num_sequences = weights.cache.table.num_sequences
-    context_length = _attended(placement, context_length)
+    p = Pass(
+        model=model, mode=mode, num_tokens=chunk, way="gpu",
+        context_length=_attended(placement, context_length),
+        num_sequences=weights.cache.table.num_sequences,
+    )  # fmt: skip
     cold = {device: cold_blocks(weights, placement, device) for device in memories}
     for device, memory in memories.items():
-        beside = 2 * GOOD_PIECE_BYTES if cold[device] else 0
-        chunk = _most_tokens(model, memory, mode, context_length, chunk, num_sequences, beside)
+        p = _shortened(p, memory, 2 * GOOD_PIECE_BYTES if cold[device] else 0)
+    chunk = p.num_tokens
     for device, memory in memories.items():
         room, blocks = memory.room_bytes, cold[device]
         planned = items["gpu"]["workspace"] // len(memories)
         wanted = pass_bytes(
-            model, chunk, context_length, mode, num_sequences, is_flash=has_flash(device)
+            replace(p, num_tokens=chunk, way="flash" if has_flash(device) else "gpu")
         )
         piece = min(MOST_PIECE_BYTES, int((room * (1 - GAPS) - wanted) / 2))
         piece = min(piece, max([block.layout_bytes(block.num_neurons) for block in blocks.values()],
@@ -222,31 +226,23 @@ def with_cold_streams(
     return weights, chunk
 
 
-def _most_tokens(
-    model: ModelFile,
-    memory: DeviceMemory,
-    mode: Mode,
-    context_length: int,
-    chunk: int,
-    num_sequences: int = 1,
-    beside: int = 0,
-) -> int:
-    """Tokens per pass: `chunk`, halved until the temporaries fit into the memory outside the
+def _shortened(p: Pass, memory: DeviceMemory, beside: int = 0) -> Pass:
+    """The pass on this GPU, with tokens halved until its temporaries fit into the memory outside the
     slab; those of more than SHORT_CHUNK tokens leave `beside` bytes of it. Raises HotsplitError
     if those of a single token do not fit."""
     room = int(memory.room_bytes * (1 - GAPS))
-    tokens, is_flash = chunk, has_flash(memory.device)
+    p = replace(p, way="flash" if has_flash(memory.device) else "gpu")
     while True:
-        wanted = pass_bytes(model, tokens, context_length, mode, num_sequences, is_flash=is_flash)
-        if wanted + (beside if tokens > SHORT_CHUNK else 0) <= room:
-            return tokens
-        if tokens == 1:
+        wanted = pass_bytes(p)
+        if wanted + (beside if p.num_tokens > SHORT_CHUNK else 0) <= room:
+            return p
+        if p.num_tokens == 1:
             raise HotsplitError(
                 f"{memory.device}: {format_bytes(room)} left after weights and cache, one token"
                 f" takes {format_bytes(wanted)}; run hotsplit solve with a larger --vram-budget or"
                 " a smaller --context"
             )
-        tokens = -(-tokens // 2)
+        p = replace(p, num_tokens=-(-p.num_tokens // 2))
 
 
 def cold_blocks(

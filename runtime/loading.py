@@ -52,11 +52,11 @@ from hotsplit.runtime.neuron_cache.cycle import NeuronCache
 from hotsplit.runtime.neuron_cache.setup import setup_of, slot_bytes
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
-from hotsplit.runtime.prefill.pass_bytes import step_rows
 from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.step.temporaries import step_rows
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class _Load:
 
     def _count_bytes(self) -> None:
         self.bytes_by_role = bytes_by_role_of(
-            self.model, self.plan, self.context_length, self.gpu,
+            self.model, self.plan, self.context_length, self.gpu, mode=self.mode,
             cpu_ffn=self.config.cpu_ffn, num_sequences=self.num_sequences,
             cache_types=self.cache_types,
         )  # fmt: skip

@@ -20,7 +20,6 @@ from hotsplit.costs.budget import (
     kv_read,
     layer_bytes,
     layer_tensors,
-    workspace_bytes,
 )
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
@@ -38,16 +37,15 @@ def build_problem(
     context_length: int,
     mode: PlanMode,
     gpu: Gpu | None = None,
-    workspace: int | None = None,
+    workspace: int = 0,
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> Problem:
     """The numbers of a problem, with every byte count from `hotsplit.costs.budget`.
 
-    The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
-    estimate of `hotsplit.costs.budget`. A token reads the keys and values of one of `num_sequences`
-    texts. `cache_types` with a selection put them into main memory; None is the model's own
-    type."""
+    The profile must be of this model. `gpu` defaults to the machine's first. A token reads the keys
+    and values of one of `num_sequences` texts. `cache_types` with a selection put them into main
+    memory; None is the model's own type."""
     gpu = machine.gpus[0] if gpu is None else gpu
     gpu_s, spec = 1e-9 / gpu.bandwidth_gb_per_s.best, model.spec
     layers = range(spec.num_layers)
@@ -107,7 +105,7 @@ def build_problem(
         head_bytes=head,
         head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
         head_cpu_s=head_cpu_s + token_s,
-        workspace_bytes=workspace_bytes(model, context_length) if workspace is None else workspace,
+        workspace_bytes=workspace,
         budget_bytes=vram_budget_bytes,
         gpu_s_per_byte=gpu_s,
         cpu_s_per_byte_L=cpu_s_per_byte_L,

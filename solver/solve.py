@@ -14,7 +14,7 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import PlanMode, Split
-from hotsplit.costs.budget import Items, workspace_bytes
+from hotsplit.costs.budget import Items
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
@@ -151,12 +151,11 @@ class SolveReport:
     notes: tuple[str, ...]
 
 
-def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveReport:
+def solve(config: SolveConfig, workspace: Workspace) -> SolveReport:
     """Writes the plan and returns a report on it.
 
-    `workspace` computes the bytes of a pass besides weights and cache; None is the estimate of
-    `hotsplit.costs.budget`, for when the runtime is not available to measure it. Raises HotsplitError
-    for files that do not belong together and for budgets too small; then nothing is written."""
+    `workspace` counts the bytes of temporaries. Raises HotsplitError for files that do not belong
+    together and for budgets too small; then nothing is written."""
     check_output(
         config.output, force=config.force, inputs=(config.model, config.profile, config.machine)
     )
@@ -169,7 +168,7 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
     return _report(config, split, found)
 
 
-def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | None) -> Found:
+def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace) -> Found:
     """The best plan of the mode asked for, or of all allowed modes.
 
     Raises HotsplitError if none fits, with the smallest memory that works, and for a neuron cache
@@ -181,13 +180,13 @@ def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | No
             inputs,
             max_loss=config.max_loss,
             time_limit_s=config.time_limit_s,
-            workspace=workspace or estimated_workspace,
+            workspace=workspace,
         )
     check_divided(found.inputs, found.answer.placement)
     return found
 
 
-def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs:
+def inputs_of(config: SolveConfig, workspace: Workspace) -> Inputs:
     return load_inputs(
         model=config.model,
         profile=config.profile,
@@ -196,16 +195,12 @@ def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs
         host_budget=config.host_budget_bytes,
         context_length=config.context_length,
         mode=config.mode,
-        workspace=workspace or estimated_workspace,
+        workspace=workspace,
         swapped_rows=config.neuron_cache.most_rows if config.neuron_cache else 0,
         num_sequences=config.num_sequences,
         rope=(config.rope_scaling, config.rope_scale),
         kv_offload=config.selection,
     )
-
-
-def estimated_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
-    return workspace_bytes(model, context_length)
 
 
 def check(config: SolveConfig) -> Split:

@@ -17,7 +17,7 @@ from hotsplit.solver.modes import allowed_modes, in_mode, whole_layers
 from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.pipeline import Pipeline
 from hotsplit.solver.problem import placement_bytes
-from hotsplit.solver.solve import SolveConfig, estimated_workspace, inputs_of
+from hotsplit.solver.solve import SolveConfig, inputs_of
 
 FORMAT, VERSION = "hotsplit.sweep", 2
 TIME_LIMIT_S = 2.0  # for the integer program, at each budget
@@ -66,7 +66,7 @@ def sweep(
     first: int,
     last: int,
     num_budgets: int,
-    workspace: Workspace | None = None,
+    workspace: Workspace,
 ) -> Sweep:
     """Plans for evenly spaced budgets from `first` to `last`. A budget that is too small for
     anything gets the plan of the CPU alone; one with which main memory cannot hold the rest gets no
@@ -81,7 +81,7 @@ def sweep(
         raise HotsplitError(f"{config.machine}: no GPU, so there is no curve over its memory")
     modes = (inputs.mode,) if config.mode else tuple(allowed_modes(inputs, config.max_loss)[0])
     return sweep_of(inputs, first=first, last=last, num_budgets=num_budgets, modes=modes,
-                    workspace=workspace or estimated_workspace)  # fmt: skip
+                    workspace=workspace)  # fmt: skip
 
 
 def sweep_of(
@@ -91,7 +91,7 @@ def sweep_of(
     last: int,
     num_budgets: int,
     modes: tuple[PlanMode, ...] = (),
-    workspace: Workspace = estimated_workspace,
+    workspace: Workspace,
     is_proven: bool = True,
 ) -> Sweep:
     """`sweep` for loaded inputs; each plan is the fastest of `modes` (by default the inputs' own).

@@ -104,6 +104,7 @@ def make_inputs(folder: Path) -> None:
     from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
 
     from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.runtime.step.temporaries import workspace_bytes
     from hotsplit.solver.solve import SolveConfig, solve
 
     folder.mkdir()
@@ -124,7 +125,7 @@ def make_inputs(folder: Path) -> None:
         model=folder / "model.gguf", profile=folder / "a.safetensors", context_length=32,
         machine=folder / "machine.json", vram_budget_bytes=2400 << 10, mode="exact",
         output=folder / "plan.gguf",
-    ))  # fmt: skip
+    ), workspace_bytes)  # fmt: skip
 
 
 def prepare() -> None:

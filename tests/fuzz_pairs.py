@@ -155,6 +155,7 @@ def as_thresholds(model: Path, artifact: Path, output: Path) -> None:
 def solve_with(model: Path, artifact: Path, output: Path) -> None:
     from models import make_machine
 
+    from hotsplit.runtime.step.temporaries import workspace_bytes
     from hotsplit.solver.solve import SolveConfig, solve
 
     machine = output.parent / "machine.json"
@@ -162,7 +163,7 @@ def solve_with(model: Path, artifact: Path, output: Path) -> None:
         make_machine().save(machine)
         solve(
             SolveConfig(model=model, profile=artifact, machine=machine, output=output, mode="exact",
-                        vram_budget_bytes=1 << 22, time_limit_s=1.0)
+                        vram_budget_bytes=1 << 22, time_limit_s=1.0), workspace_bytes
         )  # fmt: skip
     finally:
         machine.unlink()

@@ -156,13 +156,14 @@ def merge_profiles(case: Case) -> None:
 
 def plan_with(case: Case) -> None:
     from hotsplit.artifacts.split_file import Split
+    from hotsplit.runtime.step.temporaries import workspace_bytes
     from hotsplit.solver.solve import SolveConfig, solve
 
     solve(
         SolveConfig(
             model=case.inputs / "plain.gguf", profile=case.inputs / "profile" / PROFILE,
             machine=case.path, output=case.output, vram_budget_bytes=2_420_000, time_limit_s=1.0,
-        )
+        ), workspace_bytes
     )  # fmt: skip
     Split.load(case.output)
 

@@ -25,6 +25,7 @@ from hotsplit.measure.evaluate.eval_config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
 ROOT = Path(__file__).parent.parent
@@ -171,7 +172,7 @@ def test_a_split_keeps_its_budget_and_changes_no_logits(made, tmp_path, held_out
         SolveConfig(
             model=made / "model.gguf", profile=made / "profile", machine=made / "machine.json",
             output=tmp_path / "split.gguf", vram_budget_bytes=budget,
-        )
+        ), workspace_bytes
     )  # fmt: skip
     split = Split.load(tmp_path / "split.gguf")
     assert sum(split.gpu_bytes.values()) <= budget

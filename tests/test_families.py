@@ -31,6 +31,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.budget import plan_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
 IDS = [5, 17, 300, 4, 99, 5, 5, 210, 33, 0, 250, 7]
@@ -218,7 +219,7 @@ def test_a_plan_with_offloaded_keys_is_refused_for_windows(checkpoints, tmp_path
         kv_offload="on",
     )
     with pytest.raises(HotsplitError, match=r"layers have windows.* leave --kv-offload out$"):
-        solve(config)
+        solve(config, workspace_bytes)
     assert not (tmp_path / "plan").exists()
 
 

@@ -42,7 +42,7 @@ from hotsplit.profile.predictors.options import PredictorOptions
 from hotsplit.profile.stream import streaming
 from hotsplit.report.config import ReportConfig
 from hotsplit.report.report import report
-from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.runtime.weights.neuron_block import Gate
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.sparsify.run import sparsify
@@ -362,7 +362,7 @@ def half_of_the_neurons(path: Path) -> str:
     count, context = model.spec.num_layers, model.spec.context_length
     whole, _ = plan_bytes(model, context_length=context, num_hot=[model.spec.most_neurons] * count,
                           dense_on_gpu=[True] * count, head_on_gpu=True)  # fmt: skip
-    whole |= {"workspace": measure_workspace(model, context, "exact")}
+    whole |= {"workspace": workspace_bytes(model, context, "exact")}
     return f"{sum(whole.values()) - whole['neurons'] // 2}B"
 
 

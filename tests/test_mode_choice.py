@@ -27,7 +27,7 @@ from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import as_plan, layer_split
 from hotsplit.solver.modes import find, find_fastest, in_mode
 from hotsplit.solver.pipeline import cpu_only_plan, plan_is_feasible, plan_seconds
-from hotsplit.solver.solve import SolveConfig, estimated_workspace, solve, split_of
+from hotsplit.solver.solve import SolveConfig, solve, split_of
 from hotsplit.solver.verify import verify
 from hotsplit.system.log_lines import lines_on_stderr
 
@@ -478,6 +478,6 @@ def test_the_command_names_the_fastest_mode(tmp_path, capsys):
         model=tmp_path / "m.gguf", profile=tmp_path / "p", machine=tmp_path / "c",
         output=tmp_path / "plan", vram_budget_bytes=0, force=True,
     )  # fmt: skip
-    report = solve(config)
+    report = solve(config, workspace)
     assert {other.name for other in report.alternatives} == {"exact", "predicted", "whole layers"}
-    assert estimated_workspace(model, 32, "dense") == report.cpu_bytes["workspace"]
+    assert workspace(model, 32, "dense") == report.cpu_bytes["workspace"]

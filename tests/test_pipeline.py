@@ -35,7 +35,7 @@ from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.predictors.options import PredictorOptions, Target
 from hotsplit.profile.sparsity.thresholds import thresholds_for
-from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.runtime.step.temporaries import workspace_bytes
 
 ROOT = Path(__file__).parent.parent
 RTX = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
@@ -329,7 +329,7 @@ def test_every_command_of_the_pipeline(tmp_path, random_model):
             model = ModelFile.load(tmp_path / "m.gguf")
             whole, _ = plan_bytes(model, context_length=128, num_hot=[160] * 3,
                                   dense_on_gpu=[True] * 3, head_on_gpu=True)  # fmt: skip
-            whole |= {"workspace": measure_workspace(model, 128, "predicted")}
+            whole |= {"workspace": workspace_bytes(model, 128, "predicted")}
             half = f"{sum(whole.values()) - whole['neurons'] // 2}B"
             step = tuple(half if word == "HALF" else word for word in step)
         done = run_command(*step, "--json", cwd=tmp_path)

@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
     for name, budget in (("plan", 2500 << 10), ("other", 2400 << 10)):
         solve(SolveConfig(model=here / "model.gguf", profile=here / "p.safetensors",
                           machine=here / "machine.json", vram_budget_bytes=budget, mode="exact",
-                          context_length=32, output=here / f"{name}.gguf"))  # fmt: skip
+                          context_length=32, output=here / f"{name}.gguf"), lambda *given: 2300 << 10)  # fmt: skip
     return here
 
 
@@ -177,7 +177,7 @@ def test_the_speeds_beside_the_plan_are_those_of_the_solver(folder, tmp_path):
     config = config_of(folder, tmp_path / "r.html", evals=())
     solved = solve(SolveConfig(
         model=config.model, profile=config.profile, machine=config.machine, mode="exact",
-        vram_budget_bytes=2500 << 10, context_length=32, output=tmp_path / "again.gguf"))  # fmt: skip
+        vram_budget_bytes=2500 << 10, context_length=32, output=tmp_path / "again.gguf"), lambda *given: 2300 << 10)  # fmt: skip
     speeds = speeds_of(config, load_artifacts(config))
     for name in ("cpu_only_s", "layer_split_s", "limit_s", "fits_from_bytes"):
         assert getattr(speeds.advice, name) == pytest.approx(getattr(solved.advice, name))
@@ -208,7 +208,7 @@ def test_the_speeds_of_a_plan_with_keys_in_main_memory(folder, tmp_path):
     solved = solve(SolveConfig(
         model=config.model, profile=config.profile, machine=config.machine, mode="exact",
         vram_budget_bytes=2500 << 10, context_length=64, output=tmp_path / "plan.gguf",
-        kv_offload="block=16,sinks=0,window=16,top=16"))  # fmt: skip
+        kv_offload="block=16,sinks=0,window=16,top=16"), lambda *given: 2300 << 10)  # fmt: skip
     speeds = speeds_of(config, load_artifacts(config))
     for name in ("cpu_only_s", "layer_split_s", "limit_s", "fits_from_bytes"):
         assert getattr(speeds.advice, name) == pytest.approx(getattr(solved.advice, name))

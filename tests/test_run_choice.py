@@ -18,6 +18,7 @@ from hotsplit.run import choice, corpora, estimate, prepare, stages
 from hotsplit.run.cache_folder import Cache
 from hotsplit.run.choice import Room, Wishes, choose, choose_predictors, choose_type, worth
 from hotsplit.run.source import look_at
+from hotsplit.system.sizes import format_bytes
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -72,10 +73,11 @@ def test_a_plan_is_made_only_where_one_is_needed(source):
     ):  # fmt: skip
         found = choose(source, Wishes(outtype="q8_0"), Room(main=1 << 40, gpus=gpus))
         assert (found.budgets, found.device) == (budgets, device), gpus
-    short = wishes_of(outtype="q8_0", context_length=32, vram=(2_000_000,))
-    found = choose(source, short, Room(main=1 << 40, gpus=(2_000_000,)))
-    assert (found.budgets, found.device) == ((2_000_000,), None)
-    assert "a plan for 1.91 MiB of VRAM" in found.lines[-1]
+    less = choice.run_bytes(source.draft("q8_0"), 32) - 1
+    short = wishes_of(outtype="q8_0", context_length=32, vram=(less,))
+    found = choose(source, short, Room(main=1 << 40, gpus=(less,)))
+    assert (found.budgets, found.device) == ((less,), None)
+    assert f"a plan for {format_bytes(less)} of VRAM" in found.lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def make_split(
         num_hot=[len(ids) for ids in hot],
         dense_on_gpu=dense,
         head_on_gpu=head_on_gpu,
+        workspace=2 << 20,
         home=home or (),
         neuron_cache=cache and CacheSize(most_rows=cache.most_rows, packs_bits=is_exact),
         num_sequences=num_sequences,

@@ -42,6 +42,11 @@ from hotsplit.solver.verify import verify
 CLOSE = 1e-9  # relative: f64 sums in another order
 HIGHS = 1e-6  # relative: HiGHS's own tolerance
 NUM_NEURONS = 40  # per layer, in the small model on disk
+WORKSPACE = 1 << 16
+
+
+def take_workspace(*given: object) -> int:
+    return WORKSPACE
 
 
 # --- brute force ---------------------------------------------------------------------------------
@@ -92,8 +97,7 @@ def tiny(seed: int, num_neurons: int | None = None):
         dense_on_gpu=[True] * num_layers,
         head_on_gpu=True,
     )[0]
-    workspace = whole["workspace"]
-    limit = workspace + int(random.uniform(0.05, 0.999) * (sum(whole.values()) - workspace))
+    limit = WORKSPACE + int(random.uniform(0.05, 0.999) * sum(whole.values()))
     return model, profile, machine, limit, "predicted" if has_predictor else "exact"
 
 
@@ -199,7 +203,7 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
         num_bytes = np.add.outer(num_bytes, options[:, 0]).ravel()
         is_there = np.add.outer(0 * is_there, options[:, 2]).ravel()
     seconds = seconds + machine.cpu_costs.token_s.best
-    num_bytes = num_bytes + budget.workspace_bytes(model, 8) * (num_bytes > 0)
+    num_bytes = num_bytes + WORKSPACE * (num_bytes > 0)
     return seconds[num_bytes <= limit].min()
 
 
@@ -219,6 +223,7 @@ def problem_of(model, profile, machine, limit, mode, context_length=8) -> Proble
         vram_budget_bytes=limit,
         context_length=context_length,
         mode=mode,
+        workspace=WORKSPACE,
     )
 
 
@@ -433,6 +438,7 @@ def everything_bytes(model: ModelFile, context_length: int) -> int:
         num_hot=[model.spec.most_neurons] * num_layers,
         dense_on_gpu=[True] * num_layers,
         head_on_gpu=True,
+        workspace=WORKSPACE,
     )
     return sum(gpu.values())
 
@@ -441,12 +447,11 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
     model = ModelFile.load(folder / "model.gguf")
     context = model.spec.context_length
     most = everything_bytes(model, context)
-    workspace = budget.workspace_bytes(model, context)
-    limits = [0, *np.linspace(workspace + 40_000, most, 12).astype(int).tolist(), 2 * most]
+    limits = [0, *np.linspace(WORKSPACE + 40_000, most, 12).astype(int).tolist(), 2 * most]
     before = np.inf
     for number, limit in enumerate(limits):
         output = tmp_path / f"{number}.split.gguf"
-        report = solve(config_of(folder, output, limit, mode="predicted"))
+        report = solve(config_of(folder, output, limit, mode="predicted"), take_workspace)
         split = Split.load(output)
         split.check_against(model, output)
         gpu, cpu = budget.plan_bytes(
@@ -455,6 +460,7 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
             num_hot=[len(ids) for ids in split.hot],
             dense_on_gpu=split.dense_on_gpu,
             head_on_gpu=split.head_on_gpu,
+            workspace=WORKSPACE,
         )
         assert (
             (gpu, cpu) == (split.gpu_bytes, split.cpu_bytes) == (report.gpu_bytes, report.cpu_bytes)
@@ -481,14 +487,13 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
 def middle_budget(folder: Path) -> int:
     model = ModelFile.load(folder / "model.gguf")
     context = model.spec.context_length
-    workspace = budget.workspace_bytes(model, context)
-    return workspace + 3 * (everything_bytes(model, context) - workspace) // 4
+    return WORKSPACE + 3 * (everything_bytes(model, context) - WORKSPACE) // 4
 
 
 def test_plan_is_deterministic_and_hottest_first(folder, tmp_path):
     plans = []
     for name in "ab":
-        solve(config_of(folder, tmp_path / name, middle_budget(folder)))
+        solve(config_of(folder, tmp_path / name, middle_budget(folder)), take_workspace)
         plans.append(Split.load(tmp_path / name))
     profile = make_profile(ModelFile.load(folder / "model.gguf"))
     assert any(0 < len(ids) < NUM_NEURONS for ids in plans[0].hot)
@@ -534,7 +539,7 @@ def corruptions(split: Split):
 
 
 def test_verify_refuses_every_wrong_plan(folder, tmp_path):
-    solve(config_of(folder, tmp_path / "plan", middle_budget(folder)))
+    solve(config_of(folder, tmp_path / "plan", middle_budget(folder)), take_workspace)
     split = Split.load(tmp_path / "plan")
     model = ModelFile.load(folder / "model.gguf")
     machine = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5)
@@ -578,14 +583,14 @@ def test_refusals_leave_no_file(folder, tmp_path):
     output = tmp_path / "out" / "plan.split.gguf"
     for changes, budget_bytes, words in refusals(folder, tmp_path):
         with pytest.raises(HotsplitError, match=words):
-            solve(config_of(folder, output, budget_bytes, **changes))
+            solve(config_of(folder, output, budget_bytes, **changes), take_workspace)
         assert not output.parent.exists()
     output.parent.mkdir()
     output.write_text("mine")
     with pytest.raises(HotsplitError, match="exists already"):
-        solve(config_of(folder, output, 0))
+        solve(config_of(folder, output, 0), take_workspace)
     assert output.read_text() == "mine"
-    solve(config_of(folder, output, 0, force=True))
+    solve(config_of(folder, output, 0, force=True), take_workspace)
     assert [path.name for path in output.parent.glob("*")] == [output.name]
 
 
@@ -614,11 +619,11 @@ def test_config_is_checked(changes):
 
 def test_the_smallest_budget_named_by_the_refusal_works(folder, tmp_path):
     with pytest.raises(HotsplitError) as error:
-        solve(config_of(folder, tmp_path / "plan", 1))
+        solve(config_of(folder, tmp_path / "plan", 1), take_workspace)
     smallest = int(str(error.value).split("works is ")[1].split(" bytes")[0].replace(",", ""))
     with pytest.raises(HotsplitError):
-        solve(config_of(folder, tmp_path / "plan", smallest - 1))
-    report = solve(config_of(folder, tmp_path / "plan", smallest))
+        solve(config_of(folder, tmp_path / "plan", smallest - 1), take_workspace)
+    report = solve(config_of(folder, tmp_path / "plan", smallest), take_workspace)
     assert report.gpu_bytes["workspace"] > 0 and sum(report.gpu_bytes.values()) == smallest
 
 
@@ -629,12 +634,12 @@ def test_notes_say_what_the_figures_leave_open(folder, tmp_path):
     replace(profile, threshold_L=(0.5, 0.5)).save(tmp_path / "p")
     make_machine(num_gpus=2, memory_bytes=1 << 20).save(tmp_path / "c")
     files = {"model": tmp_path / "m.gguf", "profile": tmp_path / "p", "machine": tmp_path / "c"}
-    report = solve(config_of(folder, tmp_path / "plan", 1 << 30, **files))
+    report = solve(config_of(folder, tmp_path / "plan", 1 << 30, **files), take_workspace)
     for words in ("2 GPUs", "not measured here", "above the", "unknown", "other activation"):
         assert any(words in note for note in report.notes), words
     assert report.mode == "predicted"
     files = {"profile": folder / "profile.safetensors", "mode": "exact"}
-    report = solve(config_of(folder, tmp_path / "exact", 0, **files))
+    report = solve(config_of(folder, tmp_path / "exact", 0, **files), take_workspace)
     words = ("not measured here", "helps on this machine (by 1 % or more); everything fits from")
     assert report.mode == "exact" and len(report.notes) == len(words)
     assert all(word in note for word, note in zip(words, report.notes, strict=True))

@@ -31,8 +31,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.row_copies import RowTable
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.prefill import workspace
-from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step import hybrid_builder, temporaries
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.slot_rows import tensors_of
@@ -191,7 +190,7 @@ def test_a_plan_in_which_no_layer_is_divided_is_refused(files, tmp_path):
 
 
 def test_a_plan_is_explained_inspected_and_checked(files, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(workspace, "measure_workspace", lambda *given: WORKSPACE)
+    monkeypatch.setattr(temporaries, "workspace_bytes", lambda *given: WORKSPACE)
     named = ["--profile", files / "p", "--machine", files / "c", "-o", tmp_path / "plan"]
     arguments = [str(part) for part in ("solve", files / "m.gguf", *named)]
     options = "-vb 210KiB --mode exact --neuron-cache most_rows=3 --explain --json"
@@ -210,7 +209,8 @@ def test_a_plan_is_explained_inspected_and_checked(files, tmp_path, capsys, monk
     assert np.allclose(found["read_L"], cache.frequency_LF.mean(axis=1))
     assert main([*arguments, "--check"]) == 0
     with pytest.raises(HotsplitError, match="a curve over budgets has no neuron cache"):
-        sweep(config(files, tmp_path / "curve"), first=1, last=2, num_budgets=2)
+        sweep(config(files, tmp_path / "curve"), first=1, last=2, num_budgets=2,
+              workspace=lambda *given: WORKSPACE)  # fmt: skip
 
 
 def test_advice_where_there_is_room(files, tmp_path, monkeypatch):

@@ -35,6 +35,11 @@ from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
 from hotsplit.solver.verify import verify
 
 CONTEXT = 8
+WORKSPACE = 1 << 16
+
+
+def take_workspace(*given: object) -> int:
+    return WORKSPACE
 
 
 def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
@@ -262,13 +267,12 @@ def room(folder, share: float) -> int:
     items, _ = budget.plan_bytes(
         model, context_length=32, num_hot=[96] * 4, dense_on_gpu=[True] * 4, head_on_gpu=True
     )
-    workspace = items["workspace"]
-    return workspace + int(share * (sum(items.values()) - workspace))
+    return WORKSPACE + int(share * sum(items.values()))
 
 
 def test_a_plan_for_two_gpus_is_written_and_checked(folder):
     limits = (room(folder, 0.4), room(folder, 0.3))
-    report = solve(config_of(folder, *limits))
+    report = solve(config_of(folder, *limits), take_workspace)
     split = check(config_of(folder, *limits))
     assert split == replace(split, home=tuple(sorted(split.home))) and set(split.home) == {0, 1}
     used = [sum(items.values()) for items in report.bytes_of_gpus]
@@ -277,7 +281,7 @@ def test_a_plan_for_two_gpus_is_written_and_checked(folder):
 
 
 def test_verify_refuses_wrong_plans_for_two_gpus(folder):
-    solve(config_of(folder, room(folder, 0.4), room(folder, 0.3)))
+    solve(config_of(folder, room(folder, 0.4), room(folder, 0.3)), take_workspace)
     split = Split.load(folder / "plan")
     files = {"model": ModelFile.load(folder / "m.gguf")}
     files["profile"] = make_profile(files["model"])
@@ -304,7 +308,7 @@ def test_verify_refuses_wrong_plans_for_two_gpus(folder):
 
 def test_changed_files_invalidate_a_plan(folder):
     config = config_of(folder, room(folder, 0.5))
-    solve(config)
+    solve(config, take_workspace)
     check(config)
     model = ModelFile.load(folder / "m.gguf")
     other_profile = make_profile(model, np.full((4, 96), 0.25))
@@ -328,38 +332,44 @@ def predicted(folder, *budgets, **changes) -> SolveConfig:
 
 
 def test_the_refusal_of_a_small_main_memory_names_what_works(folder):
-    cpu_bytes = solve(predicted(folder, 0)).cpu_bytes
+    cpu_bytes = solve(predicted(folder, 0), take_workspace).cpu_bytes
     on_cpu = sum(cpu_bytes.values())
     with pytest.raises(HotsplitError, match="smallest that works is") as error:
-        solve(predicted(folder, 0, host_budget_bytes=on_cpu - 1000, force=True))
+        solve(predicted(folder, 0, host_budget_bytes=on_cpu - 1000, force=True), take_workspace)
     vram, host = (
         int(text.split(" bytes")[0].replace(",", ""))
         for text in str(error.value).split("works is ")[1].split(", or ")
     )
     assert host == on_cpu
-    solve(predicted(folder, 0, host_budget_bytes=host, force=True))
+    solve(predicted(folder, 0, host_budget_bytes=host, force=True), take_workspace)
     half = predicted(folder, room(folder, 0.6), host_budget_bytes=on_cpu - 1000, force=True)
-    assert sum(solve(half).cpu_bytes.values()) <= on_cpu - 1000
+    assert sum(solve(half, take_workspace).cpu_bytes.values()) <= on_cpu - 1000
     with pytest.raises(HotsplitError):
-        solve(predicted(folder, vram - 1, host_budget_bytes=on_cpu - 1000, force=True))
+        solve(
+            predicted(folder, vram - 1, host_budget_bytes=on_cpu - 1000, force=True), take_workspace
+        )
     some = room(folder, 0.3)  # including the workspace, which holds no weights
     short = on_cpu - (some - cpu_bytes["workspace"]) - 1
     with pytest.raises(HotsplitError, match="smallest that works is") as error:
-        solve(predicted(folder, some, host_budget_bytes=short, force=True))
+        solve(predicted(folder, some, host_budget_bytes=short, force=True), take_workspace)
     host = int(str(error.value).split(", or ")[1].split(" bytes")[0].replace(",", ""))
-    assert solve(predicted(folder, some, host_budget_bytes=host, force=True)).num_hot
-    assert solve(predicted(folder, vram, host_budget_bytes=on_cpu - 1000, force=True)).num_hot
+    assert solve(
+        predicted(folder, some, host_budget_bytes=host, force=True), take_workspace
+    ).num_hot
+    assert solve(
+        predicted(folder, vram, host_budget_bytes=on_cpu - 1000, force=True), take_workspace
+    ).num_hot
 
 
 def test_without_a_gpu_there_is_a_plan_for_the_cpu(folder):
     make_machine(num_gpus=0).save(folder / "c")
-    report = solve(config_of(folder, 0))
+    report = solve(config_of(folder, 0), take_workspace)
     assert report.status == "cpu_only" and not sum(report.gpu_bytes.values())
     check(config_of(folder, 0))
     with pytest.raises(HotsplitError, match="no GPU"):
-        solve(config_of(folder, room(folder, 0.5), force=True))
+        solve(config_of(folder, room(folder, 0.5), force=True), take_workspace)
     with pytest.raises(HotsplitError, match="for 2 budgets"):
-        solve(config_of(folder, 0, 0, force=True))
+        solve(config_of(folder, 0, 0, force=True), take_workspace)
 
 
 def test_find_and_split_of_agree_with_verify(tmp_path):

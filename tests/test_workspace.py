@@ -3,27 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from allocations import allocations, peak_bytes
 from models import make_machine, make_model, make_profile, make_sizes
-from torch.profiler import ProfilerActivity, profile
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.prefill.workspace import measure_workspace, peak_bytes
+from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
 CONTEXT = 256
-
-
-def test_peak_bytes_counts_what_is_alive_at_once():
-    def run():
-        first = torch.zeros(1000)  # 4,000 bytes
-        second = torch.zeros(500)  # 2,000 beside it
-        del first
-        third = torch.zeros(750)  # 3,000 beside the second
-        return float(second.sum() + third.sum())  # the sums take a few bytes more
-
-    assert 6000 <= peak_bytes(run) <= 6064  # the allocator may round
-    assert peak_bytes(lambda: None) == 0
 
 
 @pytest.fixture(scope="module", params=["f16", "q8_0"])
@@ -43,17 +31,14 @@ def planned(request, tmp_path_factory):
         model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
         output=folder / "plan", vram_budget_bytes=int(0.75 * whole),
     )  # fmt: skip
-    solve(config, measure_workspace)
+    solve(config, workspace_bytes)
     return config.model, config.output
 
 
 def allocated(run) -> int:
-    """Bytes that torch took and still holds; mapped files are not among them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        kept = run()
-    events = profiled.profiler.kineto_results.events()
-    del kept
-    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+    """Bytes that torch took and still holds."""
+    kept: list[object] = []
+    return sum(allocations(lambda: kept.append(run())))
 
 
 def spanned_bytes(matrices) -> int:
@@ -117,11 +102,3 @@ def test_all_allocations_are_within_two_percent_of_the_plan(planned):
     planned_total -= workspace  # one device plays both roles, with one workspace
     assert total == pytest.approx(planned_total, rel=0.02)
     assert max(peak, logits) <= workspace
-
-
-def test_the_workspace_depends_on_the_shape(tmp_path):
-    found = {}
-    for context in (64, 2048):
-        model = make_model(sizes=make_sizes(context_length=context), kind="f16")
-        found[context] = measure_workspace(model, context, "exact")
-    assert found[2048] > found[64] > 0

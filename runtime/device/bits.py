@@ -9,8 +9,9 @@ from torch.nn import functional
 
 def pack_bits(is_set_F: Tensor) -> Tensor:
     """Packs bool [..., F] into int32 [..., ceil(F / 32)]; bits past F are 0."""
-    padded = functional.pad(is_set_F.long(), (0, -is_set_F.shape[-1] % 32)).unflatten(-1, (-1, 32))
-    return (padded << torch.arange(32, device=is_set_F.device)).sum(dim=-1).to(torch.int32)
+    padded = functional.pad(is_set_F.int(), (0, -is_set_F.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    place = torch.arange(32, device=is_set_F.device, dtype=torch.int32)
+    return (padded << place).sum(dim=-1).to(torch.int32)
 
 
 def unpack_bits(named_B: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _is_decoded(run: Sequence[Row]) -> bool:
 
 
 @cache
-def _plain_ops(index: int, spec: LayerSpec) -> tuple[tuple[Op, ...], list[tuple[str, ...]]]:
+def plain_ops(index: int, spec: LayerSpec) -> tuple[tuple[Op, ...], list[tuple[str, ...]]]:
     """(operations of a layer, for each the values that no later one reads). All neurons are one
     operation, which adds the bias of the down projection."""
     blocks = tuple(
@@ -231,7 +231,7 @@ def run_layer(
     layer's device; its cache holds the tokens before `start`. `predictor_input_TD`: the previous
     layer's feed-forward input, if the layer's predictor reads that. All blocks of neurons are one
     operation: see FeedForward."""
-    ops, unread = _plain_ops(index, layer.spec)
+    ops, unread = plain_ops(index, layer.spec)
     values = {"x": x_TD}
     if predictor_input_TD is not None:
         values[ffn_in(index - 1)] = predictor_input_TD.to(layer.device)

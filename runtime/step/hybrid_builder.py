@@ -280,8 +280,9 @@ class _Builder:
             main=main,
             side=side,
             buffers=DeviceBuffers.of(
-                self.weights,
-                mine,
+                self.weights.spec,
+                [len(d.hot.id_N) for d in mine if d.hot],
+                self.weights.cache.table,
                 take,
                 has_head=self.form.head == gpu(number),
                 has_cache=not self.placement.is_cache_on_host,

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.model.spec import ModelSpec
+from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.device.streams import Stream
-from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
+from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
-from hotsplit.runtime.model.layers import Layer, Weights
+from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend, launch_inputs
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.embed import launch_embed
@@ -101,17 +103,18 @@ class DeviceBuffers:
     @classmethod
     def of(
         cls,
-        weights: Weights,
-        layers: Sequence[DividedLayer],
+        spec: ModelSpec,
+        num_hot: Sequence[int],
+        table: BlockTable,
         take: Take,
         *,
-        has_head: bool,
+        has_head: bool = True,
         has_cache: bool = True,
         max_rows: int = 1,
     ) -> "DeviceBuffers":
-        """Allocates the buffers; `take` returns zeros on the device. `has_cache`: keys and values
-        are on the GPU, so attention there needs scratch."""
-        width, table, spec = weights.embedding.width, weights.cache.table, weights.spec
+        """Allocates the buffers; `take` returns zeros on the device. `num_hot`: of this GPU's layers.
+        `has_cache`: keys and values are on the GPU, so attention there needs scratch."""
+        width, most_hot = spec.hidden_size, max(num_hot, default=0)
         scratch = 0
         if has_cache:
             scratch = max(
@@ -119,13 +122,7 @@ class DeviceBuffers:
                 for a in (layer.attention for layer in spec.layers)
             )
         has_table = has_cache and not table.is_whole
-        ranks = [
-            layer.ffn.predictor.down.weight.num_rows
-            for layer in weights.layers
-            if layer.ffn.predictor and layer.ffn.predictor.down
-        ]
-        most_hot = max([len(d.hot.id_N) for d in layers if d.hot], default=0)
-        most_parts = max([d.num_parts for d in layers], default=0)
+        most_parts = down_parts(most_hot, width) if most_hot else 0
 
         def take_rows(size: int, dtype: torch.dtype = _REAL) -> Tensor:
             return take((max_rows, size), dtype)
@@ -143,11 +140,11 @@ class DeviceBuffers:
             qkv=take((max_rows * spec.most_qkv_size,), _REAL),
             heads=take((max_rows * spec.most_query_size,), _REAL),
             scratch=take((max_rows * scratch,), _REAL),
-            inner=take((max_rows * max(ranks, default=0),), _REAL),
+            inner=take((max_rows * spec.most_rank,), _REAL),
             named_W=take_rows(-(-spec.most_neurons // 32), torch.int32),
             hidden=take((max_rows * most_hot,), _REAL),
             sum_PD=take((1 + most_parts + 2, max_rows, width), _REAL),
-            logits_V=take_rows(weights.head.weight.num_rows if has_head else 0),
+            logits_V=take_rows(spec.vocab_size if has_head else 0),
         )
 
     def rows(self, num_rows: int) -> "DeviceBuffers":

@@ -133,18 +133,6 @@ def build(
         return str(reason)
 
 
-def step_workspace_bytes(weights: Weights) -> int:
-    """Workspace bytes of a native step of these layers; 0 if there is no such step.
-
-    The size does not depend on the number of layers."""
-    if not library.is_available():
-        return 0
-    try:
-        return max(0, library.step_bytes(StepBuilder().without_workspace(weights)))
-    except NotNative:
-        return 0
-
-
 class StepBuilder(Structs):
     """Builds the structs of a step and its layers."""
 

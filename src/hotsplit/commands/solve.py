@@ -31,14 +31,14 @@ def run_solve(
     config: SolveConfig, *, explained: bool, heat_map: Path | None
 ) -> tuple[Any, list[str]]:
     """Writes a plan; returns (report for JSON, lines for the user)."""
-    from hotsplit.runtime.prefill.workspace import measure_workspace
+    from hotsplit.runtime.step.temporaries import workspace_bytes
 
     outputs = [config.output] if heat_map is None else [config.output, heat_map]
     check_outputs(
         outputs, force=config.force, inputs=(config.model, config.profile, config.machine)
     )
     with all_or_none():
-        report = solve(config, measure_workspace)
+        report = solve(config, workspace_bytes)
         if heat_map is not None:
             from hotsplit.solver.plots import plot_heat_map
 
@@ -68,7 +68,7 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
     """Writes the curve of predicted speed, and its plot; returns (JSON, lines for the user)."""
-    from hotsplit.runtime.prefill.workspace import measure_workspace
+    from hotsplit.runtime.step.temporaries import workspace_bytes
     from hotsplit.solver.plots import plot_sweep
 
     first, last = parse_range(text)
@@ -84,7 +84,7 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
         inputs=(config.model, config.profile, config.machine),
     )
     found = sweep(config, first=first, last=last, num_budgets=num_budgets,
-                  workspace=measure_workspace)  # fmt: skip
+                  workspace=workspace_bytes)  # fmt: skip
     with all_or_none():
         found.save(config.output)
         plot_sweep(found, picture)

@@ -204,24 +204,6 @@ def embedding_bytes(model: ModelFile) -> int:
     return tokens + (positions.num_bytes if positions else 0)
 
 
-def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = True) -> int:
-    """Bytes of the temporaries of a forward pass over a prefill chunk, all in f32.
-
-    The hidden state and its copies (8 TD), values of all neurons (4 TF; of a part of them in a
-    long, unobserved pass), the unpacked keys and values of the whole context, the attention
-    mask (TC), logits, and the tile that weights are unpacked into. A native step takes about as
-    much or less (Work in step.cpp)."""
-    spec = model.spec
-    tokens = min(SHORT_CHUNK if is_short else PREFILL_CHUNK, context_length)
-    neurons = spec.most_neurons
-    if not is_short:
-        neurons = min(neurons, part_neurons(spec.hidden_size, tokens))
-    kv = 2 * context_length * max(layer.attention.key_size for layer in spec.layers)
-    values = tokens * (8 * spec.hidden_size + 4 * neurons + context_length) + kv
-    tile = tile_rows(spec.hidden_size) * spec.hidden_size
-    return FLOAT_BYTES * (values + LOGITS_CHUNK * spec.vocab_size + tile)
-
-
 def is_cached(num_hot: int, num_neurons: int) -> bool:
     """True for a layer whose neurons are on both sides: only there can a swap change anything."""
     return 0 < num_hot < num_neurons
@@ -312,13 +294,11 @@ def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
     )
 
 
-def bytes_on_one_side(model: ModelFile, context_length: int) -> Items:
-    """Itemised bytes of a whole model on one device, with the temporaries of short passes."""
+def bytes_on_one_side(model: ModelFile, context_length: int, workspace: int) -> Items:
+    """Itemised bytes of a whole model on one device."""
     none, context = [False] * model.spec.num_layers, context_length
-    plan = plan_bytes_of_gpus(
-        model, context_length=context, num_hot=none, dense_on_gpu=none, head_on_gpu=False
-    )
-    return plan[1]
+    return plan_bytes(model, context_length=context, num_hot=none, dense_on_gpu=none,
+                      head_on_gpu=False, workspace=workspace)[1]  # fmt: skip
 
 
 def plan_bytes(
@@ -328,7 +308,7 @@ def plan_bytes(
     num_hot: Sequence[int],
     dense_on_gpu: Sequence[bool],
     head_on_gpu: bool,
-    workspace: int | None = None,
+    workspace: int = 0,
     home: Sequence[int] = (),
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
@@ -359,7 +339,7 @@ def plan_bytes_of_gpus(
     num_hot: Sequence[int],
     dense_on_gpu: Sequence[bool],
     head_on_gpu: bool,
-    workspace: int | None = None,
+    workspace: int = 0,
     home: Sequence[int] = (),
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
@@ -368,12 +348,10 @@ def plan_bytes_of_gpus(
     """Itemised bytes (per GPU, CPU).
 
     `home` has the number of the GPU of each layer and of the head; () is a single GPU. `workspace`
-    is counted for the CPU and for every GPU that holds anything; by default it is
-    `workspace_bytes`. Of the embedding matrix only one row is read per token, so an untied one
-    stays on the CPU. With key selection, all keys and values are on the CPU, and so are the norms
-    of queries and keys per head."""
+    is counted for the CPU and for every GPU that holds anything. Of the embedding matrix only one
+    row is read per token, so an untied one stays on the CPU. With key selection, all keys and
+    values are on the CPU, and so are the norms of queries and keys per head."""
     home = home or (0,) * (model.spec.num_layers + 1)
-    workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)
     gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
     cpu = dict.fromkeys(ITEMS, 0)

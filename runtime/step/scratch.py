@@ -1,0 +1,192 @@
+"""Bytes that each kind of operation takes while torch runs it over several tokens, on the CPU or on
+a GPU: its result and its temporaries at their peak, without what it reads. Where they depend on
+values, all neurons are named and fire."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs import budget
+from hotsplit.costs.budget import FLOAT_BYTES
+from hotsplit.model.modes import Mode, computes_all, runs_predictors
+from hotsplit.model.spec import SMOOTH, Attention, ModelSpec
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.stored import FLOATS
+from hotsplit.runtime.model.loader import Builder
+from hotsplit.runtime.ops.attention.attend import SCORE_BYTES, takes_flash
+from hotsplit.runtime.ops.structs import MAX_ROWS
+from hotsplit.runtime.step.hollow import hollow_builder, neurons_bytes
+from hotsplit.runtime.step.program import Kind
+from hotsplit.runtime.weights import gpu_products
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A pass over T tokens at the end of a context. `way`: "watched" by observers, who see all
+    values; "flash" on a GPU with flash attention. `num_hot`: of each layer; None: any number."""
+
+    model: ModelFile
+    mode: Mode
+    num_tokens: int
+    context_length: int
+    way: Literal["watched", "unwatched", "gpu", "flash"]
+    num_hot: Sequence[int] | None = None
+    num_sequences: int = 1
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.way in ("gpu", "flash")
+
+    @cached_property
+    def hollow(self) -> Builder:
+        return hollow_builder(self.model, "exact", is_divided=False)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        spec = self.model.spec
+        return spec if runs_predictors(self.mode) else spec.without_predictors()
+
+    def floats(self, values: float) -> int:
+        """Bytes of f32 values, given for one token."""
+        return int(FLOAT_BYTES * self.num_tokens * values)
+
+    def kind(self, name: str) -> str:
+        return self.model.tensors[f"{name}.weight"].kind
+
+    def product(self, kind: str, width: int, num_rows: int, *, is_copied: bool = False) -> int:
+        """Bytes of a product on a GPU beside its result: the rounded input and, unless the matrix is
+        read as stored, a tile of rows and, if there are several, a tile's product."""
+        dtype = gpu_products.tile_dtype(kind)
+        rounded = 0 if kind == "f32" else self.floats(width / 2 + 2)
+        if FLOATS.get(kind) == dtype and not is_copied:
+            return rounded
+        rows = min(gpu_products.tile_rows(width), num_rows)
+        return rounded + dtype.itemsize * rows * width + self.floats(rows * (rows < num_rows))
+
+
+def attention(p: Pass, index: int) -> int:
+    """Projections, then norms and rotation of the heads, the heads, and the output's projection."""
+    a, width, name = p.spec.layers[index].attention, p.spec.hidden_size, f"blk.{index}"
+    qkv, query, key = a.qkv_size, a.query_size, a.key_size
+    normed = query + key if a.head_norm else 0
+    turning = query if p.is_on_gpu else max(2 * query, query + 2 * key)
+    kinds = {p.kind(f"{name}.{each}") for each in a.projections}
+    is_joined = len(kinds if p.is_on_gpu else a.projections) == 1 and not a.biases
+    joined = qkv if is_joined else 2 * qkv
+    before = p.floats(max(joined, qkv + normed + max(turning, 4 * a.head_dim)))
+    kept = normed if p.is_on_gpu or not a.rotary else query + key
+    after = p.floats(qkv + query + width * (1 + ("attn_output" in a.biases)))
+    if p.is_on_gpu:
+        before = max(before, p.floats(qkv) + max(p.product(k, width, qkv) for k in kinds))
+        after += p.product(p.kind(f"{name}.attn_output"), query, width)
+    return max(before, p.floats(qkv + kept) + _attend(p, a), after)
+
+
+def _attend(p: Pass, a: Attention) -> int:
+    """Keys and values appended, gathered from blocks if there are several sequences, and unpacked;
+    then the heads' output."""
+    tokens, context, is_f32 = p.num_tokens, p.context_length, budget.kv_kind(p.model) == "f32"
+    seen = context if a.window is None else min(context, tokens + a.window - 1)
+    appended, head = (0, 0) if is_f32 else (p.floats(a.key_size), 8 * seen * a.head_dim)
+    positions = 0 if p.num_sequences == 1 else budget.kv_positions(context, 2) // 2
+    gathered = positions * a.key_size * (FLOAT_BYTES if is_f32 else 2)
+    unpacked, out = 0, p.floats(a.query_size + a.num_heads)
+    is_whole = a.window is None or a.window >= context
+    if p.way == "flash" and not is_f32 and takes_flash(a.head_dim) and is_whole:
+        out += p.floats(a.query_size / 2)  # queries in f16
+    elif p.is_on_gpu:  # one key head, and some tokens, at a time; masks, and scores twice
+        group = a.num_heads // a.num_kv_heads
+        rows = min(tokens, max(1, SCORE_BYTES // (FLOAT_BYTES * group * seen)))
+        out += head + 8 * seen + rows * seen * (1 if a.window is None else 2)
+        out += 2 * FLOAT_BYTES * rows * group * (seen + a.head_dim)
+    elif tokens == 1:
+        unpacked, out = head * a.num_kv_heads, out + 2 * FLOAT_BYTES * a.num_heads * seen
+    else:  # torch's flash attention: a mask as bool and as f32, and some scores in each thread
+        mask = tokens * seen if seen > tokens or a.window is not None else 0
+        rows = min(tokens, 256 if tokens >= 768 else 64 if tokens >= 192 else 32)
+        scores = torch.get_num_threads() * rows * (min(seen, 512) + 2 + a.head_dim)
+        unpacked, out = head * a.num_kv_heads, out + 5 * mask + FLOAT_BYTES * scores
+    return max(appended + 3 * gathered, 2 * gathered + unpacked, (unpacked or 2 * gathered) + out)
+
+
+def predict(p: Pass, index: int) -> int:
+    """Scores, with a bias or an activation once more; then two masks."""
+    layer, width, name = p.spec.layers[index], p.spec.hidden_size, f"blk.{index}.ffn_pred"
+    predictor, number = layer.predict, layer.neurons.number
+    assert predictor is not None
+    is_again = predictor.kind == "gate" or f"{name}_up.bias" in p.model.tensors
+    found = p.floats(number * (2 if is_again else 1.5) + 2 * predictor.rank)
+    if p.is_on_gpu:
+        found += p.product(p.kind(f"{name}_up"), predictor.rank or width, number)
+        found += p.product(p.kind(f"{name}_down"), width, predictor.rank) if predictor.rank else 0
+    return found
+
+
+def neurons(p: Pass, index: int) -> int:
+    """The blocks' outputs and, if watched, gates and hidden values of both, and then of all."""
+    width, number = p.spec.hidden_size, p.spec.layers[index].neurons.number
+    hot = 0 if p.num_hot is None else p.num_hot[index]
+    blocks = (hot,) if hot == number else (hot, number - hot)
+    shown, of_block = 2 if p.way == "watched" else 0, _on_gpu if p.is_on_gpu else _on_cpu
+    most = waiting = named = 0
+    for size in blocks:
+        named = p.floats(size / 4) if p.spec.layers[index].predict else 0
+        most = max(most, waiting + named + of_block(p, index, size, is_divided=len(blocks) > 1))
+        waiting += p.floats(width + shown * size)
+    joined = max(shown * number, 2 * width) if len(blocks) > 1 else width
+    return max(most, waiting + named + p.floats(joined))
+
+
+def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
+    """A block: in the C++ kernels; else gates, what they are multiplied by and masks, then the tile to
+    which rows of down are unpacked. (If weights stay in the mapped file, blocks share its matrices,
+    and selected rows take one more copy.)"""
+    own, is_named = p.spec.layers[index].neurons, p.spec.layers[index].predict is not None
+    width, is_all, is_drelu = p.spec.hidden_size, computes_all(p.mode), own.activation == "drelu"
+    if p.way == "unwatched" and library.is_available() and (p.num_tokens > 1 or is_all):
+        rows = min(p.num_tokens, MAX_ROWS)
+        packed = 17 * rows * -(-number // 32) * 32 * is_named
+        return p.floats(2 * width) + packed + neurons_bytes(p.hollow, index, number, rows)
+    is_copied = is_drelu or (own.activation in SMOOTH and not own.is_gated and not is_all)
+    values = 2.25 + 2 * own.is_gated + (2 if is_named else is_copied)
+    if p.num_tokens == 1 and not is_all:  # with indices in int64
+        return p.floats((10.25 + 5 * is_named) * number + width)
+    rows = 0 if budget.down_kind(p.model, index) == "f32" else budget.tile_rows(width)
+    tile = FLOAT_BYTES * width * min(rows, number)
+    return max(p.floats(values * number), p.floats((2 + own.is_gated) * number + width) + tile)
+
+
+def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
+    """A part of a block at a time: gates and what they are multiplied by; then their rounded
+    products, and the sum of the rows of down."""
+    layer, width = p.spec.layers[index], p.spec.hidden_size
+    own, is_smooth = layer.neurons, layer.neurons.activation in SMOOTH
+    part = min(number, budget.gpu_part_neurons(p.num_tokens))
+    values = 1 + own.is_gated + bool(own.biases & set(own.matrices))
+    least = (
+        3.25 if is_smooth and not computes_all(p.mode) else 2 if is_smooth or layer.predict else 1
+    )
+    gate, down = p.kind(f"blk.{index}.{own.gate_name}"), budget.down_kind(p.model, index)
+    gates = p.floats(max(values, least) * part) + p.product(gate, width, part, is_copied=is_divided)
+    sums = p.floats(part + (part / 2 + width) * (down != "f32"))
+    return p.floats(width) + max(gates, sums + p.product(down, width, part, is_copied=is_divided))
+
+
+def head(p: Pass) -> int:
+    """A norm, logits, and the logits once more while pieces are joined."""
+    p = replace(p, num_tokens=min(p.num_tokens, budget.LOGITS_CHUNK))
+    width, vocab_size = p.spec.hidden_size, p.spec.vocab_size
+    kind = p.model.tensors[p.model.head_name].kind
+    product = p.product(kind, width, vocab_size) if p.is_on_gpu else 0
+    return p.floats(width + vocab_size) + max(p.floats(max(width, vocab_size)), product)
+
+
+SCRATCH: dict[Kind, Callable[[Pass, int], int]] = {
+    "norm": lambda p, index: p.floats(2 * p.spec.hidden_size + 1),
+    "add": lambda p, index: p.floats(p.spec.hidden_size),
+    "attention": attention, "predict": predict, "neurons": neurons,
+}  # fmt: skip
