@@ -109,10 +109,9 @@ inline int64_t add_grouped_lanes(const uint8_t* group, int64_t D, const ManySums
             }
             const bool is_behind = is_behind_units<F>(b, D);
             float* y = s.y + t * s.y_stride + b * BLOCK;
-            int64_t i = 0;
-            for (; i + 2 <= count; i += 2)
-                add_places<2>(words, factors, i, is_behind, y + i * s.y_stride, s.y_stride);
-            if (i < count) add_places<1>(words, factors, i, is_behind, y + i * s.y_stride, s.y_stride);
+            in_steps<2, 1>(0, count, [&](auto some, int64_t i) {
+                add_places<some>(words, factors, i, is_behind, y + i * s.y_stride, s.y_stride);
+            });
         }
     }
     return t;

@@ -118,13 +118,8 @@ inline void add_grouped(const uint8_t* group, int64_t D, const ManySums& s, int6
 template <class F>
 inline int64_t add_grouped_lanes(const uint8_t* group, int64_t D, const ManySums& s) {
     alignas(64) LaneFloats c[1];
-    int64_t t = 0;
-    for (; s.count - t >= 4; t += s.count - t >= 8 ? 8 : 4) {
+    return in_steps<8, 4>(0, s.count, [&](auto count, int64_t t) {
         if (t % 16 == 0) gather_coefficients(s, t, t + 16 < s.count ? t + 16 : s.count, SUM_ROWS, c);
-        if (s.count - t >= 8)
-            add_grouped<F, 8>(group, D, s, t, eight_of(c, t % 16));
-        else
-            add_grouped<F, 4>(group, D, s, t, eight_of(c, t % 16));
-    }
-    return t;
+        add_grouped<F, count>(group, D, s, t, eight_of(c, t % 16));
+    });
 }

@@ -97,11 +97,11 @@ inline void add_scaled(Floats exact, Floats scale, bool is_behind, float* y) {
 #include "grouped_avx2.h"
 #endif
 
-// y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i. `ahead`:
+// y[i * y_stride + d] += the sums over a block's rows with the factors of vector i, for d < BLOCK. `ahead`:
 // where to prefetch as many bytes meanwhile, or null.
 template <class F, int COUNT>
-inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bool is_behind,
-                            float* const* y, const uint8_t* ahead = nullptr) {
+inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bool is_behind, float* y,
+                            int64_t y_stride, const uint8_t* ahead = nullptr) {
     constexpr int PARTS = F::PARTS;
     Ints sum[COUNT][F::WORDS][PARTS];
     for (int i = 0; i < COUNT; ++i)
@@ -126,10 +126,9 @@ inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bo
         for (int v = 0; v < F::WORDS; ++v) {
             Ints total[F::SUMS];
             join_parts(F(), sum[i][v], total);
-            for (int s = 0; s < F::SUMS; ++s) {
+            for (int s = 0; s < F::SUMS; ++s)
                 add_scaled(to_floats(total[s]), factors[i].scale, is_behind,
-                           y[i] + v * LANES + s * (BLOCK / F::SUMS));
-            }
+                           y + i * y_stride + v * LANES + s * (BLOCK / F::SUMS));
         }
 }
 
@@ -146,24 +145,12 @@ void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, 
         fill_group<F>(F::tile(group, b0), c + a, factors[b0 % 2]);
         for (int64_t b = b0; b < b1; ++b) {
             if (b + 1 < b1) fill_group<F>(F::tile(group, b + 1), c + a, factors[(b + 1) % 2]);
-            float* to = y + b * BLOCK;
             const uint8_t *tile = F::tile(group, b), *ahead = tile + stream_ahead;
             if (ahead >= end) ahead = rows.after ? rows.after + (ahead - end) : nullptr;
-            add_group_block<F, 1>(tile, factors + b % 2, is_behind_units<F>(b, rows.D), &to,
-                                  stream_ahead > 0 ? ahead : nullptr);
+            add_group_block<F, 1>(tile, factors + b % 2, is_behind_units<F>(b, rows.D), y + b * BLOCK,
+                                  0, stream_ahead > 0 ? ahead : nullptr);
         }
     }
-}
-
-template <class F, int COUNT>
-inline void add_group_of(const uint8_t* tile, const ManySums& s, int64_t t, int64_t b, bool is_behind) {
-    GroupFactors factors[COUNT];
-    float* to[COUNT];
-    for (int i = 0; i < COUNT; ++i) {
-        fill_group<F>(tile, s.c + (t + i) * s.c_stride, factors[i]);
-        to[i] = s.y + (t + i) * s.y_stride + b * BLOCK;
-    }
-    add_group_block<F, COUNT>(tile, factors, is_behind, to);
 }
 
 // One group. A coefficient of 0 has no effect if weights are finite.
@@ -176,10 +163,12 @@ void accumulate_grouped_many(const Rows& rows, int64_t a0, int64_t, const ManySu
 #endif
     for (int64_t b = s.d0 / BLOCK; b < s.d1 / BLOCK; ++b) {
         const uint8_t* tile = F::tile(group, b);
-        const bool is_behind = is_behind_units<F>(b, rows.D);
-        int64_t t = done;
-        for (; LANES == 16 && t + 2 <= s.count; t += 2) add_group_of<F, 2>(tile, s, t, b, is_behind);
-        for (; t < s.count; ++t) add_group_of<F, 1>(tile, s, t, b, is_behind);
+        in_steps<LANES == 16 ? 2 : 1, 1>(done, s.count, [&](auto count, int64_t t) {
+            GroupFactors factors[count];
+            for (int i = 0; i < count; ++i) fill_group<F>(tile, s.c + (t + i) * s.c_stride, factors[i]);
+            add_group_block<F, count>(tile, factors, is_behind_units<F>(b, rows.D),
+                                      s.y + t * s.y_stride + b * BLOCK, s.y_stride);
+        });
     }
 }
 

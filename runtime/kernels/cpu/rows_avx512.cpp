@@ -15,6 +15,10 @@ inline Floats zero() { return _mm512_setzero_ps(); }
 inline Floats broadcast(float f) { return _mm512_set1_ps(f); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+#ifdef HAS_BF16_PAIRS
+typedef __m512bh Pairs;  // 16 pairs of bf16; see bf16_pairs.h
+inline Floats multiply_add(Pairs a, Pairs b, Floats c) { return _mm512_dpbf16_ps(c, a, b); }
+#endif
 inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline Floats load_f32(const uint8_t* p) { return _mm512_loadu_ps(p); }
 inline void store_f32(uint8_t* p, Floats v) { _mm512_storeu_ps(p, v); }

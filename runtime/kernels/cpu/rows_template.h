@@ -91,7 +91,38 @@ inline Ints load_in_order(const uint8_t* p) {
 template <int N>
 struct Count {
     static constexpr int VALUE = N;
+    constexpr operator int() const { return N; }
 };
+
+// Calls use(Count<N>{}, i) for N indices at a time, i .. i + N - 1: as often as the first of SIZES fits
+// between `begin` and `end`, then as often as the next one does. Returns the first index that is left.
+template <int... SIZES, class Use>
+inline int64_t in_steps(int64_t begin, int64_t end, const Use& use) {
+    auto call = [&](auto count) {
+        for (; begin + count <= end; begin += count) use(count, begin);
+    };
+    (call(Count<SIZES>{}), ...);
+    return begin;
+}
+
+// y[t * y_stride + i] += the sum over j < n, in order, of by(t, j) * w[i / LANES], for COUNT vectors y of VALUES *
+// LANES columns; load(j, w) sets w.
+template <int COUNT, int VALUES, class Vector = Floats, class Load, class Factor>
+inline void add_weighted(float* y, int64_t y_stride, int64_t n, const Load& load, const Factor& by) {
+    Floats sum[COUNT][VALUES];
+    for (int t = 0; t < COUNT; ++t)
+        for (int v = 0; v < VALUES; ++v) sum[t][v] = load_floats(y + t * y_stride + v * LANES);
+    for (int64_t j = 0; j < n; ++j) {
+        Vector w[VALUES];
+        load(j, w);
+        for (int t = 0; t < COUNT; ++t) {
+            const Vector factor = by(t, j);
+            for (int v = 0; v < VALUES; ++v) sum[t][v] = multiply_add(w[v], factor, sum[t][v]);
+        }
+    }
+    for (int t = 0; t < COUNT; ++t)
+        for (int v = 0; v < VALUES; ++v) store_floats(y + t * y_stride + v * LANES, sum[t][v]);
+}
 
 #include "k_quants_template.h"
 #include "planar_template.h"
@@ -112,8 +143,8 @@ constexpr bool IS_BLOCKS = Format::SCALED && !IS_SUPER<Format>;
 // row of a list comes next.
 template <class Use>
 inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
-    auto call = [&](auto count, int64_t a) {
-        constexpr int ROWS = decltype(count)::VALUE;
+    in_steps<4, 2, 1>(a0, a1, [&](auto count, int64_t a) {
+        constexpr int ROWS = count;
         const uint8_t *row[ROWS], *next[ROWS], *also[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             row[r] = row_of(rows, a + r);
@@ -124,11 +155,7 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
         const bool is_more = rows.queue && rows.queue->take(next, ROWS) &&
                              rows.queue->size() > a1 - a - ROWS && rows.queue->take(also, ROWS);
         use(count, a, row, next, is_more ? also : nullptr);
-    };
-    int64_t a = a0;
-    for (; a + 4 <= a1; a += 4) call(Count<4>{}, a);
-    for (; a + 2 <= a1; a += 2) call(Count<2>{}, a);
-    for (; a < a1; ++a) call(Count<1>{}, a);
+    });
 }
 
 #include "k_products.h"
@@ -150,16 +177,9 @@ inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* nex
         for (int r = 0; also && r < ROWS; ++r)
             for (int64_t at = 0; at < BYTES; at += 64)
                 __builtin_prefetch(also[r] + d / BLOCK * BYTES + at);
-        Floats out[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d + v * LANES);
-        for (int r = 0; r < ROWS; ++r) {
-            const uint8_t* block = rows[r] + d / BLOCK * BYTES;
-            const Floats factor = broadcast(c[r]);
-            Floats w[VECTORS];
-            Format::unpack(block, w);
-            for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
-        }
-        for (int v = 0; v < VECTORS; ++v) store_floats(y + d + v * LANES, out[v]);
+        add_weighted<1, VECTORS>(y + d, 0, ROWS, [&](int64_t r, Floats* w) {
+            Format::unpack(rows[r] + d / BLOCK * BYTES, w);
+        }, [&](int, int64_t r) { return broadcast(c[r]); });
     }
     for (; d < d1; ++d)
         for (int r = 0; r < ROWS; ++r) y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
@@ -184,28 +204,18 @@ inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a
     const int64_t k = a1 - a0;
     for (int64_t i = 0; i < k; ++i) list[i] = row_of(rows, a0 + i) + d0 * Format::VALUE_BYTES;
     AheadRows ahead(rows.then, rows.num_then, rows.then_bytes);
-    auto add = [&](auto count, int64_t i) {
-        constexpr int ROWS = decltype(count)::VALUE;
+    in_steps<4, 1>(0, k, [&](auto count, int64_t i) {
+        constexpr int ROWS = count;
         int64_t d = 0;
-        for (; d + BLOCK <= d1 - d0; d += BLOCK) {
-            Floats out[VECTORS];
-            for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d0 + d + v * LANES);
-            for (int r = 0; r < ROWS; ++r) {
+        for (; d + BLOCK <= d1 - d0; d += BLOCK)
+            add_weighted<1, VECTORS>(y + d0 + d, 0, ROWS, [&](int64_t r, Floats* w) {
                 ahead.template ask<LINES>();
-                const Floats factor = broadcast(c[a0 + i + r]);
-                Floats w[VECTORS];
                 Format::unpack(list[i + r] + d / BLOCK * BYTES, w);
-                for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
-            }
-            for (int v = 0; v < VECTORS; ++v) store_floats(y + d0 + d + v * LANES, out[v]);
-        }
+            }, [&](int, int64_t r) { return broadcast(c[a0 + i + r]); });
         for (; d < d1 - d0; ++d)
             for (int r = 0; r < ROWS; ++r)
                 y[d0 + d] += c[a0 + i + r] * Format::value(list[i + r] + d * Format::VALUE_BYTES);
-    };
-    int64_t i = 0;
-    for (; i + 4 <= k; i += 4) add(Count<4>{}, i);
-    for (; i < k; ++i) add(Count<1>{}, i);
+    });
 }
 
 template <class Format>
@@ -246,8 +256,7 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
         for_rows(rows, a0, a1,
                  [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next,
                      const uint8_t* const* also) {
-            constexpr int ROWS = decltype(count)::VALUE;
-            add_rows<Format, ROWS>(row, next, c + a, y, d0, d1, also);
+            add_rows<Format, count>(row, next, c + a, y, d0, d1, also);
         });
     }
 }
