@@ -1,5 +1,5 @@
 // Products and sums of bf16 rows on processors with AVX512_BF16, which multiply two values and add both
-// products in one instruction. Included by rows_template.h.
+// products in one instruction: specialisations of the kernels for floats. Included by rows_template.h.
 //
 // vdpbf16ps adds to each f32 lane the product of the pair's second values, then that of the first ones, each
 // fused and rounded once (Intel's manual; probe.cpp checks that rows are added in order). Numbers below 2^-126 count as 0 (a
@@ -145,8 +145,9 @@ inline void dot_pairs_run(const Rows& rows, const uint8_t* x, float* y, int64_t 
 // Bytes of rows that stay in L2 while all vectors are multiplied by them, a few at a time.
 constexpr int64_t PAIR_CHUNK = 256 * 1024;
 
-inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-                     int64_t a1) {
+template <>
+void dot_float_rows<BF16>(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                          int64_t a1) {
     const int64_t D = rows.D, bytes = 2 * D;
     if (x.count == 1 && is_one_run(rows, bytes))
         return dot_pairs_run(rows, bf16_vector(x, D, 0), y, a0, a1);
@@ -249,8 +250,9 @@ inline void add_bf16_rows(const uint8_t* const* rows, const float* c, float* y, 
     __builtin_memcpy(y + d, last, (d1 - d) * sizeof(float));
 }
 
-void accumulate_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1, int64_t d0,
-                     int64_t d1) {
+template <>
+void accumulate_rows<BF16>(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
+                           int64_t d0, int64_t d1) {
     if (rows.then) {
         AheadRows then(rows.then, rows.num_then, rows.then_bytes);
         in_steps<4, 2, 1>(a0, a1, [&](auto count, int64_t a) {
@@ -335,18 +337,20 @@ inline void add_bf16_to_many(const Rows& rows, int64_t a0, int64_t k, const Many
 }
 
 // Whole blocks of columns are taken together if that pays; the rest is added by lists.
-void accumulate_bf16_many(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
+template <>
+void accumulate_many<BF16>(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
     ManySums rest = s;
     if (are_taken_together(k, s)) {
         add_bf16_to_many(rows, a0, k, s);
         rest.d0 = s.d0 + (s.d1 - s.d0) / PAIR_COLUMNS * PAIR_COLUMNS;
     }
-    if (rest.d0 < s.d1) accumulate_lists(accumulate_bf16, rows, a0, rest);
+    if (rest.d0 < s.d1) accumulate_lists(accumulate_rows<BF16>, rows, a0, rest);
 }
 
-struct Bf16Tile {
+template <>
+struct FloatTile<BF16> {
     static constexpr int64_t COLUMNS = PAIR_COLUMNS, ROW_BYTES = 2 * COLUMNS, PADDED = 1;
-    static constexpr AccumulateRows* ADD_ROWS = accumulate_bf16;
+    static constexpr AccumulateRows* ADD_ROWS = accumulate_rows<BF16>;
 
     // Joins coefficients in pairs; the first one of a pair is then its word.
     static inline void prepare(const Listed& list) {
@@ -410,8 +414,9 @@ inline void add_bf16_block(const uint8_t* tile, const PairWords* c, float* y, in
     }
 }
 
-void accumulate_grouped_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
-                             int64_t d0, int64_t d1) {
+template <>
+void accumulate_grouped_floats<GroupedFloats<BF16>>(const Rows& rows, const float* c, float* y,
+                                                    int64_t a0, int64_t a1, int64_t d0, int64_t d1) {
     alignas(64) PairWords words;
     for (int64_t a = a0; a < a1; a += SUM_ROWS) {
         pair_coefficients(c + a, SUM_ROWS, words);
@@ -422,7 +427,9 @@ void accumulate_grouped_bf16(const Rows& rows, const float* c, float* y, int64_t
 }
 
 // One group.
-void accumulate_grouped_bf16_many(const Rows& rows, int64_t a0, int64_t, const ManySums& s) {
+template <>
+void accumulate_grouped_floats_many<GroupedFloats<BF16>>(const Rows& rows, int64_t a0, int64_t,
+                                                         const ManySums& s) {
     alignas(64) PairWords c[PAIRED_VECTORS];
     for (int64_t t0 = 0; t0 < s.count; t0 += PAIRED_VECTORS) {
         const int64_t count = s.count - t0 < PAIRED_VECTORS ? s.count - t0 : PAIRED_VECTORS;

@@ -4,10 +4,15 @@
 
 template <class Float>
 struct GroupedFloats : Float {
-    static constexpr int64_t TILE_BYTES = SUM_ROWS * Float::BLOCK_BYTES;
+    typedef Float InFile;
+    static constexpr int64_t ROWS = SUM_ROWS, TILE_BYTES = SUM_ROWS * Float::BLOCK_BYTES;
 
     static inline const uint8_t* tile(const uint8_t* group, int64_t b) {
         return group + b * TILE_BYTES;
+    }
+    // 32 values of row r.
+    static inline void copy_block(const uint8_t* group, int64_t, int64_t b, int64_t r, uint8_t* to) {
+        __builtin_memcpy(to, tile(group, b) + r * Float::BLOCK_BYTES, Float::BLOCK_BYTES);
     }
 };
 
@@ -40,19 +45,5 @@ void accumulate_grouped_floats_many(const Rows& rows, int64_t a0, int64_t, const
             add_float_block<F, count>(tile, s.c + t * s.c_stride, s.c_stride,
                                       s.y + t * s.y_stride + b * BLOCK, s.y_stride);
         });
-    }
-}
-
-template <class F>
-void unpack_grouped_floats(const Rows& rows, float* out, int64_t a0, int64_t a1) {
-    for (int64_t a = a0; a < a1; ++a) {
-        const int64_t row = rows.index ? rows.index[a] : a, r = row % SUM_ROWS;
-        const uint8_t* group = rows.weight + (row - r) * rows.stride;
-        for (int64_t b = 0; b < rows.D / BLOCK; ++b) {
-            Floats w[VECTORS];
-            F::unpack(F::tile(group, b) + r * F::BLOCK_BYTES, w);
-            for (int v = 0; v < VECTORS; ++v)
-                store_floats(out + a * rows.D + b * BLOCK + v * LANES, w[v]);
-        }
     }
 }

@@ -1,16 +1,5 @@
 // The K-quants for rows_avx512.cpp; see k_quants_template.h.
 
-inline __m512i dwords_of(const uint8_t* p) { return _mm512_cvtepu8_epi32(load_16_bytes(p)); }
-
-// a | (b & mask)
-inline __m512i or_masked(__m512i a, __m512i b, __m512i mask) {
-    return _mm512_ternarylogic_epi32(a, b, mask, 0xf8);
-}
-
-inline __m512i shifted_dwords(__m512i dwords, int left) {
-    return left < 0 ? _mm512_srli_epi32(dwords, -left) : _mm512_slli_epi32(dwords, left);
-}
-
 // Permutations use only the low four bits of each lane (five in unpack_q5_k), so they serve as
 // tables from number to float without a mask.
 inline __m512 first_floats() {
@@ -32,26 +21,11 @@ inline void unpack_q5_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
     for (int v = 0; v < 2; ++v) {
         const __m512i bytes = dwords_of(quants + 16 * v), above = dwords_of(bits + 16 * v);
         // fifteen ? bytes : shifted bits
-        const __m512i low =
-            _mm512_ternarylogic_epi32(fifteen, bytes, shifted_dwords(above, 4 - part), 0xca);
+        const __m512i low = _mm512_ternarylogic_epi32(fifteen, bytes, shifted(above, 4 - part), 0xca);
         const __m512i high = _mm512_ternarylogic_epi32(fifteen, _mm512_srli_epi32(bytes, 4),
-                                                       shifted_dwords(above, 3 - part), 0xca);
+                                                       shifted(above, 3 - part), 0xca);
         w[v] = _mm512_permutex2var_ps(table, low, upper);
         w[v + 2] = _mm512_permutex2var_ps(table, high, upper);
-    }
-}
-
-inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Floats* w) {
-    const __m512i fifteen = _mm512_set1_epi32(15), mask = _mm512_set1_epi32(0x30);
-    const __m512i middle = _mm512_set1_epi32(32);
-    for (int v = 0; v < 2; ++v) {
-        const __m512i bytes = dwords_of(quants + 16 * v), above = dwords_of(bits + 16 * v);
-        const __m512i low =
-            or_masked(_mm512_and_si512(bytes, fifteen), shifted_dwords(above, 4 - 2 * part), mask);
-        const __m512i high =
-            or_masked(_mm512_srli_epi32(bytes, 4), shifted_dwords(above, -2 * part), mask);
-        w[v] = _mm512_cvtepi32_ps(_mm512_sub_epi32(low, middle));
-        w[v + 2] = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, middle));
     }
 }
 

@@ -36,3 +36,29 @@ inline void factors_of_q6_k(const uint8_t* block, float c, float* factor) {
     _mm256_storeu_ps(factor, _mm256_mul_ps(floats_of_i8(scales), d));
     _mm256_storeu_ps(factor + 8, _mm256_mul_ps(floats_of_i8(_mm_srli_si128(scales, 8)), d));
 }
+
+// a | (b & mask)
+inline Bits or_masked(Bits a, Bits b, Bits mask) {
+#ifdef LEVEL_AVX512
+    return _mm512_ternarylogic_epi32(a, b, mask, 0xf8);
+#else
+    return _mm256_or_si256(a, _mm256_and_si256(b, mask));
+#endif
+}
+
+// Shifts non-negative 32-bit numbers left, or right if `left` is negative.
+inline Bits shifted(Bits dwords, int left) {
+    return left < 0 ? MM(srli_epi32)(dwords, -left) : MM(slli_epi32)(dwords, left);
+}
+
+inline void unpack_q6_k(const uint8_t* quants, const uint8_t* upper, int part, Floats* w) {
+    const Bits mask = MM(set1_epi32)(0x30);
+    for (int v = 0; v < BLOCK / LANES; ++v) {
+        const Bits bytes = dwords_of(quants + LANES * v), above = dwords_of(upper + LANES * v);
+        const Bits nibbles = bits(ints(bytes) & 15);
+        const Bits low = or_masked(nibbles, shifted(above, 4 - 2 * part), mask);
+        const Bits high = or_masked(MM(srli_epi32)(bytes, 4), shifted(above, -2 * part), mask);
+        w[v] = to_floats(ints(low) - 32);
+        w[v + BLOCK / LANES] = to_floats(ints(high) - 32);
+    }
+}

@@ -97,7 +97,7 @@ struct Count {
 // Calls use(Count<N>{}, i) for N indices at a time, i .. i + N - 1: as often as the first of SIZES fits
 // between `begin` and `end`, then as often as the next one does. Returns the first index that is left.
 template <int... SIZES, class Use>
-inline int64_t in_steps(int64_t begin, int64_t end, const Use& use) {
+__attribute__((always_inline)) inline int64_t in_steps(int64_t begin, int64_t end, const Use& use) {
     auto call = [&](auto count) {
         for (; begin + count <= end; begin += count) use(count, begin);
     };
@@ -108,10 +108,13 @@ inline int64_t in_steps(int64_t begin, int64_t end, const Use& use) {
 // y[t * y_stride + i] += the sum over j < n, in order, of by(t, j) * w[i / LANES], for COUNT vectors y of VALUES *
 // LANES columns; load(j, w) sets w.
 template <int COUNT, int VALUES, class Vector = Floats, class Load, class Factor>
-inline void add_weighted(float* y, int64_t y_stride, int64_t n, const Load& load, const Factor& by) {
+__attribute__((always_inline)) inline void add_weighted(float* y, int64_t y_stride, int64_t n,
+                                                        const Load& load, const Factor& by) {
+    float* to[COUNT];
+    for (int t = 0; t < COUNT; ++t) to[t] = y + t * y_stride;
     Floats sum[COUNT][VALUES];
     for (int t = 0; t < COUNT; ++t)
-        for (int v = 0; v < VALUES; ++v) sum[t][v] = load_floats(y + t * y_stride + v * LANES);
+        for (int v = 0; v < VALUES; ++v) sum[t][v] = load_floats(to[t] + v * LANES);
     for (int64_t j = 0; j < n; ++j) {
         Vector w[VALUES];
         load(j, w);
@@ -121,11 +124,14 @@ inline void add_weighted(float* y, int64_t y_stride, int64_t n, const Load& load
         }
     }
     for (int t = 0; t < COUNT; ++t)
-        for (int v = 0; v < VALUES; ++v) store_floats(y + t * y_stride + v * LANES, sum[t][v]);
+        for (int v = 0; v < VALUES; ++v) store_floats(to[t] + v * LANES, sum[t][v]);
 }
 
 #include "k_quants_template.h"
 #include "planar_template.h"
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+#include "lanes_x86.h"
+#endif
 #ifdef LEVEL_AVX512
 #include "many_avx512.h"
 #else
@@ -159,10 +165,8 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
 }
 
 #include "k_products.h"
+#include "block_rows.h"
 #include "floats_template.h"
-#include "tiled_template.h"
-#include "grouped_floats.h"
-#include "grouped_template.h"
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
@@ -226,20 +230,25 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
             const int64_t k = a1 - a < SUM_ROWS ? a1 - a : SUM_ROWS;
             const uint8_t *row[SUM_ROWS], *next[QUEUED_ROWS];
             for (int64_t r = 0; r < k; ++r) row[r] = row_of(rows, a + r);
+            auto add = [&](auto ahead) {
+                add_group<Format>(row, ahead, k, rows.D / BLOCK, c + a, y, d0, d1);
+            };
+            const int64_t first = d0 / BLOCK * Format::BLOCK_BYTES;
+            const int64_t bytes = (d1 - d0) / BLOCK * Format::BLOCK_BYTES;
             if (rows.then) {
-                const AheadRows then(rows.then, rows.num_then, rows.then_bytes);
-                add_close_group<Format>(row, then, k, rows.D / BLOCK, c + a, y, d0, d1);
+                add(AheadRows(rows.then, rows.num_then, rows.then_bytes));
                 continue;
             }
             if (rows.queue && rows.queue->take(next, QUEUED_ROWS)) {
-                add_group<Format, QUEUED_ROWS>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
+                for (const uint8_t*& begin : next) begin += first;
+                add(Ahead<QUEUED_ROWS>(next, bytes));
                 continue;
             }
             for (int64_t r = 0; r < 4; ++r)
-                next[r] = rows.next               ? rows.next[r]
-                          : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
-                                                  : row[0];
-            add_group<Format, 4>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
+                next[r] = first + (rows.next               ? rows.next[r]
+                                   : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
+                                                           : row[0]);
+            add(Ahead<4>(next, bytes));
         }
     } else {
         if constexpr (!Format::SCALED)
@@ -297,7 +306,11 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
     }
 }
 
+#include "tiled_template.h"
 #include "k_tiled.h"
+#include "tiled_rows.h"
+#include "grouped_floats.h"
+#include "grouped_template.h"
 
 uint64_t above(const float* x, int64_t n, float limit) {
     uint64_t open = 0;
@@ -374,22 +387,10 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 #include "bf16_pairs.h"
 #endif
 
-// The bf16 kernels of this level.
 #ifdef HAS_BF16_PAIRS
-constexpr DotRows* DOT_BF16 = dot_bf16;
-constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_bf16,
-                         *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_bf16;
-constexpr AccumulateMany *MANY_BF16 = by_window<Bf16Tile, accumulate_bf16_many>,
-                         *MANY_GROUPED_BF16 = by_groups<accumulate_grouped_bf16_many>;
 constexpr Quantise* QUANTISE_BF16 = quantise_bf16;
 constexpr OrderSums* ORDER_BF16 = order_bf16_sums;
 #else
-constexpr DotRows* DOT_BF16 = dot_float_rows<BF16>;
-constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_rows<BF16>,
-                         *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_floats<GroupedFloats<BF16>>;
-constexpr AccumulateMany *MANY_BF16 = by_window<FloatTile<BF16>, accumulate_many<BF16>>,
-                         *MANY_GROUPED_BF16 =
-                             by_groups<accumulate_grouped_floats_many<GroupedFloats<BF16>>>;
 constexpr Quantise* QUANTISE_BF16 = nullptr;
 constexpr OrderSums* ORDER_BF16 = nullptr;
 #endif
@@ -404,27 +405,29 @@ constexpr AccumulateMany *MANY_Q4_0 = by_groups<accumulate_many<Q4_0Planar>>,
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
-    {dot_float_rows<F32>, dot_float_rows<F16>, DOT_BF16, dot_blocks<Q8_0>, dot_blocks<Q4_0>,
+    {dot_float_rows<F32>, dot_float_rows<F16>, dot_float_rows<BF16>, dot_blocks<Q8_0>, dot_blocks<Q4_0>,
      dot_super<Q4_K>, dot_super<Q5_K>, dot_super<Q6_K>, dot_blocks<Q4_0Planar>, dot_blocks<Q8_0Planar>,
-     dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr,
-     dot_tiled_super<Q4_K>, dot_tiled_super<Q5_K>, dot_tiled_super<Q6_K>},
-    {accumulate_rows<F32>, accumulate_rows<F16>, ACCUMULATE_BF16, accumulate_rows<Q8_0>,
+     dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr, dot_tiled<Q4_K>,
+     dot_tiled<Q5_K>, dot_tiled<Q6_K>},
+    {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>, nullptr, nullptr,
      accumulate_grouped<Q4_0Grouped>, accumulate_grouped<Q8_0Grouped>,
-     accumulate_grouped_floats<GroupedFloats<F16>>, ACCUMULATE_GROUPED_BF16},
+     accumulate_grouped_floats<GroupedFloats<F16>>, accumulate_grouped_floats<GroupedFloats<BF16>>},
     {by_window<FloatTile<F32>, accumulate_many<F32>>, by_window<FloatTile<F16>, accumulate_many<F16>>,
-     MANY_BF16, by_groups<accumulate_many<Q8_0>>, by_groups<accumulate_many<Q4_0>>,
-     by_groups<accumulate_many<Q4_K>>, by_groups<accumulate_many<Q5_K>>,
-     by_groups<accumulate_many<Q6_K>>, MANY_Q4_0, MANY_Q8_0, nullptr, nullptr,
-     by_groups<accumulate_grouped_many<Q4_0Grouped>>, by_groups<accumulate_grouped_many<Q8_0Grouped>>,
-     by_groups<accumulate_grouped_floats_many<GroupedFloats<F16>>>, MANY_GROUPED_BF16},
+     by_window<FloatTile<BF16>, accumulate_many<BF16>>, by_groups<accumulate_many<Q8_0>>,
+     by_groups<accumulate_many<Q4_0>>, by_groups<accumulate_many<Q4_K>>,
+     by_groups<accumulate_many<Q5_K>>, by_groups<accumulate_many<Q6_K>>, MANY_Q4_0, MANY_Q8_0, nullptr,
+     nullptr, by_groups<accumulate_grouped_many<Q4_0Grouped>>,
+     by_groups<accumulate_grouped_many<Q8_0Grouped>>,
+     by_groups<accumulate_grouped_floats_many<GroupedFloats<F16>>>,
+     by_groups<accumulate_grouped_floats_many<GroupedFloats<BF16>>>},
     {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>, unpack_rows<Q8_0>, unpack_rows<Q4_0>,
      unpack_rows<Q4_K>, unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
-     unpack_rows<Q8_0Planar>, unpack_tiled<Q4_0Tiled>, unpack_tiled<Q8_0Tiled>,
-     unpack_grouped<Q4_0Grouped>, unpack_grouped<Q8_0Grouped>,
-     unpack_grouped_floats<GroupedFloats<F16>>, unpack_grouped_floats<GroupedFloats<BF16>>,
-     unpack_tiled_super<Q4_K>, unpack_tiled_super<Q5_K>, unpack_tiled_super<Q6_K>},
+     unpack_rows<Q8_0Planar>, unpack_together<Q4_0Tiled>, unpack_together<Q8_0Tiled>,
+     unpack_together<Q4_0Grouped>, unpack_together<Q8_0Grouped>, unpack_together<GroupedFloats<F16>>,
+     unpack_together<GroupedFloats<BF16>>, unpack_together<SuperTile<Q4_K>>,
+     unpack_together<SuperTile<Q5_K>>, unpack_together<SuperTile<Q6_K>>},
     {nullptr, nullptr, QUANTISE_BF16, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>,
      quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q4_0Planar>,
      quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>, quantise_blocks<Q8_0Tiled>, nullptr,

@@ -106,7 +106,6 @@ void scale_dots(const SelectScores& d) {
     }
 }
 
-// Converts scores [G, n] of queries that share keys to their softmax mass summed over queries, `out` [n].
 void share_mass(float* score, int64_t num_queries, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = 0.0f;
     for (int64_t g = 0; g < num_queries; ++g) {
