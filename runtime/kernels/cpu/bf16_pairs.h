@@ -253,23 +253,22 @@ inline void add_bf16_rows(const uint8_t* const* rows, const float* c, float* y, 
 template <>
 void accumulate_rows<BF16>(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                            int64_t d0, int64_t d1) {
+    auto add = [&](auto count, int64_t a, const auto& ahead) {
+        const uint8_t* row[count];
+        for (int r = 0; r < count; ++r) row[r] = row_of(rows, a + r);
+        add_bf16_rows<count>(row, c + a, y, d0, d1, [&](int64_t at) { ahead(row, at); });
+    };
     if (rows.then) {
         AheadRows then(rows.then, rows.num_then, rows.then_bytes);
         in_steps<4, 2, 1>(a0, a1, [&](auto count, int64_t a) {
-            constexpr int ROWS = count;
-            const uint8_t* row[ROWS];
-            for (int r = 0; r < ROWS; ++r) row[r] = row_of(rows, a + r);
-            add_bf16_rows<ROWS>(row, c + a, y, d0, d1, [&](int64_t) { then.template ask<ROWS>(); });
+            add(count, a, [&](const uint8_t* const*, int64_t) { then.template ask<count>(); });
         });
         return;
     }
     if (is_one_run(rows, 2 * rows.D)) {
         in_steps<2, 1>(a0, a1, [&](auto count, int64_t a) {
-            constexpr int ROWS = count;
-            const uint8_t* row[ROWS];
-            for (int r = 0; r < ROWS; ++r) row[r] = row_of(rows, a + r);
-            add_bf16_rows<ROWS>(row, c + a, y, d0, d1, [&](int64_t at) {
-                for (int r = 0; r < ROWS; ++r) __builtin_prefetch(row[r] + at + RUN_AHEAD);
+            add(count, a, [&](const uint8_t* const* row, int64_t at) {
+                for (int r = 0; r < count; ++r) __builtin_prefetch(row[r] + at + RUN_AHEAD);
             });
         });
         return;

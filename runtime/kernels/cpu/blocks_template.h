@@ -150,14 +150,9 @@ inline void dot_queued(const Rows& rows, const PackedBlocks<F>& x, int64_t n, fl
 // The scales of up to 16 blocks from b0 on, one vector of LANES rows per block.
 template <class F>
 inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float (*out)[LANES]) {
-    alignas(64) float scale[LANES][16] = {};
-    const int64_t m = n - b0 < 16 ? n - b0 : 16;
-    for (int r = 0; r < LANES; ++r) {
-        if constexpr (F::IS_PLANAR)
-            scale_many(F::scale(rows[r], n, b0), m, 1.0f, scale[r]);
-        else
-            for (int64_t i = 0; i < m; ++i) scale[r][i] = f16_to_float(F::scale(rows[r], n, b0 + i));
-    }
+    static_assert(CHUNK == 16, "read_scales() reads a chunk");
+    alignas(64) float scale[LANES][CHUNK];
+    read_scales<F>(rows, LANES, n, b0, n - b0 < CHUNK ? n - b0 : CHUNK, scale);
     for (int64_t i = 0; i < 16; i += 4) {
         const uint8_t* four[LANES];
         for (int r = 0; r < LANES; ++r) four[r] = reinterpret_cast<const uint8_t*>(scale[r] + i);

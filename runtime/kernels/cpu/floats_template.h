@@ -20,10 +20,6 @@ constexpr int SUM_REGISTERS = LANES == 16 ? 24 : 12;
 template <class Format>
 constexpr int64_t PIECE_COLUMNS = LANES == 16 && Format::VALUE_BYTES == 2 ? 4096 : 1024;
 
-inline Floats load_as(F32, const uint8_t* p) { return load_f32(p); }
-inline Floats load_as(F16, const uint8_t* p) { return load_f16(p); }
-inline Floats load_as(BF16, const uint8_t* p) { return load_bf16(p); }
-
 // y[0..3] = the sums of the lanes of four vectors
 inline void four_sums(const Floats* v, float* y) {
 #if defined(LEVEL_AVX512)
@@ -76,7 +72,7 @@ __attribute__((always_inline)) inline void add_products(const uint8_t* const* ro
                         if (COUNT > 1) values[t] = in_register(values[t]);
                     }
                     for (int r = 0; r < ROWS; ++r) {
-                        Floats w = load_as(Format{}, rows[r] + e * BYTES);
+                        Floats w = Format::load(rows[r] + e * BYTES);
                         if (COUNT > 1) w = in_register(w);
                         for (int t = 0; t < COUNT; ++t)
                             part[t][r][i] = multiply_add(w, values[t], part[t][r][i]);

@@ -47,8 +47,7 @@ struct FloatTile {
         const int64_t first = list.first();
         add_weighted<1, VALUES>(y, 0, list.end() - first, [&](int64_t i, Floats* w) {
             const uint8_t* row = bytes + list.place[first + i] * ROW_BYTES;
-            for (int v = 0; v < VALUES; ++v)
-                w[v] = load_as(Format{}, row + v * LANES * Format::VALUE_BYTES);
+            for (int v = 0; v < VALUES; ++v) w[v] = Format::load(row + v * LANES * Format::VALUE_BYTES);
         }, [&](int, int64_t i) { return broadcast(list.c[first + i]); });
     }
 

@@ -132,7 +132,6 @@ inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x
 #endif
 #include "k_quants.h"
 #include "k_quants_x86.h"
-#include "k_quants_avx2.h"
 #include "rows_template.h"
 
 }  // namespace

@@ -171,7 +171,6 @@ inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x
 
 #include "k_quants.h"
 #include "k_quants_x86.h"
-#include "k_quants_avx512.h"
 #include "rows_template.h"
 
 }  // namespace

@@ -22,12 +22,17 @@ constexpr int VECTORS = BLOCK / LANES;
 // A format unpacks BLOCK values into w. Those of a SCALED format other than a K-quant must still be multiplied
 // by scale(). VALUE_BYTES is the size of a value, 0 or absent if SCALED: only float kinds allow D % 32 != 0.
 
-struct F32 {
-    static constexpr int64_t BLOCK_BYTES = 128, VALUE_BYTES = 4;
+template <class Format, int64_t BYTES>
+struct FloatFormat {
+    static constexpr int64_t BLOCK_BYTES = BLOCK * BYTES, VALUE_BYTES = BYTES;
     static constexpr bool SCALED = false, IS_PLANAR = false;
     static inline void unpack(const uint8_t* block, Floats* w) {
-        for (int v = 0; v < VECTORS; ++v) w[v] = load_f32(block + v * LANES * 4);
+        for (int v = 0; v < VECTORS; ++v) w[v] = Format::load(block + v * LANES * BYTES);
     }
+};
+
+struct F32 : FloatFormat<F32, 4> {
+    static inline Floats load(const uint8_t* p) { return load_f32(p); }
     static inline float value(const uint8_t* p) {
         float f;
         __builtin_memcpy(&f, p, 4);
@@ -35,21 +40,13 @@ struct F32 {
     }
 };
 
-struct F16 {
-    static constexpr int64_t BLOCK_BYTES = 64, VALUE_BYTES = 2;
-    static constexpr bool SCALED = false, IS_PLANAR = false;
-    static inline void unpack(const uint8_t* block, Floats* w) {
-        for (int v = 0; v < VECTORS; ++v) w[v] = load_f16(block + v * LANES * 2);
-    }
+struct F16 : FloatFormat<F16, 2> {
+    static inline Floats load(const uint8_t* p) { return load_f16(p); }
     static inline float value(const uint8_t* p) { return f16_to_float(p); }
 };
 
-struct BF16 {
-    static constexpr int64_t BLOCK_BYTES = 64, VALUE_BYTES = 2;
-    static constexpr bool SCALED = false, IS_PLANAR = false;
-    static inline void unpack(const uint8_t* block, Floats* w) {
-        for (int v = 0; v < VECTORS; ++v) w[v] = load_bf16(block + v * LANES * 2);
-    }
+struct BF16 : FloatFormat<BF16, 2> {
+    static inline Floats load(const uint8_t* p) { return load_bf16(p); }
     static inline float value(const uint8_t* p) {
         uint16_t half;
         __builtin_memcpy(&half, p, 2);
