@@ -9,6 +9,10 @@ small blocks `accumulate_rows` rounds coefficients times scales to 16 bits (plan
 for bf16, levels for which `rounds_to_bf16` is true round x and coefficients (bf16_pairs.h).
 Results do not depend on the number of threads.
 
+Rows of a matrix may be strided. A list of rows, index_A, is int32 [A], in any order, repeats
+allowed; None means all rows, A = F. Functions raise ValueError for a wrong dtype, shape or layout,
+and IndexError for a row that W lacks.
+
 If the C++ is not built, `is_available()` is False, and callers use torch.
 
 Shapes: F rows of the matrix, D values in a row, A chosen rows."""
@@ -348,10 +352,8 @@ def _check_status(status: int, index_A: Tensor | None, num_rows: int) -> None:
 def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None) -> Tensor:
     """y [..., A] f32, y[..., a] = sum over d of x[..., d] * W_FD[index_A[a]][d].
 
-    weight: the matrix W_FD as `kind` stores it (see the module); rows may be strided. x: f32 [D] or
-    [T, D], contiguous; a vector's result is bit-identical whatever the others are. index_A:
-    int32 [A], in any order, repeats allowed; None means all rows, A = F. Raises ValueError for a
-    wrong dtype, shape or layout and IndexError for a row that W lacks."""
+    weight: the matrix W_FD as `kind` stores it. x: f32 [D] or [T, D], contiguous; a vector's result
+    is bit-identical whatever the others are."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if is_grouped(kind):
@@ -377,11 +379,9 @@ def accumulate_rows(
 ) -> Tensor:
     """y_D [D] f32, y_D[d] = sum over a of coefficient_A[a] * W_FD[index_A[a]][d].
 
-    If W is the transposed down matrix, this is the down projection of the active neurons. weight:
-    the matrix W_FD as `kind` stores it (see the module); rows may be strided. coefficient_A: f32
-    [A]. index_A: int32 [A], added in this order, repeats allowed; None means all rows, A = F.
-    Raises ValueError for a wrong dtype, shape or layout, tiles, or a list of grouped rows, and
-    IndexError for a row that W lacks."""
+    If W is the transposed down matrix, this is the down projection of the active neurons.
+    coefficient_A: f32 [A]. Rows are added in the order of index_A. Raises ValueError for tiles, and
+    for a list of grouped rows."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if is_tiled(kind):
@@ -411,8 +411,7 @@ def pack_rows(
     and D of 32; otherwise rows are copied unchanged.
 
     out: uint8, with contiguous rows; only planar and unchanged rows may be strided. Uses all
-    threads. Raises ValueError for tiles, groups, or a wrong dtype, shape or layout, and IndexError
-    for a row that W lacks."""
+    threads. Raises ValueError for tiles and groups."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if rows_together(kind) > 1:
         raise ValueError(f"rows of {kind} are not packed again")
@@ -438,12 +437,7 @@ def pack_rows(
 
 
 def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:
-    """Writes out_AD[a] = W_FD[index_A[a]].
-
-    weight: the matrix W_FD as `kind` stores it (see the module); rows may be strided. out_AD: f32
-    [A, D], contiguous. index_A: int32 [A], in any order, repeats allowed; None means all rows, A =
-    F. Reads A rows of W and writes A * D values. Raises ValueError for a wrong dtype, shape or
-    layout and IndexError for a row that W lacks."""
+    """Writes out_AD[a] = W_FD[index_A[a]]; out_AD: f32 [A, D], contiguous."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     num_active, index = _check_list(index_A, num_rows)
