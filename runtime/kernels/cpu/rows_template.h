@@ -308,18 +308,13 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
 #include "tiled_rows.h"
 #include "grouped_floats.h"
 #include "grouped_template.h"
-
 #include "vectors_template.h"
 #include "exponentials.h"
-
 #include "attend_template.h"
 #include "select_template.h"
 #include "sums_template.h"
 #ifdef HAS_BF16_PAIRS
 #include "bf16_pairs.h"
-#endif
-
-#ifdef HAS_BF16_PAIRS
 constexpr Quantise* QUANTISE_BF16 = quantise_bf16;
 constexpr OrderSums* ORDER_BF16 = order_bf16_sums;
 #else

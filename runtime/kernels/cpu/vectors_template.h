@@ -1,7 +1,6 @@
-// Loops over vectors in cache, which the compiler vectorises: norms, rotary embedding, the cache's halves, sums, and
-// comparisons with limits.
-// Included by rows_template.h. Bits are equal at all levels (those of NaN aside), because additions have the same
-// order.
+// Loops over vectors in cache, most of which the compiler vectorises: norms, rotary embedding, the cache's halves,
+// sums, comparisons with limits. Included by rows_template.h. Bits are equal at all levels (those of NaN aside),
+// because additions have the same order.
 
 // Sixteen interleaved sums, so that the compiler can vectorise them.
 template <class Term>
