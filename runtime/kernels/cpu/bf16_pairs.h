@@ -103,8 +103,10 @@ inline void dot_pairs_of_list(const Rows& rows, const uint8_t* x, float* y, int6
 
 // y[t * y_stride + r] = rows[r] . x[t] for the first `valid` of four rows and COUNT vectors from t0 on.
 template <int COUNT>
-inline void dot_pairs(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
-                      int64_t t0, float* y, int64_t y_stride, int64_t valid) {
+__attribute__((always_inline)) inline void dot_pairs(const uint8_t* const* rows,
+                                                     const uint8_t* const* next, int64_t D,
+                                                     const Input& x, int64_t t0, float* y,
+                                                     int64_t y_stride, int64_t valid) {
     const uint8_t* vectors[COUNT];
     for (int t = 0; t < COUNT; ++t) vectors[t] = bf16_vector(x, D, t0 + t);
     Floats sums[COUNT][QUAD_ROWS];

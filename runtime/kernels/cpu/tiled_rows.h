@@ -9,10 +9,10 @@ inline auto tile_at(const uint8_t* tile, int64_t lane, int64_t D, const TiledAhe
         return TiledTile<F>{tile, lane, D / BLOCK, ahead};
 }
 
-// Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0. `ahead` may be null.
+// Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
 template <class F>
 inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-                           int64_t a1, const TiledAhead* ahead) {
+                           int64_t a1, const TiledAhead& ahead) {
     const int64_t first = a0 / TILE_ROWS * TILE_ROWS;
     const uint8_t* at = rows.weight + first * rows.stride;
     auto dot = [&](auto count, int64_t lane) {  // `count` times LANES rows
@@ -21,13 +21,13 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
         float* to = y + first + lane + begin - a0;
         if (x.count == 1) {
             alignas(64) float sums[LANES];
-            dot_one(tile_at<F>(at, lane, rows.D, lane == 0 ? ahead : nullptr), x, sums);
+            dot_one(tile_at<F>(at, lane, rows.D, lane == 0 ? &ahead : nullptr), x, sums);
             __builtin_memcpy(to, sums + begin, (end - begin) * sizeof(float));
             return;
         }
         for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
             const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-            const auto tile = tile_at<F>(at, lane, rows.D, lane + t == 0 ? ahead : nullptr);
+            const auto tile = tile_at<F>(at, lane, rows.D, lane + t == 0 ? &ahead : nullptr);
             const decltype(tile) tiles[2] = {tile, tile_at<F>(at, lane + LANES, rows.D, nullptr)};
             multiply_tiles<F, count>(tiles, rows.D / BLOCK, x.part(t, t1), to + t * y_stride, y_stride,
                                      begin, end);
@@ -37,7 +37,7 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
     const bool has_both_halves = a0 < first + LANES && a1 > first + LANES;
     if (x.count == 1 && has_both_halves) {
         alignas(64) float sums[TILE_ROWS];
-        dot_whole_tile(tile_at<F>(at, 0, rows.D, ahead), x, sums);
+        dot_whole_tile(tile_at<F>(at, 0, rows.D, &ahead), x, sums);
         __builtin_memcpy(y, sums + (a0 - first), (a1 - a0) * sizeof(float));
         return;
     }
@@ -107,7 +107,7 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
         whole.index = nullptr;
         for (int64_t a = a0; a < a1; ++a) {
             const int64_t row = rows.index[a];
-            dot_tiled_rows<F>(whole, x, y + a, y_stride, row, row + 1, nullptr);
+            dot_tiled_rows<F>(whole, x, y + a, y_stride, row, row + 1, {nullptr, nullptr});
         }
         return;
     }
@@ -117,13 +117,13 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
             for_tiles<2>(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
                 if (end - a == 2 * TILE_ROWS)
                     return dot_two_tiles<F>(rows, x, y + a, y_stride, a, ahead);
-                dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, &ahead);
+                dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
             });
             return;
         }
     }
     for_tiles(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
-        dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, &ahead);
+        dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
     });
 }
 
