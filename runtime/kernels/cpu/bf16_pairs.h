@@ -103,10 +103,8 @@ inline void dot_pairs_of_list(const Rows& rows, const uint8_t* x, float* y, int6
 
 // y[t * y_stride + r] = rows[r] . x[t] for the first `valid` of four rows and COUNT vectors from t0 on.
 template <int COUNT>
-__attribute__((always_inline)) inline void dot_pairs(const uint8_t* const* rows,
-                                                     const uint8_t* const* next, int64_t D,
-                                                     const Input& x, int64_t t0, float* y,
-                                                     int64_t y_stride, int64_t valid) {
+inline void dot_pairs(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
+                      int64_t t0, float* y, int64_t y_stride, int64_t valid) {
     const uint8_t* vectors[COUNT];
     for (int t = 0; t < COUNT; ++t) vectors[t] = bf16_vector(x, D, t0 + t);
     Floats sums[COUNT][QUAD_ROWS];
@@ -144,6 +142,8 @@ inline void dot_pairs_run(const Rows& rows, const uint8_t* x, float* y, int64_t 
     }
 }
 
+// Vectors that share each load of a row; with the rows, they fill the registers.
+constexpr int PAIR_VECTORS = 6;
 // Bytes of rows that stay in L2 while all vectors are multiplied by them, a few at a time.
 constexpr int64_t PAIR_CHUNK = 256 * 1024;
 
@@ -165,18 +165,21 @@ void dot_float_rows<BF16>(const Rows& rows, const Input& x, float* y, int64_t y_
     const int64_t chunk = fitting < QUAD_ROWS ? QUAD_ROWS : fitting;
     for (int64_t c0 = a0; c0 < a1; c0 += chunk) {
         const int64_t c1 = c0 + chunk < a1 ? c0 + chunk : a1;
-        // Up to six vectors share each load of a row; with the rows, they fill the registers.
-        in_steps<6, 5, 4, 3, 2, 1>(0, x.count, [&](auto count, int64_t t) {
+        for (int64_t t = 0, count; t < x.count; t += count) {
+            count = x.count - t < PAIR_VECTORS ? x.count - t : PAIR_VECTORS;
             for (int64_t a = c0; a < c1; a += QUAD_ROWS) {
                 const int64_t valid = c1 - a < QUAD_ROWS ? c1 - a : QUAD_ROWS;
-                const uint8_t *row[QUAD_ROWS], *next[QUAD_ROWS];
+                const uint8_t *row[QUAD_ROWS], *then[QUAD_ROWS];
                 for (int64_t r = 0; r < QUAD_ROWS; ++r) {
                     row[r] = row_of(rows, r < valid ? a + r : a);
-                    next[r] = a + QUAD_ROWS + r < rows.A ? row_of(rows, a + QUAD_ROWS + r) : row[r];
+                    then[r] = a + QUAD_ROWS + r < rows.A ? row_of(rows, a + QUAD_ROWS + r) : row[r];
                 }
-                dot_pairs<count>(row, t == 0 ? next : nullptr, D, x, t, y + a, y_stride, valid);
+                const uint8_t* const* next = t == 0 ? then : nullptr;
+                in_steps<PAIR_VECTORS, 5, 4, 3, 2, 1>(0, count, [&](auto vectors, int64_t) {
+                    dot_pairs<vectors>(row, next, D, x, t, y + a, y_stride, valid);
+                });
             }
-        });
+        }
     }
 }
 
