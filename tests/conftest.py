@@ -143,6 +143,14 @@ def level(request):
     library.set_level(before)
 
 
+@pytest.fixture(scope="session")
+def kernels():
+    """Triton's kernels, on a CUDA device or in its interpreter."""
+    from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
+
+    return triton_kernels()
+
+
 @pytest.fixture
 def several_rows(monkeypatch):
     """A program of a GPU kernel takes several rows of small matrices, as it does of large ones.

@@ -21,6 +21,8 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
 FILE_KINDS = ("q8_0", "q4_0", "q6_k")  # supported by `unpack` alone
 EPS = torch.finfo(torch.float32).eps
+NAN = float("nan")
+REFERENCE = reference_kernels()
 
 
 def device() -> torch.device:
@@ -104,5 +106,5 @@ def both(kernels, name, out, *arguments, **options):
     positional argument."""
     got, want = out.clone(), out.clone()
     getattr(kernels, name)(*arguments, got, **options)
-    getattr(reference_kernels(), name)(*arguments, want, **options)
+    getattr(REFERENCE, name)(*arguments, want, **options)
     return got, want

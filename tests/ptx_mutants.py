@@ -58,7 +58,7 @@ CASES: dict[str, Callable] = {
     "down of 65": lambda k: neurons.test_down_of_any_number_of_neurons(k, 65, False),
     "down of 300": lambda k: neurons.test_down_of_any_number_of_neurons(k, 300, True),
     "down of 17": lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, True),
-    "down of q6_k": lambda k: neurons.test_down_of_rows_at_even_addresses(k, False),
+    "down of q6_k": lambda k: neurons.test_down_of_rows_of_any_width(k, "q6_k_planar", 256, False),
     "rows of zeros": neurons.test_rows_of_zeros_are_not_read,
     "norm": lambda k: attention.test_add_norm(k, 96, True),
     "norm of 2304": lambda k: attention.test_add_norm(k, 2304, True),
@@ -71,11 +71,11 @@ CASES: dict[str, Callable] = {
     "rotation of pairs": lambda k: attention.test_rotate_append(
         k, torch.float32, True, "none", 32, 0),
     "late positions": lambda k: attention.test_angles_of_late_positions(k, 131071),
-    "attention": lambda k: attention.test_attend_at_every_edge(k, 65),
-    "attention to 64": lambda k: attention.test_attend_at_every_edge(k, 63),
-    "attention of groups": lambda k: attention.test_attend_of_grouped_heads(k, (4, 1), 80),
+    "attention": lambda k: attention.assert_attention(k, 65),
+    "attention to 64": lambda k: attention.assert_attention(k, 63),
+    "attention of groups": lambda k: attention.assert_attention(k, 70, heads=(4, 1), width=80),
     "attention of long parts": lambda k: long_parts(k),
-    "attention to one": lambda k: attention.test_attend_with_one_dominant_position(k, torch.float16),
+    "attention to one": lambda k: attention.assert_attention(k, 130, dtype=torch.float16, by=16.0),
 }  # fmt: skip
 
 

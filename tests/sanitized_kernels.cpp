@@ -33,6 +33,19 @@ float* floats(int64_t count, float shift = 0.0f) {
     return values;
 }
 
+// The same from a multiple of 64 bytes on, as a workspace must be.
+uint8_t* aligned(int64_t count) {
+    uint8_t* memory = bytes(count + 63);
+    return memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
+}
+
+// A list of A rows, the last first.
+const int32_t* backwards(int64_t A) {
+    int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
+    for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
+    return index;
+}
+
 // Rows of any type with small finite values.
 uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
     if (kind >= KIND_Q4_0_PLANAR) {
@@ -76,17 +89,16 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     constexpr int64_t T = 131;
     const float *x = floats(T * D), *c = floats(A);
-    int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
-    for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
-    float *y = floats(A), *backwards = floats(A), *z = floats(D), *many = floats(T * A);
+    const int32_t* index = backwards(A);
+    float *y = floats(A), *reversed = floats(A), *z = floats(D), *many = floats(T * A);
     if (hs_dot_rows(kind, w, row_bytes, A, D, x, 1, nullptr, A, y)) return false;
-    if (hs_dot_rows(kind, w, row_bytes, A, D, x, 1, index, A, backwards)) return false;
+    if (hs_dot_rows(kind, w, row_bytes, A, D, x, 1, index, A, reversed)) return false;
     for (int64_t count : {int64_t{2}, int64_t{3}, int64_t{37}, T})
         if (hs_dot_rows(kind, w, row_bytes, A, D, x, count, nullptr, A, many) ||
             hs_dot_rows(kind, w, row_bytes, A, D, x, count, index, A, many))
             return false;
     for (int64_t a = 0; a < A; ++a)
-        if (y[a] != backwards[A - 1 - a] || y[a] != many[A - 1 - a]) return false;
+        if (y[a] != reversed[A - 1 - a] || y[a] != many[A - 1 - a]) return false;
     if (is_tiled(kind))
         return hs_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) == STATUS_BAD_ARGUMENT &&
                unpacks(kind, w, D, index, A);
@@ -114,8 +126,7 @@ bool groups_at(int32_t kind, int64_t D, int64_t A) {
         if (hs_pack_rows(in_file, to, from, A, D, nullptr, A, to == kind ? packed : planar, row_bytes))
             return false;
     const float *x = floats(D), *c = floats(A, -0.05f);
-    int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
-    for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
+    const int32_t* index = backwards(A);
     float *y = floats(A), *z = floats(D), *want = floats(D);
     return !hs_accumulate_rows(kind, packed, row_bytes, A, D, c, nullptr, A, z) &&
            !hs_accumulate_rows(summed(kind), planar, row_bytes, A, D, c, nullptr, A, want) &&
@@ -153,10 +164,7 @@ bool are_all(const uint32_t* bits, int64_t F) {
 bool neurons(const HsBlock& whole, int32_t activation, int64_t D, int64_t F) {
     constexpr int64_t T = 3;
     const int64_t W = (F + 31) / 32;
-    std::vector<int32_t> id(F);
-    for (int64_t j = 0; j < F; ++j) id[j] = static_cast<int32_t>(F - 1 - j);
-    for (const int32_t* ids :
-         {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(id.data())}) {
+    for (const int32_t* ids : {static_cast<const int32_t*>(nullptr), backwards(F)}) {
         HsNeurons n = {};
         n.block = whole, n.block.id = ids;
         n.x = floats(T * D), n.y = floats(T * D), n.fired = words(T * W);
@@ -164,8 +172,7 @@ bool neurons(const HsBlock& whole, int32_t activation, int64_t D, int64_t F) {
         n.activation = activation;
         const int64_t size = hs_neurons_bytes(&n);
         if (size < 0) return false;
-        uint8_t* memory = bytes(size + 63);
-        n.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
+        n.workspace = aligned(size);
         hs_neurons(&n);
         const uint32_t* together = n.fired;
         n.num_tokens = 1, n.fired = words(W);
@@ -347,8 +354,7 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     const int64_t size = hs_step_bytes(&step);
     if (is_grouped(kind) && (!computes_all || is_named)) return size < 0;  // all rows are summed
     if (size < 0) return false;
-    uint8_t* memory = bytes(size + 63);
-    step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
+    step.workspace = aligned(size);
     float *logits = floats(V), *together = floats(R * V);
     uint32_t *fired = words(num_words), *fired_together = words(R * num_words);
     step.fired = fired;
@@ -448,8 +454,7 @@ struct Selecting {
         step.table = {table.data(), 2, N, length, 2 * N};
         const int64_t size = hs_step_bytes(&step);
         if (size < 0) return false;
-        uint8_t* memory = bytes(size + 63);
-        step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
+        step.workspace = aligned(size);
         return true;
     }
 
@@ -567,42 +572,30 @@ void errs(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t 
         for (int64_t a = a0; a < a1; ++a) y[t * y_stride + a] = 0.0f;
 }
 
-void unpacks_nothing(const Rows&, float*, int64_t, int64_t) {}
-void adds_nothing(const Rows&, int64_t, int64_t, const ManySums&) {}
-
 void weighs_nothing(const AttendPart& a) {
     for (int64_t g = 0; g < a.num_queries; ++g) a.top[g] = a.total[g] = 0.0f;
 }
 
 void mixes_nothing(const AttendPart& a) { a.out[0] += 1.0f; }
 
-// True if the probe accepts the generic kernels, and rejects them if the kernels of any kind of
-// weights or of cached values fault or give wrong results.
+// True if the probe accepts the generic kernels, and rejects them if the products of any kind of
+// weights fault or err, or attention over any kind of cached values does; test_probe.py lets each
+// kernel do nothing.
 bool probes() {
     if (!runs_here(kernels_generic, kernels_generic)) return false;
+    auto rejects = [](const auto& change) {
+        Kernels kernels = kernels_generic;
+        change(kernels);
+        return !runs_here(kernels, kernels_generic);
+    };
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
-        for (DotRows* wrong : {faults, errs}) {
-            if (is_grouped(kind)) continue;  // rows are not multiplied
-            Kernels kernels = kernels_generic;
-            kernels.dot_rows[kind] = wrong;
-            if (runs_here(kernels, kernels_generic)) return false;
-        }
-    for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
-        Kernels kernels = kernels_generic;
-        kernels.unpack_rows[kind] = unpacks_nothing;
-        if (runs_here(kernels, kernels_generic)) return false;
-    }
-    for (int32_t kind = 0; kind < NUM_CACHE_KINDS; ++kind) {
-        Kernels weighs = kernels_generic, mixes = kernels_generic;
-        weighs.weigh_keys[kind] = weighs_nothing, mixes.mix_values[kind] = mixes_nothing;
-        if (runs_here(weighs, kernels_generic) || runs_here(mixes, kernels_generic)) return false;
-    }
-    for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
-        if (is_tiled(kind)) continue;  // rows are not summed
-        Kernels kernels = kernels_generic;
-        kernels.accumulate_many[kind] = adds_nothing;
-        if (runs_here(kernels, kernels_generic)) return false;
-    }
+        for (DotRows* wrong : {faults, errs})  // grouped rows are not multiplied
+            if (!is_grouped(kind) && !rejects([&](Kernels& k) { k.dot_rows[kind] = wrong; }))
+                return false;
+    for (int32_t kind = 0; kind < NUM_CACHE_KINDS; ++kind)
+        if (!rejects([&](Kernels& k) { k.weigh_keys[kind] = weighs_nothing; }) ||
+            !rejects([&](Kernels& k) { k.mix_values[kind] = mixes_nothing; }))
+            return false;
     return true;
 }
 

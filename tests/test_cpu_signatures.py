@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hotsplit.runtime.kernels.cpu.signatures import SIGNATURES
+from hotsplit.runtime.kernels.cpu.shared_library import SIGNATURES
 
 RUNTIME = Path(__file__).parent.parent / "runtime"
 HEADERS = ("kernels.h", "step.h", "row_copies.h", "struct_layout.h")

@@ -3,19 +3,9 @@ in Triton's interpreter if there is none."""
 
 import pytest
 import torch
-from gpu_matrices import EPS, assert_close, device, rounding, vector
+from gpu_matrices import EPS, NAN, REFERENCE, assert_close, device, rounding, vector
 
 from hotsplit.runtime.kernels.gpu import ranges
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
-
-REFERENCE = reference_kernels()
-NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return triton_kernels()
-
 
 # ---- sums and norms ------------------------------------------------------------------------
 
@@ -185,9 +175,22 @@ def assert_attention(kernels, position, **options):
     assert bound < 1e-3  # which the tests of wrong results use
 
 
-@pytest.mark.parametrize("position", [0, 1, 62, 63, 64, 65, 127, 128, 199])
-def test_attend_at_every_edge(kernels, position):
-    assert_attention(kernels, position)
+@pytest.mark.parametrize(
+    ("position", "options"),
+    [
+        *((position, {}) for position in (0, 1, 62, 63, 64, 65, 127, 128, 199)),
+        *((150, {"heads": heads, "window": 70}) for heads in ((4, 1), (6, 2))),
+        *((70, {"heads": heads, "width": width})
+          for heads in ((2, 2), (4, 1), (8, 1)) for width in (32, 64, 80, 128)),
+        *((5, {"heads": heads}) for heads in ((1, 1), (6, 2))),  # one head, groups of three
+        # Scores are from -56 to 47: one position has 0.67 to 0.9999 of a head's weight, and nearly
+        # all other weights are below 1e-7.
+        *((130, {"dtype": dtype, "by": 16.0}) for dtype in (torch.float16, torch.float32)),
+    ],
+)  # fmt: skip
+def test_attend(kernels, position, options):
+    """At every edge, with grouped heads, in a window, and with one dominant position."""
+    assert_attention(kernels, position, **options)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 127, 128, 129, 199, 200, 1000])
@@ -196,15 +199,11 @@ def test_attend_within_a_window(kernels, position, window):
     assert_attention(kernels, position, window=window)
 
 
-@pytest.mark.parametrize("heads", [(4, 1), (6, 2)])
-def test_attend_of_grouped_heads_within_a_window(kernels, heads):
-    assert_attention(kernels, 150, heads=heads, window=70)
-
-
-def test_windows_in_parts_of_several_tiles(kernels, monkeypatch):
+def test_parts_of_long_contexts_have_several_tiles(kernels, monkeypatch):
     monkeypatch.setattr(ranges, "_LEAST_SPLIT", 256)
-    for position in (255, 256, 400):
-        for window in (1, 64, 100, 145, 300):
+    assert ranges.attend_split(600) == 256
+    for position in (0, 64, 255, 256, 400):
+        for window in (None, 1, 64, 100, 145, 300):
             assert_attention(kernels, position, context=600, window=window)
 
 
@@ -220,31 +219,6 @@ def test_scores_are_scaled(kernels):
     assert_attention(kernels, 70, scale=0.5)
     with pytest.raises(AssertionError):
         assert_close(attention(REFERENCE, 70, scale=0.5), attention(REFERENCE, 70), 1e-3)
-
-
-@pytest.mark.parametrize("width", [32, 64, 80, 128])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (8, 1)])
-def test_attend_of_grouped_heads(kernels, heads, width):
-    assert_attention(kernels, 70, heads=heads, width=width)
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
-def test_attend_of_one_head_and_of_groups_of_three(kernels, heads):
-    assert_attention(kernels, 5, heads=heads)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_attend_with_one_dominant_position(kernels, dtype):
-    """Scores are from -56 to 47: one position has 0.67 to 0.9999 of a head's weight, and nearly all
-    other weights are below 1e-7."""
-    assert_attention(kernels, 130, dtype=dtype, by=16.0)
-
-
-def test_parts_of_long_contexts_have_several_tiles(kernels, monkeypatch):
-    monkeypatch.setattr(ranges, "_LEAST_SPLIT", 256)
-    assert ranges.attend_split(600) == 256
-    for position in (0, 64, 255, 256, 400):
-        assert_attention(kernels, position, context=600)
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 4096, 4097, 131072])

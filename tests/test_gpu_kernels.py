@@ -12,6 +12,8 @@ from gpu_matrices import (
     FILE_KINDS,
     FLOATS,
     KINDS,
+    NAN,
+    REFERENCE,
     assert_close,
     assert_same_bits,
     block_width,
@@ -26,17 +28,8 @@ from gpu_matrices import (
 from hotsplit.model.spec import SMOOTH
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels.gpu import launch
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
-
-REFERENCE = reference_kernels()
-NAN = float("nan")
 
 pytestmark = pytest.mark.usefixtures("several_rows")
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return triton_kernels()
 
 
 @pytest.fixture
@@ -48,22 +41,23 @@ def one_row(several_rows, monkeypatch):
 # ---- rows ----------------------------------------------------------------------------------
 
 
+def assert_dot(kernels, matrix, bias=None):
+    x = vector(matrix.width)
+    got, want = both(kernels, "dot", vector(matrix.num_rows), matrix, bias, x)
+    assert_close(got, want, product_bound(matrix, x, bias))
+
+
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dot(kernels, kind, blocks):
     matrix = make_matrix(kind, 5, blocks * block_width(kind), lies_apart=blocks == 3)
-    x, bias = vector(matrix.width), vector(5, seed=2) if blocks == 1 else None
-    got, want = both(kernels, "dot", torch.empty_like(vector(5)), matrix, bias, x)
-    assert_close(got, want, product_bound(matrix, x, bias))
+    assert_dot(kernels, matrix, vector(5, seed=2) if blocks == 1 else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dot_of_a_long_row(kernels, kind):
     """A row is longer than a tile and not a multiple of one."""
-    matrix = make_matrix(kind, 2, 4864 if kind in ("q4_0_planar", "q4_k") else 2304)
-    x = vector(matrix.width)
-    got, want = both(kernels, "dot", vector(2), matrix, None, x)
-    assert_close(got, want, product_bound(matrix, x, None))
+    assert_dot(kernels, make_matrix(kind, 2, 4864 if kind in ("q4_0_planar", "q4_k") else 2304))
 
 
 @pytest.mark.parametrize("width", [1, 8, 40, 100])
@@ -74,8 +68,7 @@ def test_rows_of_floats_may_have_any_width(kernels, kind, width):
     whole = torch.full((37, width + 9), NAN, dtype=matrix.data.dtype, device=device())
     whole[:, :width] = matrix.data
     matrix = replace(matrix, data=whole[:, :width])
-    got, want = both(kernels, "dot", vector(37), matrix, None, inner)
-    assert_close(got, want, product_bound(matrix, inner, None))
+    assert_dot(kernels, matrix)
     named, right = predicted(kernels, matrix, None, inner, 0.2)
     assert_same_bits(named, right)
     out = torch.full((37, width + 3), 7.0, device=device())
@@ -85,17 +78,12 @@ def test_rows_of_floats_may_have_any_width(kernels, kind, width):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
 def test_dot_of_any_number_of_rows(kernels, num_rows):
-    matrix, x = make_matrix("f16", num_rows, 32), vector(32)
-    got, want = both(kernels, "dot", vector(num_rows), matrix, None, x)
-    assert_close(got, want, product_bound(matrix, x, None))
+    assert_dot(kernels, make_matrix("f16", num_rows, 32))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "q4_0_planar", "q5_k"])
 def test_dot_with_one_row_per_program(kernels, one_row, kind):
-    matrix = make_matrix(kind, 3, 3 * block_width(kind))
-    x = vector(matrix.width)
-    got, want = both(kernels, "dot", vector(3), matrix, None, x)
-    assert_close(got, want, product_bound(matrix, x, None))
+    assert_dot(kernels, make_matrix(kind, 3, 3 * block_width(kind)))
 
 
 def test_programs_take_more_rows_of_larger_matrices(one_row):
@@ -165,8 +153,7 @@ def test_unpack_of_chosen_rows_with_gaps(kernels, kind):
 def test_unpack_to_f16_into_rows_with_gaps(kernels):
     matrix, out = make_matrix("q8_0", 3, 64), torch.full((3, 80), 7.0, device=device()).half()
     kernels.unpack(matrix, out[:, :64])
-    want = torch.empty(3, 64, device=device())
-    REFERENCE.unpack(matrix, want)
+    _, want = both(kernels, "unpack", torch.empty(3, 64, device=device()), matrix)
     assert_close(out[:, :64], want, torch.finfo(torch.float16).eps * want.abs())
     assert (out[:, 64:] == 7).all()
 

@@ -6,6 +6,8 @@ import torch
 from gpu_matrices import (
     EPS,
     KINDS,
+    NAN,
+    REFERENCE,
     assert_close,
     block_width,
     both,
@@ -19,18 +21,9 @@ from gpu_matrices import (
 
 from hotsplit.model.spec import SMOOTH
 from hotsplit.runtime.device.bits import pack_bits
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 
-REFERENCE = reference_kernels()
-NAN = float("nan")
-
 pytestmark = pytest.mark.usefixtures("several_rows")
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return triton_kernels()
 
 
 # ---- gate and up ---------------------------------------------------------------------------
@@ -155,6 +148,12 @@ def down_bound(matrix, hidden):
     return rounding(matrix.num_rows) * (hidden.double().abs() @ sizes(matrix))
 
 
+def assert_down(kernels, matrix, hidden, skips_zeros, num_parts=2):
+    parts = torch.full((num_parts, matrix.width), NAN, device=device())
+    got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
+    assert_close(got, want, down_bound(matrix, hidden))
+
+
 @pytest.mark.parametrize("skips_zeros", [False, True])
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,10 +162,7 @@ def test_down(kernels, kind, is_wide, skips_zeros):
     super-blocks are one or two tiles wide."""
     blocks = (2 if block_width(kind) == 256 else 9) if is_wide else 1
     matrix = make_matrix(kind, 70, blocks * block_width(kind), lies_apart=not is_wide)
-    hidden = hidden_with_zeros(70, 1.0)
-    parts = torch.full((2, matrix.width), NAN, device=device())
-    got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
-    assert_close(got, want, down_bound(matrix, hidden))
+    assert_down(kernels, matrix, hidden_with_zeros(70, 1.0), skips_zeros)
 
 
 @pytest.mark.parametrize("num_neurons", [1, 16, 17, 64, 65, 300])
@@ -178,28 +174,15 @@ def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
     hidden[255:257] = 0.5  # the last of a scan and the first of the next, if there is one part
     hidden[-1] = 1.5
     for num_parts in (down_parts(num_neurons, 32), 1, 3):
-        parts = torch.full((num_parts, 32), NAN, device=device())
-        got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
-        assert_close(got, want, down_bound(matrix, hidden))
+        assert_down(kernels, matrix, hidden, skips_zeros, num_parts)
 
 
 @pytest.mark.parametrize("skips_zeros", [False, True])
-@pytest.mark.parametrize("width", [8, 40])
-def test_down_of_rows_of_any_width(kernels, width, skips_zeros):
-    """The last unit of a row is incomplete."""
-    matrix, hidden = make_matrix("f16", 37, width), hidden_with_zeros(37, 1.0)
-    parts = torch.full((2, width), NAN, device=device())
-    got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
-    assert_close(got, want, down_bound(matrix, hidden))
-
-
-@pytest.mark.parametrize("skips_zeros", [False, True])
-def test_down_of_rows_at_even_addresses(kernels, skips_zeros):
-    """A row of an odd number of q6_K super-blocks has an odd multiple of two bytes, here 210."""
-    matrix, hidden = make_matrix("q6_k_planar", 40, 256), hidden_with_zeros(40, 1.0)
-    parts = torch.full((2, 256), NAN, device=device())
-    got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
-    assert_close(got, want, down_bound(matrix, hidden))
+@pytest.mark.parametrize(("kind", "width"), [("f16", 8), ("f16", 40), ("q6_k_planar", 256)])
+def test_down_of_rows_of_any_width(kernels, kind, width, skips_zeros):
+    """The last unit of a row is incomplete. A row of an odd number of q6_K super-blocks has an odd
+    multiple of two bytes, here 210."""
+    assert_down(kernels, make_matrix(kind, 37, width), hidden_with_zeros(37, 1.0), skips_zeros)
 
 
 def test_empty_parts_are_zeros(kernels):

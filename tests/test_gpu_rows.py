@@ -7,17 +7,26 @@ most of these comparisons with the kernels executed as PTX."""
 
 import pytest
 import torch
-from gpu_matrices import EPS, KINDS, assert_close, block_width, device, make_matrix, sizes, vector
+from gpu_matrices import (
+    EPS,
+    KINDS,
+    NAN,
+    REFERENCE,
+    assert_close,
+    block_width,
+    device,
+    make_matrix,
+    sizes,
+    vector,
+)
 
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.gpu import ranges
-from hotsplit.runtime.kernels.gpu.kernels import ROWS, reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
 from hotsplit.runtime.kernels.gpu.torch_kernels import ROWS as PIECE_ROWS
 from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 
-REFERENCE = reference_kernels()
-NAN = float("nan")
 # Groups of two and of four rows, and several groups.
 KINDS_AND_ROWS = [
     *((kind, 2) for kind in KINDS),
@@ -27,11 +36,6 @@ KINDS_AND_ROWS = [
 ]
 
 pytestmark = pytest.mark.usefixtures("several_rows")
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return triton_kernels()
 
 
 def vectors(num_rows, width, seed=1):
@@ -311,17 +315,15 @@ def test_append_to_blocks(kernels, num_rows, dtype):
         one = attending(num_rows, dtype)
         if num_rows == 1:
             given["qkv"] = given["qkv"][0]
-        which.rotate_append(
-            **given, frequency_W2=frequency, is_adjacent=False, query_weight_W=vector(32, 2),
-            key_weight_W=vector(32, 3), epsilon=1e-5,
-        )  # fmt: skip
+        options = {
+            "frequency_W2": frequency, "is_adjacent": False, "query_weight_W": vector(32, 2),
+            "key_weight_W": vector(32, 3), "epsilon": 1e-5,
+        }  # fmt: skip
+        which.rotate_append(**given, **options)
         found.append(given)
         for row in range(num_rows):
             own = whole(one, row)
-            which.rotate_append(
-                **own, frequency_W2=frequency, is_adjacent=False, query_weight_W=vector(32, 2),
-                key_weight_W=vector(32, 3), epsilon=1e-5,
-            )  # fmt: skip
+            which.rotate_append(**own, **options)
             assert torch.equal(given["qkv"].view(num_rows, -1)[row], own["qkv"])
             at = POSITIONS[row]
             block = given["table_SN"][SEQUENCES[row], at // 64]
@@ -342,20 +344,16 @@ def test_a_repeated_row_appends_once_and_attends(kernels):
     for name, values in (("position_1", (7, 9, 9, 9)), ("sequence_1", (1, 1, 1, 1))):
         given[name].copy_(torch.tensor(values))
     before = given["value_CKW"].clone()
-    kernels.rotate_append(
-        **given, frequency_W2=None, is_adjacent=False, query_weight_W=None, key_weight_W=None,
-        epsilon=0.0,
-    )  # fmt: skip
+    plain = {"frequency_W2": None, "is_adjacent": False, "query_weight_W": None,
+             "key_weight_W": None, "epsilon": 0.0}  # fmt: skip
+    kernels.rotate_append(**given, **plain)
     block = given["table_SN"][1, 0]
     for row, at in ((0, 7), (1, 9)):
         assert torch.equal(given["value_CKW"][block, at].flatten(), given["qkv"][row, -64:].half())
         before[block, at] = given["value_CKW"][block, at]
     assert torch.equal(given["value_CKW"], before)
     given["sequence_1"][2:] = 2  # the same position of another sequence is not a repetition
-    kernels.rotate_append(
-        **given, frequency_W2=None, is_adjacent=False, query_weight_W=None, key_weight_W=None,
-        epsilon=0.0,
-    )  # fmt: skip
+    kernels.rotate_append(**given, **plain)
     other = given["value_CKW"][given["table_SN"][2, 0], 9].flatten()
     assert torch.equal(other, given["qkv"][2, -64:].half())
 

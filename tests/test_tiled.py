@@ -51,6 +51,17 @@ def assert_same_with_any_threads(compute):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def assert_holds_rows(packed, kind, rows, file_kind, index):
+    """`packed` unpacks to the rows of the file, whole and those of a list."""
+    for chosen in (None, torch.tensor(index, dtype=torch.int32)):
+        want = rows if chosen is None else rows[chosen.long()]
+        right_AD = unpack(want, file_kind)
+        out_AD = torch.full_like(right_AD, torch.nan)
+        library.unpack_rows(packed, kind, out_AD, chosen)
+        assert torch.equal(out_AD, right_AD)
+        assert not torch.equal(out_AD, unpack(want.flip(0), file_kind))
+
+
 def tiled(rows, kind):
     out = torch.zeros_like(rows)
     assert library.pack_rows(rows, kind, None, out, form="tiled") == TILED_KIND[kind]
@@ -64,13 +75,7 @@ def test_tiles_hold_the_rows_of_the_file(kind, width):
     assert tiles.shape == rows.shape and not torch.equal(tiles, rows)
     back, found = from_tiled(tiles, TILED_KIND[kind])
     assert found == kind and torch.equal(back, rows)
-    index_A = torch.tensor([47, 0, 16, 16, 15], dtype=torch.int32)
-    for chosen in (None, index_A):
-        want = rows if chosen is None else rows[chosen.long()]
-        out_AD = torch.full((len(want), width), torch.nan)
-        library.unpack_rows(tiles, TILED_KIND[kind], out_AD, chosen)
-        assert torch.equal(out_AD, unpack(want, kind))
-        assert not torch.equal(out_AD, unpack(want.flip(0), kind))
+    assert_holds_rows(tiles, TILED_KIND[kind], rows, kind, [47, 0, 16, 16, 15])
 
 
 def test_the_bytes_of_a_small_tile():

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hotsplit.model.weight_types import BY_NAME, kinds_in
+from hotsplit.model.weight_types import TYPES, kinds_in
 
 TILE_ROWS = 16
 # The tiled kind of each kind in a file.
@@ -35,13 +35,16 @@ class _Piece(NamedTuple):
     together: int
 
 
-# The pieces of a K-quant's block: its f16 numbers, and the others in the order of a tile.
+_SMALL = [each for each in TYPES if each.has_small_blocks]
+# The pieces of a block: its f16 numbers, and the others in the order of a tile.
 _FLOATS = {"q4_k": _Piece(0, 4, 2), "q5_k": _Piece(0, 4, 2), "q6_k": _Piece(208, 210, 2)}
-_PIECES = {
+_FLOATS |= {each.name: _Piece(0, 2, 2) for each in _SMALL}
+_PIECES: dict[str, tuple[_Piece, ...]] = {
     "q4_k": (_Piece(4, 16, 1), _Piece(16, 144, 4)),
     "q5_k": (_Piece(4, 16, 1), _Piece(16, 48, 4), _Piece(48, 176, 4)),
     "q6_k": (_Piece(192, 208, 1), _Piece(128, 192, 4), _Piece(0, 128, 4)),
 }
+_PIECES |= {each.name: (_Piece(2, each.block_bytes, 4),) for each in _SMALL}
 
 
 def is_tiled(kind: str) -> bool:
@@ -55,26 +58,10 @@ def from_tiled(data: Tensor, kind: str) -> tuple[Tensor, str]:
     assert data.dim() == 2 and len(data) % TILE_ROWS == 0, (kind, data.shape)
     file_kind = _FILE_KIND[kind]
     tiles = data.contiguous().view(-1, TILE_ROWS * data.shape[1])
-    rows = _super_rows if file_kind in _PIECES else _small_rows
-    return rows(tiles, file_kind).view(data.shape), file_kind
+    return _rows(tiles, file_kind).view(data.shape), file_kind
 
 
-def _small_rows(tiles: Tensor, kind: str) -> Tensor:
-    size = BY_NAME[kind].block_bytes - 2
-    count = tiles.shape[1] // TILE_ROWS // (2 + size)
-    blocks = tiles.new_empty(len(tiles), TILE_ROWS, count, 2 + size)
-    for first in range(0, count, 2):
-        some = min(2, count - first)
-        pair = tiles[:, first * TILE_ROWS * (2 + size) :][:, : some * TILE_ROWS * (2 + size)]
-        scales, quants = pair.split([some * TILE_ROWS * 2, some * TILE_ROWS * size], dim=1)
-        to = blocks[:, :, first : first + some]
-        to[..., :2] = scales.unflatten(1, (some, TILE_ROWS, 2)).permute(0, 2, 1, 3)
-        fours = quants.unflatten(1, (some, size // 4, TILE_ROWS, 4))
-        to[..., 2:] = fours.permute(0, 3, 1, 2, 4).flatten(3)
-    return blocks
-
-
-def _super_rows(tiles: Tensor, kind: str) -> Tensor:
+def _rows(tiles: Tensor, kind: str) -> Tensor:
     floats, pieces = _FLOATS[kind], _PIECES[kind]
     size = sum(piece.stop - piece.start for piece in (floats, *pieces))
     count = tiles.shape[1] // TILE_ROWS // size
@@ -85,10 +72,9 @@ def _super_rows(tiles: Tensor, kind: str) -> Tensor:
         some = min(at_once, count - first)
         part = tiles[:, first * TILE_ROWS * size :][:, : some * TILE_ROWS * size]
         rest = some * (TILE_ROWS * size - num_floats)
-        is_whole = some == at_once
         numbers, others = (
             part.split([some * num_floats, rest], dim=1)
-            if is_whole
+            if some == at_once or kind != "q6_k"
             else reversed(part.split([rest, some * num_floats], dim=1))
         )
         to = blocks[:, :, first : first + some].transpose(1, 2)  # tile, block, row, byte

@@ -7,6 +7,8 @@
 template <int ROWS>
 class Ahead {
   public:
+    static constexpr bool IS_WHILE_ADDING = false;
+
     Ahead(const uint8_t* const* rows, int64_t bytes) {
         const bool is_one = ROWS > 1 && rows[ROWS - 1] == rows[0] + (ROWS - 1) * bytes;
         for (int r = 0; r < ROWS; ++r) first_[r] = is_one ? rows[0] + 64 * r : rows[r];
@@ -36,6 +38,8 @@ class Ahead {
 // prefetches its own next 512 values.
 class AheadRows {
   public:
+    static constexpr bool IS_WHILE_ADDING = true;  // a line for each row that is added, see add_unit()
+
     AheadRows(const uint8_t* const* rows, int64_t count, int64_t bytes)
         : row_(rows), left_(count), bytes_(bytes) {}
 

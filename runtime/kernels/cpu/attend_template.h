@@ -56,21 +56,10 @@ inline void score_tile(const float* tile, const float* query, int64_t padded, fl
 template <int QUERIES, int COLUMNS>
 inline void mix_columns(const float* tile, const float* weight, int64_t stride, int64_t padded,
                         int64_t i0, int64_t i1, float* out) {
-    for (int64_t i = i0; i < i1; i += COLUMNS * LANES) {
-        Floats sum[QUERIES][COLUMNS];
-        for (int g = 0; g < QUERIES; ++g)
-            for (int v = 0; v < COLUMNS; ++v) sum[g][v] = load_floats(out + g * padded + i + v * LANES);
-        for (int64_t c = 0; c < TILE; ++c) {
-            Floats value[COLUMNS];
+    for (int64_t i = i0; i < i1; i += COLUMNS * LANES)
+        add_weighted<QUERIES, COLUMNS>(out + i, padded, TILE, [&](int64_t c, Floats* value) {
             for (int v = 0; v < COLUMNS; ++v) value[v] = load_floats(tile + c * padded + i + v * LANES);
-            for (int g = 0; g < QUERIES; ++g) {
-                const Floats by = broadcast(weight[g * stride + c]);
-                for (int v = 0; v < COLUMNS; ++v) sum[g][v] = multiply_add(value[v], by, sum[g][v]);
-            }
-        }
-        for (int g = 0; g < QUERIES; ++g)
-            for (int v = 0; v < COLUMNS; ++v) store_floats(out + g * padded + i + v * LANES, sum[g][v]);
-    }
+        }, [&](int g, int64_t c) { return broadcast(weight[g * stride + c]); });
 }
 
 // Up to eight independent sums at a time, to hide the latency of multiply-adds.
@@ -102,22 +91,6 @@ inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const int
     }
 }
 
-template <int N>
-struct Queries {
-    static constexpr int VALUE = N;
-    constexpr operator int() const { return N; }
-};
-
-// Calls body(q, Queries<N>()) for groups of N queries until all are done.
-template <class Body>
-inline void each_query(int64_t num_queries, const Body& body) {
-    int64_t q = 0;
-    for (; q + 4 <= num_queries; q += 4) body(q, Queries<4>());
-    if (num_queries - q == 3) body(q, Queries<3>());
-    if (num_queries - q == 2) body(q, Queries<2>());
-    if (num_queries - q == 1) body(q, Queries<1>());
-}
-
 // Replaces the n scores of one query with exp(score - top), followed by zeros up to `room`; `top`
 // becomes the largest score, `total` the sum of the exponentials.
 inline void weigh(float* score, int64_t n, int64_t room, float& top, float& total) {
@@ -144,7 +117,7 @@ void weigh_keys(const AttendPart& a) {
     const int64_t padded = padded_head(a.W), room = padded_part(a.n);
     each_tile<Format>(a, a.key, a.key_place, a.key_bytes, [&](int64_t c, const float* tile) {
         if (a.value_place) prefetch_values(a, c);
-        each_query(a.num_queries, [&](int64_t q, auto count) {
+        in_steps<4, 3, 2, 1>(0, a.num_queries, [&](auto count, int64_t q) {
             score_tile<count>(tile, a.query + q * padded, padded, a.scale, a.score + q * room + c,
                               room);
         });
@@ -162,7 +135,7 @@ void mix_values(const AttendPart& a) {
     const int64_t padded = padded_head(a.W), room = padded_part(a.n);
     for (int64_t i = 0; i < a.num_queries * padded; ++i) a.out[i] = 0.0f;
     each_tile<Format>(a, a.value, a.value_place, a.value_bytes, [&](int64_t c, const float* tile) {
-        each_query(a.num_queries, [&](int64_t q, auto count) {
+        in_steps<4, 3, 2, 1>(0, a.num_queries, [&](auto count, int64_t q) {
             mix_tile<count>(tile, a.score + q * room + c, room, padded, a.out + q * padded);
         });
     });

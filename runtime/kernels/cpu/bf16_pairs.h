@@ -1,5 +1,5 @@
 // Products and sums of bf16 rows on processors with AVX512_BF16, which multiply two values and add both
-// products in one instruction. Included by rows_template.h.
+// products in one instruction: specialisations of the kernels for floats. Included by rows_template.h.
 //
 // vdpbf16ps adds to each f32 lane the product of the pair's second values, then that of the first ones, each
 // fused and rounded once (Intel's manual; probe.cpp checks that rows are added in order). Numbers below 2^-126 count as 0 (a
@@ -13,15 +13,12 @@
 // In a sum of rows that are not grouped, each 32 columns are in the order of interleave_low() and
 // interleave_high(), until order_sums().
 
-typedef __m512bh Pairs;  // 16 pairs of bf16
-
 inline Pairs as_pairs(__m512i v) { return reinterpret_cast<Pairs>(v); }
 inline Pairs load_pairs(const uint8_t* p) { return as_pairs(load_64_bytes(p)); }
 // The first n of 32 values, then zeros.
 inline Pairs load_some_pairs(const uint8_t* p, int64_t n) {
     return as_pairs(_mm512_maskz_loadu_epi16((1u << n) - 1, p));
 }
-inline Floats add_pair_products(Floats sum, Pairs a, Pairs b) { return _mm512_dpbf16_ps(sum, a, b); }
 
 // ---- products -----------------------------------------------------------------------------------------
 
@@ -60,7 +57,7 @@ __attribute__((always_inline)) inline void multiply_pairs(const uint8_t* const* 
         for (int r = 0; r < ROWS; ++r) w[r] = load(rows[r] + at);
         for (int t = 0; t < COUNT; ++t) {
             const Pairs values = load_pairs(x[t] + at);
-            for (int r = 0; r < ROWS; ++r) part[t][r] = add_pair_products(part[t][r], w[r], values);
+            for (int r = 0; r < ROWS; ++r) part[t][r] = multiply_add(w[r], values, part[t][r]);
         }
     };
     const int64_t bytes = D / BLOCK * BLOCK * 2;
@@ -93,42 +90,15 @@ inline void dot_pairs_of_one(const uint8_t* const* rows, const uint8_t* const* n
 
 // Rows of a list that are in L2, eight at a time, for one vector.
 inline void dot_pairs_of_list(const Rows& rows, const uint8_t* x, float* y, int64_t a0, int64_t a1) {
-    auto dot = [&](auto count, int64_t a) {
-        constexpr int ROWS = decltype(count)::VALUE;
+    in_steps<8, 7, 6, 5, 4, 3, 2, 1>(a0, a1, [&](auto count, int64_t a) {
+        constexpr int ROWS = count;
         const uint8_t *row[ROWS], *next[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             row[r] = row_of(rows, a + r);
             next[r] = a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r) : row[r];
         }
         dot_pairs_of_one<ROWS>(row, next, nullptr, rows.D, x, y + a);
-    };
-    int64_t a = a0;
-    for (; a + 8 <= a1; a += 8) dot(Count<8>{}, a);
-    switch (a1 - a) {
-        case 1:
-            dot(Count<1>{}, a);
-            break;
-        case 2:
-            dot(Count<2>{}, a);
-            break;
-        case 3:
-            dot(Count<3>{}, a);
-            break;
-        case 4:
-            dot(Count<4>{}, a);
-            break;
-        case 5:
-            dot(Count<5>{}, a);
-            break;
-        case 6:
-            dot(Count<6>{}, a);
-            break;
-        case 7:
-            dot(Count<7>{}, a);
-            break;
-        default:
-            break;
-    }
+    });
 }
 
 // y[t * y_stride + r] = rows[r] . x[t] for the first `valid` of four rows and COUNT vectors from t0 on.
@@ -177,8 +147,9 @@ constexpr int PAIR_VECTORS = 6;
 // Bytes of rows that stay in L2 while all vectors are multiplied by them, a few at a time.
 constexpr int64_t PAIR_CHUNK = 256 * 1024;
 
-inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-                     int64_t a1) {
+template <>
+void dot_float_rows<BF16>(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                          int64_t a1) {
     const int64_t D = rows.D, bytes = 2 * D;
     if (x.count == 1 && is_one_run(rows, bytes))
         return dot_pairs_run(rows, bf16_vector(x, D, 0), y, a0, a1);
@@ -188,8 +159,7 @@ inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_strid
         return for_rows(rows, a0, a1,
                         [&](auto count, int64_t a, const uint8_t* const* row,
                             const uint8_t* const* next, const uint8_t* const* also) {
-            constexpr int ROWS = decltype(count)::VALUE;
-            dot_pairs_of_one<ROWS>(row, next, also, D, bf16_vector(x, D, 0), y + a);
+            dot_pairs_of_one<count>(row, next, also, D, bf16_vector(x, D, 0), y + a);
         });
     const int64_t fitting = bytes ? PAIR_CHUNK / bytes / QUAD_ROWS * QUAD_ROWS : QUAD_ROWS;
     const int64_t chunk = fitting < QUAD_ROWS ? QUAD_ROWS : fitting;
@@ -206,8 +176,9 @@ inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_strid
                     then[r] = a + QUAD_ROWS + r < rows.A ? row_of(rows, a + QUAD_ROWS + r) : row[r];
                 }
                 const uint8_t* const* next = t == 0 ? then : nullptr;
+                // Not in_steps(), with which gcc 12 makes two vectors take 1.4 times as long.
                 auto dot = [&](auto vectors) {
-                    dot_pairs<decltype(vectors)::VALUE>(row, next, D, x, t, y + a, y_stride, valid);
+                    dot_pairs<vectors>(row, next, D, x, t, y + a, y_stride, valid);
                 };
                 switch (count) {
                     case 1:
@@ -274,8 +245,8 @@ inline void add_rows_to(Floats* sum, const uint8_t* const* rows, int64_t at, con
     for (int r = 0; r < ROWS; r += 2) {
         const Pairs first = load(rows[r] + at);
         const Pairs second = r + 1 < ROWS ? load(rows[r + 1] + at) : as_pairs(_mm512_setzero_si512());
-        sum[0] = add_pair_products(sum[0], join_rows<false>(first, second), c[r / 2]);
-        sum[1] = add_pair_products(sum[1], join_rows<true>(first, second), c[r / 2]);
+        sum[0] = multiply_add(join_rows<false>(first, second), c[r / 2], sum[0]);
+        sum[1] = multiply_add(join_rows<true>(first, second), c[r / 2], sum[1]);
     }
 }
 
@@ -305,43 +276,35 @@ inline void add_bf16_rows(const uint8_t* const* rows, const float* c, float* y, 
     __builtin_memcpy(y + d, last, (d1 - d) * sizeof(float));
 }
 
-void accumulate_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1, int64_t d0,
-                     int64_t d1) {
+template <>
+void accumulate_rows<BF16>(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
+                           int64_t d0, int64_t d1) {
+    auto add = [&](auto count, int64_t a, const auto& ahead) {
+        const uint8_t* row[count];
+        for (int r = 0; r < count; ++r) row[r] = row_of(rows, a + r);
+        add_bf16_rows<count>(row, c + a, y, d0, d1, [&](int64_t at) { ahead(row, at); });
+    };
     if (rows.then) {
         AheadRows then(rows.then, rows.num_then, rows.then_bytes);
-        auto add = [&](auto count, int64_t a) {
-            constexpr int ROWS = decltype(count)::VALUE;
-            const uint8_t* row[ROWS];
-            for (int r = 0; r < ROWS; ++r) row[r] = row_of(rows, a + r);
-            add_bf16_rows<ROWS>(row, c + a, y, d0, d1, [&](int64_t) { then.template ask<ROWS>(); });
-        };
-        int64_t a = a0;
-        for (; a + 4 <= a1; a += 4) add(Count<4>{}, a);
-        for (; a + 2 <= a1; a += 2) add(Count<2>{}, a);
-        if (a < a1) add(Count<1>{}, a);
+        in_steps<4, 2, 1>(a0, a1, [&](auto count, int64_t a) {
+            add(count, a, [&](const uint8_t* const*, int64_t) { then.template ask<count>(); });
+        });
         return;
     }
     if (is_one_run(rows, 2 * rows.D)) {
-        auto add = [&](auto count, int64_t a) {
-            constexpr int ROWS = decltype(count)::VALUE;
-            const uint8_t* row[ROWS];
-            for (int r = 0; r < ROWS; ++r) row[r] = row_of(rows, a + r);
-            add_bf16_rows<ROWS>(row, c + a, y, d0, d1, [&](int64_t at) {
-                for (int r = 0; r < ROWS; ++r) __builtin_prefetch(row[r] + at + RUN_AHEAD);
+        in_steps<2, 1>(a0, a1, [&](auto count, int64_t a) {
+            add(count, a, [&](const uint8_t* const* row, int64_t at) {
+                for (int r = 0; r < count; ++r) __builtin_prefetch(row[r] + at + RUN_AHEAD);
             });
-        };
-        int64_t a = a0;
-        for (; a + 2 <= a1; a += 2) add(Count<2>{}, a);
-        if (a < a1) add(Count<1>{}, a);
+        });
         return;
     }
     for_rows(rows, a0, a1,
              [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next,
                  const uint8_t* const* also) {
-        constexpr int ROWS = decltype(count)::VALUE;
-        add_bf16_rows<ROWS>(row, c + a, y, d0, d1, [&](int64_t at) {
-            for (int r = 0; r < ROWS; ++r) __builtin_prefetch(next[r] + at);
-            for (int r = 0; also && r < ROWS; ++r) __builtin_prefetch(also[r] + at);
+        add_bf16_rows<count>(row, c + a, y, d0, d1, [&](int64_t at) {
+            for (int r = 0; r < count; ++r) __builtin_prefetch(next[r] + at);
+            for (int r = 0; also && r < count; ++r) __builtin_prefetch(also[r] + at);
         });
     });
 }
@@ -361,40 +324,6 @@ inline void pair_coefficients(const float* c, int64_t k, PairWords& to) {
 
 inline Pairs broadcast_pair(uint32_t word) {
     return as_pairs(_mm512_set1_epi32(static_cast<int>(word)));
-}
-
-// y[t] += the sum over pairs of rows of `tile`, which has VALUES vectors for each pair, for COUNT vectors.
-template <int VALUES, int COUNT>
-inline void add_pair_tile(const Pairs* tile, int64_t pairs, const PairWords* c, float* const* y) {
-    Floats sum[COUNT][VALUES];
-    for (int t = 0; t < COUNT; ++t)
-        for (int v = 0; v < VALUES; ++v) sum[t][v] = load_floats(y[t] + v * LANES);
-    for (int64_t p = 0; p < pairs; ++p, tile += VALUES) {
-        Pairs w[VALUES];
-        for (int v = 0; v < VALUES; ++v) w[v] = tile[v];
-        for (int t = 0; t < COUNT; ++t) {
-            const Pairs by = broadcast_pair(c[t][p]);
-            for (int v = 0; v < VALUES; ++v) sum[t][v] = add_pair_products(sum[t][v], w[v], by);
-        }
-    }
-    for (int t = 0; t < COUNT; ++t)
-        for (int v = 0; v < VALUES; ++v) store_floats(y[t] + v * LANES, sum[t][v]);
-}
-
-template <int VALUES>
-inline void add_pair_tile_to(const Pairs* tile, int64_t pairs, const PairWords* c, int64_t count,
-                             float* y, int64_t y_stride) {
-    constexpr int MOST = 24 / VALUES;
-    auto add = [&](auto vectors, int64_t t) {
-        constexpr int COUNT = decltype(vectors)::VALUE;
-        float* to[COUNT];
-        for (int i = 0; i < COUNT; ++i) to[i] = y + (t + i) * y_stride;
-        add_pair_tile<VALUES, COUNT>(tile, pairs, c + t, to);
-    };
-    int64_t t = 0;
-    for (; t + MOST <= count; t += MOST) add(Count<MOST>{}, t);
-    for (; t + 2 <= count; t += 2) add(Count<2>{}, t);
-    if (t < count) add(Count<1>{}, t);
 }
 
 // Columns of joined rows at a time: 32 pairs of rows take 8 KiB.
@@ -422,24 +351,31 @@ inline void add_bf16_to_many(const Rows& rows, int64_t a0, int64_t k, const Many
                     Pairs* to = tile + r / 2 * VALUES + 2 * half;
                     to[0] = join_rows<false>(first, second), to[1] = join_rows<true>(first, second);
                 }
-            add_pair_tile_to<VALUES>(tile, pairs, c, count, s.y + t * s.y_stride + d, s.y_stride);
+            in_steps<24 / VALUES, 2, 1>(0, count, [&](auto some, int64_t i) {
+                add_weighted<some, VALUES, Pairs>(s.y + (t + i) * s.y_stride + d, s.y_stride, pairs,
+                                                  [&](int64_t p, Pairs* w) {
+                    for (int v = 0; v < VALUES; ++v) w[v] = tile[p * VALUES + v];
+                }, [&](int own, int64_t p) { return broadcast_pair(c[i + own][p]); });
+            });
         }
     }
 }
 
 // Whole blocks of columns are taken together if that pays; the rest is added by lists.
-void accumulate_bf16_many(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
+template <>
+void accumulate_many<BF16>(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
     ManySums rest = s;
     if (are_taken_together(k, s)) {
         add_bf16_to_many(rows, a0, k, s);
         rest.d0 = s.d0 + (s.d1 - s.d0) / PAIR_COLUMNS * PAIR_COLUMNS;
     }
-    if (rest.d0 < s.d1) accumulate_lists(accumulate_bf16, rows, a0, rest);
+    if (rest.d0 < s.d1) accumulate_lists(accumulate_rows<BF16>, rows, a0, rest);
 }
 
-struct Bf16Tile {
+template <>
+struct FloatTile<BF16> {
     static constexpr int64_t COLUMNS = PAIR_COLUMNS, ROW_BYTES = 2 * COLUMNS, PADDED = 1;
-    static constexpr AccumulateRows* ADD_ROWS = accumulate_bf16;
+    static constexpr AccumulateRows* ADD_ROWS = accumulate_rows<BF16>;
 
     // Joins coefficients in pairs; the first one of a pair is then its word.
     static inline void prepare(const Listed& list) {
@@ -480,12 +416,12 @@ struct Bf16Tile {
 
 // ---- grouped ------------------------------------------------------------------------------------------
 
-// y[i][0 .. BLOCK-1] += the sum over a block's rows, in order; y is in column order.
+// y[i * y_stride + d] += the sum over a block's rows, in order, for d < BLOCK; y is in column order.
 template <int COUNT>
-inline void add_bf16_block(const uint8_t* tile, const PairWords* c, float* const* y) {
+inline void add_bf16_block(const uint8_t* tile, const PairWords* c, float* y, int64_t y_stride) {
     Floats sum[COUNT][2];
     for (int i = 0; i < COUNT; ++i) {
-        for (int v = 0; v < 2; ++v) sum[i][v] = load_floats(y[i] + v * LANES);
+        for (int v = 0; v < 2; ++v) sum[i][v] = load_floats(y + i * y_stride + v * LANES);
         to_joined_order(sum[i]);
     }
     for (int64_t p = 0; p < ROW_PAIRS; ++p, tile += 2 * BF16::BLOCK_BYTES) {
@@ -493,31 +429,32 @@ inline void add_bf16_block(const uint8_t* tile, const PairWords* c, float* const
         const Pairs low = join_rows<false>(first, second), high = join_rows<true>(first, second);
         for (int i = 0; i < COUNT; ++i) {
             const Pairs by = broadcast_pair(c[i][p]);
-            sum[i][0] = add_pair_products(sum[i][0], low, by);
-            sum[i][1] = add_pair_products(sum[i][1], high, by);
+            sum[i][0] = multiply_add(low, by, sum[i][0]);
+            sum[i][1] = multiply_add(high, by, sum[i][1]);
         }
     }
     for (int i = 0; i < COUNT; ++i) {
         to_column_order(sum[i]);
-        for (int v = 0; v < 2; ++v) store_floats(y[i] + v * LANES, sum[i][v]);
+        for (int v = 0; v < 2; ++v) store_floats(y + i * y_stride + v * LANES, sum[i][v]);
     }
 }
 
-void accumulate_grouped_bf16(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
-                             int64_t d0, int64_t d1) {
+template <>
+void accumulate_grouped_floats<GroupedFloats<BF16>>(const Rows& rows, const float* c, float* y,
+                                                    int64_t a0, int64_t a1, int64_t d0, int64_t d1) {
     alignas(64) PairWords words;
     for (int64_t a = a0; a < a1; a += SUM_ROWS) {
         pair_coefficients(c + a, SUM_ROWS, words);
-        for (int64_t b = d0 / BLOCK; b < d1 / BLOCK; ++b) {
-            float* to = y + b * BLOCK;
-            add_bf16_block<1>(GroupedFloats<BF16>::tile(rows.weight + a * rows.stride, b), &words, &to);
-        }
+        for (int64_t b = d0 / BLOCK; b < d1 / BLOCK; ++b)
+            add_bf16_block<1>(GroupedFloats<BF16>::tile(rows.weight + a * rows.stride, b), &words,
+                              y + b * BLOCK, 0);
     }
 }
 
 // One group.
-void accumulate_grouped_bf16_many(const Rows& rows, int64_t a0, int64_t, const ManySums& s) {
-    constexpr int MOST = 8;
+template <>
+void accumulate_grouped_floats_many<GroupedFloats<BF16>>(const Rows& rows, int64_t a0, int64_t,
+                                                         const ManySums& s) {
     alignas(64) PairWords c[PAIRED_VECTORS];
     for (int64_t t0 = 0; t0 < s.count; t0 += PAIRED_VECTORS) {
         const int64_t count = s.count - t0 < PAIRED_VECTORS ? s.count - t0 : PAIRED_VECTORS;
@@ -525,16 +462,9 @@ void accumulate_grouped_bf16_many(const Rows& rows, int64_t a0, int64_t, const M
             pair_coefficients(s.c + (t0 + i) * s.c_stride, SUM_ROWS, c[i]);
         for (int64_t b = s.d0 / BLOCK; b < s.d1 / BLOCK; ++b) {
             const uint8_t* tile = GroupedFloats<BF16>::tile(rows.weight + a0 * rows.stride, b);
-            auto add = [&](auto vectors, int64_t t) {
-                constexpr int COUNT = decltype(vectors)::VALUE;
-                float* to[COUNT];
-                for (int i = 0; i < COUNT; ++i) to[i] = s.y + (t0 + t + i) * s.y_stride + b * BLOCK;
-                add_bf16_block<COUNT>(tile, c + t, to);
-            };
-            int64_t t = 0;
-            for (; t + MOST <= count; t += MOST) add(Count<MOST>{}, t);
-            for (; t + 2 <= count; t += 2) add(Count<2>{}, t);
-            if (t < count) add(Count<1>{}, t);
+            in_steps<8, 2, 1>(0, count, [&](auto some, int64_t t) {
+                add_bf16_block<some>(tile, c + t, s.y + (t0 + t) * s.y_stride + b * BLOCK, s.y_stride);
+            });
         }
     }
 }

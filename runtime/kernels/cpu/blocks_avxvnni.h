@@ -28,28 +28,19 @@ inline __m256i both_planes(__m256i w, const uint8_t* x) {
 }
 
 template <class F>
-__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m,
-                                                        const uint8_t* x, int64_t stride) {
-    Ints s[FEW][4];
-    for (int r = 0; m < 4 && r < FEW; ++r)
-        for (int i = 0; i < 4; ++i) s[r][i] = Ints{};
-    for (int i = 0; i < m; ++i)
-        for (int r = 0; r < FEW; ++r) {
-            const uint8_t* block = quants[r] + i * F::QUANT_BYTES;
-            __m256i w;
-            if constexpr (F::QUANT_BYTES == 16) {
-                const __m256i nibbles = _mm256_broadcastsi128_si256(load_16_bytes(block));
-                const __m256i places = _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0);
-                w = _mm256_and_si256(_mm256_srlv_epi32(nibbles, places), _mm256_set1_epi8(15));
-            } else {
-                w = _mm256_xor_si256(load_32_bytes(block), _mm256_set1_epi8(-128));
-            }
-            s[r][i] = ints(both_planes(w, x + i * stride));
-        }
-    return reduce(s);
+inline Ints products_of(const uint8_t* block, const uint8_t* x) {
+    __m256i w;
+    if constexpr (F::QUANT_BYTES == 16) {
+        const __m256i nibbles = _mm256_broadcastsi128_si256(load_16_bytes(block));
+        const __m256i places = _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0);
+        w = _mm256_and_si256(_mm256_srlv_epi32(nibbles, places), _mm256_set1_epi8(15));
+    } else {
+        w = _mm256_xor_si256(load_32_bytes(block), _mm256_set1_epi8(-128));
+    }
+    return ints(both_planes(w, x));
 }
 
-constexpr int few_lane(int r, int p) { return 4 * r + p; }
+#include "blocks_few.h"
 
 inline __m256i four_bytes(const uint8_t* p) {
     int32_t four;

@@ -17,25 +17,15 @@ inline void quantise_unit(const int16_t* value, uint8_t* to) {
 }
 
 template <class F>
-__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m,
-                                                        const uint8_t* x, int64_t stride) {
-    Ints s[FEW][4];
-    for (int r = 0; m < 4 && r < FEW; ++r)
-        for (int i = 0; i < 4; ++i) s[r][i] = Ints{};
-    for (int i = 0; i < m; ++i) {
-        const int16_t* values = reinterpret_cast<const int16_t*>(x + i * stride);
-        for (int r = 0; r < FEW; ++r) {
-            const uint8_t* block = quants[r] + i * F::QUANT_BYTES;
-            if constexpr (F::QUANT_BYTES == 16)
-                s[r][i] = products_q4(block, values);
-            else
-                s[r][i] = products_q8(block, values);
-        }
-    }
-    return reduce(s);
+inline Ints products_of(const uint8_t* block, const uint8_t* x) {
+    const int16_t* values = reinterpret_cast<const int16_t*>(x);
+    if constexpr (F::QUANT_BYTES == 16)
+        return products_q4(block, values);
+    else
+        return products_q8(block, values);
 }
 
-constexpr int few_lane(int r, int p) { return 4 * r + p; }
+#include "blocks_few.h"
 
 // Number of vectors that hold an unpacked block of LANES rows, two 16-bit values per lane.
 template <class F>

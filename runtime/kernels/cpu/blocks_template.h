@@ -27,7 +27,11 @@
 //   transpose_16(p, out)              16 bytes of LANES rows as four vectors of 32 bits per row
 //   fused(a, b, c)                    see rows_template.h
 
+#ifdef HAS_PANELS
+constexpr int64_t TILE_TOKENS = 128;
+#else
 constexpr int64_t TILE_TOKENS = 32;
+#endif
 
 // True for kinds whose rows are in tiles: see tiled_template.h.
 template <class F>
@@ -146,14 +150,9 @@ inline void dot_queued(const Rows& rows, const PackedBlocks<F>& x, int64_t n, fl
 // The scales of up to 16 blocks from b0 on, one vector of LANES rows per block.
 template <class F>
 inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float (*out)[LANES]) {
-    alignas(64) float scale[LANES][16] = {};
-    const int64_t m = n - b0 < 16 ? n - b0 : 16;
-    for (int r = 0; r < LANES; ++r) {
-        if constexpr (F::IS_PLANAR)
-            scale_many(F::scale(rows[r], n, b0), m, 1.0f, scale[r]);
-        else
-            for (int64_t i = 0; i < m; ++i) scale[r][i] = f16_to_float(F::scale(rows[r], n, b0 + i));
-    }
+    static_assert(CHUNK == 16, "read_scales() reads a chunk");
+    alignas(64) float scale[LANES][CHUNK];
+    read_scales<F>(rows, LANES, n, b0, n - b0 < CHUNK ? n - b0 : CHUNK, scale);
     for (int64_t i = 0; i < 16; i += 4) {
         const uint8_t* four[LANES];
         for (int r = 0; r < LANES; ++r) four[r] = reinterpret_cast<const uint8_t*>(scale[r] + i);
@@ -165,36 +164,43 @@ inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float
 
 // LANES rows (pointers may repeat) in the form that dot_tile() needs; `next` is prefetched.
 template <class F>
-class RowsTile {
-  public:
-    RowsTile(const uint8_t* const* rows, const uint8_t* next, int64_t n)
-        : rows_(rows), next_(next), n_(n) {}
+struct RowsTile {
+    const uint8_t* const* rows;
+    const uint8_t* next;
+    int64_t n;
+    alignas(64) float scales[16][LANES];
+
+    void set(const uint8_t* const* of_rows, const uint8_t* then, int64_t blocks) {
+        rows = of_rows, next = then, n = blocks;
+    }
 
     // Loads the quants of block b, 16 bytes of LANES rows at a time in the order of transpose_16();
     // returns its scales.
     inline Floats load(int64_t b, Ints* quarter) {
-        if (b % 16 == 0) tile_scales<F>(rows_, n_, b, scales_);
-        const uint8_t* ahead = next_ + b * LANES * F::BLOCK_BYTES;
+        if (b % 16 == 0) tile_scales<F>(rows, n, b, scales);
+        const uint8_t* ahead = next + b * LANES * F::BLOCK_BYTES;
         for (int64_t at = 0; at < LANES * F::BLOCK_BYTES; at += 64)
             __builtin_prefetch(ahead + at, 0, 2);
         for (int q = 0; q < F::QUANT_BYTES / 16; ++q) {
             const uint8_t* at[LANES];
-            for (int r = 0; r < LANES; ++r) at[r] = F::quants(rows_[r], n_, b) + 16 * q;
+            for (int r = 0; r < LANES; ++r) at[r] = F::quants(rows[r], n, b) + 16 * q;
             transpose_16(at, quarter + 4 * q);
         }
-        return load_floats(scales_[b % 16]);
+        return load_floats(scales[b % 16]);
     }
-
-  private:
-    const uint8_t* const* rows_;
-    const uint8_t* next_;
-    int64_t n_;
-    alignas(64) float scales_[16][LANES];
 };
 
+// The sum of a product's four parts.
+inline Floats sum_of_four(const Floats* part) {
+    return add_floats(add_floats(part[0], part[1]), add_floats(part[2], part[3]));
+}
+
+#ifdef HAS_PANELS
+#include "panels.h"
+#else
 // Levels with TILES_AT_ONCE 2 define it, see blocks_vnni.h.
-template <class F>
-inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start,
+template <class F, int N, int FIRST, int END>
+inline void products_of_tiles(const Ints (*w)[TILE_WEIGHTS<F>], const uint8_t* x, int64_t b, Ints start,
                               Ints* out);
 
 // Multiplies rows begin .. end-1 of N tiles of LANES rows each by up to TILE_TOKENS vectors.
@@ -226,7 +232,7 @@ inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_
             if constexpr (N == 1)
                 products[0] = tile_products<F>(w[0], values + t * x.next_vector, b, start);
             else
-                two_tile_products<F>(w[0], w[1], values + t * x.next_vector, b, start, products);
+                products_of_tiles<F, N, 0, 8>(w, values + t * x.next_vector, b, start, products);
             for (int i = 0; i < N; ++i) {
                 float* sum = acc[t][p][i];
                 store_floats(sum, fused(to_floats(products[i]), mul(scale[i], by), load_floats(sum)));
@@ -236,19 +242,17 @@ inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_
     for (int64_t t = 0; t < T; ++t) {
         alignas(64) float sums[N][LANES];
         for (int i = 0; i < N; ++i) {
-            auto part = [&](int p) { return load_floats(acc[t][p][i]); };
-            store_floats(sums[i],
-                         add_floats(add_floats(part(0), part(1)), add_floats(part(2), part(3))));
+            Floats part[4];
+            for (int p = 0; p < 4; ++p) part[p] = load_floats(acc[t][p][i]);
+            store_floats(sums[i], sum_of_four(part));
         }
         __builtin_memcpy(y + t * y_stride, sums[0] + begin, (end - begin) * sizeof(float));
     }
 }
+#endif
 
 #ifdef LEVEL_AMX
 #include "blocks_amx.h"
-#endif
-#ifdef HAS_PANELS
-#include "panels.h"
 #endif
 
 template <class F>
@@ -274,51 +278,4 @@ void quantise_blocks(const Input& x, int64_t D) {
 #ifdef LEVEL_AMX
     if (x.capacity >= LEAST_VECTORS) pack_panels<F>(x, D);
 #endif
-}
-
-// Multiplies LANES rows by several vectors at a time (with AMX, by fewer than LEAST_VECTORS; avx2: panels). The
-// last rows, if at most LANES / 2, and all rows if there is one vector, take one vector at a time.
-template <class F>
-void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
-#ifdef LEVEL_AMX
-    if (x.count >= LEAST_VECTORS) return dot_tiles<F>(rows, x, y, y_stride, a0, a1);
-#endif
-    const int64_t n = rows.D / BLOCK;
-    int64_t a = a0;
-    const uint8_t* row[LANES];
-#ifdef HAS_PANELS
-    if (x.count > 1) a = dot_panels<F>(rows, x, y, y_stride, a0, a1);
-#else
-    for (; x.count > 1 && a1 - a > LANES / 2; a += LANES) {
-        const int64_t valid = a1 - a < LANES ? a1 - a : LANES;
-        for (int64_t r = 0; r < LANES; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
-        const uint8_t* next = a + LANES < rows.A ? row_of(rows, a + LANES) : row[0];
-        for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
-            const int64_t end = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-            RowsTile<F> tile(row, t == 0 ? next : row[0], n);
-            dot_tile<F, 1>(&tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
-        }
-    }
-#endif
-    if (rows.queue && x.count == 1) return dot_queued<F>(rows, PackedBlocks<F>(x, n), n, y, a, a1);
-    // In contiguous rows, memory beyond the FEW rows that are being read is prefetched.
-    const bool is_run = is_one_run(rows, n * F::BLOCK_BYTES);
-    const int64_t ahead = RUN_AHEAD > FEW * rows.stride ? RUN_AHEAD : FEW * rows.stride;
-    for (; a < a1; a += FEW) {
-        const int64_t valid = a1 - a < FEW ? a1 - a : FEW;
-        const uint8_t* then[2 * FEW];
-        for (int64_t r = 0; r < FEW; ++r) {
-            row[r] = row_of(rows, r < valid ? a + r : a);
-            then[r] = is_run                 ? ahead_in_run(rows, row[r], ahead, a1)
-                      : a + FEW + r < rows.A ? row_of(rows, a + FEW + r)
-                                             : row[r];
-            if (rows.also) then[FEW + r] = rows.also[r < valid ? a + r - a0 : 0];
-        }
-        for (int64_t t = 0; t < x.count; ++t) {
-            float sums[FEW];
-            const int num_then = t > 0 ? 0 : rows.also ? 2 * FEW : FEW;
-            dot_few<F, 1>(row, then, num_then, n, PackedBlocks<F>(x.part(t, t + 1), n), sums);
-            __builtin_memcpy(y + t * y_stride + a, sums, valid * sizeof(float));
-        }
-    }
 }

@@ -99,45 +99,37 @@ inline __m512i four_bytes(const uint8_t* p) {
 
 constexpr int TILES_AT_ONCE = 2;
 
-// Sums of eight products have two halves, because a chain of eight would still be running when the next
-// vector's products could begin.
-template <class F, int FIRST = 0, int END = 8>
-inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start) {
+// tile_products() of N tiles, which share what is read of x. Sums of eight products have two halves, because a chain
+// of eight would still be running when the next vector's products could begin.
+template <class F, int N, int FIRST = 0, int END = 8>
+inline void products_of_tiles(const Ints (*w)[TILE_WEIGHTS<F>], const uint8_t* x, int64_t b, Ints start,
+                              Ints* out) {
     constexpr int HALVES = (END - FIRST) / 4;
     const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
-    __m512i high[HALVES] = {}, low[HALVES] = {bits(start)};
+    __m512i high[N][HALVES] = {}, low[N][HALVES] = {};
+    for (int i = 0; i < N; ++i) low[i][0] = bits(start);
 #pragma GCC unroll 8
     for (int v = FIRST; v < END; ++v) {
         const int64_t place = F::QUANT_BYTES == 16 ? v / 4 * 64 + v % 4 * 4 : 4 * v;
+        const __m512i upper = four_bytes(at + place), lower = four_bytes(at + PLANE<F> + place);
         const int half = v % HALVES;
-        high[half] = _mm512_dpbusd_epi32(high[half], bits(w[v]), four_bytes(at + place));
-        low[half] = _mm512_dpbusd_epi32(low[half], bits(w[v]), four_bytes(at + PLANE<F> + place));
+        for (int i = 0; i < N; ++i) {
+            high[i][half] = _mm512_dpbusd_epi32(high[i][half], bits(w[i][v]), upper);
+            low[i][half] = _mm512_dpbusd_epi32(low[i][half], bits(w[i][v]), lower);
+        }
     }
-    Ints upper = ints(high[0]), lower = ints(low[0]);
-    for (int half = 1; half < HALVES; ++half) upper += ints(high[half]), lower += ints(low[half]);
-    return (upper << 8) + lower;
+    for (int i = 0; i < N; ++i) {
+        Ints upper = ints(high[i][0]), lower = ints(low[i][0]);
+        for (int half = 1; half < HALVES; ++half)
+            upper += ints(high[i][half]), lower += ints(low[i][half]);
+        out[i] = (upper << 8) + lower;
+    }
 }
 
-// tile_products() of two tiles, which share what is read of x.
-template <class F>
-inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start,
-                              Ints* out) {
-    const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
-    __m512i high[2][2], low[2][2];
-    for (int i = 0; i < 2; ++i) {
-        low[i][0] = bits(start), low[i][1] = _mm512_setzero_si512();
-        high[i][0] = high[i][1] = _mm512_setzero_si512();
-    }
-#pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) {
-        const int64_t place = F::QUANT_BYTES == 16 ? v / 4 * 64 + v % 4 * 4 : 4 * v;
-        const __m512i upper = four_bytes(at + place), lower = four_bytes(at + PLANE<F> + place);
-        const int half = v % 2;
-        high[0][half] = _mm512_dpbusd_epi32(high[0][half], bits(w[v]), upper);
-        high[1][half] = _mm512_dpbusd_epi32(high[1][half], bits(w2[v]), upper);
-        low[0][half] = _mm512_dpbusd_epi32(low[0][half], bits(w[v]), lower);
-        low[1][half] = _mm512_dpbusd_epi32(low[1][half], bits(w2[v]), lower);
-    }
-    for (int i = 0; i < 2; ++i)
-        out[i] = ((ints(high[i][0]) + ints(high[i][1])) << 8) + (ints(low[i][0]) + ints(low[i][1]));
+template <class F, int FIRST = 0, int END = 8>
+inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start) {
+    Ints out;
+    products_of_tiles<F, 1, FIRST, END>(reinterpret_cast<const Ints(*)[TILE_WEIGHTS<F>]>(w), x, b,
+                                        start, &out);
+    return out;
 }

@@ -13,8 +13,7 @@
 #include "dispatch.h"
 
 inline int64_t cache_row_bytes(int32_t kind, int64_t W) {
-    constexpr int64_t bytes[NUM_CACHE_KINDS] = {4, 2, 2, 34, 18};
-    return W / block_values(kind) * bytes[kind];
+    return W / block_values(kind) * BLOCK_BYTES[kind];
 }
 
 // Rounded to the nearest, ties to even, as torch does.

@@ -43,12 +43,14 @@ bool has_avx2() {
            __builtin_cpu_supports("f16c");
 }
 
-bool has_avxvnni() {
-    constexpr uint32_t AVX_VNNI = 1u << 4;
+// Whether the processor reports a bit of EAX of leaf 7, subleaf 1.
+bool reports(uint32_t bit) {
     uint32_t a, b, c, d;
-    if (!has_avx2() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return false;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI);
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return false;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bit);
 }
+
+bool has_avxvnni() { return has_avx2() && reports(1u << 4); }
 
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -57,12 +59,7 @@ bool has_avx512() {
 
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
-bool has_avx512bf16() {
-    constexpr uint32_t AVX512_BF16 = 1u << 5;
-    uint32_t a, b, c, d;
-    if (!has_avx512vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return false;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX512_BF16);
-}
+bool has_avx512bf16() { return has_avx512vnni() && reports(1u << 5); }
 
 // Linux lets a process, its threads and its forked children use AMX tiles after a request
 // (Documentation/arch/x86/xstate.rst). It refuses if a signal stack is too small for the state.
@@ -132,8 +129,6 @@ Level* find(const char* name) {
 #include "k_tiles.h"
 
 constexpr int32_t MAX_THREADS = 1024;
-constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,  2,  2,  34, 18, 144, 176, 210, 18, 34,
-                                            18, 34, 18, 34, 64, 64,  144, 176, 210};  // of a block
 
 Status check(int32_t kind, int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index,
              int64_t A) {
@@ -221,12 +216,6 @@ void pack_grouped(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r,
 }  // namespace
 
 const Kernels& kernels() { return *current->kernels; }
-
-int64_t row_bytes_of(int32_t kind, int64_t D) {
-    if (kind < 0 || kind >= NUM_KINDS || D < 0) return -1;
-    const int64_t values = block_values(kind);
-    return D % values ? -1 : D / values * BLOCK_BYTES[kind];
-}
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

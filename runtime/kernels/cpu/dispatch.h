@@ -8,9 +8,6 @@
 // The kernels of the level in use.
 const Kernels& kernels();
 
-// The bytes of one row, or -1 if such a row is impossible.
-int64_t row_bytes_of(int32_t kind, int64_t D);
-
 // Below this many bytes of weights it does not pay to wake a thread: reading 64 KiB takes about four
 // microseconds.
 constexpr int64_t INLINE_BYTES = 64 * 1024;

@@ -20,10 +20,6 @@ constexpr int SUM_REGISTERS = LANES == 16 ? 24 : 12;
 template <class Format>
 constexpr int64_t PIECE_COLUMNS = LANES == 16 && Format::VALUE_BYTES == 2 ? 4096 : 1024;
 
-inline Floats load_as(F32, const uint8_t* p) { return load_f32(p); }
-inline Floats load_as(F16, const uint8_t* p) { return load_f16(p); }
-inline Floats load_as(BF16, const uint8_t* p) { return load_bf16(p); }
-
 // y[0..3] = the sums of the lanes of four vectors
 inline void four_sums(const Floats* v, float* y) {
 #if defined(LEVEL_AVX512)
@@ -76,7 +72,7 @@ __attribute__((always_inline)) inline void add_products(const uint8_t* const* ro
                         if (COUNT > 1) values[t] = in_register(values[t]);
                     }
                     for (int r = 0; r < ROWS; ++r) {
-                        Floats w = load_as(Format{}, rows[r] + e * BYTES);
+                        Floats w = Format::load(rows[r] + e * BYTES);
                         if (COUNT > 1) w = in_register(w);
                         for (int t = 0; t < COUNT; ++t)
                             part[t][r][i] = multiply_add(w, values[t], part[t][r][i]);
@@ -118,17 +114,11 @@ inline void dot_floats(const uint8_t* const* rows, const uint8_t* const* next,
     store_products<Format, ROWS>(sums[0], rows, x, D, ROWS, y);
 }
 
-// Size of the next group of the remaining vectors; four are divided into two groups of two.
-inline int64_t group_size(int64_t left) {
-    return left == 4 ? 2 : left < GROUP_VECTORS ? left : GROUP_VECTORS;
-}
-
-template <class Format, int COUNT>
-inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, const Input& x, int64_t t,
-                      int64_t d, int64_t columns, Floats (*sums)[QUAD_ROWS][2]) {
-    const float* vectors[COUNT];
-    for (int i = 0; i < COUNT; ++i) vectors[i] = x.vector(t + i) + d;
-    add_products<Format, QUAD_ROWS, COUNT>(rows, next, vectors, columns, sums + t);
+// Calls use(Count<N>{}, t) for groups of vectors; four are divided into two groups of two.
+template <class Use>
+inline void for_groups(int64_t count, const Use& use) {
+    const int64_t threes = count % GROUP_VECTORS == 1 ? count - 4 : count;
+    in_steps<2, 1>(in_steps<GROUP_VECTORS>(0, threes, use), count, use);
 }
 
 // The products of a group of vectors with rows of a single piece, whose sums stay in registers.
@@ -145,29 +135,16 @@ void multiply_group(const uint8_t* const* rows, const uint8_t* const* next, int6
         store_products<Format, QUAD_ROWS>(sums[i], rows, vectors[i], D, valid, y + (t + i) * y_stride);
 }
 
-// Rows of a single piece. GMAC/s of a Zen 4 core, f16 rows of 576 values and 32 vectors: 47, and 43
-// with sums in memory.
-template <class Format>
-void dot_short_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
-                    float* y, int64_t y_stride, int64_t valid) {
-    for (int64_t t = 0, count; t < x.count; t += count) {
-        const uint8_t* const* ahead = t == 0 ? next : nullptr;
-        count = group_size(x.count - t);
-        if (count == 1)
-            multiply_group<Format, 1>(rows, ahead, D, x, t, y, y_stride, valid);
-        else if (count == 2)
-            multiply_group<Format, 2>(rows, ahead, D, x, t, y, y_stride, valid);
-        else
-            multiply_group<Format, 3>(rows, ahead, D, x, t, y, y_stride, valid);
-    }
-}
-
 // y[t * y_stride + r] = rows[r] . x[t], r < valid; up to TILE_VECTORS vectors. Pointers may repeat;
-// `next` may be null.
+// `next` may be null. GMAC/s of a Zen 4 core, f16 rows of 576 values, a single piece, and 32 vectors: 47, and 43
+// with sums in memory.
 template <class Format>
 void dot_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
               float* y, int64_t y_stride, int64_t valid) {
-    if (D <= PIECE_COLUMNS<Format>) return dot_short_quad<Format>(rows, next, D, x, y, y_stride, valid);
+    if (D <= PIECE_COLUMNS<Format>)
+        return for_groups(x.count, [&](auto count, int64_t t) {
+            multiply_group<Format, count>(rows, t == 0 ? next : nullptr, D, x, t, y, y_stride, valid);
+        });
     Floats sums[TILE_VECTORS][QUAD_ROWS][2];
     for (int64_t t = 0; t < x.count; ++t)
         for (int r = 0; r < QUAD_ROWS; ++r) sums[t][r][0] = sums[t][r][1] = zero();
@@ -179,18 +156,14 @@ void dot_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
             piece[r] = rows[r] + d * Format::VALUE_BYTES;
             if (next) then[r] = next[r] + d * Format::VALUE_BYTES;
         }
-        for (int64_t t = 0, count; t < x.count; t += count) {
+        for_groups(x.count, [&](auto count, int64_t t) {
+            const float* vectors[count];
+            for (int i = 0; i < count; ++i) vectors[i] = x.vector(t + i) + d;
             // Prefetching a share of the lines in every group was slower (f16 from memory, 4
             // vectors: 15 GMAC/s instead of 20).
-            const uint8_t* const* ahead = next && t == 0 ? then : nullptr;
-            count = group_size(x.count - t);
-            if (count == 1)
-                add_group<Format, 1>(piece, ahead, x, t, d, columns, sums);
-            else if (count == 2)
-                add_group<Format, 2>(piece, ahead, x, t, d, columns, sums);
-            else
-                add_group<Format, 3>(piece, ahead, x, t, d, columns, sums);
-        }
+            add_products<Format, QUAD_ROWS, count>(piece, next && t == 0 ? then : nullptr, vectors,
+                                                   columns, sums + t);
+        });
     }
     for (int64_t t = 0; t < x.count; ++t)
         store_products<Format, QUAD_ROWS>(sums[t], rows, x.vector(t), D, valid, y + t * y_stride);
@@ -227,7 +200,7 @@ void dot_float_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride
         return for_rows(rows, a0, a1,
                         [&](auto count, int64_t a, const uint8_t* const* row,
                             const uint8_t* const* next, const uint8_t* const* also) {
-            dot_floats<Format, decltype(count)::VALUE>(row, next, also, rows.D, x.vector(0), y + a);
+            dot_floats<Format, count>(row, next, also, rows.D, x.vector(0), y + a);
         });
     for (int64_t a = a0; a < a1; a += QUAD_ROWS) {
         const int64_t valid = a1 - a < QUAD_ROWS ? a1 - a : QUAD_ROWS;

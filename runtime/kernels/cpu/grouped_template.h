@@ -9,15 +9,23 @@ constexpr int64_t PLACES = SUM_ROWS / 4;
 
 // For each block of columns the scales of all rows, then for p = 0 .. PLACES-1 the quants of rows p,
 // p + PLACES, p + 2 * PLACES and p + 3 * PLACES: four bytes for each byte of a row's block.
-template <class Planar>
+template <class Planar, class File>
 struct Grouped : Planar {
+    typedef File InFile;
     static constexpr bool IS_PLANAR = false;
-    static constexpr int64_t TILE_BYTES = SUM_ROWS * Planar::BLOCK_BYTES;
+    static constexpr int64_t ROWS = SUM_ROWS, TILE_BYTES = SUM_ROWS * Planar::BLOCK_BYTES;
     static constexpr int64_t SCALES_BYTES = 2 * SUM_ROWS, PLACE_BYTES = 4 * Planar::QUANT_BYTES;
     static constexpr int WORDS = PLACE_BYTES / (4 * LANES);  // vectors of a place
 
     static inline const uint8_t* tile(const uint8_t* group, int64_t b) {
         return group + b * TILE_BYTES;
+    }
+    // Block b of row r as in a file.
+    static inline void copy_block(const uint8_t* group, int64_t, int64_t b, int64_t r, uint8_t* to) {
+        const uint8_t* from = tile(group, b);
+        __builtin_memcpy(to, from + 2 * r, 2);
+        from += SCALES_BYTES + r % PLACES * PLACE_BYTES + r / PLACES;
+        for (int64_t i = 0; i < Planar::QUANT_BYTES; ++i) to[2 + i] = from[4 * i];
     }
 };
 
@@ -36,7 +44,7 @@ struct GroupFactors {
     Floats scale;
 };
 
-struct Q8_0Grouped : Grouped<Q8_0Planar> {
+struct Q8_0Grouped : Grouped<Q8_0Planar, Q8_0> {
     static constexpr int SUMS = 1;  // vectors of sums that belong to one vector of quants
     static inline Ints start(int64_t p, Ints offset) { return p == 0 ? offset : Ints{}; }
     static inline Ints zeros(Ints even, Ints) {
@@ -44,7 +52,7 @@ struct Q8_0Grouped : Grouped<Q8_0Planar> {
     }
 };
 
-struct Q4_0Grouped : Grouped<Q4_0Planar> {
+struct Q4_0Grouped : Grouped<Q4_0Planar, Q4_0> {
     static constexpr int SUMS = 2;
     static inline Ints start(int64_t p, Ints offset) { return p == 0 || p == 3 ? offset : Ints{}; }
     static inline Ints zeros(Ints even, Ints odd) {
@@ -91,17 +99,15 @@ inline void add_scaled(Floats exact, Floats scale, bool is_behind, float* y) {
     store_floats(y, is_behind ? add_floats(old, rounded) : multiply_add(exact, scale, old));
 }
 
-#if defined(LEVEL_AVX512)
-#include "grouped_avx512.h"
-#elif defined(LEVEL_AVX2)
-#include "grouped_avx2.h"
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+#include "grouped_lanes.h"
 #endif
 
-// y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i. `ahead`:
+// y[i * y_stride + d] += the sums over a block's rows with the factors of vector i, for d < BLOCK. `ahead`:
 // where to prefetch as many bytes meanwhile, or null.
 template <class F, int COUNT>
-inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bool is_behind,
-                            float* const* y, const uint8_t* ahead = nullptr) {
+inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bool is_behind, float* y,
+                            int64_t y_stride, const uint8_t* ahead = nullptr) {
     constexpr int PARTS = F::PARTS;
     Ints sum[COUNT][F::WORDS][PARTS];
     for (int i = 0; i < COUNT; ++i)
@@ -126,10 +132,9 @@ inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bo
         for (int v = 0; v < F::WORDS; ++v) {
             Ints total[F::SUMS];
             join_parts(F(), sum[i][v], total);
-            for (int s = 0; s < F::SUMS; ++s) {
+            for (int s = 0; s < F::SUMS; ++s)
                 add_scaled(to_floats(total[s]), factors[i].scale, is_behind,
-                           y[i] + v * LANES + s * (BLOCK / F::SUMS));
-            }
+                           y + i * y_stride + v * LANES + s * (BLOCK / F::SUMS));
         }
 }
 
@@ -146,24 +151,12 @@ void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, 
         fill_group<F>(F::tile(group, b0), c + a, factors[b0 % 2]);
         for (int64_t b = b0; b < b1; ++b) {
             if (b + 1 < b1) fill_group<F>(F::tile(group, b + 1), c + a, factors[(b + 1) % 2]);
-            float* to = y + b * BLOCK;
             const uint8_t *tile = F::tile(group, b), *ahead = tile + stream_ahead;
             if (ahead >= end) ahead = rows.after ? rows.after + (ahead - end) : nullptr;
-            add_group_block<F, 1>(tile, factors + b % 2, is_behind_units<F>(b, rows.D), &to,
-                                  stream_ahead > 0 ? ahead : nullptr);
+            add_group_block<F, 1>(tile, factors + b % 2, is_behind_units<F>(b, rows.D), y + b * BLOCK,
+                                  0, stream_ahead > 0 ? ahead : nullptr);
         }
     }
-}
-
-template <class F, int COUNT>
-inline void add_group_of(const uint8_t* tile, const ManySums& s, int64_t t, int64_t b, bool is_behind) {
-    GroupFactors factors[COUNT];
-    float* to[COUNT];
-    for (int i = 0; i < COUNT; ++i) {
-        fill_group<F>(tile, s.c + (t + i) * s.c_stride, factors[i]);
-        to[i] = s.y + (t + i) * s.y_stride + b * BLOCK;
-    }
-    add_group_block<F, COUNT>(tile, factors, is_behind, to);
 }
 
 // One group. A coefficient of 0 has no effect if weights are finite.
@@ -176,28 +169,11 @@ void accumulate_grouped_many(const Rows& rows, int64_t a0, int64_t, const ManySu
 #endif
     for (int64_t b = s.d0 / BLOCK; b < s.d1 / BLOCK; ++b) {
         const uint8_t* tile = F::tile(group, b);
-        const bool is_behind = is_behind_units<F>(b, rows.D);
-        int64_t t = done;
-        for (; LANES == 16 && t + 2 <= s.count; t += 2) add_group_of<F, 2>(tile, s, t, b, is_behind);
-        for (; t < s.count; ++t) add_group_of<F, 1>(tile, s, t, b, is_behind);
-    }
-}
-
-template <class F>
-void unpack_grouped(const Rows& rows, float* out, int64_t a0, int64_t a1) {
-    for (int64_t a = a0; a < a1; ++a) {
-        const int64_t row = rows.index ? rows.index[a] : a, r = row % SUM_ROWS;
-        const uint8_t* group = rows.weight + (row - r) * rows.stride;
-        for (int64_t b = 0; b < rows.D / BLOCK; ++b) {
-            const uint8_t* tile = F::tile(group, b);
-            const uint8_t* from = tile + F::SCALES_BYTES + r % PLACES * F::PLACE_BYTES + r / PLACES;
-            uint8_t quants[F::QUANT_BYTES];
-            for (int64_t i = 0; i < F::QUANT_BYTES; ++i) quants[i] = from[4 * i];
-            const Floats scale = broadcast(f16_to_float(tile + 2 * r));
-            Floats w[VECTORS];
-            F::unpack(quants, w);
-            for (int v = 0; v < VECTORS; ++v)
-                store_floats(out + a * rows.D + b * BLOCK + v * LANES, mul(w[v], scale));
-        }
+        in_steps<LANES == 16 ? 2 : 1, 1>(done, s.count, [&](auto count, int64_t t) {
+            GroupFactors factors[count];
+            for (int i = 0; i < count; ++i) fill_group<F>(tile, s.c + (t + i) * s.c_stride, factors[i]);
+            add_group_block<F, count>(tile, factors, is_behind_units<F>(b, rows.D),
+                                      s.y + t * s.y_stride + b * BLOCK, s.y_stride);
+        });
     }
 }

@@ -80,6 +80,10 @@ struct SuperRows {
     const uint8_t* const* rows;
     const uint8_t* next;
 
+    void set(const uint8_t* const* of_rows, const uint8_t* then, int64_t) {
+        rows = of_rows, next = then;
+    }
+
     void factors(int64_t s, SuperFactors<F>& to) const {
         const int64_t at = s * F::BLOCK_BYTES;
         for (int64_t line = 0; line < LANES * F::BLOCK_BYTES; line += 64)
@@ -96,9 +100,26 @@ struct SuperRows {
     }
 };
 
+// Calls use(p, bytes) with the quants of each part of block s, as bytes without an offset.
+template <class F, class Tile, class Use>
+__attribute__((always_inline)) inline void for_parts(const Tile& tile, int64_t s, const Use& use) {
+    Ints bits[F::BITS_BYTES / 4 + 1];
+    tile.bits(s, bits);
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 4; ++pair) {
+        Ints quants[8], bytes[2][8];
+        tile.quants(s, pair, quants);
+        bytes_of_pair<F>(quants, bits, pair, bytes[0], bytes[1]);
+        use(F::parts(pair).first, bytes[0]), use(F::parts(pair).second, bytes[1]);
+    }
+}
+
+#ifdef HAS_PANELS
+#include "super_panels.h"
+#else
 // Multiplies LANES rows by up to TILE_TOKENS vectors and stores the products of rows begin .. end - 1.
-template <class F, class Tile>
-inline void dot_super_tile(const Tile& tile, int64_t n, const Input& input, float* y, int64_t y_stride,
+template <class F, int N, class Tile>
+inline void dot_super_tile(const Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride,
                            int64_t begin, int64_t end) {
     const PackedBlocks<Q8_0> x(input, n);
     const int64_t T = input.count;
@@ -107,72 +128,30 @@ inline void dot_super_tile(const Tile& tile, int64_t n, const Input& input, floa
     for (int64_t block = 0; block < n; block += 8) {
         asm volatile("" ::: "memory");  // as in dot_tile
         SuperFactors<F> factors;
-        tile.factors(block / 8, factors);
-        Ints bits[F::BITS_BYTES / 4 + 1];
-        tile.bits(block / 8, bits);
-#pragma GCC unroll 4
-        for (int pair = 0; pair < 4; ++pair) {
-            Ints quants[8], bytes[2][8];
-            tile.quants(block / 8, pair, quants);
-            bytes_of_pair<F>(quants, bits, pair, bytes[0], bytes[1]);
-            const Parts parts = F::parts(pair);
-            for (int i = 0; i < 2; ++i) {
-                const int p = i == 0 ? parts.first : parts.second;
-                const int64_t b = block + p;
-                Ints w[TILE_WEIGHTS<Q8_0>];
-                byte_weights<Q8_0>(bytes[i], w);
-                const uint8_t* values = x.values + b / unit<Q8_0>() * x.stride;
-                for (int64_t t = 0; t < T; ++t) {
-                    const int64_t of = t * x.next_scale + b;
-                    const Floats term =
-                        factors.term(p, w, values + t * x.next_vector, b, x.sum[of], x.first_sum[of]);
-                    store_floats(part[t][p],
-                                 fused(broadcast(x.scale[of]), term, load_floats(part[t][p])));
-                }
+        tile->factors(block / 8, factors);
+        for_parts<F>(*tile, block / 8, [&](int p, const Ints* bytes) {
+            const int64_t b = block + p;
+            Ints w[TILE_WEIGHTS<Q8_0>];
+            byte_weights<Q8_0>(bytes, w);
+            const uint8_t* values = x.values + b / unit<Q8_0>() * x.stride;
+            for (int64_t t = 0; t < T; ++t) {
+                const int64_t of = t * x.next_scale + b;
+                const Floats term =
+                    factors.term(p, w, values + t * x.next_vector, b, x.sum[of], x.first_sum[of]);
+                store_floats(part[t][p], fused(broadcast(x.scale[of]), term, load_floats(part[t][p])));
             }
-        }
+        });
     }
     for (int64_t t = 0; t < T; ++t) {
         Floats sum[4];
         for (int i = 0; i < 4; ++i)
             sum[i] = add_floats(load_floats(part[t][2 * i]), load_floats(part[t][2 * i + 1]));
         alignas(64) float sums[LANES];
-        store_floats(sums, add_floats(add_floats(sum[0], sum[1]), add_floats(sum[2], sum[3])));
+        store_floats(sums, sum_of_four(sum));
         __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
     }
 }
-
-// The same for one vector and all LANES rows, with the sums in registers.
-template <class F, class Tile>
-inline void dot_super_tile_one(const Tile& tile, int64_t n, const PackedBlocks<Q8_0>& x, float* y) {
-    Floats part[8];
-    for (Floats& each : part) each = zero();
-    for (int64_t block = 0; block < n; block += 8) {
-        SuperFactors<F> factors;
-        tile.factors(block / 8, factors);
-        Ints bits[F::BITS_BYTES / 4 + 1];
-        tile.bits(block / 8, bits);
-#pragma GCC unroll 4
-        for (int pair = 0; pair < 4; ++pair) {
-            Ints quants[8], bytes[2][8];
-            tile.quants(block / 8, pair, quants);
-            bytes_of_pair<F>(quants, bits, pair, bytes[0], bytes[1]);
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; ++i) {
-                const int p = i == 0 ? F::parts(pair).first : F::parts(pair).second;
-                const int64_t b = block + p;
-                Ints w[TILE_WEIGHTS<Q8_0>];
-                byte_weights<Q8_0>(bytes[i], w);
-                const uint8_t* values = x.values + b / unit<Q8_0>() * x.stride;
-                part[p] = fused(broadcast(x.scale[b]),
-                                factors.term(p, w, values, b, x.sum[b], x.first_sum[b]), part[p]);
-            }
-        }
-    }
-    Floats sum[4];
-    for (int i = 0; i < 4; ++i) sum[i] = add_floats(part[2 * i], part[2 * i + 1]);
-    store_floats(y, add_floats(add_floats(sum[0], sum[1]), add_floats(sum[2], sum[3])));
-}
+#endif
 
 // y[r] = rows[r] . x, r < ROWS, for one vector. Prefetches the rows `next`, and `also` if it is not null.
 template <class F, int ROWS>
@@ -200,41 +179,5 @@ void dot_super_rows(const uint8_t* const* rows, const uint8_t* const* next, cons
             const float* p = part[i];
             y[r + i] = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
         }
-    }
-}
-
-#ifdef HAS_PANELS
-#include "super_panels.h"
-#endif
-
-// Multiplies LANES rows by several vectors at a time (avx2: panels). The last rows, if at most LANES / 2, and all
-// rows if there is one vector, are multiplied by one vector at a time.
-template <class F>
-void dot_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
-    const int64_t n = rows.D / BLOCK;
-    int64_t a = a0;
-#ifdef HAS_PANELS
-    if (x.count > 1) a = dot_super_panels<F>(rows, x, y, y_stride, a0, a1);
-#else
-    for (; x.count > 1 && a1 - a > LANES / 2; a += LANES) {
-        const int64_t valid = a1 - a < LANES ? a1 - a : LANES;
-        const uint8_t* row[LANES];
-        for (int64_t r = 0; r < LANES; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
-        const uint8_t* next = a + LANES < rows.A ? row_of(rows, a + LANES) : row[0];
-        for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
-            const int64_t end = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-            dot_super_tile<F>(SuperRows<F>{row, t == 0 ? next : row[0]}, n, x.part(t, end),
-                              y + t * y_stride + a, y_stride, 0, valid);
-        }
-    }
-#endif
-    for (int64_t t = 0; a < a1 && t < x.count; ++t) {
-        const PackedBlocks<Q8_0> vector(x.part(t, t + 1), n);
-        for_rows(rows, a, a1,
-                 [&](auto count, int64_t row, const uint8_t* const* from, const uint8_t* const* next,
-                     const uint8_t* const* also) {
-            dot_super_rows<F, decltype(count)::VALUE>(from, next, also, n, vector,
-                                                      y + t * y_stride + row);
-        });
     }
 }

@@ -21,46 +21,6 @@ inline void factors_of_q6_k(const uint8_t* block, float c, float* factor) {
     for (int i = 0; i < 16; ++i) factor[i] = d * static_cast<float>(scales[i]);
 }
 
-inline Floats four(const int32_t* q) {
-    return __builtin_convertvector((Ints{q[0], q[1], q[2], q[3]}), Floats);
-}
-
-// 64 nibbles of a block plus `above` (the bits above them, perhaps with an offset), as integers.
-template <class Above>
-inline void unpack_nibbles(const uint8_t* quants, const Above& above, int32_t* q) {
-    for (int i = 0; i < 32; ++i) {
-        q[i] = (quants[i] & 15) + above(i, 0);
-        q[i + 32] = (quants[i] >> 4) + above(i, 1);
-    }
-}
-
-inline void ints_of_q5_k(const uint8_t* quants, const uint8_t* bits, int part, int32_t* q) {
-    unpack_nibbles(quants, [=](int i, int high) { return (bits[i] >> (part + high) & 1) << 4; }, q);
-}
-
-inline void ints_of_q6_k(const uint8_t* quants, const uint8_t* bits, int part, int32_t* q) {
-    unpack_nibbles(
-        quants, [=](int i, int high) { return ((bits[i] >> (2 * part + 4 * high) & 3) << 4) - 32; }, q);
-}
-
-inline void unpack_q4_k(const uint8_t* quants, Floats* w) {
-    int32_t q[64];
-    unpack_nibbles(quants, [](int, int) { return 0; }, q);
-    for (int v = 0; v < 16; ++v) w[v] = four(q + 4 * v);
-}
-
-inline void unpack_q5_k(const uint8_t* quants, const uint8_t* bits, int part, Floats* w) {
-    int32_t q[64];
-    ints_of_q5_k(quants, bits, part, q);
-    for (int v = 0; v < 16; ++v) w[v] = four(q + 4 * v);
-}
-
-inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Floats* w) {
-    int32_t q[64];
-    ints_of_q6_k(quants, bits, part, q);
-    for (int v = 0; v < 16; ++v) w[v] = four(q + 4 * v);
-}
-
 // The quants of a pair's parts, 64 integers, without an offset.
 template <class F>
 inline void ints_of_pair(const uint8_t* block, int pair, int32_t* q) {
@@ -73,6 +33,16 @@ inline void ints_of_pair(const uint8_t* block, int pair, int32_t* q) {
         const int high = F::BITS_BYTES == 64 ? above >> 4 & 3 : above >> 1 & 1;
         q[i] = (quants[i] & 15) | low << 4;
         q[i + 32] = (quants[i] >> 4) | high << 4;
+    }
+}
+
+template <class F>
+inline void unpack_pair(const uint8_t* block, int pair, Floats* w) {
+    int32_t q[64];
+    ints_of_pair<F>(block, pair, q);
+    for (int v = 0; v < 16; ++v) {
+        const Ints quants = {q[4 * v], q[4 * v + 1], q[4 * v + 2], q[4 * v + 3]};
+        w[v] = __builtin_convertvector(quants - (F::BITS_BYTES == 64 ? 32 : 0), Floats);
     }
 }
 

@@ -3,11 +3,7 @@
 //   SUPER_ROWS, SuperSums, add_super, store_super    for products, see k_products.h
 //   factors_with_minima(block, c, factor, minimum)   c*d*s and c*m*t of the eight parts, see below
 //   factors_of_q6_k(block, c, factor)               c*d*s of the sixteen halves of parts
-//   unpack_q4_k(quants, w)               32 bytes -> w[2 * VECTORS]: 32 low nibbles, 32 high ones
-//   unpack_q5_k(quants, bits, part, w)   the same with a fifth bit: bit `part` (low nibbles) or
-//                                        `part` + 1 (high) of bits[i]
-//   unpack_q6_k(quants, bits, part, w)   the same with two more bits, from bit 2 * part (low) or
-//                                        2 * part + 4 (high) of bits[i] on, part 0 or 1; minus 32
+//   unpack_pair<F>(block, pair, w)    the quants of a pair's parts -> w[2 * VECTORS]; q6_K's minus 32
 //
 // q4_K, q5_K   f16 d, f16 m, 12 bytes of eight 6-bit scales s and eight minima t, then for q5_K 32
 //              bytes of fifth bits, then 128 bytes of nibbles; value = d*s[part]*q - m*t[part].
@@ -47,9 +43,6 @@ struct Q4_K : WithMinima<144> {
     static constexpr int32_t KIND = KIND_Q4_K;
     static constexpr int64_t QUANTS_AT = 16, BITS_AT = 0, BITS_BYTES = 0;
 
-    static inline void unpack(const uint8_t* block, int pair, Floats* w) {
-        unpack_q4_k(block + 16 + 32 * pair, w);
-    }
     static constexpr int above_at(int, int) { return 0; }
     static inline void four(Ints quants, Ints, int, Ints& low, Ints& high) {
         low = quants & 0x0f0f0f0f;
@@ -61,9 +54,6 @@ struct Q5_K : WithMinima<176> {
     static constexpr int32_t KIND = KIND_Q5_K;
     static constexpr int64_t QUANTS_AT = 48, BITS_AT = 16, BITS_BYTES = 32;
 
-    static inline void unpack(const uint8_t* block, int pair, Floats* w) {
-        unpack_q5_k(block + 48 + 32 * pair, block + 16, 2 * pair, w);
-    }
     static constexpr int above_at(int, int v) { return v; }
     static inline void four(Ints quants, Ints above, int pair, Ints& low, Ints& high) {
         above >>= 2 * pair;
@@ -81,9 +71,6 @@ struct Q6_K {
     }
     static inline void factors(const uint8_t* block, float c, Factors& out) {
         factors_of_q6_k(block, c, out.factor);
-    }
-    static inline void unpack(const uint8_t* block, int pair, Floats* w) {
-        unpack_q6_k(block + 32 * pair, block + 128 + pair / 2 * 32, pair % 2, w);
     }
     static constexpr int above_at(int pair, int v) { return pair / 2 * 8 + v; }
     static inline void four(Ints quants, Ints above, int pair, Ints& low, Ints& high) {
@@ -131,7 +118,7 @@ inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* nex
             }
             for (int r = 0; r < ROWS; ++r) {
                 Floats w[2 * VECTORS];
-                Format::unpack(rows[r] + at, pair, w);
+                unpack_pair<Format>(rows[r] + at, pair, w);
                 for (int v = 0; v < 2 * VECTORS; ++v) {
                     const int part = v < VECTORS ? parts.first : parts.second;
                     const int half = v % VECTORS * LANES / 16;

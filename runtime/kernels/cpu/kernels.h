@@ -77,6 +77,16 @@ inline int64_t block_values(int32_t kind) {
     return kind >= KIND_Q8_0 ? 32 : 1;
 }
 
+constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,  2,  2,  34, 18, 144, 176, 210, 18, 34,
+                                            18, 34, 18, 34, 64, 64,  144, 176, 210};  // of a block
+
+// The bytes of one row, or -1 if such a row is impossible.
+inline int64_t row_bytes_of(int32_t kind, int64_t D) {
+    if (kind < 0 || kind >= NUM_KINDS || D < 0) return -1;
+    const int64_t values = block_values(kind);
+    return D % values ? -1 : D / values * BLOCK_BYTES[kind];
+}
+
 enum Status : int32_t {
     STATUS_OK,
     STATUS_BAD_ARGUMENT,        // unknown kind, an impossible size, D not in whole blocks
@@ -235,32 +245,6 @@ constexpr int64_t MAX_HEAD_WIDTH = 512;
 inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
 inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
-// SiLU or GELU of n values, in place; NaN stays NaN. `activation` is one of these.
-using Smooth = void(float* x, int64_t n, int32_t activation);
-// Bit i says whether x[i] is above the limit or NaN. n <= 64.
-using Above = uint64_t(const float* x, int64_t n, float limit);
-// Bit i says whether the magnitude of x[i] is above limit[i] or NaN. n <= 64.
-using Beyond = uint64_t(const float* x, int64_t n, const float* limit);
-// Sets values i < 64 whose bit is not set to 0.
-using KeepOnly = void(float* x, uint64_t mask);
-// y[i] += x[i]
-using AddTo = void(float* y, const float* x, int64_t n);
-// y[i] = the sum of part[c * stride + i] over c < count, in order
-using SumParts = void(const float* part, int64_t stride, int64_t count, int64_t n, float* y);
-// Norms of x [n]; y may be x. `bias` may not be null.
-using ApplyRmsNorm = void(const float* x, const float* weight, float epsilon, int64_t n, float* y);
-using ApplyLayerNorm = void(const float* x, const float* weight, const float* bias, float epsilon,
-                            int64_t n, float* y);
-// Rotates pairs of values of each head, which are adjacent or half a head apart. x: [heads, width], in place;
-// cos and sin: [width / 2].
-using Rotate = void(float* x, int64_t heads, const float* cos, const float* sin, int64_t width,
-                    bool is_adjacent);
-// y[i] = x[i], rounded as by to_f16()
-using StoreF16 = void(const float* x, int64_t n, uint16_t* y);
-// Writes the indices of scores that are above the limit or NaN, ascending, to `chosen` [n]; returns
-// their number.
-using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
-
 // out[g * stride + i] = row i . query[g], exact integers, for i < n and all queries; see
 // select_template.h. dot_bytes: row[i] are `width` bytes each, 0 to 127. dot_codes: row[0] points to n
 // rows of `width` values of two bits.
@@ -271,7 +255,6 @@ struct SelectDots {
     const int8_t* query;  // [num_queries, width]
     int32_t* out;
 };
-using SelectRows = void(const SelectDots& dots);
 // score[g * stride + i] = center[g * center_stride] + (times * dot[g * n + i] - offset[g]) * factor[i] * by[g]
 // for i < n and all queries; no center: 0.
 struct SelectScores {
@@ -282,11 +265,6 @@ struct SelectScores {
     const float *factor, *by, *center;
     float* score;
 };
-using ScaleDots = void(const SelectScores& scores);
-using ShareMass = void(float* score, int64_t num_queries, int64_t n, float* out);
-// Writes the indices of the `k` largest of scores [n], ascending, to `chosen` [k]; k <= n, and no
-// score is negative. Of equal scores the first wins; NaN counts as infinite. `bits` [n] is scratch.
-using ChooseLargest = void(const float* score, int64_t n, int64_t k, int32_t* bits, int32_t* chosen);
 
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];                // null for the grouped kinds
@@ -296,21 +274,39 @@ struct Kernels {
     Quantise* quantise[NUM_KINDS];  // null for grouped kinds, f32 and f16; bf16: HAS_BF16_PAIRS only
     Attend *weigh_keys[NUM_CACHE_KINDS], *mix_values[NUM_CACHE_KINDS];
     OrderSums* order_sums[NUM_KINDS];  // null if they are in order
-    Choose* choose;
-    Smooth* smooth;
-    Above* above;
-    Beyond* beyond;
-    KeepOnly* keep_only;
-    AddTo* add_to;
-    SumParts* sum_parts;
-    ApplyRmsNorm* rms_norm;
-    ApplyLayerNorm* layer_norm;
-    Rotate* rotate;
-    StoreF16* store_f16;
-    SelectRows *dot_bytes, *dot_codes;
-    ScaleDots* scale_dots;
-    ShareMass* share_mass;
-    ChooseLargest* choose_largest;
+    // Writes the indices of scores that are above the limit or NaN, ascending, to `chosen` [n]; returns
+    // their number.
+    int64_t (*choose)(const float* score, int64_t n, float limit, int32_t* chosen);
+    // SiLU or GELU of n values, in place; NaN stays NaN. `activation` is one of these.
+    void (*smooth)(float* x, int64_t n, int32_t activation);
+    // Bit i says whether x[i] is above the limit or NaN. n <= 64.
+    uint64_t (*above)(const float* x, int64_t n, float limit);
+    // Bit i says whether the magnitude of x[i] is above limit[i] or NaN. n <= 64.
+    uint64_t (*beyond)(const float* x, int64_t n, const float* limit);
+    // Sets values i < 64 whose bit is not set to 0.
+    void (*keep_only)(float* x, uint64_t mask);
+    // y[i] += x[i]
+    void (*add_to)(float* y, const float* x, int64_t n);
+    // y[i] = the sum of part[c * stride + i] over c < count, in order
+    void (*sum_parts)(const float* part, int64_t stride, int64_t count, int64_t n, float* y);
+    // Norms of x [n]; y may be x. `bias` may not be null.
+    void (*rms_norm)(const float* x, const float* weight, float epsilon, int64_t n, float* y);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float epsilon, int64_t n,
+                       float* y);
+    // Rotates pairs of values of each head, which are adjacent or half a head apart. x: [heads, width], in
+    // place; cos and sin: [width / 2].
+    void (*rotate)(float* x, int64_t heads, const float* cos, const float* sin, int64_t width,
+                   bool is_adjacent);
+    // y[i] = x[i], rounded as by to_f16()
+    void (*store_f16)(const float* x, int64_t n, uint16_t* y);
+    void (*dot_bytes)(const SelectDots& dots);
+    void (*dot_codes)(const SelectDots& dots);
+    void (*scale_dots)(const SelectScores& scores);
+    // Converts scores [G, n] of queries that share keys to their softmax mass summed over queries, `out` [n].
+    void (*share_mass)(float* score, int64_t num_queries, int64_t n, float* out);
+    // Writes the indices of the `k` largest of scores [n], ascending, to `chosen` [k]; k <= n, and no
+    // score is negative. Of equal scores the first wins; NaN counts as infinite. `bits` [n] is scratch.
+    void (*choose_largest)(const float* score, int64_t n, int64_t k, int32_t* bits, int32_t* chosen);
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_avx512vnni;

@@ -9,6 +9,10 @@ small blocks `accumulate_rows` rounds coefficients times scales to 16 bits (plan
 for bf16, levels for which `rounds_to_bf16` is true round x and coefficients (bf16_pairs.h).
 Results do not depend on the number of threads.
 
+Rows of a matrix may be strided. A list of rows, index_A, is int32 [A], in any order, repeats
+allowed; None means all rows, A = F. Functions raise ValueError for a wrong dtype, shape or layout,
+and IndexError for a row that W lacks.
+
 If the C++ is not built, `is_available()` is False, and callers use torch.
 
 Shapes: F rows of the matrix, D values in a row, A chosen rows."""
@@ -25,6 +29,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import TYPES, Form
 from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS, open_library
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS, is_grouped
+from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
 _BF16_LEVELS = ("amx", "avx512bf16")  # those with bf16_pairs.h
@@ -41,15 +46,12 @@ class _Layout(NamedTuple):
     unit_values: int
 
 
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-
-
 def _layouts() -> dict[str, _Layout]:
     """The layouts of all kinds. Rows of floats are elements of their dtype; all others are bytes,
     in units of 32 values if a group of rows shares them."""
     layouts: dict[str, _Layout] = {}
     for each in TYPES:
-        dtype = _DTYPES.get(each.name, torch.uint8)
+        dtype = FLOATS.get(each.name, torch.uint8)
         size = 1 if each.is_float else each.block_bytes
         layouts[each.name] = _Layout(each.code, dtype, size, each.block_values)
     for each in TYPES:
@@ -224,6 +226,13 @@ def _check_vector(name: str, t: Tensor, dtype: torch.dtype, length: int) -> int:
     return t.data_ptr()
 
 
+def _check_list(index_A: Tensor | None, num_rows: int) -> tuple[int, int | None]:
+    """(A, the address of the list of rows), after checking its type; None: all rows."""
+    if index_A is None:
+        return num_rows, None
+    return index_A.numel(), _check_vector("index_A", index_A, torch.int32, index_A.numel())
+
+
 def _refuse(name: str, wanted: str, t: Tensor) -> NoReturn:
     raise ValueError(
         f"{name}: wanted {wanted} on the CPU, got {t.dtype} {tuple(t.shape)} with strides "
@@ -331,22 +340,20 @@ def _address(function: str) -> int:
     return found
 
 
-def _raise_status(status: int, index_A: Tensor | None, num_rows: int) -> NoReturn:
+def _check_status(status: int, index_A: Tensor | None, num_rows: int) -> None:
     if status == _INDEX_OUT_OF_RANGE and index_A is not None:
         low, high = (int(v) for v in torch.aminmax(index_A))
         raise IndexError(f"index_A holds {low} to {high}, the weight has rows 0 to {num_rows - 1}")
     if status == _NO_MEMORY:
         raise MemoryError("no memory for the quantised vectors")
-    raise AssertionError(f"the C++ kernels refused checked arguments, status {status}")
+    assert status == _OK, f"the C++ kernels refused checked arguments, status {status}"
 
 
 def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None) -> Tensor:
     """y [..., A] f32, y[..., a] = sum over d of x[..., d] * W_FD[index_A[a]][d].
 
-    weight: the matrix W_FD as `kind` stores it (see the module); rows may be strided. x: f32 [D] or
-    [T, D], contiguous; a vector's result is bit-identical whatever the others are. index_A:
-    int32 [A], in any order, repeats allowed; None means all rows, A = F. Raises ValueError for a
-    wrong dtype, shape or layout and IndexError for a row that W lacks."""
+    weight: the matrix W_FD as `kind` stores it. x: f32 [D] or [T, D], contiguous; a vector's result
+    is bit-identical whatever the others are."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if is_grouped(kind):
@@ -357,18 +364,13 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
     is_whole = x.dim() in (1, 2) and x.shape[-1] == num_columns and num_vectors > 0
     if x.dtype != torch.float32 or not is_whole or not x.is_contiguous() or not x.is_cpu:
         _refuse("x", f"contiguous {torch.float32} of {num_columns} values a vector", x)
-    if index_A is None:
-        num_active, index = num_rows, None
-    else:
-        num_active = index_A.numel()
-        index = _check_vector("index_A", index_A, torch.int32, num_active)
+    num_active, index = _check_list(index_A, num_rows)
     y = torch.empty(*x.shape[:-1], num_active, dtype=torch.float32, device="cpu")
     status = lib.hs_dot_rows(
         code, weight.data_ptr(), stride, num_rows, num_columns, x.data_ptr(), num_vectors, index,
         num_active, y.data_ptr(),
     )  # fmt: skip
-    if status:
-        _raise_status(status, index_A, num_rows)
+    _check_status(status, index_A, num_rows)
     return y
 
 
@@ -377,11 +379,9 @@ def accumulate_rows(
 ) -> Tensor:
     """y_D [D] f32, y_D[d] = sum over a of coefficient_A[a] * W_FD[index_A[a]][d].
 
-    If W is the transposed down matrix, this is the down projection of the active neurons. weight:
-    the matrix W_FD as `kind` stores it (see the module); rows may be strided. coefficient_A: f32
-    [A]. index_A: int32 [A], added in this order, repeats allowed; None means all rows, A = F.
-    Raises ValueError for a wrong dtype, shape or layout, tiles, or a list of grouped rows, and
-    IndexError for a row that W lacks."""
+    If W is the transposed down matrix, this is the down projection of the active neurons.
+    coefficient_A: f32 [A]. Rows are added in the order of index_A. Raises ValueError for tiles, and
+    for a list of grouped rows."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if is_tiled(kind):
@@ -390,19 +390,14 @@ def accumulate_rows(
         )
     if is_grouped(kind) and index_A is not None:
         raise ValueError(f"rows of {kind} are summed all at once, got a list")
-    if index_A is None:
-        num_active, index = num_rows, None
-    else:
-        num_active = index_A.numel()
-        index = _check_vector("index_A", index_A, torch.int32, num_active)
+    num_active, index = _check_list(index_A, num_rows)
     coefficient = _check_vector("coefficient_A", coefficient_A, torch.float32, num_active)
     y_D = torch.empty(num_columns, dtype=torch.float32, device="cpu")
     status = lib.hs_accumulate_rows(
         code, weight.data_ptr(), stride, num_rows, num_columns, coefficient, index,
         num_active, y_D.data_ptr(),
     )  # fmt: skip
-    if status:
-        _raise_status(status, index_A, num_rows)
+    _check_status(status, index_A, num_rows)
     return y_D
 
 
@@ -416,16 +411,14 @@ def pack_rows(
     and D of 32; otherwise rows are copied unchanged.
 
     out: uint8, with contiguous rows; only planar and unchanged rows may be strided. Uses all
-    threads. Raises ValueError for tiles, groups, or a wrong dtype, shape or layout, and IndexError
-    for a row that W lacks."""
+    threads. Raises ValueError for tiles and groups."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if rows_together(kind) > 1:
         raise ValueError(f"rows of {kind} are not packed again")
     row_bytes = weight.shape[1] * weight.element_size()
     if stride != row_bytes and num_rows > 1:
         _refuse(f"{kind} weight", "contiguous rows without gaps", weight)
-    num_active = num_rows if index_A is None else index_A.numel()
-    index = None if index_A is None else _check_vector("index_A", index_A, torch.int32, num_active)
+    num_active, index = _check_list(index_A, num_rows)
     is_ready = out.dtype == torch.uint8 and out.is_cpu and out.shape == (num_active, row_bytes)
     if not is_ready or out.stride(1) != 1 or out.stride(0) < row_bytes:
         _refuse("out", f"uint8 [{num_active}, {row_bytes}] with contiguous rows", out)
@@ -439,25 +432,15 @@ def pack_rows(
         code, kind_code(packed_kind), weight.data_ptr(), num_rows, num_columns, index, num_active,
         out.data_ptr(), out.stride(0),
     )  # fmt: skip
-    if status:
-        _raise_status(status, index_A, num_rows)
+    _check_status(status, index_A, num_rows)
     return packed_kind
 
 
 def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:
-    """Writes out_AD[a] = W_FD[index_A[a]].
-
-    weight: the matrix W_FD as `kind` stores it (see the module); rows may be strided. out_AD: f32
-    [A, D], contiguous. index_A: int32 [A], in any order, repeats allowed; None means all rows, A =
-    F. Reads A rows of W and writes A * D values. Raises ValueError for a wrong dtype, shape or
-    layout and IndexError for a row that W lacks."""
+    """Writes out_AD[a] = W_FD[index_A[a]]; out_AD: f32 [A, D], contiguous."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
-    if index_A is None:
-        num_active, index = num_rows, None
-    else:
-        num_active = index_A.numel()
-        index = _check_vector("index_A", index_A, torch.int32, num_active)
+    num_active, index = _check_list(index_A, num_rows)
     is_right = out_AD.dtype == torch.float32 and out_AD.is_contiguous()
     if not is_right or not out_AD.is_cpu or out_AD.shape != (num_active, num_columns):
         _refuse("out_AD", f"contiguous f32 of {num_active} rows of {num_columns}", out_AD)
@@ -465,5 +448,4 @@ def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | Non
         code, weight.data_ptr(), stride, num_rows, num_columns, index, num_active,
         out_AD.data_ptr(),
     )  # fmt: skip
-    if status:
-        _raise_status(status, index_A, num_rows)
+    _check_status(status, index_A, num_rows)

@@ -44,16 +44,11 @@ struct FloatTile {
     }
 
     void add(const Listed& list, float* y) const {
-        Floats sum[VALUES];
-        for (int v = 0; v < VALUES; ++v) sum[v] = load_floats(y + v * LANES);
-        for (int64_t i = list.first(); i < list.end(); ++i) {
-            const uint8_t* row = bytes + list.place[i] * ROW_BYTES;
-            const Floats by = broadcast(list.c[i]);
-            for (int v = 0; v < VALUES; ++v)
-                sum[v] =
-                    multiply_add(load_as(Format{}, row + v * LANES * Format::VALUE_BYTES), by, sum[v]);
-        }
-        for (int v = 0; v < VALUES; ++v) store_floats(y + v * LANES, sum[v]);
+        const int64_t first = list.first();
+        add_weighted<1, VALUES>(y, 0, list.end() - first, [&](int64_t i, Floats* w) {
+            const uint8_t* row = bytes + list.place[first + i] * ROW_BYTES;
+            for (int v = 0; v < VALUES; ++v) w[v] = Format::load(row + v * LANES * Format::VALUE_BYTES);
+        }, [&](int, int64_t i) { return broadcast(list.c[first + i]); });
     }
 
     alignas(64) uint8_t bytes[WINDOW_ROWS * ROW_BYTES];

@@ -2,24 +2,13 @@
 // bit-identical to those of many_template.h. Included by rows_template.h.
 //
 // The lanes of factors are eight vectors times two blocks, so that few vectors and short rows fill them
-// too. Quants are split once for up to GATHERED vectors, into signed values, so that sums need no offsets.
+// too. Quants are split once for up to GATHERED vectors.
 
 constexpr int64_t LANE_VECTORS = 8;
 constexpr int64_t PAIRS = SUM_ROWS / 2;
 
 template <class Format>
 constexpr int64_t UNIT_BLOCKS = Format::UNIT / BLOCK;
-
-inline void split_signed(Bytes, Ints words, Ints* part) {
-    part[0] = high_bytes(ints(_mm512_slli_epi16(bits(words), 8)));
-    part[1] = high_bytes(words);
-}
-
-inline void split_signed(Nibbles, Ints words, Ints* part) {
-    for (int p = 0; p < 4; ++p)
-        part[p] =
-            ints(_mm512_sub_epi16(bits(shift_words(words, 4 * p) & 0x000f000f), _mm512_set1_epi16(8)));
-}
 
 // Factors of eight vectors, for a unit's blocks.
 template <class Format>
@@ -43,24 +32,6 @@ inline Ints of_blocks(const Value* value, int64_t t) {
     return ints(all);
 }
 
-// 16 lanes for each row of a group: its scales, in the order of the factors' lanes, or its
-// coefficients for 16 vectors.
-typedef float LaneFloats[SUM_ROWS][16];
-
-// Transposes the coefficients of vectors t0 .. t1-1 for k rows, 16 vectors at a time; 0 for missing vectors.
-// May read past the k rows: the coefficients of every vector are padded to whole groups.
-inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64_t k, LaneFloats* to) {
-    alignas(64) static constexpr float nothing[SUM_ROWS] = {};
-    for (int64_t t = t0; t < t1; t += 16, ++to)
-        for (int64_t j = 0; j < k; j += 4) {
-            const uint8_t* four[16];
-            for (int64_t i = 0; i < 16; ++i)
-                four[i] = reinterpret_cast<const uint8_t*>(
-                    (t + i < t1 ? s.c + (t + i) * s.c_stride : nothing) + j);
-            transpose_16(four, reinterpret_cast<Ints*>((*to)[j]));
-        }
-}
-
 // The coefficients of eight vectors, from the t-th gathered one on: eight values for each row of the group.
 inline const float (*eight_of(const LaneFloats* c, int64_t t))[16] {
     return reinterpret_cast<const float (*)[16]>(&c[t / 16][0][t % 16]);
@@ -80,23 +51,11 @@ inline void spread_scales(const float (*scale)[CHUNK], int64_t k, int64_t b, Lan
 template <class Format>
 inline void fill_lanes(const LaneFloats& scale, const float (*c)[16], int64_t k, int64_t b,
                        UnitFactors<Format>& factors) {
-    Ints largest = {};
-    for (int64_t r = 0; r < k; ++r) {
-        const Floats exact = mul(load_floats(scale[r]), twice(c[r]));
-        const Ints size = reinterpret_cast<Ints>(exact) & 0x7fffffff;
-        largest = ints(_mm512_max_epi32(bits(largest), bits(size)));
-    }
-    const FactorScale by = factor_scale(largest);
+    auto exact = [&](int64_t r) { return mul(load_floats(scale[r]), twice(c[r])); };
+    const FactorScale by = factor_scale(largest_bits(k, exact));
     for (int64_t r = 0; r < k; r += 2) {
-        const Floats first = mul(load_floats(scale[r]), twice(c[r]));
-        __m512i pair = bits(to_ints(mul(first, by.up)));
-        __m512i other = _mm512_setzero_si512();
-        if (r + 1 < k) {
-            const Floats second = mul(load_floats(scale[r + 1]), twice(c[r + 1]));
-            other = _mm512_slli_epi32(bits(to_ints(mul(second, by.up))), 16);
-        }
-        pair = _mm512_mask_blend_epi16(0xaaaaaaaa, pair, other);
-        _mm512_store_si512(factors.pair[r / 2][b], pair);
+        const Ints pair = factor_pair(exact(r), r + 1 < k ? exact(r + 1) : zero(), by.up);
+        _mm512_store_si512(factors.pair[r / 2][b], bits(pair));
     }
     store_floats(factors.scale[b], by.scale);
 }

@@ -2,24 +2,13 @@
 // block. Included by blocks_template.h. Results are as defined there.
 //
 // A panel is up to PANEL_BLOCKS blocks of one or two tiles of LANES rows, unpacked to 16 bits once for up to
-// PANEL_TOKENS vectors. It stays in L1 and is multiplied by four vectors at a time, whose sums over a block stay
+// TILE_TOKENS vectors. It stays in L1 and is multiplied by four vectors at a time, whose sums over a block stay
 // in registers: a weight is loaded once for four vectors, and a pair of x once for two tiles. GMAC/s of a Zen 5
 // core, rows of 2048 values in cache, with a tile by one vector at a time and with panels: q8_0 5 vectors 35 and
 // 50, 64 vectors 55 and 92; q4_K 33 and 57, 51 and 85. Level avxvnni keeps an unpacked block in eight registers
 // and gains nothing.
 
-constexpr int PANEL_VECTORS = 4;
-constexpr int64_t PANEL_TOKENS = 128, PANEL_BLOCKS = 16;
-
-// Calls use(Count<T>, t) for vectors t .. t + T - 1 of `count`.
-template <class Use>
-inline void for_vectors(int64_t count, const Use& use) {
-    int64_t t = 0;
-    for (; t + PANEL_VECTORS <= count; t += PANEL_VECTORS) use(Count<PANEL_VECTORS>{}, t);
-    if (count - t == 3) use(Count<3>{}, t);
-    if (count - t == 2) use(Count<2>{}, t);
-    if (count - t == 1) use(Count<1>{}, t);
-}
+constexpr int64_t PANEL_BLOCKS = 16;
 
 // sum[i][t] = start(t) + the products of tile i and vector t, which are 64 bytes apart, over values
 // 4 * FIRST .. 4 * END - 1 of a block.
@@ -71,12 +60,12 @@ inline void multiply_panel(const Panel<F, R>& panel, int64_t b0, int64_t m, cons
     }
 }
 
-// Multiplies rows begin .. end-1 of R tiles by up to PANEL_TOKENS vectors.
+// Multiplies rows begin .. end-1 of R tiles by up to TILE_TOKENS vectors.
 template <class F, int R, class Tile>
-void dot_panel(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride, int64_t begin,
-               int64_t end) {
+void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride, int64_t begin,
+              int64_t end) {
     const PackedBlocks<F> x(input, n);
-    Floats acc[PANEL_TOKENS][4][R];
+    Floats acc[TILE_TOKENS][4][R];
     __builtin_memset(acc, 0, input.count * sizeof acc[0]);
     Panel<F, R> panel;
     for (int64_t b0 = 0; b0 < n; b0 += PANEL_BLOCKS) {
@@ -87,72 +76,16 @@ void dot_panel(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_st
                 panel.scale[b][i] = tile[i].load(b0 + b, quarter);
                 tile_weights<F>(quarter, panel.weights[b][i]);
             }
-        for_vectors(input.count, [&](auto count, int64_t t) {
-            multiply_panel<F, R, decltype(count)::VALUE>(panel, b0, m, x, t, acc);
+        in_steps<4, 3, 2, 1>(0, input.count, [&](auto count, int64_t t) {
+            multiply_panel<F, R, count>(panel, b0, m, x, t, acc);
         });
     }
     for (int64_t t = 0; t < input.count; ++t) {
         alignas(64) float sums[R * LANES];
         for (int i = 0; i < R; ++i) {
-            auto part = [&](int p) { return acc[t][p][i]; };
-            store_floats(sums + i * LANES,
-                         add_floats(add_floats(part(0), part(1)), add_floats(part(2), part(3))));
+            const Floats part[4] = {acc[t][0][i], acc[t][1][i], acc[t][2][i], acc[t][3][i]};
+            store_floats(sums + i * LANES, sum_of_four(part));
         }
         __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
-    }
-}
-
-// Calls use(Count<R>, a, row, next) for the R tiles of rows from a on, until at most LANES / 2 rows are left,
-// and returns the first of them. next[i]: rows to prefetch while tile i is read.
-template <class Use>
-inline int64_t for_tiles_of_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
-    int64_t a = a0;
-    auto call = [&](auto count) {
-        constexpr int R = decltype(count)::VALUE;
-        const uint8_t *row[R * LANES], *next[R];
-        for (int64_t r = 0; r < R * LANES; ++r) row[r] = row_of(rows, a + r < a1 ? a + r : a);
-        for (int i = 0; i < R; ++i)
-            next[i] = a + (R + i) * LANES < rows.A ? row_of(rows, a + (R + i) * LANES) : row[i * LANES];
-        use(count, a, row, next);
-    };
-    for (; a1 - a > LANES + LANES / 2; a += 2 * LANES) call(Count<2>{});
-    for (; a1 - a > LANES / 2; a += LANES) call(Count<1>{});
-    return a < a1 ? a : a1;
-}
-
-// Multiplies rows by several vectors; returns the first row that is left.
-template <class F>
-int64_t dot_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-                   int64_t a1) {
-    const int64_t n = rows.D / BLOCK;
-    return for_tiles_of_rows(
-        rows, a0, a1,
-        [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
-        constexpr int R = decltype(count)::VALUE;
-        const int64_t valid = a1 - a < R * LANES ? a1 - a : R * LANES;
-        for (int64_t t = 0; t < x.count; t += PANEL_TOKENS) {
-            const int64_t end = t + PANEL_TOKENS < x.count ? t + PANEL_TOKENS : x.count;
-            if constexpr (R == 2) {
-                RowsTile<F> tile[R] = {{row, t == 0 ? next[0] : row[0], n},
-                                       {row + LANES, t == 0 ? next[1] : row[LANES], n}};
-                dot_panel<F, R>(tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
-            } else {
-                RowsTile<F> tile(row, t == 0 ? next[0] : row[0], n);
-                dot_panel<F, R>(&tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
-            }
-        }
-    });
-}
-
-// Calls use(Count<HALVES>, lane, t, part) for up to PANEL_TOKENS vectors at a time: `part`, from vector t on. Rows from
-// `begin` on are in both halves of a tile, with lane 0, or in one, with its first lane.
-template <class Use>
-inline void for_halves(const Input& x, int64_t begin, bool are_both, const Use& use) {
-    for (int64_t t = 0; t < x.count; t += PANEL_TOKENS) {
-        const Input part = x.part(t, t + PANEL_TOKENS < x.count ? t + PANEL_TOKENS : x.count);
-        if (are_both)
-            use(Count<2>{}, int64_t{0}, t, part);
-        else
-            use(Count<1>{}, begin < LANES ? int64_t{0} : int64_t{LANES}, t, part);
     }
 }

@@ -265,10 +265,14 @@ inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k
 // rows should have been prefetched by the caller.
 constexpr int64_t ASKED_ROWS = 8;
 
-// add_group() for rows that should be in L2 already; meanwhile the rows of `then` are prefetched.
-template <class Format>
-inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t k, int64_t n,
-                            const float* c, float* y, int64_t d0, int64_t d1) {
+// Rows of a queue that are prefetched while a group of rows is summed.
+constexpr int QUEUED_ROWS = 8;
+
+// y[d0..d1) += the sum of c[r] * rows[r][d0..d1) over a group of k rows of n blocks, in the order of
+// add_unit(). `ahead`, Ahead or AheadRows, prefetches other rows; with AheadRows, these rows should be in L2 already.
+template <class Format, class Prefetch>
+inline void add_group(const uint8_t* const* rows, Prefetch ahead, int64_t k, int64_t n, const float* c,
+                      float* y, int64_t d0, int64_t d1) {
     constexpr int64_t UNIT = Format::UNIT;
     SumFactors factors;
     alignas(64) float scale[SUM_ROWS][CHUNK];
@@ -276,48 +280,23 @@ inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t 
     alignas(64) uint8_t copy[Format::IS_PLANAR ? 1 : SUM_ROWS][CHUNK * 32];
     for (int64_t b0 = d0 / BLOCK, b1; b0 < d1 / BLOCK; b0 = b1) {
         b1 = b0 + CHUNK < d1 / BLOCK ? b0 + CHUNK : d1 / BLOCK;
-        const int64_t m = b1 - b0;
+        const int64_t m = b1 - b0, wanted = (b1 - d0 / BLOCK) * Format::BLOCK_BYTES;
+        if constexpr (!Prefetch::IS_WHILE_ADDING) ahead.ask_below(wanted);
         read_scales<Format>(rows, k, n, b0, m, scale);
-        fill<Format>(factors, scale, k, m, c);
-        find_quants<Format>(rows, k, n, b0, m, copy, quants);
-        int64_t d = 0, at = 0;
-        for (; d + UNIT <= m * BLOCK; d += UNIT, at += 4 * LANES)
-            add_unit<Format>(quants, at, k, factors, d / BLOCK, y + b0 * BLOCK + d, 4 * LANES, &then);
-        if (d < m * BLOCK)
-            add_part_of_unit<Format>(quants, at, k, factors, d / BLOCK, m * BLOCK - d,
-                                     y + b0 * BLOCK + d);
-    }
-}
-
-// Rows of a queue that are prefetched while a group of rows is summed.
-constexpr int QUEUED_ROWS = 8;
-
-// y[d0..d1) += the sum of c[r] * rows[r][d0..d1) over a group of k rows of n blocks, in the order of
-// add_unit(). Meanwhile AHEAD rows `next` are prefetched.
-template <class Format, int AHEAD>
-inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, int64_t k, int64_t n,
-                      const float* c, float* y, int64_t d0, int64_t d1) {
-    constexpr int64_t UNIT = Format::UNIT, BYTES = Format::BLOCK_BYTES;
-    SumFactors factors;
-    alignas(64) float scale[SUM_ROWS][CHUNK];
-    const uint8_t *begin[AHEAD], *quants[SUM_ROWS];
-    alignas(64) uint8_t copy[Format::IS_PLANAR ? 1 : SUM_ROWS][CHUNK * 32];
-    for (int r = 0; r < AHEAD; ++r) begin[r] = next[r] + d0 / BLOCK * BYTES;
-    Ahead<AHEAD> ahead(begin, (d1 - d0) / BLOCK * BYTES);
-    for (int64_t b0 = d0 / BLOCK, b1; b0 < d1 / BLOCK; b0 = b1) {
-        b1 = b0 + CHUNK < d1 / BLOCK ? b0 + CHUNK : d1 / BLOCK;
-        const int64_t m = b1 - b0, wanted = (b1 - d0 / BLOCK) * BYTES;
-        ahead.ask_below(wanted);
-        read_scales<Format>(rows, k, n, b0, m, scale);
-        ahead.ask_below(wanted);
+        if constexpr (!Prefetch::IS_WHILE_ADDING) ahead.ask_below(wanted);
         fill<Format>(factors, scale, k, m, c);
         find_quants<Format>(rows, k, n, b0, m, copy, quants);
         int64_t d = 0, at = 0;
         for (; d + UNIT <= m * BLOCK; d += UNIT, at += 4 * LANES) {
+            float* to = y + b0 * BLOCK + d;
+            if constexpr (Prefetch::IS_WHILE_ADDING) {
+                add_unit<Format>(quants, at, k, factors, d / BLOCK, to, 4 * LANES, &ahead);
+                continue;
+            }
             for (int64_t r = 0; Format::IS_PLANAR && k > ASKED_ROWS && r < k; ++r)
                 __builtin_prefetch(quants[r] + at + CHUNK * Format::QUANT_BYTES);
-            ahead.ask_below(wanted);
-            add_unit<Format>(quants, at, k, factors, d / BLOCK, y + b0 * BLOCK + d);
+            if constexpr (!Prefetch::IS_WHILE_ADDING) ahead.ask_below(wanted);
+            add_unit<Format>(quants, at, k, factors, d / BLOCK, to);
         }
         if (d < m * BLOCK)
             add_part_of_unit<Format>(quants, at, k, factors, d / BLOCK, m * BLOCK - d,

@@ -20,6 +20,7 @@ alignas(64) uint8_t weight[MOST_ROWS * D * 4];  // a whole group of rows of any 
 alignas(64) float x[VECTORS * D], c[2 * MOST_ROWS], y[2][VECTORS * D];
 alignas(64) uint8_t packed[2][VECTORS * packed_bytes(D)];
 alignas(64) float unpacked[2][ROWS * D];
+const Kernels* both[2];  // those that are tried, and the reference
 
 bool are_close(const float* got, const float* want, int64_t n) {
     for (int64_t i = 0; i < n; ++i)
@@ -29,15 +30,14 @@ bool are_close(const float* got, const float* want, int64_t n) {
 
 // Compares products with one vector and with several: bit by bit for kinds with the same arithmetic
 // at all levels, else up to rounding.
-bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
-    const Kernels* both[] = {&tried, &reference};
+bool products_alike(int32_t kind) {
+    const Rows rows = {weight, row_bytes_of(kind, D), D, nullptr, ROWS};
     for (int64_t T : {int64_t{1}, VECTORS}) {
         for (int which = 0; which < 2; ++which) {
             std::memset(packed[which], 0, sizeof packed[which]);  // nothing is left of another kind
             const Input input{x, packed[which], D, VECTORS, 0, T};
             if (both[which]->quantise[kind]) both[which]->quantise[kind](input, D);
-            both[which]->dot_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, input, y[which], ROWS, 0,
-                                        ROWS);
+            both[which]->dot_rows[kind](rows, input, y[which], ROWS, 0, ROWS);
         }
         if (form_of(kind) && kind != KIND_BF16 ? std::memcmp(y[0], y[1], T * ROWS * sizeof(float)) != 0
                                                : !are_close(y[0], y[1], T * ROWS))
@@ -47,8 +47,9 @@ bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind
 }
 
 // A range of rows that begins and ends within a tile has the products of these rows.
-bool ranges_alike(const Kernels& tried, int32_t kind, int64_t row_bytes) {
-    const Rows rows = {weight, row_bytes, D, nullptr, ROWS};
+bool ranges_alike(int32_t kind) {
+    const Kernels& tried = *both[0];
+    const Rows rows = {weight, row_bytes_of(kind, D), D, nullptr, ROWS};
     for (int64_t T : {int64_t{1}, VECTORS}) {
         const Input input{x, packed[0], D, VECTORS, 0, T};
         tried.quantise[kind](input, D);
@@ -68,11 +69,10 @@ bool ranges_alike(const Kernels& tried, int32_t kind, int64_t row_bytes) {
 }
 
 // Compares sums of rows for one vector, and for several that take all rows, two, or a quarter of them.
-bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
+bool sums_alike(int32_t kind) {
     constexpr int64_t T = 16;  // enough for a quarter of the rows to be listed: see by_window()
-    const Kernels* both[] = {&tried, &reference};
     const int64_t count = is_grouped(kind) ? GROUP_ROWS : ROWS;
-    const Rows rows = {weight, row_bytes, D, nullptr, count};
+    const Rows rows = {weight, row_bytes_of(kind, D), D, nullptr, count};
     for (uint64_t mask : {uint64_t{0}, ~uint64_t{0}, uint64_t{0x18}, uint64_t{0x1111111111111111}}) {
         float some[T * MOST_ROWS];
         uint64_t masks[T] = {};
@@ -94,8 +94,9 @@ bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, in
         if (mask == 0) continue;
         constexpr int64_t FROM = D / 2;  // some columns: the others stay
         std::memset(y[1], 0, sizeof y[1]);
-        tried.accumulate_many[kind](rows, 0, count, {some, masks, y[1], count, 1, D, 0, 0, T, FROM, D});
-        OrderSums* order_sums = tried.order_sums[kind];
+        both[0]->accumulate_many[kind](rows, 0, count,
+                                       {some, masks, y[1], count, 1, D, 0, 0, T, FROM, D});
+        OrderSums* order_sums = both[0]->order_sums[kind];
         for (int64_t t = 0; t < T; ++t) {
             if (order_sums) order_sums(y[1] + t * D, FROM, D);
             for (int64_t d = 0; d < D; ++d)
@@ -106,22 +107,23 @@ bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, in
 }
 
 // A sum of float rows is that of one row after another, to the bit.
-bool adds_in_order(const Kernels& tried, int32_t kind, int64_t row_bytes) {
-    const Rows rows = {weight, row_bytes, D, nullptr, ROWS};
+bool adds_in_order(int32_t kind) {
+    const Rows rows = {weight, row_bytes_of(kind, D), D, nullptr, ROWS};
     for (int which = 0; which < 2; ++which) {
         std::memset(y[which], 0, sizeof y[which]);
         for (int64_t a = 0, end; a < ROWS; a = end) {
             end = which ? a + 1 : ROWS;
-            tried.accumulate_rows[kind](rows, x, y[which], a, end, 0, D);
+            both[0]->accumulate_rows[kind](rows, x, y[which], a, end, 0, D);
         }
     }
     return std::memcmp(y[0], y[1], D * sizeof(float)) == 0;
 }
 
 // Unpacking is exact in every kind but the K-quants, so bits are compared; weight holds no NaN.
-bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
-    tried.unpack_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, unpacked[0], 0, ROWS);
-    reference.unpack_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, unpacked[1], 0, ROWS);
+bool unpack_alike(int32_t kind) {
+    const Rows rows = {weight, row_bytes_of(kind, D), D, nullptr, ROWS};
+    for (int which = 0; which < 2; ++which)
+        both[which]->unpack_rows[kind](rows, unpacked[which], 0, ROWS);
     if (block_values(kind) != SUPER_BLOCK)
         return std::memcmp(unpacked[0], unpacked[1], sizeof unpacked[0]) == 0;
     for (int64_t i = 0; i < ROWS * D; ++i) {
@@ -132,8 +134,7 @@ bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind, 
 }
 
 // Compares the attention of two queries over the rows, as keys and as values; writes y.
-bool attend_alike(const Kernels& tried, const Kernels& reference) {
-    const Kernels* both[] = {&tried, &reference};
+bool attend_alike() {
     constexpr int64_t W = 80, G = 2, PADDED = 96, ROOM = (ROWS + 15) / 16 * 16;
     constexpr float scale[NUM_CACHE_KINDS] = {10.0f, 5.0f, 10.0f, 0.01f,
                                               0.1f};  // scores a few units apart
@@ -159,15 +160,15 @@ bool attend_alike(const Kernels& tried, const Kernels& reference) {
     return true;
 }
 
-bool choose_alike(const Kernels& tried, const Kernels& reference) {
+bool choose_alike() {
     int32_t chosen[2][D];
-    const int64_t num_tried = tried.choose(x, D, 1.0f, chosen[0]);
-    return num_tried == reference.choose(x, D, 1.0f, chosen[1]) &&
+    const int64_t num_tried = both[0]->choose(x, D, 1.0f, chosen[0]);
+    return num_tried == both[1]->choose(x, D, 1.0f, chosen[1]) &&
            std::memcmp(chosen[0], chosen[1], num_tried * sizeof(int32_t)) == 0;
 }
 
 // Compares bits, because the arithmetic is in integers.
-bool dots_alike(const Kernels& tried, const Kernels& reference) {
+bool dots_alike() {
     constexpr int64_t N = 7, G = 2, WIDTH = 2 * SELECT_WIDTH;
     uint8_t row[N * WIDTH];
     int8_t query[G * WIDTH];
@@ -176,7 +177,6 @@ bool dots_alike(const Kernels& tried, const Kernels& reference) {
     const uint8_t* rows[N];
     for (int64_t i = 0; i < N; ++i) rows[i] = row + i * WIDTH;
     int32_t out[4][G * N];
-    const Kernels* both[2] = {&tried, &reference};
     for (int which = 0; which < 2; ++which) {
         both[which]->dot_bytes({rows, N, WIDTH, G, N, query, out[which]});
         both[which]->dot_codes({rows, N, WIDTH, G, N, query, out[2 + which]});
@@ -186,7 +186,7 @@ bool dots_alike(const Kernels& tried, const Kernels& reference) {
 }
 
 // Compares scores of keys, bit by bit; their masses, up to rounding; and the choice of the largest.
-bool selection_alike(const Kernels& tried, const Kernels& reference) {
+bool selection_alike() {
     constexpr int64_t N = 67, G = 3, MOST = 40;
     int32_t dot[G * N], offset[G], bits[N];
     float factor[N], by[G], center[G], score[2][G * N], mass[2][N];
@@ -196,7 +196,6 @@ bool selection_alike(const Kernels& tried, const Kernels& reference) {
         offset[g] = static_cast<int32_t>(300 * g - 250);
         by[g] = 1.0f + static_cast<float>(g), center[g] = static_cast<float>(4000 * g - 5000);
     }
-    const Kernels* both[] = {&tried, &reference};
     for (const float* from : {static_cast<const float*>(center), static_cast<const float*>(nullptr)}) {
         for (int which = 0; which < 2; ++which)
             both[which]->scale_dots({dot, N, G, N, 1, 2, offset, factor, by, from, score[which]});
@@ -220,8 +219,7 @@ bool selection_alike(const Kernels& tried, const Kernels& reference) {
     return true;
 }
 
-bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
-    const Kernels* both[] = {&tried, &reference};
+bool rows_of_floats_alike() {
     for (int32_t activation : {ACTIVATION_SILU, ACTIVATION_GELU, ACTIVATION_GELU_TANH}) {
         for (int which = 0; which < 2; ++which) {
             for (int64_t i = 0; i < D; ++i) y[which][i] = 50.0f * x[i];
@@ -258,8 +256,7 @@ bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
 }
 
 // Norms, the rotary embedding, halves and sums of parts have the same bits at all levels.
-bool vectors_alike(const Kernels& tried, const Kernels& reference) {
-    const Kernels* both[] = {&tried, &reference};
+bool vectors_alike() {
     for (int which = 0; which < 2; ++which) {
         float* out = y[which];
         std::memset(out, 0, 6 * D * sizeof(float));
@@ -276,43 +273,36 @@ bool vectors_alike(const Kernels& tried, const Kernels& reference) {
     return std::memcmp(y[0], y[1], 6 * D * sizeof(float)) == 0;
 }
 
-bool agree(const Kernels& tried, const Kernels& reference) {
-    constexpr int64_t row_bytes[NUM_KINDS] = {
-        4 * D,         2 * D,         2 * D,         D / 32 * 34,  D / 32 * 18,
-        D / 256 * 144, D / 256 * 176, D / 256 * 210, D / 32 * 18,  D / 32 * 34,
-        D / 32 * 18,   D / 32 * 34,   D / 32 * 18,   D / 32 * 34,  2 * D,
-        2 * D,         D / 256 * 144, D / 256 * 176, D / 256 * 210};
+bool agree() {
     for (int64_t i = 0; i < VECTORS * D; ++i) x[i] = static_cast<float>((i + i / D) % 7 - 3);
     for (int64_t i = 0; i < 2 * MOST_ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
     for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
         // f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5. Rows of any width differ.
         weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37 + i / 512 * 46);
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
-        if (!(is_grouped(kind) || products_alike(tried, reference, kind, row_bytes[kind])) ||
-            !(!is_tiled(kind) || ranges_alike(tried, kind, row_bytes[kind])) ||
-            !(is_tiled(kind) || sums_alike(tried, reference, kind, row_bytes[kind])) ||
-            !unpack_alike(tried, reference, kind, row_bytes[kind]))
+        if (!(is_grouped(kind) || products_alike(kind)) || !(!is_tiled(kind) || ranges_alike(kind)) ||
+            !(is_tiled(kind) || sums_alike(kind)) || !unpack_alike(kind))
             return false;
     for (int64_t i = 0; i < ROWS; ++i)  // so different in size, also in bf16, that sums are rounded
         x[i] = (1.0f + static_cast<float>(i)) * static_cast<float>(1 << i * 5 % 13) *
                (i % 3 == 1 ? -1.0f : 1.0f);
     for (int32_t kind : {KIND_F32, KIND_F16, KIND_BF16})
-        if (!adds_in_order(tried, kind, row_bytes[kind])) return false;
-    return attend_alike(tried, reference) && choose_alike(tried, reference) &&
-           dots_alike(tried, reference) && selection_alike(tried, reference) &&
-           rows_of_floats_alike(tried, reference) && vectors_alike(tried, reference);
+        if (!adds_in_order(kind)) return false;
+    return attend_alike() && choose_alike() && dots_alike() && selection_alike() &&
+           rows_of_floats_alike() && vectors_alike();
 }
 
 }  // namespace
 
 bool runs_here(const Kernels& tried, const Kernels& reference) {
+    both[0] = &tried, both[1] = &reference;
     const pid_t child = fork();
     if (child < 0) return true;
     if (child == 0) {
         const rlimit no_core = {0, 0};
         setrlimit(RLIMIT_CORE, &no_core);
         for (int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE, SIGTRAP}) std::signal(number, SIG_DFL);
-        _exit(agree(tried, reference) ? 0 : 1);
+        _exit(agree() ? 0 : 1);
     }
     int status = 0;
     pid_t done;

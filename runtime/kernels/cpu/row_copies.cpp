@@ -1,14 +1,12 @@
 #include "row_copies.h"
 
-#include <pthread.h>
-
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
+
+#include "thread_pool.h"
 
 namespace {
 
@@ -54,24 +52,17 @@ struct HsCopier {
         std::unique_lock<std::mutex> lock(mutex_);
         const HsCopies* mine = waiting_;
         waiting_ = nullptr;
-        wait(done_, lock, [this] { return !is_running_; });
+        sleep_until(done_, lock, [this] { return !is_running_; });
         lock.unlock();
         if (mine) copy(*mine);
         std::this_thread::sleep_until(end_);
     }
 
   private:
-    // std::condition_variable's own wait, as gcc 12 compiles it, is missing in older C++ libraries.
-    template <class Ready>
-    static void wait(std::condition_variable& news, std::unique_lock<std::mutex>& lock,
-                     const Ready& ready) {
-        while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
-    }
-
     void work() {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            wait(wanted_, lock, [this] { return stop_ || waiting_; });
+            sleep_until(wanted_, lock, [this] { return stop_ || waiting_; });
             if (stop_) return;
             const HsCopies* mine = waiting_;
             waiting_ = nullptr, is_running_ = true;

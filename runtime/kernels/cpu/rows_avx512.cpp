@@ -8,35 +8,18 @@
 
 namespace {
 
+#define MM(name) _mm512_##name
 constexpr int LANES = 16;
 typedef __m512 Floats;
+typedef __m512i Bits;
 
-inline Floats zero() { return _mm512_setzero_ps(); }
-inline Floats broadcast(float f) { return _mm512_set1_ps(f); }
-inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+#include "x86.h"
+
+#ifdef HAS_BF16_PAIRS
+typedef __m512bh Pairs;  // 16 pairs of bf16; see bf16_pairs.h
+inline Floats multiply_add(Pairs a, Pairs b, Floats c) { return _mm512_dpbf16_ps(c, a, b); }
+#endif
 inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
-inline Floats load_f32(const uint8_t* p) { return _mm512_loadu_ps(p); }
-inline void store_f32(uint8_t* p, Floats v) { _mm512_storeu_ps(p, v); }
-
-inline __m128i load_16_bytes(const uint8_t* p) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-}
-
-inline __m256i load_32_bytes(const void* p) {
-    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
-}
-
-inline Floats load_f16(const uint8_t* p) { return _mm512_cvtph_ps(load_32_bytes(p)); }
-
-inline Floats load_bf16(const uint8_t* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
-}
-
-inline Floats load_i8(const uint8_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16_bytes(p)));
-}
-
 // A permutation of 16 floats uses only the low four bits of each lane, so it serves as a table from
 // nibble to value without a mask.
 inline void unpack_q4(const uint8_t* p, Floats* w) {
@@ -44,33 +27,6 @@ inline void unpack_q4(const uint8_t* p, Floats* w) {
     __m512i bytes = _mm512_cvtepu8_epi32(load_16_bytes(p));
     w[0] = _mm512_permutexvar_ps(bytes, values);
     w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
-}
-
-inline float f16_to_float(const uint8_t* p) {
-    uint16_t bits;
-    __builtin_memcpy(&bits, p, 2);
-    return _cvtsh_ss(bits);
-}
-
-inline __m128 four_f16(const uint8_t* p) {
-    // Converts four values, of which callers may use fewer. In assembly, because gcc 12 would load them
-    // into a register first, and converting from a register takes another shuffle.
-    __m128 four;
-    asm("vcvtph2ps %1, %0" : "=x"(four) : "m"(*reinterpret_cast<const uint64_t*>(p)));
-    return four;
-}
-
-inline Floats scale_f16(const uint8_t* p) { return _mm512_broadcastss_ps(four_f16(p)); }
-
-inline __m128 sum_quarters(Floats v) {
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
-inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
-    const __m128 ab = _mm_hadd_ps(sum_quarters(a), sum_quarters(b));
-    const __m128 cd = _mm_hadd_ps(sum_quarters(c), sum_quarters(d));
-    _mm_storeu_ps(y, _mm_hadd_ps(ab, cd));
 }
 
 // store_sums() for four times four vectors, with the same additions: y[q * stride + j] = sum(v[q][j]).
@@ -93,11 +49,6 @@ inline void store_sixteen_sums(const Floats (&v)[4][4], float* y, int64_t stride
     _mm_storeu_ps(y + 2 * stride, _mm512_extractf32x4_ps(all, 2));
     _mm_storeu_ps(y + 3 * stride, _mm512_extractf32x4_ps(all, 3));
 }
-
-#include "ahead.h"
-#include "quantise.h"
-
-inline __m512i load_64_bytes(const void* p) { return _mm512_loadu_si512(p); }
 
 inline Floats add_products(Floats sum, __m512i products, Floats scale) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sum);
@@ -123,29 +74,15 @@ inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
     _mm512_store_ps(y, mul(load_some_f16(p, m), broadcast(c)));
 }
 
-typedef int32_t Ints __attribute__((vector_size(64)));
-
-inline Ints ints(__m512i v) { return reinterpret_cast<Ints>(v); }
-inline __m512i bits(Ints v) { return reinterpret_cast<__m512i>(v); }
-inline Ints load_ints(const uint8_t* p) { return ints(load_64_bytes(p)); }
 inline Ints load_some_ints(const uint8_t* p, int64_t n) {
     return n == 64 ? load_ints(p) : ints(_mm512_maskz_loadu_epi32(first_of_16(n / 4), p));
 }
-inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(bits(v)); }
-inline Ints to_ints(Floats v) { return ints(_mm512_cvtps_epi32(v)); }
-inline Ints interleave_low(Ints a, Ints b) { return ints(_mm512_unpacklo_epi16(bits(a), bits(b))); }
-inline Ints interleave_high(Ints a, Ints b) { return ints(_mm512_unpackhi_epi16(bits(a), bits(b))); }
-inline Ints shift_words(Ints v, int n) { return ints(_mm512_srli_epi16(bits(v), n)); }
-inline Ints high_bytes(Ints v) { return ints(_mm512_srai_epi16(bits(v), 8)); }
-
 inline Ints low_bytes(Ints v) {  // (v ^ 0x80) & 0xff
     return ints(
         _mm512_ternarylogic_epi32(bits(v), _mm512_set1_epi16(0x80), _mm512_set1_epi16(0xff), 0x28));
 }
 
 inline Ints add_pairs(Ints sum, Ints a, Ints b) { return ints(add_pairs(bits(sum), bits(a), bits(b))); }
-
-inline Ints larger(Ints a, Ints b) { return ints(_mm512_max_epi32(bits(a), bits(b))); }
 
 template <class Op>
 inline Ints over_lanes(Ints v, const Op& op) {
@@ -163,29 +100,12 @@ inline Ints spread(const int32_t* p, int64_t i) {
     return ints(_mm512_permutexvar_epi32(which, load_64_bytes(p)));
 }
 
-constexpr int FEW = LANES / 4;
-
-inline Floats add_floats(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-
-// Transposes the first four 32-bit values of 16 rows: lane r of out[j] is value j of row r. Vector r is
-// loaded from rows r, r + 4, r + 8 and r + 12.
-inline void transpose_16(const uint8_t* const* p, Ints* out) {
-    __m512i row[4];
-    for (int r = 0; r < 4; ++r) {
-        row[r] = _mm512_castsi128_si512(load_16_bytes(p[r]));
-        row[r] = _mm512_inserti32x4(row[r], load_16_bytes(p[r + 4]), 1);
-        row[r] = _mm512_inserti32x4(row[r], load_16_bytes(p[r + 8]), 2);
-        row[r] = _mm512_inserti32x4(row[r], load_16_bytes(p[r + 12]), 3);
-    }
-    const __m512i a = _mm512_unpacklo_epi32(row[0], row[1]);
-    const __m512i b = _mm512_unpackhi_epi32(row[0], row[1]);
-    const __m512i c = _mm512_unpacklo_epi32(row[2], row[3]);
-    const __m512i d = _mm512_unpackhi_epi32(row[2], row[3]);
-    out[0] = ints(_mm512_unpacklo_epi64(a, c));
-    out[1] = ints(_mm512_unpackhi_epi64(a, c));
-    out[2] = ints(_mm512_unpacklo_epi64(b, d));
-    out[3] = ints(_mm512_unpackhi_epi64(b, d));
+// The scales of FEW rows, four of each.
+inline __m256i sixteen_scales(const uint8_t* const* scale) {
+    __m128i half[2];
+    for (int i = 0; i < 2; ++i)
+        half[i] = _mm_unpacklo_epi64(load_8_bytes(scale[2 * i]), load_8_bytes(scale[2 * i + 1]));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(half[0]), half[1], 1);
 }
 
 #ifdef __AVX512VNNI__
@@ -198,13 +118,8 @@ inline Ints few_corrections(const int32_t* four) {
 
 inline Floats few_scales(const uint8_t* const* scale, int64_t m) {
     const __m512i lanes = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    __m128i half[2];
-    for (int i = 0; i < 2; ++i)
-        half[i] =
-            _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i])),
-                               _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i + 1])));
-    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half[0]), half[1], 1);
-    return _mm512_maskz_permutexvar_ps(first_of_16(4 * m), lanes, _mm512_cvtph_ps(all));
+    return _mm512_maskz_permutexvar_ps(first_of_16(4 * m), lanes,
+                                       _mm512_cvtph_ps(sixteen_scales(scale)));
 }
 
 inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
@@ -224,16 +139,6 @@ inline Ints products_q4(const uint8_t* nibbles, const int16_t* x) {
     const __m512i both =
         _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(words, 4), 1);
     return ints(_mm512_madd_epi16(both, load_64_bytes(x)));
-}
-
-inline Ints unpack_sums_32(Ints a, Ints b) {
-    return ints(_mm512_add_epi32(_mm512_unpacklo_epi32(bits(a), bits(b)),
-                                 _mm512_unpackhi_epi32(bits(a), bits(b))));
-}
-
-inline Ints unpack_sums_64(Ints a, Ints b) {
-    return ints(_mm512_add_epi32(_mm512_unpacklo_epi64(bits(a), bits(b)),
-                                 _mm512_unpackhi_epi64(bits(a), bits(b))));
 }
 
 template <int FIRST, int SECOND>
@@ -257,13 +162,8 @@ inline Ints few_corrections(const int32_t* four) {
 
 inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
     const __mmask16 there = static_cast<__mmask16>(0x1111 * ((1 << m) - 1));
-    __m128i half[2];
-    for (int i = 0; i < 2; ++i)
-        half[i] =
-            _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i])),
-                               _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i + 1])));
-    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half[0]), half[1], 1);
-    return mul(_mm512_maskz_cvtph_ps(there, all), _mm512_broadcast_f32x4(_mm_loadu_ps(x_scale)));
+    return mul(_mm512_maskz_cvtph_ps(there, sixteen_scales(scale)),
+               _mm512_broadcast_f32x4(_mm_loadu_ps(x_scale)));
 }
 
 #include "blocks_madd.h"
@@ -271,7 +171,6 @@ inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x
 
 #include "k_quants.h"
 #include "k_quants_x86.h"
-#include "k_quants_avx512.h"
 #include "rows_template.h"
 
 }  // namespace

@@ -22,12 +22,17 @@ constexpr int VECTORS = BLOCK / LANES;
 // A format unpacks BLOCK values into w. Those of a SCALED format other than a K-quant must still be multiplied
 // by scale(). VALUE_BYTES is the size of a value, 0 or absent if SCALED: only float kinds allow D % 32 != 0.
 
-struct F32 {
-    static constexpr int64_t BLOCK_BYTES = 128, VALUE_BYTES = 4;
+template <class Format, int64_t BYTES>
+struct FloatFormat {
+    static constexpr int64_t BLOCK_BYTES = BLOCK * BYTES, VALUE_BYTES = BYTES;
     static constexpr bool SCALED = false, IS_PLANAR = false;
     static inline void unpack(const uint8_t* block, Floats* w) {
-        for (int v = 0; v < VECTORS; ++v) w[v] = load_f32(block + v * LANES * 4);
+        for (int v = 0; v < VECTORS; ++v) w[v] = Format::load(block + v * LANES * BYTES);
     }
+};
+
+struct F32 : FloatFormat<F32, 4> {
+    static inline Floats load(const uint8_t* p) { return load_f32(p); }
     static inline float value(const uint8_t* p) {
         float f;
         __builtin_memcpy(&f, p, 4);
@@ -35,21 +40,13 @@ struct F32 {
     }
 };
 
-struct F16 {
-    static constexpr int64_t BLOCK_BYTES = 64, VALUE_BYTES = 2;
-    static constexpr bool SCALED = false, IS_PLANAR = false;
-    static inline void unpack(const uint8_t* block, Floats* w) {
-        for (int v = 0; v < VECTORS; ++v) w[v] = load_f16(block + v * LANES * 2);
-    }
+struct F16 : FloatFormat<F16, 2> {
+    static inline Floats load(const uint8_t* p) { return load_f16(p); }
     static inline float value(const uint8_t* p) { return f16_to_float(p); }
 };
 
-struct BF16 {
-    static constexpr int64_t BLOCK_BYTES = 64, VALUE_BYTES = 2;
-    static constexpr bool SCALED = false, IS_PLANAR = false;
-    static inline void unpack(const uint8_t* block, Floats* w) {
-        for (int v = 0; v < VECTORS; ++v) w[v] = load_bf16(block + v * LANES * 2);
-    }
+struct BF16 : FloatFormat<BF16, 2> {
+    static inline Floats load(const uint8_t* p) { return load_bf16(p); }
     static inline float value(const uint8_t* p) {
         uint16_t half;
         __builtin_memcpy(&half, p, 2);
@@ -91,10 +88,47 @@ inline Ints load_in_order(const uint8_t* p) {
 template <int N>
 struct Count {
     static constexpr int VALUE = N;
+    constexpr operator int() const { return N; }
 };
+
+// Calls use(Count<N>{}, i) for N indices at a time, i .. i + N - 1: as often as the first of SIZES fits
+// between `begin` and `end`, then as often as the next one does. Returns the first index that is left.
+template <int... SIZES, class Use>
+__attribute__((always_inline)) inline int64_t in_steps(int64_t begin, int64_t end, const Use& use) {
+    auto call = [&](auto count) {
+        for (; begin + count <= end; begin += count) use(count, begin);
+    };
+    (call(Count<SIZES>{}), ...);
+    return begin;
+}
+
+// y[t * y_stride + i] += the sum over j < n, in order, of by(t, j) * w[i / LANES], for COUNT vectors y of VALUES *
+// LANES columns; load(j, w) sets w.
+template <int COUNT, int VALUES, class Vector = Floats, class Load, class Factor>
+__attribute__((always_inline)) inline void add_weighted(float* y, int64_t y_stride, int64_t n,
+                                                        const Load& load, const Factor& by) {
+    float* to[COUNT];
+    for (int t = 0; t < COUNT; ++t) to[t] = y + t * y_stride;
+    Floats sum[COUNT][VALUES];
+    for (int t = 0; t < COUNT; ++t)
+        for (int v = 0; v < VALUES; ++v) sum[t][v] = load_floats(to[t] + v * LANES);
+    for (int64_t j = 0; j < n; ++j) {
+        Vector w[VALUES];
+        load(j, w);
+        for (int t = 0; t < COUNT; ++t) {
+            const Vector factor = by(t, j);
+            for (int v = 0; v < VALUES; ++v) sum[t][v] = multiply_add(w[v], factor, sum[t][v]);
+        }
+    }
+    for (int t = 0; t < COUNT; ++t)
+        for (int v = 0; v < VALUES; ++v) store_floats(to[t] + v * LANES, sum[t][v]);
+}
 
 #include "k_quants_template.h"
 #include "planar_template.h"
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+#include "lanes_x86.h"
+#endif
 #ifdef LEVEL_AVX512
 #include "many_avx512.h"
 #else
@@ -112,8 +146,8 @@ constexpr bool IS_BLOCKS = Format::SCALED && !IS_SUPER<Format>;
 // row of a list comes next.
 template <class Use>
 inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
-    auto call = [&](auto count, int64_t a) {
-        constexpr int ROWS = decltype(count)::VALUE;
+    in_steps<4, 2, 1>(a0, a1, [&](auto count, int64_t a) {
+        constexpr int ROWS = count;
         const uint8_t *row[ROWS], *next[ROWS], *also[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             row[r] = row_of(rows, a + r);
@@ -124,18 +158,12 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
         const bool is_more = rows.queue && rows.queue->take(next, ROWS) &&
                              rows.queue->size() > a1 - a - ROWS && rows.queue->take(also, ROWS);
         use(count, a, row, next, is_more ? also : nullptr);
-    };
-    int64_t a = a0;
-    for (; a + 4 <= a1; a += 4) call(Count<4>{}, a);
-    for (; a + 2 <= a1; a += 2) call(Count<2>{}, a);
-    for (; a < a1; ++a) call(Count<1>{}, a);
+    });
 }
 
 #include "k_products.h"
+#include "block_rows.h"
 #include "floats_template.h"
-#include "tiled_template.h"
-#include "grouped_floats.h"
-#include "grouped_template.h"
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
@@ -150,16 +178,9 @@ inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* nex
         for (int r = 0; also && r < ROWS; ++r)
             for (int64_t at = 0; at < BYTES; at += 64)
                 __builtin_prefetch(also[r] + d / BLOCK * BYTES + at);
-        Floats out[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d + v * LANES);
-        for (int r = 0; r < ROWS; ++r) {
-            const uint8_t* block = rows[r] + d / BLOCK * BYTES;
-            const Floats factor = broadcast(c[r]);
-            Floats w[VECTORS];
-            Format::unpack(block, w);
-            for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
-        }
-        for (int v = 0; v < VECTORS; ++v) store_floats(y + d + v * LANES, out[v]);
+        add_weighted<1, VECTORS>(y + d, 0, ROWS, [&](int64_t r, Floats* w) {
+            Format::unpack(rows[r] + d / BLOCK * BYTES, w);
+        }, [&](int, int64_t r) { return broadcast(c[r]); });
     }
     for (; d < d1; ++d)
         for (int r = 0; r < ROWS; ++r) y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
@@ -184,28 +205,18 @@ inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a
     const int64_t k = a1 - a0;
     for (int64_t i = 0; i < k; ++i) list[i] = row_of(rows, a0 + i) + d0 * Format::VALUE_BYTES;
     AheadRows ahead(rows.then, rows.num_then, rows.then_bytes);
-    auto add = [&](auto count, int64_t i) {
-        constexpr int ROWS = decltype(count)::VALUE;
+    in_steps<4, 1>(0, k, [&](auto count, int64_t i) {
+        constexpr int ROWS = count;
         int64_t d = 0;
-        for (; d + BLOCK <= d1 - d0; d += BLOCK) {
-            Floats out[VECTORS];
-            for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d0 + d + v * LANES);
-            for (int r = 0; r < ROWS; ++r) {
+        for (; d + BLOCK <= d1 - d0; d += BLOCK)
+            add_weighted<1, VECTORS>(y + d0 + d, 0, ROWS, [&](int64_t r, Floats* w) {
                 ahead.template ask<LINES>();
-                const Floats factor = broadcast(c[a0 + i + r]);
-                Floats w[VECTORS];
                 Format::unpack(list[i + r] + d / BLOCK * BYTES, w);
-                for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
-            }
-            for (int v = 0; v < VECTORS; ++v) store_floats(y + d0 + d + v * LANES, out[v]);
-        }
+            }, [&](int, int64_t r) { return broadcast(c[a0 + i + r]); });
         for (; d < d1 - d0; ++d)
             for (int r = 0; r < ROWS; ++r)
                 y[d0 + d] += c[a0 + i + r] * Format::value(list[i + r] + d * Format::VALUE_BYTES);
-    };
-    int64_t i = 0;
-    for (; i + 4 <= k; i += 4) add(Count<4>{}, i);
-    for (; i < k; ++i) add(Count<1>{}, i);
+    });
 }
 
 template <class Format>
@@ -216,20 +227,25 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
             const int64_t k = a1 - a < SUM_ROWS ? a1 - a : SUM_ROWS;
             const uint8_t *row[SUM_ROWS], *next[QUEUED_ROWS];
             for (int64_t r = 0; r < k; ++r) row[r] = row_of(rows, a + r);
+            auto add = [&](auto ahead) {
+                add_group<Format>(row, ahead, k, rows.D / BLOCK, c + a, y, d0, d1);
+            };
+            const int64_t first = d0 / BLOCK * Format::BLOCK_BYTES;
+            const int64_t bytes = (d1 - d0) / BLOCK * Format::BLOCK_BYTES;
             if (rows.then) {
-                const AheadRows then(rows.then, rows.num_then, rows.then_bytes);
-                add_close_group<Format>(row, then, k, rows.D / BLOCK, c + a, y, d0, d1);
+                add(AheadRows(rows.then, rows.num_then, rows.then_bytes));
                 continue;
             }
             if (rows.queue && rows.queue->take(next, QUEUED_ROWS)) {
-                add_group<Format, QUEUED_ROWS>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
+                for (const uint8_t*& begin : next) begin += first;
+                add(Ahead<QUEUED_ROWS>(next, bytes));
                 continue;
             }
             for (int64_t r = 0; r < 4; ++r)
-                next[r] = rows.next               ? rows.next[r]
-                          : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
-                                                  : row[0];
-            add_group<Format, 4>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
+                next[r] = first + (rows.next               ? rows.next[r]
+                                   : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
+                                                           : row[0]);
+            add(Ahead<4>(next, bytes));
         }
     } else {
         if constexpr (!Format::SCALED)
@@ -246,8 +262,7 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
         for_rows(rows, a0, a1,
                  [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next,
                      const uint8_t* const* also) {
-            constexpr int ROWS = decltype(count)::VALUE;
-            add_rows<Format, ROWS>(row, next, c + a, y, d0, d1, also);
+            add_rows<Format, count>(row, next, c + a, y, d0, d1, also);
         });
     }
 }
@@ -288,99 +303,21 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
     }
 }
 
+#include "tiled_template.h"
 #include "k_tiled.h"
-
-uint64_t above(const float* x, int64_t n, float limit) {
-    uint64_t open = 0;
-#ifdef LEVEL_AVX512
-    for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 there = first_of_16(n - i);
-        const __m512 values = _mm512_maskz_loadu_ps(there, x + i);
-        open |=
-            static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, broadcast(limit), _CMP_NLE_UQ))
-            << i;
-    }
-#else
-    for (int64_t i = 0; i < n; ++i) open |= static_cast<uint64_t>(!(x[i] <= limit)) << i;
-#endif
-    return open;
-}
-
-uint64_t beyond(const float* x, int64_t n, const float* limit) {
-    uint64_t open = 0;
-#ifdef LEVEL_AVX512
-    for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 there = first_of_16(n - i);
-        const __m512 values = _mm512_abs_ps(_mm512_maskz_loadu_ps(there, x + i));
-        const __m512 limits = _mm512_maskz_loadu_ps(there, limit + i);
-        open |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, limits, _CMP_NLE_UQ)) << i;
-    }
-#else
-    for (int64_t i = 0; i < n; ++i)
-        open |= static_cast<uint64_t>(!(__builtin_fabsf(x[i]) <= limit[i])) << i;
-#endif
-    return open;
-}
-
-void keep_only(float* x, uint64_t mask) {
-    for (int64_t i = 0; i < 64; ++i) {
-#ifdef LEVEL_AVX512
-        if (i % 16 == 0)
-            _mm512_storeu_ps(x + i, _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> i), x + i));
-#else
-        uint32_t value;
-        __builtin_memcpy(&value, x + i, 4);
-        value &= 0u - static_cast<uint32_t>(mask >> i & 1);
-        __builtin_memcpy(x + i, &value, 4);
-#endif
-    }
-}
-
+#include "tiled_rows.h"
+#include "grouped_floats.h"
+#include "grouped_template.h"
 #include "vectors_template.h"
 #include "exponentials.h"
-
-int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
-    int64_t count = 0, i = 0;
-#ifdef LEVEL_AVX512
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (; i + 16 <= n; i += 16) {
-        const __mmask16 above =
-            _mm512_cmp_ps_mask(load_floats(score + i), broadcast(limit), _CMP_NLE_UQ);
-        const __m512i which = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
-        _mm512_mask_compressstoreu_epi32(chosen + count, above, which);
-        count += __builtin_popcount(above);
-    }
-#endif
-    for (; i < n; ++i) {
-        chosen[count] = static_cast<int32_t>(i);
-        count += !(score[i] <= limit);
-    }
-    return count;
-}
-
 #include "attend_template.h"
 #include "select_template.h"
 #include "sums_template.h"
 #ifdef HAS_BF16_PAIRS
 #include "bf16_pairs.h"
-#endif
-
-// The bf16 kernels of this level.
-#ifdef HAS_BF16_PAIRS
-constexpr DotRows* DOT_BF16 = dot_bf16;
-constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_bf16,
-                         *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_bf16;
-constexpr AccumulateMany *MANY_BF16 = by_window<Bf16Tile, accumulate_bf16_many>,
-                         *MANY_GROUPED_BF16 = by_groups<accumulate_grouped_bf16_many>;
 constexpr Quantise* QUANTISE_BF16 = quantise_bf16;
 constexpr OrderSums* ORDER_BF16 = order_bf16_sums;
 #else
-constexpr DotRows* DOT_BF16 = dot_float_rows<BF16>;
-constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_rows<BF16>,
-                         *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_floats<GroupedFloats<BF16>>;
-constexpr AccumulateMany *MANY_BF16 = by_window<FloatTile<BF16>, accumulate_many<BF16>>,
-                         *MANY_GROUPED_BF16 =
-                             by_groups<accumulate_grouped_floats_many<GroupedFloats<BF16>>>;
 constexpr Quantise* QUANTISE_BF16 = nullptr;
 constexpr OrderSums* ORDER_BF16 = nullptr;
 #endif
@@ -395,27 +332,29 @@ constexpr AccumulateMany *MANY_Q4_0 = by_groups<accumulate_many<Q4_0Planar>>,
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
-    {dot_float_rows<F32>, dot_float_rows<F16>, DOT_BF16, dot_blocks<Q8_0>, dot_blocks<Q4_0>,
+    {dot_float_rows<F32>, dot_float_rows<F16>, dot_float_rows<BF16>, dot_blocks<Q8_0>, dot_blocks<Q4_0>,
      dot_super<Q4_K>, dot_super<Q5_K>, dot_super<Q6_K>, dot_blocks<Q4_0Planar>, dot_blocks<Q8_0Planar>,
-     dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr,
-     dot_tiled_super<Q4_K>, dot_tiled_super<Q5_K>, dot_tiled_super<Q6_K>},
-    {accumulate_rows<F32>, accumulate_rows<F16>, ACCUMULATE_BF16, accumulate_rows<Q8_0>,
+     dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr, dot_tiled<Q4_K>,
+     dot_tiled<Q5_K>, dot_tiled<Q6_K>},
+    {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>, nullptr, nullptr,
      accumulate_grouped<Q4_0Grouped>, accumulate_grouped<Q8_0Grouped>,
-     accumulate_grouped_floats<GroupedFloats<F16>>, ACCUMULATE_GROUPED_BF16},
+     accumulate_grouped_floats<GroupedFloats<F16>>, accumulate_grouped_floats<GroupedFloats<BF16>>},
     {by_window<FloatTile<F32>, accumulate_many<F32>>, by_window<FloatTile<F16>, accumulate_many<F16>>,
-     MANY_BF16, by_groups<accumulate_many<Q8_0>>, by_groups<accumulate_many<Q4_0>>,
-     by_groups<accumulate_many<Q4_K>>, by_groups<accumulate_many<Q5_K>>,
-     by_groups<accumulate_many<Q6_K>>, MANY_Q4_0, MANY_Q8_0, nullptr, nullptr,
-     by_groups<accumulate_grouped_many<Q4_0Grouped>>, by_groups<accumulate_grouped_many<Q8_0Grouped>>,
-     by_groups<accumulate_grouped_floats_many<GroupedFloats<F16>>>, MANY_GROUPED_BF16},
+     by_window<FloatTile<BF16>, accumulate_many<BF16>>, by_groups<accumulate_many<Q8_0>>,
+     by_groups<accumulate_many<Q4_0>>, by_groups<accumulate_many<Q4_K>>,
+     by_groups<accumulate_many<Q5_K>>, by_groups<accumulate_many<Q6_K>>, MANY_Q4_0, MANY_Q8_0, nullptr,
+     nullptr, by_groups<accumulate_grouped_many<Q4_0Grouped>>,
+     by_groups<accumulate_grouped_many<Q8_0Grouped>>,
+     by_groups<accumulate_grouped_floats_many<GroupedFloats<F16>>>,
+     by_groups<accumulate_grouped_floats_many<GroupedFloats<BF16>>>},
     {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>, unpack_rows<Q8_0>, unpack_rows<Q4_0>,
      unpack_rows<Q4_K>, unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
-     unpack_rows<Q8_0Planar>, unpack_tiled<Q4_0Tiled>, unpack_tiled<Q8_0Tiled>,
-     unpack_grouped<Q4_0Grouped>, unpack_grouped<Q8_0Grouped>,
-     unpack_grouped_floats<GroupedFloats<F16>>, unpack_grouped_floats<GroupedFloats<BF16>>,
-     unpack_tiled_super<Q4_K>, unpack_tiled_super<Q5_K>, unpack_tiled_super<Q6_K>},
+     unpack_rows<Q8_0Planar>, unpack_together<Q4_0Tiled>, unpack_together<Q8_0Tiled>,
+     unpack_together<Q4_0Grouped>, unpack_together<Q8_0Grouped>, unpack_together<GroupedFloats<F16>>,
+     unpack_together<GroupedFloats<BF16>>, unpack_together<SuperTile<Q4_K>>,
+     unpack_together<SuperTile<Q5_K>>, unpack_together<SuperTile<Q6_K>>},
     {nullptr, nullptr, QUANTISE_BF16, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>,
      quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q4_0Planar>,
      quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>, quantise_blocks<Q8_0Tiled>, nullptr,

@@ -49,25 +49,6 @@ inline void accumulate_lists(AccumulateRows add, const Rows& rows, int64_t a0, c
 // Columns of floats unpacked at a time: 64 rows of them take 16 KiB with AVX-512, else less.
 constexpr int64_t SUM_VECTORS = 4, SUM_COLUMNS = SUM_VECTORS * LANES;
 
-// y[v] += the sum over k rows of c[v][j] * tile[j], for COUNT vectors y.
-template <int COUNT>
-inline void add_tile(const float* tile, int64_t k, const float* c, int64_t c_stride, float* y,
-                     int64_t y_stride) {
-    Floats sum[COUNT][SUM_VECTORS];
-    for (int t = 0; t < COUNT; ++t)
-        for (int v = 0; v < SUM_VECTORS; ++v) sum[t][v] = load_floats(y + t * y_stride + v * LANES);
-    for (int64_t j = 0; j < k; ++j, tile += SUM_COLUMNS) {
-        Floats w[SUM_VECTORS];
-        for (int v = 0; v < SUM_VECTORS; ++v) w[v] = load_floats(tile + v * LANES);
-        for (int t = 0; t < COUNT; ++t) {
-            const Floats by = broadcast(c[t * c_stride + j]);
-            for (int v = 0; v < SUM_VECTORS; ++v) sum[t][v] = multiply_add(w[v], by, sum[t][v]);
-        }
-    }
-    for (int t = 0; t < COUNT; ++t)
-        for (int v = 0; v < SUM_VECTORS; ++v) store_floats(y + t * y_stride + v * LANES, sum[t][v]);
-}
-
 template <class Format>
 inline void add_floats_to_many(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
     constexpr int COUNT = LANES < 16 ? 2 : 4;
@@ -79,13 +60,13 @@ inline void add_floats_to_many(const Rows& rows, int64_t a0, int64_t k, const Ma
             unpack_row<Format>(row, row + SUM_COLUMNS * Format::VALUE_BYTES, SUM_COLUMNS,
                                tile + j * SUM_COLUMNS);
         }
-        int64_t t = 0;
-        for (; t + COUNT <= s.count; t += COUNT)
-            add_tile<COUNT>(tile, k, s.c + t * s.c_stride, s.c_stride, s.y + t * s.y_stride + d,
-                            s.y_stride);
-        for (; t < s.count; ++t)
-            add_tile<1>(tile, k, s.c + t * s.c_stride, s.c_stride, s.y + t * s.y_stride + d,
-                        s.y_stride);
+        in_steps<COUNT, 1>(0, s.count, [&](auto count, int64_t t0) {
+            add_weighted<count, SUM_VECTORS>(s.y + t0 * s.y_stride + d, s.y_stride, k,
+                                             [&](int64_t j, Floats* w) {
+                for (int v = 0; v < SUM_VECTORS; ++v)
+                    w[v] = load_floats(tile + j * SUM_COLUMNS + v * LANES);
+            }, [&](int t, int64_t j) { return broadcast(s.c[(t0 + t) * s.c_stride + j]); });
+        });
     }
     ManySums rest = s;
     rest.d0 = d;

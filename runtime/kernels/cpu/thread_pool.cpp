@@ -5,13 +5,9 @@
 // machine costs nothing.
 #include "thread_pool.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -48,13 +44,6 @@ bool spin_until(const Ready& ready) {
         passed = std::chrono::duration_cast<microseconds>(steady_clock::now() - start);
     } while (passed < microseconds(spin_time));
     return ready();
-}
-
-// gcc 12 compiles std::condition_variable::wait to a symbol that older C++ libraries lack.
-template <class Ready>
-void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lock,
-                 const Ready& ready) {
-    while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
 }
 
 // Part of a job that a thread has not begun, in units of the job's grain. Only its thread takes from the

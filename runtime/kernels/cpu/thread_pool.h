@@ -1,5 +1,16 @@
 #pragma once
+#include <pthread.h>
+
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
+
+// std::condition_variable's own wait, as gcc 12 compiles it, is missing in older C++ libraries.
+template <class Ready>
+void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lock,
+                 const Ready& ready) {
+    while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
+}
 
 using RangeBody = void(const void* context, int64_t begin, int64_t end);
 

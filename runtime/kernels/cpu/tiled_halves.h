@@ -36,7 +36,8 @@ struct HalfSums {
 
 // y[0 .. TILE_ROWS-1]
 template <class F>
-inline void dot_whole_tile(const TiledTile<F>& tile, const PackedBlocks<F>& x, float* y) {
+inline void dot_whole_tile(const TiledTile<F>& tile, const Input& input, float* y) {
+    const PackedBlocks<F> x(input, tile.n);
     constexpr bool IS_NIBBLES = F::QUANT_BYTES == 16;
     Floats part[4][2];
     for (auto& halves : part) halves[0] = halves[1] = zero();
@@ -61,7 +62,8 @@ inline void dot_whole_tile(const TiledTile<F>& tile, const PackedBlocks<F>& x, f
             part[b % 4][i] = fused(to_floats(sums[i].total()), scale, part[b % 4][i]);
         }
     }
-    for (int i = 0; i < 2; ++i)
-        store_floats(y + i * LANES, add_floats(add_floats(part[0][i], part[1][i]),
-                                               add_floats(part[2][i], part[3][i])));
+    for (int i = 0; i < 2; ++i) {
+        const Floats of_half[4] = {part[0][i], part[1][i], part[2][i], part[3][i]};
+        store_floats(y + i * LANES, sum_of_four(of_half));
+    }
 }

@@ -7,9 +7,11 @@
 //
 // q4_0 rows of 576 values with VNNI take 37 instructions for 16 blocks and one vector, planar ones 77.
 
-template <class Planar>
+template <class Planar, class File>
 struct Tiled : Planar {
+    typedef File InFile;
     static constexpr bool IS_PLANAR = false;
+    static constexpr int64_t ROWS = TILE_ROWS;
     static constexpr int64_t SCALE_BYTES = 2 * TILE_ROWS, TILE_QUANTS = TILE_ROWS * Planar::QUANT_BYTES;
 
     // The first four bytes of row r in block b of a tile; the next four are 4 * TILE_ROWS bytes later.
@@ -20,10 +22,16 @@ struct Tiled : Planar {
     static inline const uint8_t* scale_of(const uint8_t* tile, int64_t b, int64_t r) {
         return tile + b * SCALE_BYTES + (b & -2) * TILE_QUANTS + 2 * r;
     }
+    // Block b of row r as in a file.
+    static inline void copy_block(const uint8_t* tile, int64_t n, int64_t b, int64_t r, uint8_t* to) {
+        __builtin_memcpy(to, scale_of(tile, b, r), 2);
+        for (int64_t at = 0; at < Planar::QUANT_BYTES; at += 4)
+            __builtin_memcpy(to + 2 + at, quants_of(tile, n, b, r) + TILE_ROWS * at, 4);
+    }
 };
 
-struct Q8_0Tiled : Tiled<Q8_0Planar> {};
-struct Q4_0Tiled : Tiled<Q4_0Planar> {};
+struct Q8_0Tiled : Tiled<Q8_0Planar, Q8_0> {};
+struct Q4_0Tiled : Tiled<Q4_0Planar, Q4_0> {};
 
 template <>
 constexpr bool IS_TILED<Q8_0Tiled> = true;
@@ -144,7 +152,8 @@ struct TiledTile {
 // rows of 2,048 values, four blocks unrolled and none: without software prefetching 25 and 43, with it 50
 // and 60.
 template <class F>
-inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, float* y) {
+inline void dot_one(const TiledTile<F>& tile, const Input& input, float* y) {
+    const PackedBlocks<F> x(input, tile.n);
     Floats next[4] = {zero(), zero(), zero(), zero()};  // the sums of blocks b, b + 1, b + 2 and b + 3
     auto rotate = [&]() __attribute__((always_inline)) {
         const Floats first = next[0];
@@ -161,146 +170,9 @@ inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, fl
         rotate();
     }
     for (int64_t b = tile.n; b % 4; ++b) rotate();
-    store_floats(y, add_floats(add_floats(next[0], next[1]), add_floats(next[2], next[3])));
+    store_floats(y, sum_of_four(next));
 }
 
 #ifdef LEVEL_AVX2
 #include "tiled_halves.h"
 #endif
-
-// Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
-template <class F>
-inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-                           int64_t a1, const TiledAhead& ahead) {
-    const int64_t n = rows.D / BLOCK, first = a0 / TILE_ROWS * TILE_ROWS;
-    const uint8_t* at = rows.weight + first * rows.stride;
-#ifdef LEVEL_AVX2
-    const bool has_both_halves = a0 < first + LANES && a1 > first + LANES;
-    if (x.count == 1 && has_both_halves) {
-        alignas(64) float sums[TILE_ROWS];
-        dot_whole_tile<F>({at, 0, n, &ahead}, PackedBlocks<F>(x, n), sums);
-        __builtin_memcpy(y, sums + (a0 - first), (a1 - a0) * sizeof(float));
-        return;
-    }
-#endif
-#ifdef HAS_PANELS
-    if (x.count > 1)
-        return for_halves(x, a0 - first, has_both_halves,
-                          [&](auto halves, int64_t lane, int64_t t, const Input& part) {
-            const TiledTile<F> tile[2] = {{at, lane, n, lane + t == 0 ? &ahead : nullptr},
-                                          {at, LANES, n, nullptr}};
-            dot_panel<F, decltype(halves)::VALUE>(tile, n, part, y + t * y_stride, y_stride,
-                                                  a0 - first - lane, a1 - first - lane);
-        });
-#endif
-    for (int64_t lane = a0 % TILE_ROWS / LANES * LANES; first + lane < a1; lane += LANES) {
-        const int64_t begin = a0 > first + lane ? a0 - first - lane : 0;
-        const int64_t end = a1 - first - lane < LANES ? a1 - first - lane : LANES;
-        float* to = y + first + lane + begin - a0;
-        const TiledTile<F> tile = {at, lane, n, lane == 0 ? &ahead : nullptr};
-        if (x.count == 1) {
-            alignas(64) float sums[LANES];
-            dot_tiled_one<F>(tile, PackedBlocks<F>(x, n), sums);
-            __builtin_memcpy(to, sums + begin, (end - begin) * sizeof(float));
-            continue;
-        }
-#ifndef HAS_PANELS
-        for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
-            const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-            const TiledTile<F> again = {at, lane, n, t == 0 ? tile.ahead : nullptr};
-            dot_tile<F, 1>(&again, n, x.part(t, t1), to + t * y_stride, y_stride, begin, end);
-        }
-#endif
-    }
-}
-
-// Multiplies two tiles together, those of rows a0 .. a0 + 2 * TILE_ROWS - 1.
-template <class F>
-inline void dot_two_tiles(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-                          const TiledAhead& ahead) {
-    static_assert(TILES_AT_ONCE == 1 || LANES == TILE_ROWS);
-    const int64_t n = rows.D / BLOCK;
-    const int64_t tile_bytes = TILE_ROWS * rows.stride;
-    const uint8_t* at = rows.weight + a0 * rows.stride;
-    const TiledAhead aheads[2] = {ahead.of_pair(0, tile_bytes), ahead.of_pair(1, tile_bytes)};
-    for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
-        const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-        const TiledTile<F> tiles[2] = {{at, 0, n, t == 0 ? aheads : nullptr},
-                                       {at + tile_bytes, 0, n, t == 0 ? aheads + 1 : nullptr}};
-        dot_tile<F, 2>(tiles, n, x.part(t, t1), y + t * y_stride, y_stride, 0, 2 * TILE_ROWS);
-    }
-}
-
-// Calls use(a, end, ahead) for the tiles, or their parts, of rows a0 .. a1-1 without a list; TILES at a time.
-// `is_asking`: the next tile is prefetched even if stream_ahead is not set.
-template <int TILES = 1, class Use>
-inline void for_tiles(const Rows& rows, int64_t a0, int64_t a1, bool is_asking, const Use& use) {
-    const bool is_stream = stream_ahead > 0;
-    const uint8_t* last = is_stream ? end_of_run(rows, a1) : nullptr;
-    for (int64_t a = a0, end; a < a1; a = end) {
-        const int64_t first = a / TILE_ROWS * TILE_ROWS;
-        const bool are_whole = a == first && a1 - a >= TILES * TILE_ROWS;
-        end = first + (are_whole ? TILES : 1) * TILE_ROWS;
-        end = end < a1 ? end : a1;
-        const bool has_also = rows.also && end - a >= TILE_ROWS;
-        const TiledAhead ahead = {end == a1 && !is_stream ? rows.after : nullptr,
-                                  has_also ? rows.also + (a - a0) : nullptr, is_asking && !is_stream,
-                                  last, rows.after};
-        use(a, end, ahead);
-    }
-}
-
-// Vectors from which two tiles are multiplied together. GMAC/s of one Zen 5 core, rows of 2,048 values, one
-// tile at a time and two: 8 vectors 170 and 185 (q4_0), 163 and 173 (q8_0), 64 vectors 182 and 207, 182 and 203.
-constexpr int64_t LEAST_FOR_TWO_TILES = 8;
-
-// For a row of a list, the LANES rows of its tile that include it are computed (half of a tile with AVX2).
-template <class F>
-void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
-#ifdef LEVEL_AMX
-    if (x.count >= LEAST_VECTORS && !rows.index && a0 % TILE_ROWS == 0)
-        return dot_tiles<F>(rows, x, y, y_stride, a0, a1);
-#endif
-    if (rows.index) {
-        Rows whole = rows;
-        whole.index = nullptr;
-        for (int64_t a = a0; a < a1; ++a) {
-            const int64_t row = rows.index[a];
-            dot_tiled_rows<F>(whole, x, y + a, y_stride, row, row + 1, {nullptr, nullptr});
-        }
-        return;
-    }
-    const bool is_asking = x.count >= LEAST_ASKING;
-    if constexpr (TILES_AT_ONCE == 2) {
-        if (x.count >= LEAST_FOR_TWO_TILES) {
-            for_tiles<2>(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
-                if (end - a == 2 * TILE_ROWS)
-                    return dot_two_tiles<F>(rows, x, y + a, y_stride, a, ahead);
-                dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
-            });
-            return;
-        }
-    }
-    for_tiles(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
-        dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
-    });
-}
-
-template <class F>
-void unpack_tiled(const Rows& rows, float* out, int64_t a0, int64_t a1) {
-    const int64_t n = rows.D / BLOCK;
-    for (int64_t a = a0; a < a1; ++a) {
-        const int64_t row = rows.index ? rows.index[a] : a, r = row % TILE_ROWS;
-        const uint8_t* tile = rows.weight + (row - r) * rows.stride;
-        for (int64_t b = 0; b < n; ++b) {
-            uint8_t quants[F::QUANT_BYTES];
-            for (int64_t at = 0; at < F::QUANT_BYTES; at += 4)
-                __builtin_memcpy(quants + at, F::quants_of(tile, n, b, r) + TILE_ROWS * at, 4);
-            const Floats scale = broadcast(f16_to_float(F::scale_of(tile, b, r)));
-            Floats w[VECTORS];
-            F::unpack(quants, w);
-            for (int v = 0; v < VECTORS; ++v)
-                store_floats(out + a * rows.D + b * BLOCK + v * LANES, mul(w[v], scale));
-        }
-    }
-}

@@ -1,6 +1,6 @@
-// Loops over vectors in cache, which the compiler vectorises: norms, rotary embedding, the cache's halves, sums.
-// Included by rows_template.h. Bits are equal at all levels (those of NaN aside), because additions have the same
-// order.
+// Loops over vectors in cache, most of which the compiler vectorises: norms, rotary embedding, the cache's halves,
+// sums, comparisons with limits. Included by rows_template.h. Bits are equal at all levels (those of NaN aside),
+// because additions have the same order.
 
 // Sixteen interleaved sums, so that the compiler can vectorise them.
 template <class Term>
@@ -85,4 +85,69 @@ void sum_parts(const float* part, int64_t stride, int64_t count, int64_t n, floa
         y[i] = part[i];
         for (int64_t c = 1; c < count; ++c) y[i] += part[c * stride + i];
     }
+}
+
+uint64_t above(const float* x, int64_t n, float limit) {
+    uint64_t open = 0;
+#ifdef LEVEL_AVX512
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 there = first_of_16(n - i);
+        const __m512 values = _mm512_maskz_loadu_ps(there, x + i);
+        open |=
+            static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, broadcast(limit), _CMP_NLE_UQ))
+            << i;
+    }
+#else
+    for (int64_t i = 0; i < n; ++i) open |= static_cast<uint64_t>(!(x[i] <= limit)) << i;
+#endif
+    return open;
+}
+
+uint64_t beyond(const float* x, int64_t n, const float* limit) {
+    uint64_t open = 0;
+#ifdef LEVEL_AVX512
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 there = first_of_16(n - i);
+        const __m512 values = _mm512_abs_ps(_mm512_maskz_loadu_ps(there, x + i));
+        const __m512 limits = _mm512_maskz_loadu_ps(there, limit + i);
+        open |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, limits, _CMP_NLE_UQ)) << i;
+    }
+#else
+    for (int64_t i = 0; i < n; ++i)
+        open |= static_cast<uint64_t>(!(__builtin_fabsf(x[i]) <= limit[i])) << i;
+#endif
+    return open;
+}
+
+void keep_only(float* x, uint64_t mask) {
+    for (int64_t i = 0; i < 64; ++i) {
+#ifdef LEVEL_AVX512
+        if (i % 16 == 0)
+            _mm512_storeu_ps(x + i, _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> i), x + i));
+#else
+        uint32_t value;
+        __builtin_memcpy(&value, x + i, 4);
+        value &= 0u - static_cast<uint32_t>(mask >> i & 1);
+        __builtin_memcpy(x + i, &value, 4);
+#endif
+    }
+}
+
+int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
+    int64_t count = 0, i = 0;
+#ifdef LEVEL_AVX512
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (; i + 16 <= n; i += 16) {
+        const __mmask16 above =
+            _mm512_cmp_ps_mask(load_floats(score + i), broadcast(limit), _CMP_NLE_UQ);
+        const __m512i which = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
+        _mm512_mask_compressstoreu_epi32(chosen + count, above, which);
+        count += __builtin_popcount(above);
+    }
+#endif
+    for (; i < n; ++i) {
+        chosen[count] = static_cast<int32_t>(i);
+        count += !(score[i] <= limit);
+    }
+    return count;
 }

@@ -26,9 +26,9 @@ AXES: dict[str, dict[str, int]] = {
 _LISTS = ("index_1", "position_1", "sequence_1")
 
 
-def by_rows(kernel: Callable[Parameters, None], name: str = "") -> Callable[Parameters, None]:
+def by_rows(kernel: Callable[Parameters, None]) -> Callable[Parameters, None]:
     """The kernel for several rows, whose vectors may be [T, D]; runs the rows one by one."""
-    axes = AXES[name or kernel.__name__]
+    axes = AXES[kernel.__name__]
     first = next(iter(axes))
     signature = inspect.signature(kernel)
 

@@ -5,13 +5,15 @@ synchronise with the device, so they cannot be captured into a graph.
 
 Contracts and letters: see kernels.py."""
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import Activation, PredictorKind
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.ranges import range_of
@@ -21,19 +23,22 @@ from hotsplit.runtime.kernels.stored import StoredMatrix
 # Rows of a piece: 8 MiB in float64 if a row has 4,096 values. A multiple of 32, so that a piece has
 # whole words of bits.
 ROWS = 256
+# Of these arguments, whose last axis has a value for each row of the matrix, a piece takes its part.
+_BY_ROW = ("bias_N", "bias_F", "gate_bias_N", "up_bias_N", "id_N", "out_N", "hidden_N")
+Parameters = ParamSpec("Parameters")
 
 
 def torch_kernels() -> Kernels:
     return Kernels(
-        dot=by_rows(_dot, "dot"),
+        dot=_in_pieces(reference.dot),
         embed=reference.embed,
         unpack=_unpack,
         add_norm=reference.add_norm,
         rotate_append=reference.rotate_append,
-        attend=by_rows(_attend, "attend"),
-        predict=by_rows(_predict, "predict"),
-        gate_up=by_rows(_gate_up, "gate_up"),
-        down=by_rows(_down, "down"),
+        attend=attend,
+        predict=_in_pieces(reference.predict),
+        gate_up=_in_pieces(reference.gate_up),
+        down=down,
     )
 
 
@@ -50,25 +55,36 @@ def _part(matrix: StoredMatrix, rows: slice) -> StoredMatrix:
     return replace(matrix, data=matrix.data[rows])
 
 
-def _of(vector: Tensor | None, piece: slice) -> Tensor | None:
-    return None if vector is None else vector[piece]
+def _in_pieces(kernel: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """The kernel, run on pieces of its matrices' rows."""
+    signature = inspect.signature(kernel)
+
+    @wraps(kernel)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
+        given = signature.bind(*arguments, **options).arguments
+        matrix = next(each for each in given.values() if isinstance(each, StoredMatrix))
+        for rows in _pieces(matrix.num_rows):
+            words = rows if given.get("id_N") is None else slice(None)  # ids are of the whole layer
+            own = {name: _cut(name, value, rows, words) for name, value in given.items()}
+            kernel(**own)  # type: ignore[call-arg]
+
+    return run
+
+
+def _cut(name: str, value: Any, rows: slice, named: slice) -> Any:
+    """What a piece takes of an argument; `named`: the neurons whose bits it reads or writes."""
+    if isinstance(value, StoredMatrix):
+        return _part(value, rows)
+    if value is not None and name in _BY_ROW:
+        return value[..., rows]
+    if value is not None and name == "named_B":
+        return value[..., _words(named)]
+    return value
 
 
 def _words(rows: slice) -> slice:
     """The words that hold the bits of these rows."""
-    return slice(rows.start // 32, -(-rows.stop // 32))
-
-
-def _dot(
-    matrix: StoredMatrix,
-    bias_N: Tensor | None,
-    x_D: Tensor,
-    out_N: Tensor,
-    *,
-    has_relu: bool = False,
-) -> None:
-    for rows in _pieces(matrix.num_rows):
-        reference.dot(_part(matrix, rows), _of(bias_N, rows), x_D, out_N[rows], has_relu=has_relu)
+    return slice(None) if rows.stop is None else slice(rows.start // 32, -(-rows.stop // 32))
 
 
 def _unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
@@ -79,7 +95,8 @@ def _unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None)
             reference.unpack(matrix, out_AD[rows], index_A[rows])
 
 
-def _attend(
+@by_rows
+def attend(
     qkv: Tensor,
     key_CKW: Tensor,
     value_CKW: Tensor,
@@ -105,7 +122,8 @@ def _attend(
         )  # fmt: skip
 
 
-def _down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
+@by_rows
+def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
     size = range_of(len(hidden_N), len(parts_SD))
     piece_1D = torch.empty_like(parts_SD[:1])
     for part, parts_D in enumerate(parts_SD):
@@ -117,41 +135,3 @@ def _down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros
             reference.down(piece, hidden_N[rows], piece_1D, skips_zeros=skips_zeros)
             sum_D += piece_1D[0]
         parts_D.copy_(sum_D)
-
-
-def _predict(
-    up: StoredMatrix,
-    bias_F: Tensor | None,
-    inner_R: Tensor,
-    threshold: float,
-    kind: PredictorKind,
-    activation: Activation,
-    named_B: Tensor,
-) -> None:
-    for rows in _pieces(up.num_rows):
-        reference.predict(
-            _part(up, rows), _of(bias_F, rows), inner_R, threshold, kind, activation,
-            named_B[_words(rows)],
-        )  # fmt: skip
-
-
-def _gate_up(
-    gate: StoredMatrix,
-    gate_bias_N: Tensor | None,
-    up: StoredMatrix | None,
-    up_bias_N: Tensor | None,
-    id_N: Tensor | None,
-    named_B: Tensor | None,
-    x_D: Tensor,
-    activation: Activation,
-    threshold: float,
-    is_dense: bool,
-    hidden_N: Tensor,
-) -> None:
-    for rows in _pieces(gate.num_rows):
-        named = _of(named_B, _words(rows)) if id_N is None else named_B
-        reference.gate_up(
-            _part(gate, rows), _of(gate_bias_N, rows), None if up is None else _part(up, rows),
-            _of(up_bias_N, rows), _of(id_N, rows), named, x_D, activation, threshold, is_dense,
-            hidden_N[rows],
-        )  # fmt: skip

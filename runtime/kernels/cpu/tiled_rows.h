@@ -1,0 +1,144 @@
+// Products of tiled rows, and unpacking of rows that are stored together. Included by rows_template.h.
+
+// LANES rows of a tile, from row `lane` on.
+template <class F>
+inline auto tile_at(const uint8_t* tile, int64_t lane, int64_t D, const TiledAhead* ahead) {
+    if constexpr (IS_SUPER<F>)
+        return SuperTile<F>{tile, lane, D / SUPER_BLOCK, ahead};
+    else
+        return TiledTile<F>{tile, lane, D / BLOCK, ahead};
+}
+
+// Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
+template <class F>
+inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                           int64_t a1, const TiledAhead& ahead) {
+    const int64_t first = a0 / TILE_ROWS * TILE_ROWS;
+    const uint8_t* at = rows.weight + first * rows.stride;
+    auto dot = [&](auto count, int64_t lane) {  // `count` times LANES rows
+        const int64_t begin = a0 > first + lane ? a0 - first - lane : 0, most = count * LANES;
+        const int64_t end = a1 - first - lane < most ? a1 - first - lane : most;
+        float* to = y + first + lane + begin - a0;
+        if (x.count == 1) {
+            alignas(64) float sums[LANES];
+            dot_one(tile_at<F>(at, lane, rows.D, lane == 0 ? &ahead : nullptr), x, sums);
+            __builtin_memcpy(to, sums + begin, (end - begin) * sizeof(float));
+            return;
+        }
+        for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
+            const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
+            const auto tile = tile_at<F>(at, lane, rows.D, lane + t == 0 ? &ahead : nullptr);
+            const decltype(tile) tiles[2] = {tile, tile_at<F>(at, lane + LANES, rows.D, nullptr)};
+            multiply_tiles<F, count>(tiles, rows.D / BLOCK, x.part(t, t1), to + t * y_stride, y_stride,
+                                     begin, end);
+        }
+    };
+#ifdef LEVEL_AVX2
+    const bool has_both_halves = a0 < first + LANES && a1 > first + LANES;
+    if (x.count == 1 && has_both_halves) {
+        alignas(64) float sums[TILE_ROWS];
+        dot_whole_tile(tile_at<F>(at, 0, rows.D, &ahead), x, sums);
+        __builtin_memcpy(y, sums + (a0 - first), (a1 - a0) * sizeof(float));
+        return;
+    }
+#endif
+#ifdef HAS_PANELS
+    if (has_both_halves) return dot(Count<2>{}, 0);
+#endif
+    for (int64_t lane = a0 % TILE_ROWS / LANES * LANES; first + lane < a1; lane += LANES)
+        dot(Count<1>{}, lane);
+}
+
+// Multiplies two tiles together, those of rows a0 .. a0 + 2 * TILE_ROWS - 1.
+template <class F>
+inline void dot_two_tiles(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                          const TiledAhead& ahead) {
+    static_assert(TILES_AT_ONCE == 1 || LANES == TILE_ROWS);
+    const int64_t n = rows.D / BLOCK;
+    const int64_t tile_bytes = TILE_ROWS * rows.stride;
+    const uint8_t* at = rows.weight + a0 * rows.stride;
+    const TiledAhead aheads[2] = {ahead.of_pair(0, tile_bytes), ahead.of_pair(1, tile_bytes)};
+    for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
+        const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
+        const TiledTile<F> tiles[2] = {{at, 0, n, t == 0 ? aheads : nullptr},
+                                       {at + tile_bytes, 0, n, t == 0 ? aheads + 1 : nullptr}};
+        dot_tile<F, 2>(tiles, n, x.part(t, t1), y + t * y_stride, y_stride, 0, 2 * TILE_ROWS);
+    }
+}
+
+// Calls use(a, end, ahead) for the tiles, or their parts, of rows a0 .. a1-1 without a list; TILES at a time.
+// `is_asking`: the next tile is prefetched even if stream_ahead is not set.
+template <int TILES = 1, class Use>
+inline void for_tiles(const Rows& rows, int64_t a0, int64_t a1, bool is_asking, const Use& use) {
+    const bool is_stream = stream_ahead > 0;
+    const uint8_t* last = is_stream ? end_of_run(rows, a1) : nullptr;
+    for (int64_t a = a0, end; a < a1; a = end) {
+        const int64_t first = a / TILE_ROWS * TILE_ROWS;
+        const bool are_whole = a == first && a1 - a >= TILES * TILE_ROWS;
+        end = first + (are_whole ? TILES : 1) * TILE_ROWS;
+        end = end < a1 ? end : a1;
+        const bool has_also = rows.also && end - a >= TILE_ROWS;
+        const TiledAhead ahead = {end == a1 && !is_stream ? rows.after : nullptr,
+                                  has_also ? rows.also + (a - a0) : nullptr, is_asking && !is_stream,
+                                  last, rows.after};
+        use(a, end, ahead);
+    }
+}
+
+// Vectors from which two tiles are multiplied together. GMAC/s of one Zen 5 core, rows of 2,048 values, one
+// tile at a time and two: 8 vectors 170 and 185 (q4_0), 163 and 173 (q8_0), 64 vectors 182 and 207, 182 and 203.
+constexpr int64_t LEAST_FOR_TWO_TILES = 8;
+
+// From how many vectors on the next tile is prefetched even if stream_ahead is not set. Unpacking K-quants takes so
+// long that the hardware prefetcher pauses (two Zen 5 cores, q4_K and 2 vectors: 11 GB/s without, 31 with).
+template <class F>
+constexpr int64_t LEAST_ASKING_OF = IS_SUPER<F> ? 2 : LEAST_ASKING;
+
+// For a row of a list, the LANES rows of its tile that include it are computed (half of a tile with AVX2).
+template <class F>
+void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
+#ifdef LEVEL_AMX
+    if constexpr (!IS_SUPER<F>)
+        if (x.count >= LEAST_VECTORS && !rows.index && a0 % TILE_ROWS == 0)
+            return dot_tiles<F>(rows, x, y, y_stride, a0, a1);
+#endif
+    if (rows.index) {
+        Rows whole = rows;
+        whole.index = nullptr;
+        for (int64_t a = a0; a < a1; ++a) {
+            const int64_t row = rows.index[a];
+            dot_tiled_rows<F>(whole, x, y + a, y_stride, row, row + 1, {nullptr, nullptr});
+        }
+        return;
+    }
+    const bool is_asking = x.count >= LEAST_ASKING_OF<F>;
+    if constexpr (TILES_AT_ONCE == 2 && !IS_SUPER<F>) {
+        if (x.count >= LEAST_FOR_TWO_TILES) {
+            for_tiles<2>(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
+                if (end - a == 2 * TILE_ROWS)
+                    return dot_two_tiles<F>(rows, x, y + a, y_stride, a, ahead);
+                dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
+            });
+            return;
+        }
+    }
+    for_tiles(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
+        dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
+    });
+}
+
+// Unpacks rows of tiles or groups, by way of blocks as in a file.
+template <class F>
+void unpack_together(const Rows& rows, float* out, int64_t a0, int64_t a1) {
+    using InFile = typename F::InFile;
+    constexpr int64_t VALUES = IS_SUPER<InFile> ? SUPER_BLOCK : BLOCK;
+    for (int64_t a = a0; a < a1; ++a) {
+        const int64_t row = rows.index ? rows.index[a] : a, r = row % F::ROWS;
+        const uint8_t* first = rows.weight + (row - r) * rows.stride;
+        for (int64_t b = 0; b < rows.D / VALUES; ++b) {
+            uint8_t block[InFile::BLOCK_BYTES];
+            F::copy_block(first, rows.D / VALUES, b, r, block);
+            unpack_row<InFile>(block, block, VALUES, out + a * rows.D + b * VALUES);
+        }
+    }
+}
