@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hotsplit.runtime.neuron_cache.cycle import SWAP
+from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import CacheSetup
 
@@ -35,7 +35,7 @@ class RandomPolicy:
             slots = self.random.choice(num_slots, count, replace=False)
             comes = self.random.choice(cold, count, replace=False)
             goes = self.residency.id_N(layer)[slots]
-            found += [(layer, *row) for row in zip(slots, comes, goes, strict=True)]
+            found += [(layer, *row, 0.0) for row in zip(slots, comes, goes, strict=True)]
         self.pending = np.array(found, SWAP)
         return self.pending
 

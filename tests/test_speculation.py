@@ -161,7 +161,7 @@ def test_the_comparison_finds_a_changed_text(tmp_path):
     class Believer(Generation):
         def draw(self):
             if self._right < len(self._draft):
-                self._draws = _Fixed(self._draft[self._right], self._draws)
+                self._chain = _Fixed(self._draft[self._right], self._chain)
             return super().draw()
 
     with Engine.load(model_path(tmp_path, "q8_0"), mode="exact") as engine:
@@ -323,7 +323,7 @@ class TooSure(Generation):
 
     def draw(self):
         if self._right < len(self._draft) and self.chance.random() < 0.1:
-            self._draws = _Fixed(self._draft[self._right], self._draws)
+            self._chain = _Fixed(self._draft[self._right], self._chain)
         return super().draw()
 
 

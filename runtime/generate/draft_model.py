@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.runtime.generate.generation import num_common
 from hotsplit.runtime.generate.speculation import Guess
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
@@ -81,14 +82,6 @@ def most_probable(logits_V: Tensor) -> tuple[int, float]:
     """(token, its probability, which is NaN if any logit is)."""
     token = int(logits_V.argmax())
     return token, float(torch.softmax(logits_V, 0)[token])
-
-
-def num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:  # fast; a list never equals a tuple
-        return shorter
-    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
 def check_vocabulary(

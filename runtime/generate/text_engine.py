@@ -13,20 +13,19 @@ from hotsplit.model.modes import Mode
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
+from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.drawing import chain_of, sampling_of
 from hotsplit.runtime.generate.dry import BreakerSets
 from hotsplit.runtime.generate.generation import (
-    Drafts,
     Generation,
     GenerationOptions,
-    Mask,
     Run,
     Token,
     together,
 )
 from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
-from hotsplit.runtime.generate.speculation import check_rows, has_equal_rows
+from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -110,8 +109,8 @@ class TextEngine:
         *,
         sampling: SamplingOptions | None = None,
         options: GenerationOptions | None = None,
-        constraint: Mask | None = None,
-        drafts: Drafts | None = None,
+        constraint: Constraint | None = None,
+        drafts: Speculation | None = None,
         sequence: TextSequence | None = None,
     ) -> Iterator[Token]:
         """Yields tokens as they are generated; afterwards `last_run` has their statistics.
@@ -133,8 +132,8 @@ class TextEngine:
         prompt: str | Sequence[int],
         sampling: SamplingOptions,
         options: GenerationOptions,
-        constraint: Mask | None,
-        drafts: Drafts | None,
+        constraint: Constraint | None,
+        drafts: Speculation | None,
     ) -> Callable[[TextSequence], Generation]:
         """Checks the arguments; returns a function that starts the generation in a sequence."""
         if drafts is not None:
@@ -168,7 +167,7 @@ class TextEngine:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingOptions | None = None,
         options: GenerationOptions | None = None,
-        constraints: Sequence[Mask] = (),
+        constraints: Sequence[Constraint] = (),
     ) -> Iterator[tuple[int, Token]]:
         """Generates several texts in shared steps and yields (index of the prompt, token). Each
         text is the one that `generate` would yield if the engine `has_equal_rows`; otherwise
@@ -195,8 +194,8 @@ class TextEngine:
         template: str | None = None,
         sampling: SamplingOptions | None = None,
         options: ChatOptions | None = None,
-        new_constraint: Callable[[], Mask] | None = None,
-        drafts: Drafts | None = None,
+        new_constraint: Callable[[], Constraint] | None = None,
+        drafts: Speculation | None = None,
     ) -> Conversation:
         """Starts a conversation in a sequence of its own: see runtime.generate.chat.
 

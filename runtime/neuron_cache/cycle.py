@@ -29,10 +29,6 @@ from hotsplit.runtime.neuron_cache.policy import CacheReport
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.system.sizes import format_bytes
 
-# Neuron `in` replaces neuron `out` in slot `slot` of the layer. No neuron or slot occurs in two
-# swaps of a decision.
-SWAP = np.dtype([("layer", np.int32), ("slot", np.int32), ("in", np.int32), ("out", np.int32)])
-
 
 class Policy(Protocol):
     """Decides on swaps; policy.CachePolicy implements it."""
@@ -44,8 +40,8 @@ class Policy(Protocol):
         """Statistics so far."""
 
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
-        """Observes the tokens of a step and returns swaps, with at least the fields of `SWAP`, as a
-        view that the next call may change. Earlier swaps count as done."""
+        """Observes the tokens of a step and returns swaps (native.library.SWAP; `gain_s` is not
+        read), as a view that the next call may change. Earlier swaps count as done."""
 
 
 class Slots(Protocol):

@@ -57,7 +57,7 @@ class CacheSetup:
         def policy_of(resident_LN: Sequence[np.ndarray], num_neurons: int) -> Policy:
             assert planned.frequency_LF.shape == (len(resident_LN), num_neurons)
             limited = replace(options, most_rows=most_rows)
-            return CachePolicy.of(resident_LN, planned.frequency_LF, planned.costs, limited)
+            return CachePolicy(resident_LN, planned.frequency_LF, planned.costs, limited)
 
         return cls(policy_of=policy_of, most_rows=most_rows)
 
