@@ -8,8 +8,7 @@ from functools import cached_property
 from tokenizers import pre_tokenizers
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.chain import SamplerChain
-from hotsplit.runtime.generate.drawing import chain_of
+from hotsplit.runtime.generate.chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.dry import BreakerSets
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.text.chat_template import ChatTemplate, Message

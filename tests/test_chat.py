@@ -16,8 +16,8 @@ from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate import chat as chat_module
 from hotsplit.runtime.generate import dry
+from hotsplit.runtime.generate.chain import chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
-from hotsplit.runtime.generate.drawing import chain_of
 from hotsplit.runtime.generate.dry import BreakerSets
 from hotsplit.runtime.generate.generation_options import GenerationOptions
 from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning

@@ -23,10 +23,9 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Activation
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.neuron_cache.cycle import SWAP
+from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.step.sequences import Part
-from hotsplit.runtime.weights.slot_rows import matrices_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L, V = 160, 3, 50
@@ -307,9 +306,9 @@ def test_the_comparison_finds_wrong_rows(tmp_path, wrong):
         if wrong == "stale slot":  # the tables change, but the rows do not arrive
             slots._copier.start = lambda copies: None
         elif wrong == "wrong row":
-            slots._place_L5M[0, 0, 1] += slots._place_L5M[0, 2, 1]
+            slots._table.stride_LM[0, 1] //= 2
         else:
-            slots._place_L5M[:, 3] //= 2
+            slots._table.size_LM[:] //= 2
         assert not torch.equal(decoded(cached, IDS), decoded(plain, IDS))
 
 
@@ -351,7 +350,7 @@ def followed(tmp_path, ids, options=None, mode="exact"):
         logits, cache = decoded(engine, ids), engine.neuron_cache
         cache.complete()  # what the last step began
         cache.slots.check()
-        row_bytes = sum(m.row_bytes for m in matrices_of(engine.layers[0].ffn.blocks[0]))
+        row_bytes = sum(m.row_bytes for m in engine.layers[0].ffn.blocks[0].matrices)
         assert cache.num_bytes == cache.num_swaps * row_bytes
         return logits, cache
 
@@ -457,7 +456,7 @@ def test_impossible_swaps_change_nothing():
         [(0, 1, 5, 1), (0, 2, 5, 2)],  # a neuron twice
     ):
         with pytest.raises(AssertionError):
-            residency.swap(np.array(wrong, SWAP))
+            residency.swap(np.array([(*swap, 0.0) for swap in wrong], SWAP))
         assert (residency.slot_LF == before).all()
         residency.check()
     residency.slot_LF[0, 5] = 1

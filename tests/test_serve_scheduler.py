@@ -10,7 +10,7 @@ from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.drawing import chain_of
+from hotsplit.runtime.generate.chain import chain_of
 from hotsplit.runtime.generate.dry import BreakerSets
 from hotsplit.runtime.generate.generation_options import GenerationOptions
 from hotsplit.runtime.generate.sampling_options import SamplingOptions

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hotsplit.runtime.check.launches import Launch
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.weights import gpu_products
 
 # The largest |got - want| / |want| of a correct kernel. Sums of 16,384 terms in f32 have a relative
 # error of about 1e-6; the rest is room for the device's exp and sin.
@@ -50,7 +51,7 @@ def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[
     Overwrites the launch's vectors and restores the cache. `wait` waits for the device and raises
     what went wrong there."""
     launch = _with_few_blocks(launch)
-    with torch.inference_mode(), _current(launch.device), _filled(launch):
+    with torch.inference_mode(), gpu_products.made_current(launch.device), _filled(launch):
         before = [values.clone() for values in _outputs(launch)]
         got = _results(launch, fast, before, wait)
         want = _results(launch, plain, before, wait)
@@ -198,13 +199,3 @@ def _randomise(values: Tensor, random: torch.Generator) -> None:
         drawn = torch.randn((min(rows, len(values)), *values.shape[1:]), generator=random)
         for piece in values.split(rows):
             piece.copy_(drawn[: len(piece)])
-
-
-@contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    """Makes a CUDA device current, because Triton launches on the current one."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield

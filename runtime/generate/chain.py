@@ -14,9 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate import mirostat, samplers
-from hotsplit.runtime.generate.active import active_samplers, is_greedy
-from hotsplit.runtime.generate.adaptive import DrawnMean, adaptive_p
+from hotsplit.runtime.generate import adaptive, samplers
 from hotsplit.runtime.generate.candidates import (
     Candidates,
     Mask,
@@ -28,9 +26,11 @@ from hotsplit.runtime.generate.candidates import (
     nothing_error,
     possible,
 )
-from hotsplit.runtime.generate.dry import Breakers, dry
-from hotsplit.runtime.generate.penalties import penalties
+from hotsplit.runtime.generate.dry import Breakers, BreakerSets, dry
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
+
+# These always keep the token with the largest logit (the lowest id among equal logits).
+_KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")
 
 
 class TokenLogprob(NamedTuple):
@@ -68,8 +68,8 @@ class SamplerChain:
         # Python's generator takes abs(seed), which would make -1 and 1 the same.
         self._random = random.Random(None if options.seed is None else options.seed % (1 << 64))
         self._coin = self._random.random()
-        self._mu = mirostat.start_of(options.mirostat_ent)
-        self._drawn = DrawnMean.start(options.adaptive_target, options.adaptive_decay)
+        self._mu = adaptive.first_mu(options.mirostat_ent)
+        self._drawn = adaptive.DrawnMean.start(options.adaptive_target, options.adaptive_decay)
 
     def sample(self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None) -> int:
         """Draws and accepts a token; returns its id. Raises HotsplitError as `distribution`
@@ -104,7 +104,7 @@ class SamplerChain:
         if "xtc" in self.steps:
             self._coin = self._random.random()
         if self.options.mirostat:
-            self._mu = mirostat.moved(
+            self._mu = adaptive.next_mu(
                 self._mu,
                 candidates.probability_of(token_id),
                 target=self.options.mirostat_ent,
@@ -134,8 +134,8 @@ class SamplerChain:
         o = self.options
         match name:
             case "penalties":
-                return penalties(c, history, last_n=o.repeat_last_n, repeat=o.repeat_penalty,
-                                 frequency=o.frequency_penalty, presence=o.presence_penalty)  # fmt: skip
+                return samplers.penalties(c, history, last_n=o.repeat_last_n, repeat=o.repeat_penalty,
+                                          frequency=o.frequency_penalty, presence=o.presence_penalty)  # fmt: skip
             case "dry":
                 return dry(c, history, multiplier=o.dry_multiplier, base=o.dry_base,
                            allowed_length=o.dry_allowed_length, last_n=o.dry_penalty_last_n,
@@ -157,11 +157,11 @@ class SamplerChain:
                 spread = 0.0 if o.mirostat else o.dynatemp_range
                 return samplers.dynamic_temperature(c, o.temperature, spread, o.dynatemp_exponent)
             case "adaptive_p":
-                return adaptive_p(c, o.adaptive_target, self._drawn)
+                return adaptive.adaptive_p(c, o.adaptive_target, self._drawn)
             case "mirostat_1":
-                return mirostat.mirostat_1(c, self._mu, self.vocab_size)
+                return adaptive.mirostat_1(c, self._mu, self.vocab_size)
             case "mirostat_2":
-                return mirostat.mirostat_2(c, self._mu)
+                return adaptive.mirostat_2(c, self._mu)
         raise AssertionError(name)
 
     def _array(self, logits_V: Tensor) -> np.ndarray:
@@ -197,3 +197,55 @@ class SamplerChain:
         if array_V[found] == -np.inf:
             raise nothing_error()
         return found
+
+
+def chain_of(sampling: SamplingOptions, sets: BreakerSets, vocab_size: int) -> SamplerChain:
+    """Builds the chain. Raises HotsplitError for a bias on a token that the model lacks."""
+    breakers = None
+    if sampling.dry_multiplier and sampling.dry_sequence_breakers:
+        breakers = sets.of(sampling.dry_sequence_breakers)
+    return SamplerChain(sampling, vocab_size, breakers)
+
+
+def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...]:
+    """Names of the samplers; with Mirostat, only temperature and Mirostat, as in llama.cpp.
+
+    If the temperature leaves one token, the samplers after it are dropped, and so are those
+    directly before it that always keep that token."""
+    if options.mirostat:
+        names = ["temperature", f"mirostat_{options.mirostat}"]
+    else:
+        names = [name for name in options.samplers if name != "adaptive_p"]
+        names += ["adaptive_p"] * ("adaptive_p" in options.samplers)
+    names = [name for name in names if not is_off(name, options, vocab_size)]
+    if is_greedy(options) and "temperature" in names:
+        names = names[: names.index("temperature")]
+        while names and names[-1] in _KEEP_LARGEST:
+            names.pop()
+        names.append("temperature")
+    return tuple(names)
+
+
+def is_greedy(options: SamplingOptions) -> bool:
+    """True if the temperature, when it is among the samplers, leaves only the largest logit."""
+    return options.temperature <= 0 and (options.dynatemp_range == 0 or options.mirostat != 0)
+
+
+def is_off(name: str, options: SamplingOptions, vocab_size: int) -> bool:
+    """True if this sampler returns its input unchanged with these options."""
+    o = options
+    return {
+        "penalties": o.repeat_last_n == 0
+        or (o.repeat_penalty, o.presence_penalty, o.frequency_penalty) == (1, 0, 0),
+        "dry": o.dry_multiplier == 0 or o.dry_penalty_last_n == 0,
+        "top_n_sigma": o.top_n_sigma <= 0,
+        "top_k": not 0 < o.top_k < vocab_size,
+        "typ_p": o.typ_p == 1,
+        "top_p": o.top_p == 1,
+        "min_p": o.min_p == 0,
+        "xtc": o.xtc_probability == 0 or o.xtc_threshold > 0.5,
+        "temperature": o.temperature == 1 and (o.dynatemp_range == 0 or o.mirostat != 0),
+        "adaptive_p": o.adaptive_target < 0,
+        "mirostat_1": False,
+        "mirostat_2": False,
+    }[name]

@@ -10,7 +10,7 @@ from threading import Lock
 import numpy as np
 
 from hotsplit.runtime.generate.candidates import Candidates
-from hotsplit.runtime.generate.penalties import last_tokens
+from hotsplit.runtime.generate.samplers import last_tokens
 from hotsplit.runtime.text.codec import TextCodec
 
 # First token -> its tails, the token sequences that may follow it; () if the token is a breaker

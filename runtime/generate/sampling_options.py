@@ -1,7 +1,7 @@
 """Sampling options: llama.cpp's settings, with its names and defaults.
 
 Imports neither torch nor numpy, because the command line reads its defaults here. The samplers are
-in samplers.py, penalties.py, dry.py, adaptive.py and mirostat.py."""
+in samplers.py, dry.py and adaptive.py."""
 
 import math
 import sys

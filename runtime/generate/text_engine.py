@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -11,10 +12,9 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
-from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import Constraint
-from hotsplit.runtime.generate.drawing import chain_of, sampling_of
 from hotsplit.runtime.generate.dry import BreakerSets
 from hotsplit.runtime.generate.generation import (
     Generation,
@@ -121,10 +121,18 @@ class TextEngine:
         speed. `sequence` keeps the text; its common prefix with the prompt is not computed again.
         Without one, the text is not kept. Raises HotsplitError for a prompt that is too
         long, and for one without tokens: an empty text, if the model has no token to begin with."""
+        sampling = sampling or SamplingOptions()
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
+        if seed is not None:
+            sampling = replace(sampling, seed=seed)
         generation_of = self._generation_of(
-            prompt, sampling_of(sampling, temperature, seed),
-            options or GenerationOptions(max_tokens=max_tokens), constraint, drafts,
-        )  # fmt: skip
+            prompt,
+            sampling,
+            options or GenerationOptions(max_tokens=max_tokens),
+            constraint,
+            drafts,
+        )
         return self._generate(generation_of, sequence)
 
     def _generation_of(

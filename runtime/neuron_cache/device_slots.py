@@ -27,7 +27,6 @@ from hotsplit.runtime.kernels.gpu.slots import COPY, SlotKernels, form_of
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.row_copies import RowCopies, RowTable
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
-from hotsplit.runtime.weights.slot_rows import matrices_of, tensors_of
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
@@ -63,14 +62,14 @@ class SlotDevice:
         self._main, self._copier = main, copier
         every = range(len(residency.num_slots_L))
         of = [layers.get(layer) for layer in every]
-        self._source = RowTable.of([tensors_of(slots.cold) if slots else [] for slots in of])
-        self._target = RowTable.of([tensors_of(slots.hot) if slots else [] for slots in of])
+        self._source = RowTable.of([slots.cold.tensors if slots else [] for slots in of])
+        self._target = RowTable.of([slots.hot.tensors if slots else [] for slots in of])
         assert (self._source.size_LM == self._target.size_LM).all()
         self._form_LM = np.zeros_like(self._source.size_LM)
         for layer, slots in layers.items():
             forms = [
                 form_of(cold.kind, hot.kind)
-                for cold, hot in zip(matrices_of(slots.cold), matrices_of(slots.hot), strict=True)
+                for cold, hot in zip(slots.cold.matrices, slots.hot.matrices, strict=True)
             ]
             self._form_LM[layer, : len(forms)] = forms
         self._has_slot_F = any(slots.slot_F is not None for slots in layers.values())
@@ -199,4 +198,4 @@ class DeviceSlots:
 
 def _written(slots: SlotLayer) -> list[Tensor]:
     more = [] if slots.slot_F is None else [slots.slot_F]
-    return [*tensors_of(slots.hot), slots.hot_id_N, *more]
+    return [*slots.hot.tensors, slots.hot_id_N, *more]

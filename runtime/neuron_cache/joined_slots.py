@@ -12,7 +12,6 @@ from torch import Tensor
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.row_copies import Copier, RowCopies, RowTable
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
-from hotsplit.runtime.weights.slot_rows import tensors_of
 
 
 class JoinedSlots:
@@ -27,33 +26,25 @@ class JoinedSlots:
         self.residency = residency
         self._row_LF = {layer: _shared(block.row_N) for layer, block in blocks.items()}
         layers = range(len(residency.num_slots_L))
-        self._table = RowTable.of([tensors_of(blocks[i]) if i in blocks else [] for i in layers])
-        # For each layer's tensors, [L, 5, M]: addresses of row 0 of all neurons and of the slots,
-        # row stride, bytes of a row, and its offset in staging.
-        table = self._table
-        rows_LM = table.base_LM + residency.num_slots_L[:, None] * table.stride_LM
-        places = rows_LM, table.base_LM, table.stride_LM, table.size_LM, table.offset_LM
-        self._place_L5M = np.stack(places, axis=1)
+        self._table = RowTable.of([blocks[i].tensors if i in blocks else [] for i in layers])
         self._table_L = np.zeros(len(layers), np.int64)  # address of each layer's `row_N`
         for layer, row_F in self._row_LF.items():
             self._table_L[layer] = row_F.ctypes.data
-        self._neuron_bytes = table.neuron_bytes
         self._staging = np.zeros(0, np.uint8)
         self._copier = Copier(copy_bytes_per_s)
         self._pending: tuple[np.ndarray, RowCopies] | None = None
 
     def start(self, swaps_S: np.ndarray) -> int:
         assert self._pending is None
-        swaps_S = swaps_S.copy()
-        needed = len(swaps_S) * self._neuron_bytes
+        swaps_S, table, num_slots_L = swaps_S.copy(), self._table, self.residency.num_slots_L
+        needed = len(swaps_S) * table.neuron_bytes
         if len(self._staging) < needed:
             self._staging = np.zeros(needed, np.uint8)
-        places = self._place_L5M[swaps_S["layer"]].swapaxes(0, 1)
-        main_SM, slot_SM, stride_SM, size_SM, staged_SM = places
-        first = self._staging.ctypes.data
-        staged_SM += np.arange(first, first + needed, self._neuron_bytes)[:, None]
-        main_SM += swaps_S["in"][:, None] * stride_SM
-        slot_SM += swaps_S["slot"][:, None] * stride_SM
+        layer_S, first = swaps_S["layer"], self._staging.ctypes.data
+        place_S1 = np.arange(first, first + needed, table.neuron_bytes)[:, None]
+        staged_SM, size_SM = place_S1 + table.offset_LM[layer_S], table.size_LM[layer_S]
+        main_SM = table.addresses(layer_S, num_slots_L[layer_S] + swaps_S["in"])
+        slot_SM = table.addresses(layer_S, swaps_S["slot"])
         to_slots = self._to_slots(swaps_S, staged_SM, slot_SM, size_SM)
         gathered = RowCopies(main_SM, staged_SM, size_SM, (self._staging, self._table))
         self._copier.start(gathered)

@@ -110,8 +110,20 @@ class NeuronBlock:
     @property
     def is_native(self) -> bool:
         """True if the C++ kernels support the whole block."""
-        matrices = [self.gate.weight, self.down] + ([self.up.weight] if self.up else [])
-        return all(matrix.is_native for matrix in matrices)
+        return all(matrix.is_native for matrix in self.matrices)
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Gate, up (if there is one) and down."""
+        up = [] if self.up is None else [self.up.weight]
+        return [self.gate.weight, *up, self.down]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The data of its matrices and its biases, with a row or a value per neuron."""
+        linears = [self.gate] if self.up is None else [self.gate, self.up]
+        biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
+        return [*(matrix.data for matrix in self.matrices), *biases]
 
     @property
     def width(self) -> int:

@@ -15,9 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 
@@ -33,19 +31,6 @@ def joined(block: NeuronBlock, hot_N: np.ndarray, num_neurons: int) -> NeuronBlo
     row_F = torch.arange(num_slots, num_slots + num_neurons, dtype=torch.int32)
     row_F[torch.from_numpy(hot_N).long()] = torch.arange(num_slots, dtype=torch.int32)
     return replace(block, id_N=torch.arange(num_neurons), row_N=row_F, is_whole=True)
-
-
-def matrices_of(block: NeuronBlock) -> list[Matrix]:
-    """Gate, up (if there is one) and down."""
-    up = [] if block.up is None else [block.up.weight]
-    return [block.gate.weight, *up, block.down]
-
-
-def tensors_of(block: NeuronBlock) -> list[Tensor]:
-    """The data of its matrices and its biases, with a row or a value per neuron."""
-    linears = [block.gate] if block.up is None else [block.gate, block.up]
-    biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
-    return [*(matrix.data for matrix in matrices_of(block)), *biases]
 
 
 def apart(hot: NeuronBlock, cold: NeuronBlock, cold_C: np.ndarray) -> tuple[NeuronBlock, ...]:
