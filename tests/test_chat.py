@@ -18,7 +18,7 @@ from hotsplit.runtime.generate import chat as chat_module
 from hotsplit.runtime.generate import dry
 from hotsplit.runtime.generate.chain import chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
-from hotsplit.runtime.generate.dry import BreakerSets
+from hotsplit.runtime.generate.dry import cached_breakers
 from hotsplit.runtime.generate.generation_options import GenerationOptions
 from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
@@ -65,7 +65,7 @@ def talk(engine, template: str | ChatTemplate = CHATML, sampling=GREEDY, **more)
     if isinstance(template, str):
         template = replace(chat_template_of(engine.model, engine.codec), text=template)
     options = more.pop("options", ChatOptions(generation=SAID))
-    draws = chain_of(sampling, BreakerSets(engine.codec), engine.model.spec.vocab_size)
+    draws = chain_of(sampling, cached_breakers(engine.codec), engine.model.spec.vocab_size)
     return Conversation(
         engine.sequence(), engine.codec, template, engine.traffic, draws, options=options, **more
     )

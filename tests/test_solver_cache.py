@@ -294,7 +294,7 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
             resident_LN=resident_LN, are_slots_joined=False,
         )  # fmt: skip
         held.append(residence.num_bytes)
-    policy = CachePolicy.of(
+    policy = CachePolicy(
         cached_ids(split.hot), np.zeros((4, 96), np.float32), a_cache(4).costs,
         CacheOptions(most_rows=12),
     )  # fmt: skip

@@ -133,31 +133,23 @@ def _filled(launch: Launch) -> Iterator[None]:
     """Fills inputs with random numbers, or with fixed indices and positions, and outputs that are
     not also inputs with NaN or a bit pattern, so that unwritten values show. Afterwards zeroes both
     and restores the cache."""
-    caches = [launch.arguments[name] for name in _CACHES if name in launch.arguments]
+    random, given = torch.Generator().manual_seed(len(launch.variant)), launch.arguments
+    caches = [given[name] for name in _CACHES if name in given]
     kept = [values.to("cpu", copy=True) for values in caches]
+    inputs = [name for name in _INPUTS[launch.kernel] if given[name] is not None]
     try:
-        yield from _filling(launch)
+        for target in _outputs(launch):
+            target.fill_(0x5555 if target.dtype == torch.int32 else torch.nan)
+        if given.get("is_added"):
+            _randomise(given["out_D"], random)
+        for name in inputs:
+            _fill(launch, name, random)
+        yield
+        for values in (*(given[name] for name in inputs), *_outputs(launch)):
+            values.zero_()
     finally:
         for values, before in zip(caches, kept, strict=True):
             values.copy_(before)
-
-
-def _filling(launch: Launch) -> Iterator[None]:
-    random = torch.Generator().manual_seed(len(launch.variant))
-    given = launch.arguments
-    inputs = [given[name] for name in _INPUTS[launch.kernel] if given[name] is not None]
-    for target in _outputs(launch):
-        target.fill_(0x5555 if target.dtype == torch.int32 else torch.nan)
-    if given.get("is_added"):
-        _randomise(given["out_D"], random)
-    for name in _INPUTS[launch.kernel]:
-        if given[name] is not None:
-            _fill(launch, name, random)
-    yield
-    for values in inputs:
-        values.zero_()
-    for values in _outputs(launch):
-        values.zero_()
 
 
 def _fill(launch: Launch, name: str, random: torch.Generator) -> None:

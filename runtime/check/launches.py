@@ -9,7 +9,7 @@ Letters: see runtime.kernels.gpu.kernels."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
@@ -99,30 +99,13 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
     return (name if value else "") if isinstance(value, bool) else f"{value}"
 
 
-class NoStream:
+class NoStream(PlainStream):
     """Runs launches, and does nothing else."""
-
-    def launch(
-        self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
-    ) -> None:
-        run()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         pass
 
     def host(self, node: HostNode) -> None:
-        pass
-
-    def record(self) -> None:
-        return None
-
-    def wait(self, event: None) -> None:
-        pass
-
-    def follow(self) -> None:
-        pass
-
-    def finish(self, *, sleeps: bool = False) -> None:
         pass
 
 

@@ -26,7 +26,7 @@ from hotsplit.runtime.generate.candidates import (
     nothing_error,
     possible,
 )
-from hotsplit.runtime.generate.dry import Breakers, BreakerSets, dry
+from hotsplit.runtime.generate.dry import Breakers, BreakersOf, dry
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 
 # These always keep the token with the largest logit (the lowest id among equal logits).
@@ -199,11 +199,13 @@ class SamplerChain:
         return found
 
 
-def chain_of(sampling: SamplingOptions, sets: BreakerSets, vocab_size: int) -> SamplerChain:
+def chain_of(
+    sampling: SamplingOptions, breakers_of: BreakersOf, vocab_size: int
+) -> SamplerChain:
     """Builds the chain. Raises HotsplitError for a bias on a token that the model lacks."""
     breakers = None
     if sampling.dry_multiplier and sampling.dry_sequence_breakers:
-        breakers = sets.of(sampling.dry_sequence_breakers)
+        breakers = breakers_of(sampling.dry_sequence_breakers)
     return SamplerChain(sampling, vocab_size, breakers)
 
 

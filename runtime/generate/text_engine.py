@@ -15,7 +15,7 @@ from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import Constraint
-from hotsplit.runtime.generate.dry import BreakerSets
+from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.generation import (
     Generation,
     GenerationOptions,
@@ -66,11 +66,11 @@ class TextEngine:
         return self._codec
 
     @cached_property
-    def _breaker_sets(self) -> BreakerSets:
-        return BreakerSets(self.codec)
+    def _breakers_of(self) -> BreakersOf:
+        return cached_breakers(self.codec)
 
     def _chain(self, sampling: SamplingOptions) -> SamplerChain:
-        return chain_of(sampling, self._breaker_sets, self.model.spec.vocab_size)
+        return chain_of(sampling, self._breakers_of, self.model.spec.vocab_size)
 
     @out_of_memory_as_error()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:

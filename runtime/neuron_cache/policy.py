@@ -65,7 +65,7 @@ class CachePolicy:
             layers[index] = _layer(index, resident_N, frequency_LF[index], costs, self._kept)
         self._swaps = np.zeros(max(1, num_layers * options.most_rows), library.SWAP)
         pending = np.zeros(library.MOST_PENDING * num_layers * -(-num_neurons // 32), np.uint32)
-        self._kept += [layers, pending]
+        self._kept += [layers, pending, self._swaps]
         own = asdict(options)
         self._struct = library.CacheStruct(
             layer=layers,
