@@ -26,7 +26,7 @@ from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
 from hotsplit.runtime.engine_options import check_limits
 from hotsplit.runtime.generate.chain import SamplerChain
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.gpu_setup import set_aside
 from hotsplit.runtime.kernels.cpu import library

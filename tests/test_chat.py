@@ -19,9 +19,8 @@ from hotsplit.runtime.generate import dry
 from hotsplit.runtime.generate.chain import chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.dry import cached_breakers
-from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

@@ -10,7 +10,7 @@ import pytest
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.draft_costs import Acceptance, StepCosts
-from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.generate.options import SpeculationOptions
 from hotsplit.runtime.generate.speculation import Guess, Speculation
 
 

@@ -19,9 +19,8 @@ from test_runtime import saved
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Neurons
-from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.kernels.cpu import library
 
@@ -91,7 +90,7 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it(codec_model):
 def test_the_end_token_can_be_ignored(codec_model):
     with Engine.load(codec_model) as engine:
         end = engine.codec.encode("q")[0]
-        engine._codec = replace(engine.codec, end_ids=frozenset([end]))
+        engine.codec = replace(engine.codec, end_ids=frozenset([end]))
         sampling = SamplingOptions(temperature=0, logit_bias=((end, 1e6),))
         assert list(engine.generate("ab", 5, sampling=sampling)) == []
         assert engine.last_run.stopped_by == "end of text"

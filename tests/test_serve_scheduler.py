@@ -12,8 +12,7 @@ from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.chain import chain_of
 from hotsplit.runtime.generate.dry import cached_breakers
-from hotsplit.runtime.generate.generation_options import GenerationOptions
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve import scheduler as scheduler_module
 from hotsplit.serve.scheduler import Limits, QueueFull, Scheduler

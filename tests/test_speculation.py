@@ -29,10 +29,9 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.draft_model import DraftModel
-from hotsplit.runtime.generate.draft_options import SpeculationOptions
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.generate.speculation import Speculation, check_rows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheType
-from hotsplit.runtime.kernels.stored import FLOATS
+from hotsplit.runtime.kernels.stored import FLOATS, unpack
 
 BLOCK = 32
 
@@ -48,17 +48,7 @@ def encode(x: Tensor, kind: CacheType) -> Tensor:
 
 def decode(rows: Tensor, kind: CacheType) -> Tensor:
     """Decodes rows [..., X] -> [..., W], blocks to f32; float types are returned unchanged."""
-    if not kind.is_blocks:
-        return rows
-    weight_type = BY_NAME[kind.kind]
-    blocks = rows.unflatten(-1, (-1, weight_type.block_bytes))
-    scale_N1 = blocks[..., :2].contiguous().view(torch.float16).float()
-    quants = blocks[..., 2:]
-    if not weight_type.has_nibbles:
-        values = quants.contiguous().view(torch.int8).float()
-    else:
-        values = torch.cat([quants & 15, quants >> 4], dim=-1).float() - 8.0
-    return (values * scale_N1).flatten(-2)
+    return unpack(rows, kind.kind) if kind.is_blocks else rows
 
 
 def turn_by_hadamard(x: Tensor) -> Tensor:

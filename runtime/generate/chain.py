@@ -27,7 +27,7 @@ from hotsplit.runtime.generate.candidates import (
     possible,
 )
 from hotsplit.runtime.generate.dry import Breakers, BreakersOf, dry
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions
 
 # These always keep the token with the largest logit (the lowest id among equal logits).
 _KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")
@@ -199,9 +199,7 @@ class SamplerChain:
         return found
 
 
-def chain_of(
-    sampling: SamplingOptions, breakers_of: BreakersOf, vocab_size: int
-) -> SamplerChain:
+def chain_of(sampling: SamplingOptions, breakers_of: BreakersOf, vocab_size: int) -> SamplerChain:
     """Builds the chain. Raises HotsplitError for a bias on a token that the model lacks."""
     breakers = None
     if sampling.dry_multiplier and sampling.dry_sequence_breakers:

@@ -23,7 +23,7 @@ from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.generation import ENDLESS, Generation, Run, Token, num_common
-from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.options import GenerationOptions
 from hotsplit.runtime.generate.reasoning import close_reasoning, opens_reasoning
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -207,16 +207,13 @@ class Conversation:
     def _prompt(self) -> list[int]:
         """Tokens of the messages, except dropped turns, and of the answer's header. Raises
         HotsplitError if they leave no room for an answer."""
-        dropped, context = self.num_dropped, self.context_length
-        rendered = self._render(dropped)
-        ids = self._codec.encode_rendered(rendered)
-        if self.options.drops_oldest and len(ids) > context - context // 4:
-            for first in self._turns()[1:]:
-                dropped = first
-                rendered = self._render(first)
-                ids = self._codec.encode_rendered(rendered)
-                if len(ids) <= context - context // 4:
-                    break
+        context = self.context_length
+        later = self._turns()[1:] if self.options.drops_oldest else []
+        for dropped in (self.num_dropped, *later):
+            rendered = self._render(dropped)
+            ids = self._codec.encode_rendered(rendered)
+            if len(ids) <= context - context // 4:
+                break
         if not ids:
             raise HotsplitError("the chat template renders these messages to an empty text")
         if len(ids) >= context:

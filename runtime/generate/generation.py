@@ -9,7 +9,7 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.constraints import Constraint
-from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.draft_costs import Acceptance, Account, StepCosts
-from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.generate.options import SpeculationOptions
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep

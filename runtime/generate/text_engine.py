@@ -23,8 +23,8 @@ from hotsplit.runtime.generate.generation import (
     Token,
     together,
 )
+from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
@@ -56,14 +56,11 @@ class TextEngine:
         self.last_run = Run()
         self.last_runs: list[Run] = []
         self._sequences = Sequences(decoder)
-        self._codec: TextCodec | None = None
 
-    @property
+    @cached_property
     def codec(self) -> TextCodec:
         """The model's tokenizer, read on first use."""
-        if self._codec is None:
-            self._codec = TextCodec.of(self.model)
-        return self._codec
+        return TextCodec.of(self.model)
 
     @cached_property
     def _breakers_of(self) -> BreakersOf:

@@ -37,7 +37,7 @@ from hotsplit.commands.terminal.terminal import (
 )
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.options import GenerationOptions
 
 if TYPE_CHECKING:
     from hotsplit.runtime.generate.chat import Conversation
