@@ -461,7 +461,7 @@ BROKEN = {
     "host function": ("hotsplit.runtime.device.cuda_runtime.CudaRuntime.host_function", silent),
     "graph": ("hotsplit.runtime.step.cuda_backend._captured", failing()),
     "memory limit": ("torch.cuda.set_per_process_memory_fraction", silent),
-    "products float16": ("hotsplit.runtime.check.parts.multiply", failing()),
+    "products float16": ("hotsplit.runtime.check.parts.DeviceParts.multiply", failing()),
 }
 
 
