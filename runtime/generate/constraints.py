@@ -20,7 +20,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.runtime.generate import gbnf, gbnf_parser
 from hotsplit.runtime.generate.json_schema import check_schema, parse_schema
-from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.codec import TextCodec, check_unicode
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -243,10 +243,7 @@ def _check_text(text: str, what: Kind) -> None:
         raise HotsplitError(f"the {what} is empty")
     if "\0" in text:
         raise HotsplitError(f"the {what} holds a zero byte at character {text.index(chr(0))}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise HotsplitError(f"the {what} is not UTF-8 at character {error.start}") from error
+    check_unicode(text, what)
 
 
 def _one_line(message: str) -> str:
