@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,15 @@ def decoded(engine, ids):
         return torch.cat([text.extend([token]) for token in ids])
 
 
+@contextmanager
+def plain_and_cached(path):
+    with (
+        Engine.load(path, mode="exact") as plain,
+        Engine.load(path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
+    ):
+        yield plain, cached
+
+
 IDS = np.random.default_rng(1).integers(0, V, 30).tolist()
 
 
@@ -169,10 +179,7 @@ def test_biases_move_with_their_rows(tmp_path):
     folder = random_model(tmp_path / "hf", CASES["opt"])
     save_tokenizer(folder, 320)
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
-    with (
-        Engine.load(path, mode="exact") as plain,
-        Engine.load(path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
-    ):
+    with plain_and_cached(path) as (plain, cached):
         assert cached.layers[0].ffn.blocks[0].gate.bias_N is not None
         ids = IDS[:20]
         assert torch.equal(decoded(cached, ids), decoded(plain, ids))
@@ -186,10 +193,7 @@ def test_limits_and_thresholds_stay_with_their_neurons(tmp_path):
         LayerLimits(gate_F=random.uniform(0, 0.1, F).astype(np.float32)) for _ in range(L)
     )
     limits = Limits(model_id=None, layers=layers)
-    with (
-        Engine.load(model.path, mode="exact") as plain,
-        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
-    ):
+    with plain_and_cached(model.path) as (plain, cached):
         assert torch.equal(decoded(cached, IDS), decoded(plain, IDS))
         for engine in (plain, cached):
             engine.set_limits(limits)
@@ -205,10 +209,7 @@ def test_an_observed_pass_reads_the_same_rows(tmp_path):
     """The ordinary path, which observers select, follows the tables too."""
     model = saved(tmp_path, "f32")
     seen = {}
-    with (
-        Engine.load(model.path, mode="exact") as plain,
-        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
-    ):
+    with plain_and_cached(model.path) as (plain, cached):
         decoded(cached, IDS)
         for engine in (plain, cached):
             with engine.observe(lambda n, i, t, e=engine: seen.__setitem__((e, n, i), t.clone()),
@@ -250,9 +251,8 @@ def test_a_run_can_be_repeated(tmp_path):
     for rate in (None, 2e6):
         again, same = swapped(tmp_path, IDS, rate)
         assert torch.equal(again, logits) and (same == slots).all()
-    assert (
-        swapped(tmp_path, IDS[::-1])[1] == slots
-    ).all()  # this policy makes the same swaps for any text
+    other = swapped(tmp_path, IDS[::-1])[1]
+    assert (other == slots).all()  # this policy makes the same swaps for any text
 
 
 KILLED = """
@@ -278,14 +278,8 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
     before = (tmp_path / "m.gguf").read_bytes()
     logits, slots = swapped(tmp_path, IDS)
     ids = " ".join(map(str, IDS[:9]))
-    command = [
-        sys.executable,
-        "-c",
-        KILLED,
-        str(Path(__file__).parent),
-        str(tmp_path / "m.gguf"),
-        ids,
-    ]
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", KILLED, str(here), str(tmp_path / "m.gguf"), ids]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert int(process.stdout.readline()) > 5
         process.send_signal(signal.SIGKILL)
@@ -298,10 +292,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize("wrong", ["stale slot", "wrong row", "half a row"])
 def test_the_comparison_finds_wrong_rows(tmp_path, wrong):
     model = saved(tmp_path, "f32")
-    with (
-        Engine.load(model.path, mode="exact") as plain,
-        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
-    ):
+    with plain_and_cached(model.path) as (plain, cached):
         slots = cached.neuron_cache.slots
         if wrong == "stale slot":  # the tables change, but the rows do not arrive
             slots._copier.start = lambda copies: None
@@ -383,19 +374,8 @@ def test_a_slow_link_stops_the_swaps(tmp_path):
 def test_the_commands_say_what_the_cache_did(tmp_path, capsys):
     with_cache(tmp_path)
     model, split = str(tmp_path / "m.gguf"), str(tmp_path / "s.gguf")
-    command = [
-        "generate",
-        model,
-        "--split",
-        split,
-        "-p",
-        "the",
-        "-n",
-        "40",
-        "--temp",
-        "0",
-        "--json",
-    ]
+    options = ["-p", "the", "-n", "40", "--temp", "0", "--json"]
+    command = ["generate", model, "--split", split, *options]
     found = {}
     for setting in ("off", "on", "decay=0.9,most_rows=8"):
         assert main([*command, "--neuron-cache", setting]) == 0
