@@ -17,7 +17,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate import adaptive, samplers
 from hotsplit.runtime.generate.candidates import (
     Candidates,
-    Mask,
     all_ids,
     allowed_ids,
     as_array,
@@ -71,12 +70,12 @@ class SamplerChain:
         self._mu = adaptive.first_mu(options.mirostat_ent)
         self._drawn = adaptive.DrawnMean.start(options.adaptive_target, options.adaptive_decay)
 
-    def sample(self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None) -> int:
+    def sample(self, logits_V: Tensor, history: Sequence[int], mask_V: Tensor | None = None) -> int:
         """Draws and accepts a token; returns its id. Raises HotsplitError as `distribution`
         does."""
         if self._is_argmax:
-            return self._argmax(logits_V, mask)
-        candidates = self.distribution(logits_V, history, mask)
+            return self._argmax(logits_V, mask_V)
+        candidates = self.distribution(logits_V, history, mask_V)
         sums_A = np.cumsum(candidates.probability_A)
         index = int(np.searchsorted(sums_A, self._random.random() * sums_A[-1], side="right"))
         token_id = int(candidates.ids_A[index])
@@ -84,15 +83,15 @@ class SamplerChain:
         return token_id
 
     def distribution(
-        self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None
+        self, logits_V: Tensor, history: Sequence[int], mask_V: Tensor | None = None
     ) -> Candidates:
         """The candidates from which the next token is drawn, after all samplers.
 
         Changes no state. Raises HotsplitError for NaN, and if no token can be drawn: all logits
-        are -inf, or all of those that the mask (see candidates.Mask) allows."""
+        are -inf, or all of those that the mask, bool [V], allows."""
         if self._is_argmax:
-            return Candidates(np.array([self._argmax(logits_V, mask)]), np.zeros(1), True)
-        candidates = self._candidates(logits_V, mask)
+            return Candidates(np.array([self._argmax(logits_V, mask_V)]), np.zeros(1), True)
+        candidates = self._candidates(logits_V, mask_V)
         for name in self.steps:
             candidates = self._step(name, candidates, history)
         return candidates
@@ -168,29 +167,29 @@ class SamplerChain:
         assert logits_V.shape == (self.vocab_size,), (logits_V.shape, self.vocab_size)
         return as_array(logits_V)
 
-    def _candidates(self, logits_V: Tensor, mask: Mask | None) -> Candidates:
+    def _candidates(self, logits_V: Tensor, mask_V: Tensor | None) -> Candidates:
         """Applies mask and logit bias. No bias brings back a token that the mask excludes."""
         array_V, ids_A = self._array(logits_V), self._ids_V
-        if mask is None and not self.options.logit_bias:
+        if mask_V is None and not self.options.logit_bias:
             return possible(ids_A, array_V)
         if np.isnan(array_V.max()):
             raise nan_error()
-        if mask is not None:
-            ids_A = allowed_ids(mask, self.vocab_size)
+        if mask_V is not None:
+            ids_A = allowed_ids(mask_V, self.vocab_size)
             array_V = array_V[ids_A]
         if not len(ids_A):
             raise nothing_error()
         return samplers.logit_bias(Candidates(ids_A, array_V, False), self.options.logit_bias)
 
-    def _argmax(self, logits_V: Tensor, mask: Mask | None) -> int:
+    def _argmax(self, logits_V: Tensor, mask_V: Tensor | None) -> int:
         """The id of the largest logit. numpy's argmax returns the first NaN if there is one, so
         checking for NaN needs no pass of its own."""
         array_V = self._array(logits_V)
         found = int(array_V.argmax())
         if np.isnan(array_V[found]):
             raise nan_error()
-        if mask is not None:
-            ids_A = allowed_ids(mask, self.vocab_size)
+        if mask_V is not None:
+            ids_A = allowed_ids(mask_V, self.vocab_size)
             if not len(ids_A):
                 raise nothing_error()
             found = int(ids_A[array_V[ids_A].argmax()])

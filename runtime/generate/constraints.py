@@ -63,11 +63,6 @@ class Constraint:
             raise HotsplitError(f"the {self._what} allows no token from here on; change it")
         return torch.from_numpy(mask)
 
-    def apply(self, logits_V: Tensor) -> Tensor:
-        """A copy of the logits with -inf where a token is not allowed; raises as `mask_V`."""
-        allowed_V = self.mask_V(len(logits_V)).to(logits_V.device)
-        return logits_V.masked_fill(~allowed_V, -torch.inf)
-
     def accept(self, token_id: int) -> None:
         """Advances by a token. Raises HotsplitError and keeps its state if it is not allowed."""
         is_token = 0 <= token_id < self._num_tokens
@@ -86,14 +81,6 @@ class Constraint:
     def can_end(self) -> bool:
         """True if the text so far is complete."""
         return self._has_ended or bool(self._matcher.is_accepting())
-
-    @property
-    def is_finished(self) -> bool:
-        """True if only an end token may follow."""
-        if self._has_ended or self._matcher.is_stopped():
-            return self.can_end
-        allowed = self._allowed_now()
-        return self.can_end and not np.delete(allowed, self._end_ids).any()
 
     def fork(self) -> "Constraint":
         """A copy with the same state; takes 15 us."""
