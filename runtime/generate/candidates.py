@@ -96,11 +96,6 @@ def all_ids(vocab_size: int) -> np.ndarray:
     return ids_V
 
 
-def as_array(logits_V: Tensor) -> np.ndarray:
-    """The logits as float32 on the CPU, without a copy if they already are."""
-    return np.ascontiguousarray(logits_V.float().numpy(force=True))
-
-
 def allowed_ids(mask_V: Tensor, vocab_size: int) -> np.ndarray:
     """Ids that a mask, bool [V], allows, ascending."""
     assert mask_V.dtype == torch.bool and mask_V.shape == (vocab_size,), mask_V.shape

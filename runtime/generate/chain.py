@@ -8,7 +8,6 @@ applies to the next token."""
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +18,6 @@ from hotsplit.runtime.generate.candidates import (
     Candidates,
     all_ids,
     allowed_ids,
-    as_array,
     largest,
     nan_error,
     nothing_error,
@@ -30,11 +28,6 @@ from hotsplit.runtime.generate.options import SamplingOptions
 
 # These always keep the token with the largest logit (the lowest id among equal logits).
 _KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")
-
-
-class TokenLogprob(NamedTuple):
-    token_id: int
-    logprob: float  # natural logarithm; -inf for tokens that cannot be drawn
 
 
 class SamplerChain:
@@ -114,9 +107,10 @@ class SamplerChain:
 
     def logprobs(
         self, logits_V: Tensor, count: int, chosen: int | None = None
-    ) -> list[TokenLogprob]:
-        """The model's `count` most probable tokens, before mask, bias and samplers, most probable
-        first; then `chosen`, unless it is among them. Raises as `distribution` does."""
+    ) -> list[tuple[int, float]]:
+        """(token, its natural log probability) of the model's `count` most probable tokens, before
+        mask, bias and samplers, most probable first; then of `chosen`, unless it is among them,
+        -inf if it cannot be drawn. Raises as `distribution` does."""
         candidates = possible(self._ids_V, self._array(logits_V))
         logits_A, ids_A = candidates.logits_A, candidates.ids_A
         highest = logits_A.max()
@@ -124,9 +118,9 @@ class SamplerChain:
         index = largest(logits_A, count) if count > 0 else np.zeros(0, np.int64)
         if chosen is not None and chosen not in ids_A[index]:
             index = np.append(index, np.flatnonzero(ids_A == chosen))
-        found = [TokenLogprob(int(ids_A[i]), float(logits_A[i]) - log_sum) for i in index]
+        found = [(int(ids_A[i]), float(logits_A[i]) - log_sum) for i in index]
         if chosen is not None and chosen not in ids_A:
-            found.append(TokenLogprob(chosen, -np.inf))
+            found.append((chosen, -np.inf))
         return found
 
     def _step(self, name: str, c: Candidates, history: Sequence[int]) -> Candidates:
@@ -164,8 +158,9 @@ class SamplerChain:
         raise AssertionError(name)
 
     def _array(self, logits_V: Tensor) -> np.ndarray:
+        """The logits as float32 on the CPU, without a copy if they already are."""
         assert logits_V.shape == (self.vocab_size,), (logits_V.shape, self.vocab_size)
-        return as_array(logits_V)
+        return np.ascontiguousarray(logits_V.float().numpy(force=True))
 
     def _candidates(self, logits_V: Tensor, mask_V: Tensor | None) -> Candidates:
         """Applies mask and logit bias. No bias brings back a token that the mask excludes."""

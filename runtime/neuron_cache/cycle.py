@@ -81,7 +81,7 @@ class NeuronCache:
     def complete(self) -> None:
         """Makes the swaps whose copies are under way. Must not be called during a step. Raises
         HotsplitError as `before_step` does."""
-        self._check()
+        self.before_step()
         if not self._num_pending:
             return
         assert self.slots is not None
@@ -93,9 +93,6 @@ class NeuronCache:
     def before_step(self) -> None:
         """Raises HotsplitError if an interrupt or an error has left slots, tables or the policy
         half-changed. Copies that are under way need not be done: the step does not read them."""
-        self._check()
-
-    def _check(self) -> None:
         if self._is_changing:
             raise HotsplitError(
                 "the neuron cache was interrupted while it moved neurons; load the model again"

@@ -145,20 +145,15 @@ class NeuronBlock:
     def part(self, start: int, stop: int) -> "NeuronBlock":
         """A range of consecutive neurons, as a view."""
         assert not self.is_by_output
-        ids, here = self.id_N[start:stop], slice(start, stop)
-        block = replace(
-            self,
-            gate_limit_N=None if self.gate_limit_N is None else self.gate_limit_N[here],
-        )
+        limit_N = None if self.gate_limit_N is None else self.gate_limit_N[start:stop]
+        block = replace(self, id_N=self.id_N[start:stop], gate_limit_N=limit_N, is_whole=False)
         if self.row_N is not None:
-            return replace(block, id_N=ids, row_N=self.row_N[start:stop], is_whole=False)
+            return replace(block, row_N=self.row_N[start:stop])
         return replace(
             block,
             gate=self.gate.part(start, stop),
             up=None if self.up is None else self.up.part(start, stop),
             down=self.down.part(start, stop),
-            id_N=ids,
-            is_whole=False,
         )
 
     def rows(self, position_A: Tensor) -> Tensor:
