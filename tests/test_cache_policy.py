@@ -164,18 +164,16 @@ def test_a_change_of_subject_is_followed_and_the_way_back_too():
     assert set(policy.resident(1).tolist()) == set(range(16))
 
 
-def test_nothing_moves_where_the_cpu_is_the_faster_side():
+@pytest.mark.parametrize(
+    "costs, options",
+    [
+        ({"hot_s_L": np.full(2, 50.0)}, CacheOptions(stay=1e6)),  # the CPU is always faster
+        ({"copy_row_s_L": np.full(2, 1e6)}, CacheOptions(is_always_on=True)),  # a slow link
+    ],
+)
+def test_nothing_moves_where_it_cannot_pay(costs, options):
     random = np.random.default_rng(3)
-    costs = make_costs(2, hot_s_L=np.full(2, 50.0))  # the GPU takes longer, whatever its slots hold
-    policy = CachePolicy([np.arange(8)] * 2, np.zeros((2, 40)), costs, CacheOptions(stay=1e6))
-    assert run(policy, steady(2, 40, range(20, 30), steps=200, random=random)).num_swaps == 0
-
-
-def test_a_link_that_is_too_slow_for_one_row_is_not_used():
-    random = np.random.default_rng(4)
-    costs = make_costs(2, copy_row_s_L=np.full(2, 1e6))
-    options = CacheOptions(is_always_on=True)
-    policy = CachePolicy([np.arange(8)] * 2, np.zeros((2, 40)), costs, options)
+    policy = CachePolicy([np.arange(8)] * 2, np.zeros((2, 40)), make_costs(2, **costs), options)
     assert run(policy, steady(2, 40, range(20, 30), steps=200, random=random)).num_swaps == 0
 
 
