@@ -31,8 +31,8 @@ from hotsplit.run.choice import Choice, Wishes
 from hotsplit.run.keys import conversion_key, digest
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
-from hotsplit.runtime.engine_options import device_of
 from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.runtime.resolved_options import device_of
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.system.progress import progress

@@ -21,19 +21,6 @@ from hotsplit.costs.mode_choice import mode_meant
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.check.device_check import MORE, DeviceLost, checked
-from hotsplit.runtime.engine_options import (
-    Notice,
-    bytes_by_role_of,
-    cache_types_of,
-    check_limits,
-    context_of,
-    device_of,
-    gpus_of,
-    mode_of,
-    placement_of,
-    residence_of,
-    sequences_of,
-)
 from hotsplit.runtime.gpu_setup import (
     memories_of,
     set_aside,
@@ -47,11 +34,24 @@ from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
-from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.setup import setup_of, slot_bytes
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.pass_bytes import step_rows
+from hotsplit.runtime.resolved_options import (
+    Notice,
+    bytes_by_role_of,
+    cache_types_of,
+    check_limits,
+    context_of,
+    device_of,
+    gpus_of,
+    mode_of,
+    placement_of,
+    residence_of,
+    sequences_of,
+)
 from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.host_attention import HostAttention

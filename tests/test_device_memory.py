@@ -24,7 +24,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Activation
 from hotsplit.model.weight_types import NAMES as KINDS
-from hotsplit.runtime import engine_options, gpu_setup
+from hotsplit.runtime import gpu_setup, resolved_options
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.kernels.cpu import library
@@ -780,7 +780,7 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     """The effect of --cpu-ffn on a model, without a plan."""
     model = make_model(sizes=make_sizes(width=64), kind="q8_0")
     placement = Placement.without_neurons(2, CARD)
-    items = engine_options.bytes_by_role_of(model, None, 32, CPU, cpu_ffn=True)
+    items = resolved_options.bytes_by_role_of(model, None, 32, CPU, cpu_ffn=True)
     memory = DeviceMemory.of(CARD, gpu_setup.slab_bytes(model, items["gpu"], 32))
     weights = load_weights(
         model, placement, "exact", 32, notice=print, uploaders={CARD: Uploader(memory=memory)}

@@ -12,7 +12,7 @@ from test_runtime import IDS, PATTERNS, decoded, make_split
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import NAMES as KINDS
-from hotsplit.runtime import engine_options
+from hotsplit.runtime import resolved_options
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights import resident
@@ -139,7 +139,7 @@ def test_zeros_in_huge_pages_are_zeros(dtype, rows):
 
 @lines_on_stderr()
 def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys):
-    monkeypatch.setattr(engine_options, "free_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 1 << 20)
     with Engine.load(model, mode="exact") as engine:
         assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
     said = capsys.readouterr().err

@@ -14,7 +14,7 @@ from hotsplit.options.engine_config import OwnPolicy
 from hotsplit.options.neuron_cache import OFF, CacheOptions, Off
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.neuron_cache.cycle import NeuronCache, Policy
+from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache, Policy
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.slots import JoinedSlots
