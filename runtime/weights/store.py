@@ -32,6 +32,7 @@ class WeightStore(Protocol):
     @property
     def is_mapped(self) -> bool:
         """On the CPU: true if matrices stay in the file, so that blocks share the whole layer's."""
+        return False
 
     def matrix(self, entry: TensorEntry, item: str) -> Matrix:
         """A whole matrix of the file."""
@@ -39,6 +40,7 @@ class WeightStore(Protocol):
     def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
         """Matrices of one type and width as one, whose first rows are those of the first. None from
         a store that does not stack."""
+        return None
 
     def neurons(
         self,
@@ -66,7 +68,7 @@ class WeightStore(Protocol):
 
 
 @dataclass(frozen=True)
-class MappedStore:
+class MappedStore(WeightStore):
     """Views of the mapped file on the CPU; copies by torch on a GPU without a slab."""
 
     device: torch.device
@@ -77,9 +79,6 @@ class MappedStore:
 
     def matrix(self, entry: TensorEntry, item: str) -> Matrix:
         return matrix_of(entry, self.device)
-
-    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
-        return None
 
     def neurons(
         self,
@@ -106,24 +105,17 @@ class MappedStore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidentStore:
+class ResidentStore(WeightStore):
     """Copies in the memory of a residence. `is_streamed`: GPUs copy neurons from there, so biases
     and ids are kept next to them."""
 
     residence: Residence
     is_streamed: bool
 
-    @property
-    def is_mapped(self) -> bool:
-        return False
-
     def matrix(self, entry: TensorEntry, item: str) -> Matrix:
         if self.is_streamed:
             return self.residence.matrix(entry)
         return self.residence.whole(entry, "tiled")
-
-    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
-        return None
 
     def neurons(
         self,
