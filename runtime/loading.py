@@ -35,9 +35,7 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
-from hotsplit.runtime.neuron_cache.setup import setup_of, slot_bytes
-from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.neuron_cache.setup import first_residents, setup_of, slot_bytes
 from hotsplit.runtime.prefill.pass_bytes import step_rows
 from hotsplit.runtime.resolved_options import (
     Notice,
@@ -188,7 +186,7 @@ class Loaded:
             self.setup = None
         if self.setup is None:
             return
-        self.resident_LN = self.setup.resident(model, plan, self.device)
+        self.resident_LN = first_residents(model, plan)
         if plan is None or plan.cache is None:
             self.bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(model, self.resident_LN)
 

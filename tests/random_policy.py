@@ -1,7 +1,9 @@
 """A policy of the neuron cache that swaps at random, regardless of the text."""
 
 import numpy as np
+from test_runtime import make_split
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import CacheSetup
@@ -38,6 +40,16 @@ class RandomPolicy:
             found += [(layer, *row, 0.0) for row in zip(slots, comes, goes, strict=True)]
         self.pending = np.array(found, SWAP)
         return self.pending
+
+
+def divided(path, share=0.5, num_sequences=1):
+    """A plan beside the model; this share of each layer's neurons is hot."""
+    model = ModelFile.load(path)
+    hot = [range(round(share * layer.neurons.number)) for layer in model.spec.layers]
+    context_length, split = model.spec.context_length, path.with_name("divided.gguf")
+    made = make_split(model, hot, context_length=context_length, num_sequences=num_sequences)
+    made.save(split)
+    return split
 
 
 def random_setup(**options):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models import byte_level_keys, make_model, make_sizes
-from random_policy import RandomPolicy, random_setup
+from random_policy import RandomPolicy, divided, random_setup
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -86,11 +86,11 @@ class Texts:
 
 def grown_alike(model, mode, num_tokens, seed=0, **options):
     """Compares engines with and without a cache over at least `num_tokens`; returns the cache."""
+    split, setup = divided(model.path, 0.4, 4), random_setup(seed=seed, **options)
     with (
         Engine.load(model.path, mode=mode, num_sequences=4) as plain,
-        Engine.load(model.path, mode=mode, num_sequences=4,
-                    neuron_cache=random_setup(share=0.4, seed=seed, **options)) as cached,
-    ):  # fmt: skip
+        Engine.load(model.path, split, mode=mode, neuron_cache=setup) as cached,
+    ):
         assert plain.not_native is None and cached.not_native is None
         texts, done = Texts((plain, cached), seed), 0
         while done < num_tokens:
@@ -145,7 +145,7 @@ def decoded(engine, ids):
 def plain_and_cached(path):
     with (
         Engine.load(path, mode="exact") as plain,
-        Engine.load(path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
+        Engine.load(path, divided(path), mode="exact", neuron_cache=random_setup()) as cached,
     ):
         yield plain, cached
 
@@ -223,7 +223,8 @@ def test_an_observed_pass_reads_the_same_rows(tmp_path):
 def test_the_policy_sees_the_bits_of_decoded_tokens(tmp_path):
     """It sees each token once: it learns from those of a prompt; the last one counts as decoded."""
     model = saved(tmp_path, "f32")
-    with Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as engine:
+    split = divided(model.path)
+    with Engine.load(model.path, split, mode="exact", neuron_cache=random_setup()) as engine:
         policy = engine.neuron_cache.policy
         with engine.sequence() as text:
             text.extend(IDS[:7])
@@ -232,14 +233,14 @@ def test_the_policy_sees_the_bits_of_decoded_tokens(tmp_path):
         assert [len(bits) for bits in policy.learned] == [6]
         assert [len(bits) for bits in policy.shown] == [1, 2, 1]
         together = np.concatenate([policy.learned[0], *policy.shown])
-    with Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as engine:
+    with Engine.load(model.path, split, mode="exact", neuron_cache=random_setup()) as engine:
         decoded(engine, IDS[:10])
         assert (np.concatenate(engine.neuron_cache.policy.shown) == together).all()
 
 
 def swapped(tmp_path, ids, copy_bytes_per_s=None):
-    setup = random_setup(share=0.4, copy_bytes_per_s=copy_bytes_per_s)
-    with Engine.load(tmp_path / "m.gguf", mode="predicted", neuron_cache=setup) as engine:
+    path, setup = tmp_path / "m.gguf", random_setup(copy_bytes_per_s=copy_bytes_per_s)
+    with Engine.load(path, divided(path, 0.4), mode="predicted", neuron_cache=setup) as engine:
         logits = decoded(engine, ids)
         return logits, engine.neuron_cache.residency.slot_LF.copy()
 
@@ -258,9 +259,11 @@ def test_a_run_can_be_repeated(tmp_path):
 KILLED = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from random_policy import random_setup
+from pathlib import Path
+from random_policy import divided, random_setup
 from hotsplit import Engine
-with Engine.load(sys.argv[2], mode="predicted", neuron_cache=random_setup(share=0.4)) as engine:
+path = Path(sys.argv[2])
+with Engine.load(path, divided(path, 0.4), mode="predicted", neuron_cache=random_setup()) as engine:
     with engine.sequence() as text:
         for token in map(int, sys.argv[3].split()):
             text.extend([token])
@@ -455,11 +458,8 @@ def test_a_cache_that_cannot_work_is_refused(tmp_path):
             Engine.load(model.path, neuron_cache=setup, **options)
 
     refused("needs a plan", random_setup(), mode="exact")
-    refused("mode dense reads every neuron", random_setup(share=0.5), mode="dense")
-    refused("share is 0.0, .* choose another", random_setup(share=0.0), mode="exact")
-    refused("share is 1.0, .* choose another", random_setup(share=1.0), mode="exact")
-    refused("stay in the file", random_setup(share=0.5), mode="exact", is_resident=False)
-    split = planned(tmp_path, model)
-    refused("leave share out", random_setup(share=0.5), split=split, mode="exact")
+    split = divided(model.path)
+    refused("mode dense reads every neuron", random_setup(), split=split, mode="dense")
+    refused("stay in the file", random_setup(), split=split, mode="exact", is_resident=False)
     split = planned(tmp_path, model, [np.arange(F), np.arange(0), np.arange(F)])
     refused("divides no layer", random_setup(), split=split, mode="exact")

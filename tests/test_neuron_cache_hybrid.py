@@ -23,8 +23,7 @@ from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.plain_backend import plain_backend
@@ -67,7 +66,7 @@ class Cached:
         )
         split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
         setup = random_setup(seed=seed, most_rows=12)
-        resident = setup.resident(model, split, torch.device("cuda"))
+        resident = first_residents(model, split)
         weights = weights_of(model, split, mode, resident)
         cache = setup.cache(weights, resident, is_joined=False)
         found = cls(model, split, mode, weights, cache)
