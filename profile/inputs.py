@@ -20,7 +20,6 @@ from hotsplit.profile.report.report import report_paths
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.arithmetic import arithmetic
-from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.resolved_options import check_limits, device_of
 
 

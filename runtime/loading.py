@@ -36,6 +36,8 @@ from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.setup import first_residents, setup_of, slot_bytes
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.pass_bytes import step_rows
 from hotsplit.runtime.resolved_options import (
     Notice,

@@ -24,6 +24,8 @@ from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.setup import first_residents
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.plain_backend import plain_backend

@@ -21,6 +21,9 @@ from hotsplit.runtime.kernels.gpu.ranges import down_parts
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
+from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.batch import LogitsMemory
 from hotsplit.runtime.step.forms import placed_form
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer

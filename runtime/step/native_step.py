@@ -12,15 +12,21 @@ from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.model.native_structs import (
-    MAX_ROWS,
-    MODES,
-    MatrixStruct,
-    NormStruct,
-    NotNative,
-    Structs,
-)
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
+from hotsplit.runtime.ops.attention.native import (
+    AttentionStruct,
+    SelectStruct,
+    TableStruct,
+    attention_struct,
+    select_struct,
+    table_struct,
+)
+from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.native import FeedForwardStruct, feed_forward_struct
+from hotsplit.runtime.ops.norm import NormStruct, norm_struct
+from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
+from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
@@ -206,66 +212,6 @@ class StepBuilder(Structs):
             value_kind=library.kind_code(types.value.kind),
             is_key_rotated=types.key.is_rotated,
             is_value_rotated=types.value.is_rotated,
-            mode=MODES.index(mode),
-        )
-        self.kept += [structs, rotaries]
-        return step
-
-    def _rotary(self, rotary: Rotary) -> RotaryStruct:
-        return RotaryStruct(
-            frequency=self.pointer(rotary.frequency_W, torch.float64),
-            magnitude=rotary.magnitude,
-            head_width=2 * len(rotary.frequency_W),
-            is_adjacent=rotary.is_adjacent,
-        )
-
-    def _index(self, rotary: Rotary | None) -> int:
-        """The index of a rotary embedding among those of the step; -1 for none."""
-        if rotary is None:
-            return -1
-        for index, each in enumerate(self.rotaries):
-            if each is rotary:
-                return index
-        self.rotaries.append(rotary)
-        return len(self.rotaries) - 1
-
-    def table(self, table: BlockTable) -> TableStruct:
-        return TableStruct(
-            block=self.pointer(table.block_SN, torch.int32),
-            num_sequences=table.num_sequences,
-            blocks_per_sequence=table.block_SN.shape[1],
-            block_length=table.block_length,
-            num_blocks=table.num_blocks,
-        )
-
-    def tables(self, tables: KeyTables | None) -> dict[str, int]:
-        """The fields of LayerStruct for these tables."""
-        names = ("summary", "summary_unit", "code", "code_factor")
-        found = () if tables is None else tables.tensors
-        return {
-            name: self.pointer(tensor, tensor.dtype)
-            for name, tensor in zip(names, found, strict=False)
-        }
-
-    def selection(self, rule: KeySelection | None) -> SelectStruct:
-        if rule is None:
-            return SelectStruct()
-        cos = sin = None
-        if rule.is_capped and self.rotaries:
-            (rotary,) = self.rotaries  # resolved_options.cache_types_of refuses others
-            turn = rotary.turn(0, rule.longest)
-            cos, sin = self.vector(turn.cos), self.vector(turn.sin)
-        return SelectStruct(
-            cos=cos,
-            sin=sin,
-            block=rule.block,
-            sinks=rule.sinks,
-            window=rule.window,
-            top=rule.top,
-            candidates=max(1, rule.candidates),
-            full=rule.full,
-            summary=SUMMARIES.index(rule.summary),
-            is_coded=rule.is_coded,
         )
 
     def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
