@@ -2,7 +2,7 @@
 
 Mirostat keeps the surprise of tokens near a target by the number of candidates: Basu et al. 2020
 (arXiv:2007.14966), as in llama_sampler_init_mirostat and _mirostat_v2. Its state is one number: mu,
-the largest allowed surprise in bits.
+the largest allowed surprise in bits, which begins at twice the target.
 
 Adaptive-p prefers tokens whose probability is near a target, and adjusts the target to the tokens
 drawn: llama.cpp pull request 17927, llama_sampler_init_adaptive_p. Its state is an exponentially
@@ -18,11 +18,6 @@ from hotsplit.runtime.generate.candidates import Candidates
 _NUM_ESTIMATED = 100  # llama.cpp's m: tokens from which mirostat_1 estimates the exponent
 # llama.cpp's constants: quadratic near the target, linear far from it.
 _PEAK_LOGIT, _SHARPNESS, _WIDTH = 5.0, 10.0, 0.3
-
-
-def first_mu(target: float) -> float:
-    """mu before the first token: twice the target."""
-    return 2 * target
 
 
 def next_mu(mu: float, probability: float, *, target: float, rate: float) -> float:

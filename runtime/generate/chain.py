@@ -60,7 +60,7 @@ class SamplerChain:
         # Python's generator takes abs(seed), which would make -1 and 1 the same.
         self._random = random.Random(None if options.seed is None else options.seed % (1 << 64))
         self._coin = self._random.random()
-        self._mu = adaptive.first_mu(options.mirostat_ent)
+        self._mu = 2 * options.mirostat_ent
         self._drawn = adaptive.DrawnMean.start(options.adaptive_target, options.adaptive_decay)
 
     def sample(self, logits_V: Tensor, history: Sequence[int], mask_V: Tensor | None = None) -> int:

@@ -10,7 +10,6 @@ tokens for which the 7B has 152,064. Ids that only one of them has are neither d
 import time
 from collections.abc import Sequence
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -56,8 +55,9 @@ class DraftModel:
         self.prepare(ids)
         sequence, logits_V, tokens = self._sequence, self._logits_V, list[int]()
         while logits_V is not None and len(tokens) < most:
-            token, probability = most_probable(logits_V[: self._num_ids])
-            if probability < self._min_probability:
+            own_V = logits_V[: self._num_ids]
+            token = int(own_V.argmax())
+            if float(own_V.softmax(0)[token]) < self._min_probability:  # false for NaN
                 break
             tokens.append(token)
             if len(tokens) == most or not sequence.room:
@@ -76,12 +76,6 @@ def _step_s(sequence: TextSequence) -> float:
         found.append(time.perf_counter() - began)
     sequence.rollback(0)
     return min(found)
-
-
-def most_probable(logits_V: Tensor) -> tuple[int, float]:
-    """(token, its probability, which is NaN if any logit is)."""
-    token = int(logits_V.argmax())
-    return token, float(torch.softmax(logits_V, 0)[token])
 
 
 def check_vocabulary(
