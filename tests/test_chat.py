@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from chat_templates import CHATML, DEEPSEEK, QWEN_REASONING
 from models import make_model, make_sizes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,6 +17,7 @@ from hotsplit.runtime.generate import chat as chat_module
 from hotsplit.runtime.generate import dry
 from hotsplit.runtime.generate.chain import chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
+from hotsplit.runtime.generate.constraints import regex_constraint
 from hotsplit.runtime.generate.dry import cached_breakers
 from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning
@@ -303,24 +303,13 @@ def test_the_end_of_a_turn_in_a_built_in_template(engine):
 def test_each_answer_has_its_own_constraint(engine):
     made = []
 
-    class Only:
-        """Allows only one character."""
+    def new_mask():
+        made.append(regex_constraint(f"z{{{LENGTH}}}", engine.codec))
+        return made[-1]
 
-        def __init__(self) -> None:
-            made.append(self)
-            self.accepted = 0
-
-        def mask_V(self, vocab_size: int) -> torch.Tensor:
-            mask_V = torch.zeros(vocab_size, dtype=torch.bool)
-            mask_V[engine.codec.tokenizer.token_to_id("z")] = True
-            return mask_V
-
-        def accept(self, token_id: int) -> None:
-            self.accepted += 1
-
-    with talk(engine, new_mask=Only) as chat:
+    with talk(engine, new_mask=new_mask) as chat:
         assert text_of(chat.say("Hello")) == text_of(chat.say("And?")) == "z" * LENGTH
-    assert [mask.accepted for mask in made] == [LENGTH, LENGTH]
+    assert [mask.can_end for mask in made] == [True, True]  # each has taken the whole answer
 
 
 # ---- reasoning -----------------------------------------------------------------------------
