@@ -5,7 +5,7 @@
     finish    Waits for the copies, moves the rows to their slots and changes the tables. Called
               between steps; when it returns, all of that is done.
 
-JoinedSlots are beside the full weights, as rows of one block (`weights.slot_rows`), if
+JoinedSlots are beside the full weights, as rows of one block (`weights.neuron_block.joined`), if
 the CPU computes all neurons. Logits are bit-identical to those without a cache.
 
 DeviceSlots are on GPUs, with all rows of their layers in main memory:
