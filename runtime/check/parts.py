@@ -3,7 +3,6 @@ fail."""
 
 from collections.abc import Callable
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -134,10 +133,3 @@ def driver_version() -> str:
     except (OSError, StopIteration):
         found = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
         return f"CUDA {found // 1000}.{found % 1000 // 10}" if found else "unknown"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

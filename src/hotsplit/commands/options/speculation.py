@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hotsplit.commands.options.shared import joined
+from hotsplit.errors import about
 from hotsplit.runtime.generate.options import SpecType, SpeculationOptions
 
 if TYPE_CHECKING:
