@@ -19,8 +19,8 @@ from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.report.report import report_paths
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.engine_options import check_limits, device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
+from hotsplit.runtime.resolved_options import check_limits, device_of
 
 
 def check_inputs(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:

@@ -26,8 +26,8 @@ from hotsplit.model.weight_types import BY_QUALITY, FLOAT_NAMES
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.source import Source
-from hotsplit.runtime.engine_options import cache_types_of, device_of
-from hotsplit.runtime.engine_options import context_of as longest_text
+from hotsplit.runtime.resolved_options import cache_types_of, device_of
+from hotsplit.runtime.resolved_options import context_of as longest_text
 from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import memory_limit_bytes

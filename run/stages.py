@@ -31,7 +31,7 @@ from hotsplit.run.choice import Choice, Wishes
 from hotsplit.run.keys import conversion_key, digest
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
-from hotsplit.runtime.engine_options import device_of
+from hotsplit.runtime.resolved_options import device_of
 from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve

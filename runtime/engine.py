@@ -24,15 +24,15 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
-from hotsplit.runtime.engine_options import check_limits
 from hotsplit.runtime.generate.chain import SamplerChain
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.gpu_setup import set_aside
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.loading import Loaded, load, open_plan, with_positions
 from hotsplit.runtime.model.layers import Layer, limited
 from hotsplit.runtime.ops.observers import Observation, Observe, Wants
+from hotsplit.runtime.resolved_options import check_limits
 from hotsplit.runtime.step.batch import rows_of
 
 

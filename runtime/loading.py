@@ -6,7 +6,7 @@ If a GPU is lost during a load, the whole load is repeated on the CPU."""
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,25 +16,12 @@ from hotsplit.artifacts.changed_model import with_rope_scaling, with_thresholds
 from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import PREFILL_CHUNK, SHORT_CHUNK, Items, stored_neuron_bytes
+from hotsplit.costs.budget import PREFILL_CHUNK, SHORT_CHUNK, stored_neuron_bytes
 from hotsplit.costs.mode_choice import mode_meant
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.check.device_check import MORE, DeviceLost, checked
-from hotsplit.runtime.engine_options import (
-    bytes_by_role_of,
-    cache_types_of,
-    check_limits,
-    context_of,
-    device_of,
-    gpus_of,
-    mode_of,
-    placement_of,
-    residence_of,
-    sequences_of,
-)
 from hotsplit.runtime.gpu_setup import (
-    Memories,
     memories_of,
     set_aside,
     step_takes,
@@ -47,11 +34,23 @@ from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
-from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.neuron_cache.cycle import NeuronCache
-from hotsplit.runtime.neuron_cache.setup import setup_of, slot_bytes
+from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
+from hotsplit.runtime.neuron_cache.setup import first_residents, setup_of, slot_bytes
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.resolved_options import (
+    Notice,
+    bytes_by_role_of,
+    cache_types_of,
+    check_limits,
+    context_of,
+    device_of,
+    gpus_of,
+    mode_of,
+    placement_of,
+    residence_of,
+    sequences_of,
+)
 from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.host_attention import HostAttention
@@ -62,23 +61,6 @@ log = logging.getLogger(__name__)
 
 CHECKED = 64  # positions that the check of a step may write to
 StepOf = Callable[[Weights], DecodeStep | str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The result of a load."""
-
-    model: ModelFile
-    mode: Mode
-    device: torch.device
-    decoder: Decoder
-    placement: Placement
-    traffic: Traffic
-    bytes_by_role: dict[str, Items]
-    memories: Memories  # per GPU, for memory reports
-    step_of: StepOf  # the decode step of the same weights with other thresholds or limits
-    neuron_cache: NeuronCache | None
-    load_s: float  # seconds to load from an open file
 
 
 def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
@@ -98,17 +80,17 @@ def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
     return scaled
 
 
-def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:
+def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "Loaded":
     """Loads a model for this configuration; loads it again, on the CPU, if a GPU stops answering
     during the checks."""
     model, config = _with_rules(model, config, has_plan=plan is not None)
     try:
-        return _Load(model, plan, config).run()
+        return Loaded(model, plan, config)
     except DeviceLost as lost:
         why = f"{lost}: everything runs on the CPU this time; {MORE}"
     # Outside the handler, where the exception no longer keeps the lost weights alive.
-    _warn(model, why)
-    return _Load(model, plan, replace(config, device="cpu")).run()
+    log.warning(f"{model.path}: {why}")
+    return Loaded(model, plan, replace(config, device="cpu"))
 
 
 def _with_rules(
@@ -128,17 +110,17 @@ def _with_rules(
     return model, replace(config, mode=mode)
 
 
-class _Load:
-    """One load. Each method sets what the following ones need. Raises DeviceLost."""
+class Loaded:
+    """A load and its result. Each method sets what the following ones need. Raises DeviceLost."""
 
     def __init__(self, model: ModelFile, plan: Split | None, config: EngineConfig) -> None:
-        self.model, self.plan, self.config = model, plan, config
-        self.notice, self.warn = partial(_notice, model), partial(_warn, model)
-        self.observers, self.traffic = Observers(), Traffic()
-
-    def run(self) -> Loaded:
         began = time.perf_counter()
-        self._choose_mode()
+        self.model, self.plan, self.config = model, plan, config
+        # Of reasons for a choice, and of what is slower or worse than model and machine allow.
+        self.notice: Notice = lambda line: log.info(f"{model.path}: {line}")
+        self.warn: Notice = lambda line: log.warning(f"{model.path}: {line}")
+        self.traffic = Traffic()
+        self.mode: Mode = mode_of(model, config, plan, self.notice, self.warn)
         self._check_devices()
         self._place()
         self._size_cache()
@@ -148,23 +130,8 @@ class _Load:
         self._load_weights()
         self._stream_cold_weights()
         self._make_neuron_cache()
-        decoder = self._decoder()
-        return Loaded(
-            model=self.model,
-            mode=self.mode,
-            device=self.gpu,
-            decoder=decoder,
-            placement=self.placement,
-            traffic=self.traffic,
-            bytes_by_role=self.bytes_by_role,
-            memories=self.memories,
-            step_of=self.step_of,
-            neuron_cache=self.neuron_cache,
-            load_s=time.perf_counter() - began,
-        )
-
-    def _choose_mode(self) -> None:
-        self.mode = mode_of(self.model, self.config, self.plan, self.notice, self.warn)
+        self._make_decoder()
+        self.load_s = time.perf_counter() - began  # from an open file
 
     def _check_devices(self) -> None:
         """If a device fails its check, everything runs on the CPU."""
@@ -172,22 +139,22 @@ class _Load:
         gpus = gpus_of(plan, device_of(self.config.device))
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
         self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
-        self.gpu = self.gpus[0]
-        check_limits(self.model, self.gpu)
+        self.device = self.gpus[0]
+        check_limits(self.model, self.device)
 
     def _place(self) -> None:
         self.placement = placement_of(self.model, self.plan, self.gpus, self.config)
         # A plan's workspace in main memory is that of short passes.
         placement = self.placement
         is_whole = placement.head_on_gpu and all(placement.dense_on_gpu)
-        is_long = self.plan is None or (self.gpu.type == "cuda" and is_whole)
+        is_long = self.plan is None or (self.device.type == "cuda" and is_whole)
         self.chunk = PREFILL_CHUNK if is_long else SHORT_CHUNK
 
     def _size_cache(self) -> None:
         model, plan, config = self.model, self.plan, self.config
         self.num_sequences = sequences_of(config.num_sequences, plan)
         self.cache_types = cache_types_of(
-            model, config, has_plan=plan is not None, device=self.gpu,
+            model, config, has_plan=plan is not None, device=self.device,
             planned=None if plan is None else plan.kv_offload,
         )  # fmt: skip
         selection = self.cache_types.selection
@@ -201,7 +168,7 @@ class _Load:
 
     def _count_bytes(self) -> None:
         self.bytes_by_role = bytes_by_role_of(
-            self.model, self.plan, self.context_length, self.gpu, mode=self.mode,
+            self.model, self.plan, self.context_length, self.device, mode=self.mode,
             cpu_ffn=self.config.cpu_ffn, num_sequences=self.num_sequences,
             cache_types=self.cache_types,
         )  # fmt: skip
@@ -221,14 +188,16 @@ class _Load:
             self.setup = None
         if self.setup is None:
             return
-        self.resident_LN = self.setup.resident(model, plan, self.gpu)
+        self.resident_LN = first_residents(model, plan)
         if plan is None or plan.cache is None:
             self.bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(model, self.resident_LN)
 
     def _take_memory(self) -> None:
         set_for_this_processor()
         model, plan, check = self.model, self.plan, self.check
-        self.residence = residence_of(model, self.config.is_resident, self.bytes_by_role, self.gpu)
+        self.residence = residence_of(
+            model, self.config.is_resident, self.bytes_by_role, self.device
+        )
         if self.setup is not None:
             is_resident = self.residence is not None
             self.setup.check(model, plan, self.mode, is_resident=is_resident)
@@ -249,7 +218,7 @@ class _Load:
             return 1
         workspace = self.bytes_by_role["gpu"]["workspace"] // len(set(self.placement.homes))
         rows = step_rows(self.model, self.context_length, workspace, self.num_sequences)
-        if rows < min(self.num_sequences, max(ROWS)) and self.gpu.type == "cuda":
+        if rows < min(self.num_sequences, max(ROWS)) and self.device.type == "cuda":
             self.notice(
                 f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts need"
                 " several steps per token; a longer --context gives more"
@@ -262,7 +231,7 @@ class _Load:
                 self.model, self.placement, self.mode, self.context_length, notice=self.notice,
                 traffic=self.traffic, residence=self.residence, uploaders=uploaders,
                 num_sequences=self.num_sequences, cache_types=self.cache_types,
-                resident_LN=self.resident_LN, are_slots_joined=self.gpu.type == "cpu",
+                resident_LN=self.resident_LN, are_slots_joined=self.device.type == "cpu",
             )  # fmt: skip
         if not library.is_available():
             self.warn("the C++ kernels are not built; torch is used instead and is many"
@@ -282,12 +251,12 @@ class _Load:
     def _make_neuron_cache(self) -> None:
         self.neuron_cache: NeuronCache | None = None
         if self.setup is not None and self.resident_LN is not None:
-            is_joined = self.gpu.type == "cpu"
+            is_joined = self.device.type == "cpu"
             self.neuron_cache = self.setup.cache(
                 self.weights, self.resident_LN, is_joined=is_joined
             )
 
-    def _decoder(self) -> Decoder:
+    def _make_decoder(self) -> None:
         """Builds the decode step and the decoder; `step_of` builds later steps, for the same
         weights with other thresholds or limits."""
         step_by = partial(
@@ -300,14 +269,14 @@ class _Load:
         set_aside(self.memories)
         if isinstance(step, str) and self.check is not None:
             self.warn(f"{step}: tokens go through torch layer by layer, several times slower")
-        return self._decoder_with(step, self.observers, chunk=self.chunk)
+        self.decoder = self._decoder_with(step, chunk=self.chunk)
 
     def _backend(self, step_by: Callable[..., DecodeStep | str]) -> Backend | str | None:
         """The fastest backend that works on the GPU, or the reason why none does; None without a
         GPU."""
         if self.check is None:
             return None
-        plain = self._decoder_with("this is layer by layer", Observers())
+        plain = self._decoder_with("this is layer by layer")
         cache = self.weights.cache
         cache.reserve(0, 0, min(CHECKED, self.context_length))  # the check's steps write there
         try:
@@ -318,12 +287,10 @@ class _Load:
         finally:
             cache.table.shrink(0, 0)
 
-    def _decoder_with(
-        self, step: DecodeStep | str, observers: Observers, chunk: int = SHORT_CHUNK
-    ) -> Decoder:
+    def _decoder_with(self, step: DecodeStep | str, chunk: int = SHORT_CHUNK) -> Decoder:
         return Decoder(
             weights=self.weights,
-            observers=observers,
+            observers=Observers(),
             native=step,
             chunk=chunk,
             host_attention=self._host_attention(),
@@ -331,7 +298,7 @@ class _Load:
 
     def _host_attention(self) -> HostAttention | None:
         """The attention of prompts if weights are on a GPU and the KV cache is in main memory."""
-        if self.gpu.type == "cpu" or not self.placement.is_cache_on_host:
+        if self.device.type == "cpu" or not self.placement.is_cache_on_host:
             return None
         found = HostAttention.of(self.weights)
         if isinstance(found, str):
@@ -340,13 +307,3 @@ class _Load:
             )
             return None
         return found
-
-
-def _notice(model: ModelFile, line: str) -> None:
-    """Logs the reason for a choice."""
-    log.info(f"{model.path}: {line}")
-
-
-def _warn(model: ModelFile, line: str) -> None:
-    """Warns that something is slower or worse than the model and the machine allow."""
-    log.warning(f"{model.path}: {line}")

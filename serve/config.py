@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions
 
 MAX_PARALLEL = 256
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[A-Za-z0-9.-]+)(:\d{1,5})?")

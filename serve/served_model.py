@@ -8,10 +8,9 @@ from functools import cached_property
 from tokenizers import pre_tokenizers
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.chain import SamplerChain
-from hotsplit.runtime.generate.drawing import chain_of
-from hotsplit.runtime.generate.dry import BreakerSets
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.chain import SamplerChain, chain_of
+from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
+from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.text.chat_template import ChatTemplate, Message
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError, wrong
@@ -100,11 +99,11 @@ class ServedModel:
             raise wrong("messages", str(error)) from error
 
     def chain(self, sampling: SamplingOptions) -> SamplerChain:
-        return chain_of(sampling, self._breaker_sets, self.vocab_size)
+        return chain_of(sampling, self._breakers_of, self.vocab_size)
 
     @cached_property
-    def _breaker_sets(self) -> BreakerSets:
-        return BreakerSets(self.codec)
+    def _breakers_of(self) -> BreakersOf:
+        return cached_breakers(self.codec)
 
     def chat_codec(self) -> tuple[TextCodec, tuple[str, ...]]:
         """(codec whose end tokens end an answer, strings that also end it)."""

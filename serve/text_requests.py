@@ -11,8 +11,7 @@ from hotsplit.runtime.generate.constraints import (
     gbnf_constraint,
     json_schema_constraint,
 )
-from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import wrong
 from hotsplit.serve.fields import Fields

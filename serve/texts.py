@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hotsplit.runtime.generate.generation import Draws, Generation, GenerationOptions, Mask, Token
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.constraints import Constraint
+from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
@@ -22,9 +24,9 @@ class Job:
 
     ids: Sequence[int]
     codec: TextCodec
-    draws: Draws
+    draws: SamplerChain
     options: GenerationOptions
-    mask: Mask | None = None
+    mask: Constraint | None = None
     deadline: float | None = None
     deadline_by: DeadlineBy = "--timeout"
     reuses: bool = True

@@ -20,8 +20,8 @@ from hotsplit.files.outputs import check_output_folder
 from hotsplit.files.outputs import check_outputs as check_files
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.resume import Settings
-from hotsplit.runtime.engine_options import device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
+from hotsplit.runtime.resolved_options import device_of
 from hotsplit.sparsify.config import TRAINED, SparsifyConfig
 from hotsplit.sparsify.needs import (
     check_disk,

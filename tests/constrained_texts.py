@@ -82,6 +82,17 @@ def favoured(codec):
     return favour
 
 
+def masked(constraint, logits_V):
+    return logits_V.masked_fill(~constraint.mask_V(len(logits_V)), -torch.inf)
+
+
+def is_finished(constraint) -> bool:
+    """True if only an end token may follow."""
+    mask_V = constraint.mask_V(constraint._num_tokens)
+    mask_V[constraint._end_ids] = False
+    return constraint.can_end and not mask_V.any()
+
+
 def write(constraint, codec, logits_of, seed, patience=40, most=1500):
     """Draws up to `most` tokens at temperature 1.5 under the constraint's mask; returns (token ids,
     whether the end token came).
@@ -94,7 +105,7 @@ def write(constraint, codec, logits_of, seed, patience=40, most=1500):
         logits_V = logits_of(ids, generator).clone()
         if len(ids) >= patience:
             logits_V[: len(favour)] += favour
-        probability_V = torch.softmax(constraint.apply(logits_V) / 1.5, dim=0)
+        probability_V = torch.softmax(masked(constraint, logits_V) / 1.5, dim=0)
         token_id = int(torch.multinomial(probability_V, 1, generator=generator))
         constraint.accept(token_id)
         if token_id in codec.end_ids:

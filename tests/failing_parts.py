@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.device_checks import DeviceKey
-from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.check.parts import DeviceParts
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
-from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 from hotsplit.runtime.step.hybrid_step import Backend, Prepare
 from hotsplit.runtime.step.plain_backend import plain_backend
 
@@ -43,7 +41,7 @@ def fake_parts(
 ) -> DeviceParts:
     """Parts that work; `prepare` prepares a step with a graph."""
 
-    def backend(take=None, *, has_graph: bool, kernels: Kernels | None = None) -> Backend:
+    def backend(take, *, has_graph: bool, kernels: Kernels | None) -> Backend:
         made = plain_backend(kernels or reference_kernels())
         return dataclasses.replace(
             made,
@@ -51,13 +49,16 @@ def fake_parts(
             prepare=prepare if has_graph and prepare else made.prepare,
         )
 
-    parts = DeviceParts(
-        device=CPU, key=KEY, kernels=kernels, plain_kernels=torch_kernels(), backend=backend,
-        slot_kernels=reference_slot_kernels,
-        use=lambda: device_parts.use_device(CPU), pin=nothing, limit=nothing,
-        multiply=lambda dtype: device_parts.multiply(CPU, dtype), wait=nothing, free=nothing,
-    )  # fmt: skip
-    return dataclasses.replace(parts, **changes)
+    parts = DeviceParts(CPU)
+    works = dict.fromkeys(("pin", "limit", "wait", "free"), nothing)
+    own = {
+        "key": KEY,
+        "kernels": kernels,
+        "backend": backend,
+        "slot_kernels": reference_slot_kernels,
+    }
+    vars(parts).update(works | own | changes)
+    return parts
 
 
 # ---- kernels ------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """A policy of the neuron cache that swaps at random, regardless of the text."""
 
 import numpy as np
+from test_runtime import make_split
 
-from hotsplit.runtime.neuron_cache.cycle import SWAP
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import CacheSetup
 
@@ -35,9 +37,19 @@ class RandomPolicy:
             slots = self.random.choice(num_slots, count, replace=False)
             comes = self.random.choice(cold, count, replace=False)
             goes = self.residency.id_N(layer)[slots]
-            found += [(layer, *row) for row in zip(slots, comes, goes, strict=True)]
+            found += [(layer, *row, 0.0) for row in zip(slots, comes, goes, strict=True)]
         self.pending = np.array(found, SWAP)
         return self.pending
+
+
+def divided(path, share=0.5, num_sequences=1):
+    """A plan beside the model; this share of each layer's neurons is hot."""
+    model = ModelFile.load(path)
+    hot = [range(round(share * layer.neurons.number)) for layer in model.spec.layers]
+    context_length, split = model.spec.context_length, path.with_name("divided.gguf")
+    made = make_split(model, hot, context_length=context_length, num_sequences=num_sequences)
+    made.save(split)
+    return split
 
 
 def random_setup(**options):

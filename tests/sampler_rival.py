@@ -10,7 +10,7 @@ import torch
 
 from hotsplit.runtime.generate.candidates import Candidates
 from hotsplit.runtime.generate.chain import SamplerChain
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / "build/llamacpp-venv/bin/python"

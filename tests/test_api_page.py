@@ -13,9 +13,8 @@ import hotsplit
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
-from hotsplit.runtime.generate.draft_options import SpeculationOptions
 from hotsplit.runtime.generate.generation import GenerationOptions, Run, Token
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.ops.observers import NAMES, Observation
 from hotsplit.runtime.step.sequences import Part, Sequence
 

@@ -57,7 +57,7 @@ def make_steps(random, num_layers, num_neurons, num_steps):
 @pytest.mark.parametrize("seed", range(24))
 def test_decisions_equal_those_of_the_definition(seed):
     random, slots, frequency_LF, costs, options = make_case(seed)
-    policy = CachePolicy.of(slots, frequency_LF, costs, options)
+    policy = CachePolicy(slots, frequency_LF, costs, options)
     reference = ReferencePolicy(slots, frequency_LF, costs, options)
     exact = ReferencePolicy(slots, frequency_LF, costs, options, dtype=np.float64)
     for number, is_read_RLF in enumerate(make_steps(random, *frequency_LF.shape, 100)):
@@ -90,7 +90,7 @@ def test_swaps_back_to_the_plan_that_lose_are_ordered_alike_where_a_copy_takes_n
         decay=0.5, prior_tokens=1, margin=0, stay=1e9, start_gain=1e-9, visited=1
     )
     plan = [np.arange(16)] * 2, np.zeros((2, 64)), costs, options
-    policy, reference = CachePolicy.of(*plan), ReferencePolicy(*plan)
+    policy, reference = CachePolicy(*plan), ReferencePolicy(*plan)
     losses = 0
     for number in range(120):
         is_read_RLF = np.zeros((1, 2, 64), bool)
@@ -107,7 +107,7 @@ def test_swaps_back_to_the_plan_that_lose_are_ordered_alike_where_a_copy_takes_n
 @pytest.mark.parametrize("seed", range(12))
 def test_swaps_fit_into_a_step_and_exchange_residents_for_others(seed):
     random, slots, frequency_LF, costs, options = make_case(seed)
-    policy = CachePolicy.of(slots, frequency_LF, costs, options)
+    policy = CachePolicy(slots, frequency_LF, costs, options)
     resident = [set(map(int, ids)) for ids in slots]
     longest_s = costs.rest_s + sum(
         max(h + hr * frequency_LF.shape[1], c + cr * frequency_LF.shape[1])
@@ -145,7 +145,7 @@ def test_a_text_like_the_profiles_swaps_nothing():
     random, num_neurons = np.random.default_rng(1), 64
     hot = range(16)
     frequency = np.where(np.isin(np.arange(num_neurons), hot), 0.9, 0.05)[None].repeat(3, 0)
-    policy = CachePolicy.of([np.arange(16)] * 3, frequency, make_costs(3), CacheOptions())
+    policy = CachePolicy([np.arange(16)] * 3, frequency, make_costs(3), CacheOptions())
     report = run(policy, steady(3, num_neurons, hot, steps=600, random=random))
     assert report.num_starts == report.num_swaps == 0
     assert report.seconds == report.planned_seconds
@@ -155,7 +155,7 @@ def test_a_text_like_the_profiles_swaps_nothing():
 def test_a_change_of_subject_is_followed_and_the_way_back_too():
     random, num_neurons = np.random.default_rng(2), 64
     frequency = np.where(np.arange(num_neurons) < 16, 0.9, 0.05)[None].repeat(3, 0)
-    policy = CachePolicy.of([np.arange(16)] * 3, frequency, make_costs(3), CacheOptions())
+    policy = CachePolicy([np.arange(16)] * 3, frequency, make_costs(3), CacheOptions())
     report = run(policy, steady(3, num_neurons, range(32, 48), steps=300, random=random))
     assert set(policy.resident(1).tolist()) == set(range(32, 48))
     assert report.hit_rate > 0.7 > 0.2 > report.planned_hit_rate
@@ -164,18 +164,16 @@ def test_a_change_of_subject_is_followed_and_the_way_back_too():
     assert set(policy.resident(1).tolist()) == set(range(16))
 
 
-def test_nothing_moves_where_the_cpu_is_the_faster_side():
+@pytest.mark.parametrize(
+    "costs, options",
+    [
+        ({"hot_s_L": np.full(2, 50.0)}, CacheOptions(stay=1e6)),  # the CPU is always faster
+        ({"copy_row_s_L": np.full(2, 1e6)}, CacheOptions(is_always_on=True)),  # a slow link
+    ],
+)
+def test_nothing_moves_where_it_cannot_pay(costs, options):
     random = np.random.default_rng(3)
-    costs = make_costs(2, hot_s_L=np.full(2, 50.0))  # the GPU takes longer, whatever its slots hold
-    policy = CachePolicy.of([np.arange(8)] * 2, np.zeros((2, 40)), costs, CacheOptions(stay=1e6))
-    assert run(policy, steady(2, 40, range(20, 30), steps=200, random=random)).num_swaps == 0
-
-
-def test_a_link_that_is_too_slow_for_one_row_is_not_used():
-    random = np.random.default_rng(4)
-    costs = make_costs(2, copy_row_s_L=np.full(2, 1e6))
-    options = CacheOptions(is_always_on=True)
-    policy = CachePolicy.of([np.arange(8)] * 2, np.zeros((2, 40)), costs, options)
+    policy = CachePolicy([np.arange(8)] * 2, np.zeros((2, 40)), make_costs(2, **costs), options)
     assert run(policy, steady(2, 40, range(20, 30), steps=200, random=random)).num_swaps == 0
 
 
@@ -184,7 +182,7 @@ def test_swapping_stops_and_the_plan_returns_where_it_does_not_pay():
     plan, again and again. The neurons of recent steps are not read again for long enough to pay."""
     num_neurons, random = 64, np.random.default_rng(5)
     options = CacheOptions(decay=0.5, prior_tokens=1, margin=0, stay=1e9, start_gain=1e-9)
-    policy = CachePolicy.of([np.arange(16)], np.zeros((1, num_neurons)), make_costs(1), options)
+    policy = CachePolicy([np.arange(16)], np.zeros((1, num_neurons)), make_costs(1), options)
     blocks = [range(start, start + 16) for start in (16, 32, 48, 16, 32, 48)]
     steps = []
     for _ in range(40):
@@ -201,7 +199,7 @@ def test_the_same_bits_give_the_same_swaps():
     taken = []
     for _ in range(2):
         random, slots, frequency_LF, costs, options = make_case(7)
-        policy = CachePolicy.of(slots, frequency_LF, costs, options)
+        policy = CachePolicy(slots, frequency_LF, costs, options)
         steps = make_steps(random, *frequency_LF.shape, 60)
         taken.append([policy.step(packed(bits)).tobytes() for bits in steps])
     assert taken[0] == taken[1] and any(taken[0])

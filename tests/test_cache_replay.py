@@ -180,7 +180,7 @@ def test_the_replayed_policy_is_that_of_the_engine():
     is_read_TLF = random.random((200, 2, 40)) < random.random((2, 40)) ** 2
     case = make_case(is_read_TLF, 10)
     outcome = ours(case)
-    policy = CachePolicy.of(case.slots_LN, case.frequency_LF, case.costs, case.options)
+    policy = CachePolicy(case.slots_LN, case.frequency_LF, case.costs, case.options)
     for bits_1LW in case.trace.bits_TLW[:, None]:
         policy.step(np.ascontiguousarray(bits_1LW))
     report = policy.report()

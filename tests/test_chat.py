@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from chat_templates import CHATML, DEEPSEEK, QWEN_REASONING
 from models import make_model, make_sizes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -16,12 +15,12 @@ from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate import chat as chat_module
 from hotsplit.runtime.generate import dry
+from hotsplit.runtime.generate.chain import chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
-from hotsplit.runtime.generate.drawing import chain_of
-from hotsplit.runtime.generate.dry import BreakerSets
-from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.constraints import regex_constraint
+from hotsplit.runtime.generate.dry import cached_breakers
+from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -65,7 +64,7 @@ def talk(engine, template: str | ChatTemplate = CHATML, sampling=GREEDY, **more)
     if isinstance(template, str):
         template = replace(chat_template_of(engine.model, engine.codec), text=template)
     options = more.pop("options", ChatOptions(generation=SAID))
-    draws = chain_of(sampling, BreakerSets(engine.codec), engine.model.spec.vocab_size)
+    draws = chain_of(sampling, cached_breakers(engine.codec), engine.model.spec.vocab_size)
     return Conversation(
         engine.sequence(), engine.codec, template, engine.traffic, draws, options=options, **more
     )
@@ -304,24 +303,13 @@ def test_the_end_of_a_turn_in_a_built_in_template(engine):
 def test_each_answer_has_its_own_constraint(engine):
     made = []
 
-    class Only:
-        """Allows only one character."""
+    def new_mask():
+        made.append(regex_constraint(f"z{{{LENGTH}}}", engine.codec))
+        return made[-1]
 
-        def __init__(self) -> None:
-            made.append(self)
-            self.accepted = 0
-
-        def mask_V(self, vocab_size: int) -> torch.Tensor:
-            mask_V = torch.zeros(vocab_size, dtype=torch.bool)
-            mask_V[engine.codec.tokenizer.token_to_id("z")] = True
-            return mask_V
-
-        def accept(self, token_id: int) -> None:
-            self.accepted += 1
-
-    with talk(engine, new_mask=Only) as chat:
+    with talk(engine, new_mask=new_mask) as chat:
         assert text_of(chat.say("Hello")) == text_of(chat.say("And?")) == "z" * LENGTH
-    assert [mask.accepted for mask in made] == [LENGTH, LENGTH]
+    assert [mask.can_end for mask in made] == [True, True]  # each has taken the whole answer
 
 
 # ---- reasoning -----------------------------------------------------------------------------

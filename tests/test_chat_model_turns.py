@@ -22,8 +22,7 @@ from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
-from hotsplit.runtime.generate.generation_options import GenerationOptions
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.chat_template import chat_template_of
 

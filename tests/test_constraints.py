@@ -16,6 +16,8 @@ from constrained_texts import (
     JSON_GBNF,
     SMOLLM2,
     check,
+    is_finished,
+    masked,
     schema_number,
     takes,
     tiny_codec,
@@ -97,7 +99,7 @@ def test_masks_of_a_regex_equal_partial_matching(pattern):
         is_whole = oracle.fullmatch(text) is not None
         mask = constraint.mask_V(4100)
         assert set(mask.nonzero().flatten().tolist()) == want | ({0} if is_whole else set()), text
-        assert constraint.can_end == is_whole and constraint.is_finished == (not want)
+        assert constraint.can_end == is_whole and is_finished(constraint) == (not want)
         if not want:
             break
         token_id = rng.choice(sorted(want))
@@ -123,7 +125,7 @@ def test_tokens_that_reach_beyond_the_end_are_not_allowed():
     with pytest.raises(HotsplitError, match=f"^the regex does not allow token {vocab['de']} "):
         constraint.accept(vocab["de"])
     constraint.accept(vocab["d"])  # a refused token leaves it where it was
-    assert constraint.is_finished and constraint.mask_V(4096).nonzero().tolist() == [[0]]
+    assert is_finished(constraint) and constraint.mask_V(4096).nonzero().tolist() == [[0]]
 
 
 def test_end_tokens_are_allowed_where_the_grammar_may_end_and_padding_never_is():
@@ -134,26 +136,21 @@ def test_end_tokens_are_allowed_where_the_grammar_may_end_and_padding_never_is()
     assert not constraint.mask_V(4224)[[0, 7]].any() and not constraint.can_end
     constraint.accept(a)
     mask = constraint.mask_V(4224)
-    assert mask[[0, 7, b]].all() and not mask[4096:].any() and not constraint.is_finished
+    assert mask[[0, 7, b]].all() and not mask[4096:].any() and not is_finished(constraint)
     here = constraint.fork()
     constraint.accept(7)
-    assert constraint.is_finished and constraint.can_end
+    assert is_finished(constraint) and constraint.can_end
     here.accept(b)  # the fork goes on
-    assert here.can_end and not here.is_finished
+    assert here.can_end and not is_finished(here)
     for wrong in (-1, 4096, 5000, 10**6, tokenizer.token_to_id("c")):
         with pytest.raises(HotsplitError, match=f"does not allow token {wrong} "):
             here.accept(wrong)
 
 
-def test_logits_are_masked_with_minus_infinity():
-    constraint = regex_constraint("a", tiny_codec())
-    logits_V = torch.arange(4128.0)
-    masked_V = constraint.apply(logits_V)
+def test_a_model_without_a_row_for_the_only_token_is_refused():
     a = tiny_codec().tokenizer.token_to_id("a")
-    assert masked_V[a] == a and masked_V.isfinite().sum() == 1
-    assert torch.equal(logits_V, torch.arange(4128.0))  # a copy
     with pytest.raises(HotsplitError, match="^the regex allows no token from here on"):
-        constraint.apply(logits_V[:a])  # a model without a row for the only token
+        regex_constraint("a", tiny_codec()).mask_V(a)
 
 
 def test_a_tokenizer_is_read_once_per_codec(monkeypatch):
@@ -237,9 +234,9 @@ def test_a_sentencepiece_tokenizer_writes_its_spaces_and_bytes():
         constraint = regex_constraint("( ?(a|b|é|\\n|😀)){1,6}", codec)
         generator, ids = torch.Generator().manual_seed(seed), [keys.index("b")]
         stream, text = codec.stream(ids), ""
-        while not constraint.is_finished:
+        while not is_finished(constraint):
             probability_V = torch.softmax(
-                constraint.apply(torch.randn(len(keys) + 5, generator=generator)), dim=0
+                masked(constraint, torch.randn(len(keys) + 5, generator=generator)), dim=0
             )
             token_id = int(torch.multinomial(probability_V, 1, generator=generator))
             constraint.accept(token_id)

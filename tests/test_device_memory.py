@@ -25,7 +25,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Activation
 from hotsplit.model.weight_types import NAMES as KINDS
-from hotsplit.runtime import engine_options, gpu_setup
+from hotsplit.runtime import gpu_setup, resolved_options
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.kernels.cpu import library
@@ -72,21 +72,29 @@ def planned(request, tmp_path):
     )
 
 
-def load(model, split, *, mode="exact", piece_bytes=1 << 12):
+def load(model, split, *, mode="exact", context=32, is_resident=True):
     """(decoder, the card's memory, the CPU's residence) with the GPU's part in a slab. Without the
     C++ kernels the residence is None."""
     placement = Placement.of_split(split, (CARD,))
-    size = gpu_setup.slab_bytes(model, split.gpu_bytes, 32, sum(map(len, split.hot)))
-    memory = DeviceMemory.of(CARD, size, None)
-    uploader = Uploader(memory=memory, piece_bytes=piece_bytes)
-    residence = Residence() if library.is_available() else None
+    size = gpu_setup.slab_bytes(model, split.gpu_bytes, context, sum(map(len, split.hot)))
+    memory = DeviceMemory.of(CARD, size)
+    uploader = Uploader(memory=memory, piece_bytes=1 << 12)
+    residence = Residence() if is_resident and library.is_available() else None
     weights = load_weights(
-        model, placement, mode, 32, notice=print, residence=residence,
+        model, placement, mode, context, notice=print, residence=residence,
         uploaders={CARD: uploader},
     )  # fmt: skip
     uploader.finish()
-    decoder = Decoder(weights=weights, observers=Observers(), native="not asked for")
-    return decoder, memory, residence
+    return decoder_of(weights), memory, residence
+
+
+def decoder_of(weights):
+    return Decoder(weights=weights, observers=Observers(), native="not asked for")
+
+
+@torch.inference_mode()
+def logits_of(decoder, ids=IDS):
+    return decoder.logits(decoder.forward(torch.tensor(ids), 0))
 
 
 def test_each_item_takes_the_plans_bytes(planned):
@@ -110,8 +118,7 @@ def test_weights_in_the_slab_give_the_results_of_the_file(planned):
     model, split = planned
     for mode in ("dense", "exact", "predicted"):
         decoder, memory, _ = load(model, split, mode=mode)
-        with torch.inference_mode():
-            got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+        got = logits_of(decoder)
         with Engine.of(model, mode=mode) as engine:
             want = engine.logits(IDS)
         assert rel_error(got, want) < torch.finfo(torch.float16).eps
@@ -146,9 +153,7 @@ def test_each_of_two_gpus_gets_its_part():
         stream = gpu_setup.cold_stream(card, blocks, 1 << 14)
         stream.least_tokens = 1
         weights = gpu_setup.with_stream(weights, stream)
-    decoder = Decoder(weights=weights, observers=Observers(), native="no")
-    with torch.inference_mode():
-        got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+    got = logits_of(decoder_of(weights))
     assert all(layer.ffn.cold._next for layer in weights.layers)
     with Engine.of(model, mode="predicted") as engine:
         assert rel_error(got, engine.logits(IDS)) < 1e-5
@@ -334,8 +339,8 @@ def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatc
     shape = make_sizes(width=256, num_neurons=2048, context_length=256)
     model = make_model(sizes=shape, kind="q8_0", predictor_rank=8)
     split = make_split(model, [range(0, 2048, 2), range(100)], context_length=256)
-    decoder, uploader, _ = load_for(model, split, "exact", 256)
-    memory, said = uploader.memory, []
+    decoder, memory, _ = load(model, split, context=256, is_resident=False)
+    said = []
     wanted = pass_bytes(on_gpu(model, "exact", 128, 256))
     piece = 1 << 20
     left = {"none": 0, "for a pass": wanted, "for cold weights too": wanted + 2 * piece}[room]
@@ -564,8 +569,7 @@ def test_biases_of_queries_keys_and_values(as_on_a_gpu, monkeypatch, missing):
     assert {len(layer.attention.inputs) for layer in decoder.weights.layers} == {
         1 if len(missing) != 1 else 3
     }
-    with torch.inference_mode():
-        got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+    got = logits_of(decoder)
     monkeypatch.undo()
     with Engine.of(model, mode="exact", context_length=32) as engine:
         assert rel_error(got, engine.logits(IDS)) < 8e-3
@@ -646,8 +650,7 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
     model = make_model(sizes=shape, kind=kind, predictor_rank=8)
     split = make_split(model, PATTERNS["random"])
     decoder, _, _ = load(model, split, mode=mode)
-    with torch.inference_mode():
-        got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+    got = logits_of(decoder)
     monkeypatch.undo()
     with Engine.of(model, mode=mode, context_length=32) as engine:
         want = engine.logits(IDS)
@@ -664,7 +667,8 @@ def on_gpu(model, mode, tokens, context, *, has_flash=False):
     return Pass(model=model, mode=mode, num_tokens=tokens, context_length=context, way=way)
 
 
-def allocate_as_on_cuda(monkeypatch):
+@pytest.fixture
+def computes_nothing(as_on_a_gpu, monkeypatch):
     """Products, unpacking and rounding compute nothing and allocate only their results, as on CUDA.
     (Where a result's type differs, torch makes a copy on the CPU.)"""
 
@@ -683,8 +687,9 @@ def allocate_as_on_cuda(monkeypatch):
 @pytest.mark.parametrize("mode", ["dense", "predicted"])
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("neurons, width, context", [(1408, 512, 2048), (4096, 256, 512)])
-def test_a_pass_stays_within_its_memory_bound(monkeypatch, as_on_a_gpu, mode, kind, kv_heads, neurons,
-                                       width, context):  # fmt: skip
+def test_a_pass_stays_within_its_memory_bound(
+    monkeypatch, computes_nothing, mode, kind, kv_heads, neurons, width, context
+):
     """Compared with torch's own peak of live memory. For f32, which is not unpacked, the bound's
     share for tiles is made small, so the rest must fit without it."""
     shape = make_sizes(
@@ -694,10 +699,9 @@ def test_a_pass_stays_within_its_memory_bound(monkeypatch, as_on_a_gpu, mode, ki
     model = make_model(sizes=shape, predictor_rank=32, kind=kind)
     if kind == "f32":
         monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
-    allocate_as_on_cuda(monkeypatch)
     for tokens in (SHORT_CHUNK, 16):
         split = make_split(model, [range(0, neurons, 2)] * 2, context_length=context)
-        decoder, _, _ = load_for(model, split, mode, context)
+        decoder, _, _ = load(model, split, mode=mode, context=context, is_resident=False)
         ids_T = torch.arange(tokens)
 
         @torch.inference_mode()
@@ -708,17 +712,6 @@ def test_a_pass_stays_within_its_memory_bound(monkeypatch, as_on_a_gpu, mode, ki
         peak, p = peak_bytes(run), on_gpu(model, mode, tokens, context)
         assert peak <= pass_bytes(dataclasses.replace(p, num_hot=[neurons // 2] * 2)) < 1.15 * peak
         assert peak <= pass_bytes(p) < 2 * peak  # for all divisions of neurons
-
-
-def load_for(model, split, mode, context):
-    placement = Placement.of_split(split, (CARD,))
-    size = gpu_setup.slab_bytes(model, split.gpu_bytes, context, sum(map(len, split.hot)))
-    uploader = Uploader(memory=DeviceMemory.of(CARD, size))
-    weights = load_weights(
-        model, placement, mode, context, notice=print, uploaders={CARD: uploader}
-    )
-    made = Decoder(weights=weights, observers=Observers(), native="no")
-    return made, uploader, None
 
 
 def allocating_flash(query, key, value):
@@ -737,12 +730,11 @@ def allocating_flash(query, key, value):
      ("falcon, two norms", "relu", 64, "exact")],
 )  # fmt: skip
 def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
-    monkeypatch, as_on_a_gpu, family, activation, head_width, mode, tokens
+    monkeypatch, computes_nothing, family, activation, head_width, mode, tokens
 ):
     monkeypatch.setattr(attend, "can_use_flash_attention", lambda params: True)
     monkeypatch.setattr(attend, "flash_attention", allocating_flash)
     monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
-    allocate_as_on_cuda(monkeypatch)
     shape = make_sizes(
         width=512, num_neurons=2048, num_heads=16, num_kv_heads=8, head_width=head_width,
         vocab_size=600, context_length=2048,
@@ -752,7 +744,7 @@ def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
     else:
         model = family_model(family, sizes=shape, predictor_rank=32, kind="f16")
     split = make_split(model, [range(2048)] * 2, context_length=2048)
-    decoder, _, _ = load_for(model, split, mode, 2048)
+    decoder, _, _ = load(model, split, mode=mode, context=2048, is_resident=False)
     decoder = dataclasses.replace(decoder, chunk=512)
     ids_T = torch.arange(tokens) % 600
 
@@ -818,7 +810,7 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     """The effect of --cpu-ffn on a model, without a plan."""
     model = make_model(sizes=make_sizes(width=64), kind="q8_0")
     placement = Placement.without_neurons(2, CARD)
-    items = engine_options.bytes_by_role_of(model, None, 32, CPU, cpu_ffn=True)
+    items = resolved_options.bytes_by_role_of(model, None, 32, CPU, cpu_ffn=True)
     memory = DeviceMemory.of(CARD, gpu_setup.slab_bytes(model, items["gpu"], 32))
     weights = load_weights(
         model, placement, "exact", 32, notice=print, uploaders={CARD: Uploader(memory=memory)}
@@ -830,9 +822,7 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     stream = gpu_setup.cold_stream(CARD, blocks, 1 << 14)
     stream.least_tokens = 2
     weights = gpu_setup.with_stream(weights, stream)
-    decoder = Decoder(weights=weights, observers=Observers(), native="no")
-    with torch.inference_mode():
-        got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+    got = logits_of(decoder_of(weights))
     assert stream._next == len(stream._pieces) > 2
     with Engine.of(model, mode="exact", context_length=32) as engine:
         assert rel_error(got, engine.logits(IDS)) < torch.finfo(torch.float16).eps

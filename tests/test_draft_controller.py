@@ -10,17 +10,17 @@ import pytest
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.draft_costs import Acceptance, StepCosts
-from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.generate.options import SpeculationOptions
 from hotsplit.runtime.generate.speculation import Guess, Speculation
 
 
 class Chance:
     """A drafter whose i-th guess is right with probability right(i), for a text of ones."""
 
-    name, is_free, token_s = "chance", True, 0.0
+    name, token_s = "chance", 0.0
 
-    def __init__(self, right, seed: int = 0) -> None:
-        self.right, self.chance = right, random.Random(seed)
+    def __init__(self, right, is_free: bool = True) -> None:
+        self.right, self.is_free, self.chance = right, is_free, random.Random(0)
 
     def prepare(self, ids: Sequence[int]) -> None:
         pass
@@ -83,10 +83,8 @@ def test_the_length_is_nearly_the_best_of_all(cost, right):
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_the_estimated_speedup_counts_every_step(count):
     """The first step never has a draft, so that the time of a single row is known from it on."""
-    speculation, cost = (
-        Speculation(Chance(RIGHTS["often"]), SpeculationOptions()),
-        COSTS["tiles of eight"],
-    )
+    speculation = Speculation(Chance(RIGHTS["often"]), SpeculationOptions())
+    cost = COSTS["tiles of eight"]
     seconds, lengths = live(speculation, cost, count)
     totals = speculation.totals
     assert totals.steps == lengths.total() and totals.step_s == pytest.approx(seconds)
@@ -96,8 +94,7 @@ def test_the_estimated_speedup_counts_every_step(count):
 
 @pytest.mark.parametrize("is_free", [True, False])
 def test_drafting_turns_off_and_on_again(is_free):
-    drafter = Chance(RIGHTS["often"])
-    drafter.is_free = is_free
+    drafter = Chance(RIGHTS["often"], is_free)
     speculation = Speculation(drafter, SpeculationOptions())
     cost = COSTS["a jump, then a line"]
     live(speculation, cost, 1000)
@@ -123,9 +120,7 @@ def test_trying_costs_little_from_the_first_token_on(cost, is_free):
     share and opening balance, with a margin), for a drafter that is always wrong and for one that
     is right three times in ten."""
     for right in (lambda place: 0.0, lambda place: 0.3):
-        drafter = Chance(right)
-        drafter.is_free = is_free
-        speculation = Speculation(drafter, SpeculationOptions())
+        speculation = Speculation(Chance(right, is_free), SpeculationOptions())
         took = count = 0
         for _ in range(60):
             seconds, lengths = live(speculation, COSTS[cost], 20)
@@ -143,8 +138,7 @@ def test_a_slow_drafter_is_hardly_called():
             time.sleep(0.005)
             return super().propose(ids, most)
 
-    drafter = Slow(RIGHTS["often"])
-    drafter.is_free = False
+    drafter = Slow(RIGHTS["often"], is_free=False)
     speculation = Speculation(drafter, SpeculationOptions())
     live(speculation, lambda rows: 1e-4 * rows, 2000)
     assert 1 <= drafter.calls < 5
@@ -156,9 +150,7 @@ def test_a_draft_beyond_the_room_is_cut():
             return Guess([1] * 1000, trust=4)
 
     for is_free in (True, False):
-        drafter = Endless(None)
-        drafter.is_free = is_free
-        speculation = Speculation(drafter, SpeculationOptions(most=8))
+        speculation = Speculation(Endless(None, is_free), SpeculationOptions(most=8))
         live(speculation, COSTS["memory-bound"], 200)
         ids = [1] * 5
         assert len(speculation.draft(ids, 100)) == 8
@@ -186,7 +178,7 @@ def test_costs_are_interpolated_between_measured_ones():
     assert costs.seconds(17) == pytest.approx(5.2 + 4.2)
     for _ in range(9):
         costs.learn(9, 2.0)
-    assert costs.table() == {1: 1.0, 9: 2.0}
+    assert (costs.seconds(1), costs.seconds(9)) == (1.0, 2.0)
 
 
 def test_the_expected_acceptance_follows_the_counts():

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hotsplit.runtime.generate import ngrams
-from hotsplit.runtime.generate.draft_model import num_common
+from hotsplit.runtime.generate.generation import num_common
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 
 

@@ -113,7 +113,7 @@ def test_an_allocator_that_keeps_no_limit_fails_only_that_part(monkeypatch, sett
         monkeypatch.setattr(torch, "empty", lambda *size, **options: None)
     else:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-    why = device_check.outcome(lambda: device_parts._limit(GPU), 5.0)
+    why = device_check.outcome(lambda: device_parts.DeviceParts(GPU).limit(), 5.0)
     said = "gives more memory than its limit" if settings is None else "does not keep a budget"
     assert said in why
 
@@ -168,15 +168,16 @@ def test_the_systems_are_named(monkeypatch, tmp_path):
 
 
 def test_a_device_that_copies_or_multiplies_wrongly_fails(monkeypatch):
-    device_parts.use_device(CPU)
-    device_parts.multiply(CPU, torch.float16)
+    parts = device_parts.DeviceParts(CPU)
+    parts.use()
+    parts.multiply(torch.float16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty_like", torch.zeros_like)
         patch.setattr(torch.Tensor, "copy_", lambda target, source: target)
         with pytest.raises(Wrong, match="off by 1"):
-            device_parts.use_device(CPU)
+            parts.use()
     monkeypatch.setattr(
         gpu_products, "_in_f32", lambda left, right: left.float() @ right.float() / 2
     )
     with pytest.raises(Wrong, match="a product in bfloat16 is off by 0.5"):
-        device_parts.multiply(CPU, torch.bfloat16)
+        parts.multiply(torch.bfloat16)

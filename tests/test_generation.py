@@ -19,9 +19,8 @@ from test_runtime import saved
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Neurons
-from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.kernels.cpu import library
 
@@ -91,7 +90,7 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it(codec_model):
 def test_the_end_token_can_be_ignored(codec_model):
     with Engine.load(codec_model) as engine:
         end = engine.codec.encode("q")[0]
-        engine._codec = replace(engine.codec, end_ids=frozenset([end]))
+        engine.codec = replace(engine.codec, end_ids=frozenset([end]))
         sampling = SamplingOptions(temperature=0, logit_bias=((end, 1e6),))
         assert list(engine.generate("ab", 5, sampling=sampling)) == []
         assert engine.last_run.stopped_by == "end of text"
@@ -227,6 +226,26 @@ def test_a_context_too_short_to_be_shifted(codec_model):
 # ---- the state of a prompt in a file -------------------------------------------------------------
 
 
+def keep_state(engine, path, ids=(1, 2, 3)) -> torch.Tensor:
+    """Saves the state of a text; returns the last layer's keys."""
+    with engine.sequence() as text:
+        text.extend(list(ids))
+        save_prompt(text, path, engine.prompt_key())
+        return text.read_state()[-1][0].clone()
+
+
+def restored(engine, path, key=None) -> int:
+    with engine.sequence() as text:
+        return restore_prompt(text, path, key or engine.prompt_key())
+
+
+def refuses_state(engine, path, message, key=None) -> None:
+    with engine.sequence() as text:
+        with pytest.raises(HotsplitError, match=message):
+            restore_prompt(text, path, key or engine.prompt_key())
+        assert text.length == 0
+
+
 def test_a_prompts_state_is_saved_and_restored_bit_for_bit(tmp_path):
     shape = make_sizes(context_length=200)
     model = saved(tmp_path, sizes=shape)
@@ -253,15 +272,10 @@ def test_a_state_of_another_type_of_the_same_model_is_refused(tmp_path):
         (tmp_path / kind).mkdir()
         files.append(saved(tmp_path / kind, sizes=make_sizes(context_length=64), kind=kind))
     assert files[0].model_id == files[1].model_id
-    with Engine.load(files[0].path) as engine, engine.sequence() as text:
-        text.extend([1, 2, 3])
-        save_prompt(text, tmp_path / "p", engine.prompt_key())
-    with (
-        Engine.load(files[1].path) as engine,
-        engine.sequence() as text,
-        pytest.raises(HotsplitError, match="other weights"),
-    ):
-        restore_prompt(text, tmp_path / "p", engine.prompt_key())
+    with Engine.load(files[0].path) as engine:
+        keep_state(engine, tmp_path / "p")
+    with Engine.load(files[1].path) as engine:
+        refuses_state(engine, tmp_path / "p", "other weights")
 
 
 def test_a_state_of_other_predictor_thresholds_or_another_activation_is_refused(tmp_path):
@@ -269,26 +283,17 @@ def test_a_state_of_other_predictor_thresholds_or_another_activation_is_refused(
     model = saved(tmp_path, sizes=make_sizes(context_length=64), predictor_rank=8)
     higher = replace(model.predictor, threshold_L=tuple(t + 2 for t in model.predictor.threshold_L))
     silu = changed(model.bare_spec, Neurons, activation="silu")
-    states, path = [], tmp_path / "p"
+    path = tmp_path / "p"
+    with Engine.of(model, mode="predicted", device="cpu") as engine:
+        state = keep_state(engine, path)
+        assert restored(engine, path) == 3
     for changes, message in (
-        ({}, None),
         ({"predictor": higher}, "made with other predictors: .*thresholds 0, 0.*, this is .*2, 2"),
         ({"bare_spec": silu}, "made with another activation: 'relu', this is 'silu'"),
     ):
-        other = replace(model, **changes)
-        with Engine.of(other, mode="predicted", device="cpu") as engine:
-            with engine.sequence() as text:
-                text.extend([1, 2, 3])
-                states.append(text.read_state()[-1][0].clone())
-                if message is None:
-                    save_prompt(text, path, engine.prompt_key())
-            with engine.sequence() as text:
-                if message is None:
-                    assert restore_prompt(text, path, engine.prompt_key()) == 3
-                    continue
-                assert not torch.equal(states[0], states[-1])
-                with pytest.raises(HotsplitError, match=message):
-                    restore_prompt(text, path, engine.prompt_key())
+        with Engine.of(replace(model, **changes), mode="predicted", device="cpu") as engine:
+            assert not torch.equal(keep_state(engine, tmp_path / "other"), state)
+            refuses_state(engine, path, message)
 
 
 def test_a_state_of_another_plan_is_refused(tmp_path):
@@ -296,19 +301,15 @@ def test_a_state_of_another_plan_is_refused(tmp_path):
     model = make(tmp_path, sizes=make_sizes(num_layers=L, num_neurons=F, context_length=64))
     model.save(model.path)
     path, options = tmp_path / "p", {"mode": "exact", "device": "cpu"}
-    plans = []
-    for name in ("random", "mixed"):
-        plans.append(planned(tmp_path, model, name, context_length=64))
-    with Engine.of(model, plans[0], **options) as engine, engine.sequence() as text:
-        text.extend([1, 2, 3])
-        save_prompt(text, path, engine.prompt_key())
-    with Engine.of(model, plans[0], **options) as engine, engine.sequence() as text:
-        assert restore_prompt(text, path, engine.prompt_key()) == 3
+    plans = [planned(tmp_path, model, name, context_length=64) for name in ("random", "mixed")]
+    with Engine.of(model, plans[0], **options) as engine:
+        keep_state(engine, path)
+    with Engine.of(model, plans[0], **options) as engine:
+        assert restored(engine, path) == 3
     for plan, this in ((plans[1], "[0-9a-f]{16} on CPU"), (None, "CPU")):
-        with Engine.of(model, plan, **options) as engine, engine.sequence() as text:
+        with Engine.of(model, plan, **options) as engine:
             message = f"made with another plan or on another device: .* on CPU', this is '{this}'"
-            with pytest.raises(HotsplitError, match=message):
-                restore_prompt(text, path, engine.prompt_key())
+            refuses_state(engine, path, message)
 
 
 def test_a_state_of_something_else_is_refused(tmp_path):
@@ -326,39 +327,27 @@ def test_a_state_of_something_else_is_refused(tmp_path):
         (other.path, "exact", "another model|other weights"),
         (model.path, "dense", "another mode: 'exact', this is 'dense'"),
     ):
-        with Engine.load(which, mode=mode) as engine, engine.sequence() as text:
-            with pytest.raises(HotsplitError, match=message):
-                restore_prompt(text, path, engine.prompt_key())
-            assert text.length == 0
-    with (
-        Engine.load(model.path, mode="exact", context_length=2) as engine,
-        engine.sequence() as text,
-        pytest.raises(HotsplitError, match="context of 2"),
-    ):
-        restore_prompt(text, path, engine.prompt_key())
+        with Engine.load(which, mode=mode) as engine:
+            refuses_state(engine, path, message)
+    with Engine.load(model.path, mode="exact", context_length=2) as engine:
+        refuses_state(engine, path, "context of 2")
     chance = np.random.default_rng(0)
     with Engine.load(model.path, mode="exact") as engine:
         for at in chance.integers(0, len(whole), 60).tolist():
             broken = bytearray(whole)
             broken[at] ^= 1 << int(chance.integers(8))
             path.write_bytes(bytes(broken))
-            with engine.sequence() as text:
-                with pytest.raises(HotsplitError):
-                    restore_prompt(text, path, engine.prompt_key())
-                assert text.length == 0
+            refuses_state(engine, path, None)
         with engine.sequence() as text:
             text.extend([1, 2, 3])
             key = engine.prompt_key()
             save_prompt(text, path, replace(key, vocab_size=2))
-        with engine.sequence() as text:
-            with pytest.raises(HotsplitError, match="another vocabulary"):
-                restore_prompt(text, path, key)
-            with pytest.raises(HotsplitError, match="tokens that the model does not have"):
-                restore_prompt(text, path, replace(key, vocab_size=2))
+        refuses_state(engine, path, "another vocabulary", key)
+        few = replace(key, vocab_size=2)
+        refuses_state(engine, path, "tokens that the model does not have", few)
         for length in (0, 5, 100, len(whole) - 1):
             path.write_bytes(whole[:length])
-            with engine.sequence() as text, pytest.raises(HotsplitError, match="not a whole"):
-                restore_prompt(text, path, engine.prompt_key())
+            refuses_state(engine, path, "not a whole")
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -420,17 +409,16 @@ def test_the_command_saves_and_reuses_a_prompts_state(tmp_path, codec_model):
     refused = run(*common, "-p", "ab cd ef", code=1).stderr.decode()
     assert "or give --force to compute it again" in refused and refused.count("\n") == 1
     assert "computing it again" in run(*common, "-p", "ab cd ef", "--force").stderr.decode()
-    for other in (codec_model, tmp_path / "precious.txt", tmp_path):
-        if other != tmp_path:
-            other.write_bytes(other.read_bytes() if other.exists() else b"mine")
+    precious, no_cache = (
+        tmp_path / "precious.txt",
+        "is not a prompt cache, so it is not overwritten",
+    )
+    precious.write_bytes(b"mine")
+    for other, words in (
+        (codec_model, "is read by this command"), (precious, no_cache), (tmp_path, no_cache),
+    ):  # fmt: skip
         kept = None if other == tmp_path else other.read_bytes()
         wrong = (codec_model, "-n", 4, "--prompt-cache", other, "--force", "-p", "ab cd ef")
-        is_input = other == codec_model
-        words = (
-            "is read by this command"
-            if is_input
-            else "is not a prompt cache, so it is not overwritten"
-        )
         assert words in run(*wrong, code=1).stderr.decode()
         assert kept is None or other.read_bytes() == kept
     third = json.loads(run(*common, "-p", "ab cd ef").stdout)

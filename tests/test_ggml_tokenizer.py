@@ -23,8 +23,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text.codec import TextCodec, TextStream
-from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer
-from hotsplit.runtime.text.score_merges import merges_of_scores
+from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer, merges_of_scores
 
 BUNDLED = Path(__file__).parent.parent / "examples/tiny-relu"
 WHERE = Path("theirs.gguf")

@@ -125,7 +125,7 @@ def test_wrong_groups_are_refused():
 def test_a_grouped_matrix_adds_lists_and_parts(preferred):
     rows = rows_of("q4_0", 192, 64)
     entry = TensorEntry(shape=(192, 64), kind="q4_0", read_rows=lambda a, b: rows[a:b].numpy())
-    matrix, whole = Residence().grouped(entry), Matrix(data=rows, kind="q4_0", width=64)
+    matrix, whole = Residence().whole(entry, "grouped"), Matrix(data=rows, kind="q4_0", width=64)
     assert is_grouped(matrix.kind) and matrix.num_bytes == whole.num_bytes
     index_A, c_A = torch.tensor([190, 2, 64]), torch.randn(192)
     assert torch.equal(matrix.rows(index_A), whole.rows(index_A))

@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 from models import make_model, make_sizes
+from test_cache_types import eval_losses
 from test_sequences import Alone, schedule
 
 from hotsplit import Engine
@@ -512,23 +513,12 @@ def test_a_window_longer_than_the_context_reads_everything(path):
 
 
 def test_the_commands_take_kv_offload(tmp_path, capsys):
-    from checkpoints import random_llama
-
-    folder = random_llama(tmp_path / "c", hidden_size=128, num_attention_heads=2,
-                          num_key_value_heads=1)  # fmt: skip
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    model = str(tmp_path / "m.gguf")
-    assert main(["convert", str(folder), "-o", model]) == 0
-    capsys.readouterr()
+    sizes = ("top=65536", "block=16,sinks=0,window=16,top=16")
+    none, some = eval_losses(tmp_path, capsys, "--kv-offload", *sizes)
+    assert none == 0 < some
     prompt = ["-p", "the quick brown fox jumps over the lazy dog " * 9, "-n", "3", "--temp", "0"]
-    assert main(["generate", model, *prompt, "--json", "--kv-offload", SMALL]) == 0
+    command = ["generate", str(tmp_path / "m.gguf"), *prompt, "--kv-offload"]
+    assert main([*command, SMALL, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
-    assert main(["generate", model, *prompt, "--kv-offload", "top=5"]) == 1
+    assert main([*command, "top=5"]) == 1
     assert "multiple of the block" in capsys.readouterr().err
-    lost = {}
-    for sizes in ("top=65536", "block=16,sinks=0,window=16,top=16"):
-        words = ["eval", model, "--corpus", str(tmp_path / "text.txt"), "--mode", "dense",
-                 "--tokens", "512", "--kv-offload", sizes, "--json"]  # fmt: skip
-        assert main(words) == 0
-        lost[sizes] = json.loads(capsys.readouterr().out)["kl_mean"]
-    assert lost["top=65536"] == 0 < lost["block=16,sinks=0,window=16,top=16"]

@@ -3,6 +3,7 @@
 Both roles are on the CPU, or the device is a fake one that checks every CUDA call."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -151,6 +152,18 @@ def check_the_runtime():
     assert not fake_library.load().fakeNumUndeclared()
 
 
+@contextmanager
+def on_fake_cuda(tmp_path, **options):
+    """(an engine with the plan on a fake device, the device)."""
+    with (
+        fake_cuda(num_devices=2) as cuda,
+        Engine.load(
+            tmp_path / "m.gguf", split=tmp_path / "s.gguf", device="cuda", **options
+        ) as engine,
+    ):
+        yield engine, cuda
+
+
 @on_device
 @pytest.mark.parametrize("plan", ["every kind of layer", "two GPUs, layers on the CPU"])
 def test_an_engine_on_a_device_gives_the_cpus_logits(tmp_path, plan):
@@ -158,10 +171,7 @@ def test_an_engine_on_a_device_gives_the_cpus_logits(tmp_path, plan):
     ids = IDS[:100]
     with Engine.load(model.path, kv_offload=str(SOME_KEYS), **ON_THE_CPU) as engine:
         want, prompt = stepped(engine, ids[:6]), engine.logits(ids)
-    with (
-        fake_cuda(num_devices=2) as cuda,
-        Engine.load(model.path, split=tmp_path / "s.gguf", device="cuda") as engine,
-    ):
+    with on_fake_cuda(tmp_path) as (engine, cuda):
         assert engine.not_native is None and cuda.num_graphs >= 1
         assert not engine.bytes_by_role["gpu"]["kv_cache"]
         for layer in engine.layers:
@@ -177,33 +187,30 @@ def test_an_engine_on_a_device_gives_the_cpus_logits(tmp_path, plan):
 def test_texts_fork_roll_back_and_come_from_files_on_a_device(tmp_path):
     """Each continues with the logits of a text that was read at once."""
     model, split = offloaded(tmp_path, "random", num_sequences=3)
-    with fake_cuda():
-        with Engine.load(
-            model.path, split=tmp_path / "s.gguf", device="cuda", num_sequences=3
-        ) as engine:
-            with engine.sequence() as text:
-                text.extend(IDS[:90], "none")
-                save_prompt(text, tmp_path / "state", engine.prompt_key())
-                with text.fork() as other:
-                    other.rollback(77)
-                    other.extend([7, 8], "none")
-                    branch = other.extend([9])
-                    trunk = text.extend([IDS[90]])
-                text.rollback(90)
-                again = text.extend([IDS[90]])
-            with engine.sequence() as text:
-                restore_prompt(text, tmp_path / "state", engine.prompt_key())
-                restored = text.extend([IDS[90]])
-            with engine.sequence() as text:
-                text.extend([*IDS[:77], 7, 8], "none")
-                alone = text.extend([9])
-        with (
-            Engine.load(model.path, split=tmp_path / "s.gguf", device="cpu") as engine,
-            engine.sequence() as text,
-            pytest.raises(HotsplitError, match="another plan or on another device: .*, this is"),
-        ):
+    with on_fake_cuda(tmp_path, num_sequences=3) as (engine, _):
+        with engine.sequence() as text:
+            text.extend(IDS[:90], "none")
+            save_prompt(text, tmp_path / "state", engine.prompt_key())
+            with text.fork() as other:
+                other.rollback(77)
+                other.extend([7, 8], "none")
+                branch = other.extend([9])
+                trunk = text.extend([IDS[90]])
+            text.rollback(90)
+            again = text.extend([IDS[90]])
+        with engine.sequence() as text:
             restore_prompt(text, tmp_path / "state", engine.prompt_key())
+            restored = text.extend([IDS[90]])
+        with engine.sequence() as text:
+            text.extend([*IDS[:77], 7, 8], "none")
+            alone = text.extend([9])
     check_the_runtime()
+    with (
+        Engine.load(model.path, split=tmp_path / "s.gguf", device="cpu") as engine,
+        engine.sequence() as text,
+        pytest.raises(HotsplitError, match="another plan or on another device: .*, this is"),
+    ):
+        restore_prompt(text, tmp_path / "state", engine.prompt_key())
     assert torch.equal(trunk, again) and torch.equal(trunk, restored)
     assert rel_error(branch, alone) < 10 * BOUNDS["f32"]
 
@@ -213,12 +220,7 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
     """A step is interrupted between submitting and finishing; the other text's next logits are as
     before."""
     model, split = offloaded(tmp_path, "random", num_sequences=2)
-    with (
-        fake_cuda(),
-        Engine.load(
-            model.path, split=tmp_path / "s.gguf", device="cuda", num_sequences=2
-        ) as engine,
-    ):
+    with on_fake_cuda(tmp_path, num_sequences=2) as (engine, _):
         step = engine._live.native
         with engine.sequence() as text, engine.sequence() as other:
             text.extend(IDS[:80], "none")
@@ -248,12 +250,7 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
 def test_the_announced_bytes_are_those_allocated(tmp_path, num_sequences):
     """The cache with its tables takes no bytes on the device, only main memory."""
     model, split = offloaded(tmp_path, "mixed", num_sequences=num_sequences)
-    with (
-        fake_cuda(),
-        Engine.load(
-            model.path, split=tmp_path / "s.gguf", device="cuda", num_sequences=num_sequences
-        ) as engine,
-    ):
+    with on_fake_cuda(tmp_path, num_sequences=num_sequences) as (engine, _):
         (memory,) = engine.memories.values()
         assert "kv_cache" not in memory.taken and not split.gpu_bytes["kv_cache"]
         caches = [layer.attention.cache for layer in engine.layers]

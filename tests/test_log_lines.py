@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from hotsplit.cli import main
 from hotsplit.commands.options import shared
-from hotsplit.runtime import engine_options
+from hotsplit.runtime import resolved_options
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.log_lines import NAME, lines_on_stderr
 
@@ -131,8 +131,8 @@ def stderr_of(first: str, path: Path) -> str:
     """The stderr of a program that executes this line and then loads the model."""
     text = (
         f"import logging\nfrom hotsplit import Engine\n{first}\n"
-        "from hotsplit.runtime import engine_options\n"
-        "engine_options.free_memory_bytes = lambda: 1\n"
+        "from hotsplit.runtime import resolved_options\n"
+        "resolved_options.free_memory_bytes = lambda: 1\n"
         f"with Engine.load({str(path)!r}, device='cpu', kv_offload={SIZES!r}): pass"
     )
     done = run_python(text)
@@ -148,7 +148,7 @@ def test_a_program_shows_warnings_by_default_and_the_rest_on_request(model):
     asked = stderr_of("logging.basicConfig(level='INFO', format='%(name)s|%(message)s')", model)
     names = dict(line.split("|", 1)[::-1] for line in asked.splitlines())
     assert sum(EXPLAINED in line for line in names) == sum(WARNED in line for line in names) == 1
-    assert {"hotsplit.runtime.loading", "hotsplit.runtime.engine_options"} <= {*names.values()}
+    assert {"hotsplit.runtime.loading", "hotsplit.runtime.resolved_options"} <= {*names.values()}
 
 
 def test_a_command_says_them_as_its_own_notes(model, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_command_says_them_as_its_own_notes(model, monkeypatch):
 
 @pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 def test_a_command_shows_warnings_and_information(model, capsys, monkeypatch):
-    monkeypatch.setattr(engine_options, "free_memory_bytes", lambda: 1)
+    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 1)
     given = ["generate", str(model), "-p", "a", "-n", "1", "--device", "cpu", "--kv-offload", SIZES]
     assert main(given) == 0
     lines = capsys.readouterr().err.splitlines()

@@ -6,13 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from models import byte_level_keys, make_model, make_sizes
-from random_policy import RandomPolicy, random_setup
+from random_policy import RandomPolicy, divided, random_setup
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -23,10 +24,9 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Activation
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.neuron_cache.cycle import SWAP
+from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.step.sequences import Part
-from hotsplit.runtime.weights.slot_rows import matrices_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L, V = 160, 3, 50
@@ -86,11 +86,11 @@ class Texts:
 
 def grown_alike(model, mode, num_tokens, seed=0, **options):
     """Compares engines with and without a cache over at least `num_tokens`; returns the cache."""
+    split, setup = divided(model.path, 0.4, 4), random_setup(seed=seed, **options)
     with (
         Engine.load(model.path, mode=mode, num_sequences=4) as plain,
-        Engine.load(model.path, mode=mode, num_sequences=4,
-                    neuron_cache=random_setup(share=0.4, seed=seed, **options)) as cached,
-    ):  # fmt: skip
+        Engine.load(model.path, split, mode=mode, neuron_cache=setup) as cached,
+    ):
         assert plain.not_native is None and cached.not_native is None
         texts, done = Texts((plain, cached), seed), 0
         while done < num_tokens:
@@ -141,6 +141,15 @@ def decoded(engine, ids):
         return torch.cat([text.extend([token]) for token in ids])
 
 
+@contextmanager
+def plain_and_cached(path):
+    with (
+        Engine.load(path, mode="exact") as plain,
+        Engine.load(path, divided(path), mode="exact", neuron_cache=random_setup()) as cached,
+    ):
+        yield plain, cached
+
+
 IDS = np.random.default_rng(1).integers(0, V, 30).tolist()
 
 
@@ -170,10 +179,7 @@ def test_biases_move_with_their_rows(tmp_path):
     folder = random_model(tmp_path / "hf", CASES["opt"])
     save_tokenizer(folder, 320)
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
-    with (
-        Engine.load(path, mode="exact") as plain,
-        Engine.load(path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
-    ):
+    with plain_and_cached(path) as (plain, cached):
         assert cached.layers[0].ffn.blocks[0].gate.bias_N is not None
         ids = IDS[:20]
         assert torch.equal(decoded(cached, ids), decoded(plain, ids))
@@ -187,10 +193,7 @@ def test_limits_and_thresholds_stay_with_their_neurons(tmp_path):
         LayerLimits(gate_F=random.uniform(0, 0.1, F).astype(np.float32)) for _ in range(L)
     )
     limits = Limits(model_id=None, layers=layers)
-    with (
-        Engine.load(model.path, mode="exact") as plain,
-        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
-    ):
+    with plain_and_cached(model.path) as (plain, cached):
         assert torch.equal(decoded(cached, IDS), decoded(plain, IDS))
         for engine in (plain, cached):
             engine.set_limits(limits)
@@ -206,10 +209,7 @@ def test_an_observed_pass_reads_the_same_rows(tmp_path):
     """The ordinary path, which observers select, follows the tables too."""
     model = saved(tmp_path, "f32")
     seen = {}
-    with (
-        Engine.load(model.path, mode="exact") as plain,
-        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
-    ):
+    with plain_and_cached(model.path) as (plain, cached):
         decoded(cached, IDS)
         for engine in (plain, cached):
             with engine.observe(lambda n, i, t, e=engine: seen.__setitem__((e, n, i), t.clone()),
@@ -223,7 +223,8 @@ def test_an_observed_pass_reads_the_same_rows(tmp_path):
 def test_the_policy_sees_the_bits_of_decoded_tokens(tmp_path):
     """It sees each token once: it learns from those of a prompt; the last one counts as decoded."""
     model = saved(tmp_path, "f32")
-    with Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as engine:
+    split = divided(model.path)
+    with Engine.load(model.path, split, mode="exact", neuron_cache=random_setup()) as engine:
         policy = engine.neuron_cache.policy
         with engine.sequence() as text:
             text.extend(IDS[:7])
@@ -232,14 +233,14 @@ def test_the_policy_sees_the_bits_of_decoded_tokens(tmp_path):
         assert [len(bits) for bits in policy.learned] == [6]
         assert [len(bits) for bits in policy.shown] == [1, 2, 1]
         together = np.concatenate([policy.learned[0], *policy.shown])
-    with Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as engine:
+    with Engine.load(model.path, split, mode="exact", neuron_cache=random_setup()) as engine:
         decoded(engine, IDS[:10])
         assert (np.concatenate(engine.neuron_cache.policy.shown) == together).all()
 
 
 def swapped(tmp_path, ids, copy_bytes_per_s=None):
-    setup = random_setup(share=0.4, copy_bytes_per_s=copy_bytes_per_s)
-    with Engine.load(tmp_path / "m.gguf", mode="predicted", neuron_cache=setup) as engine:
+    path, setup = tmp_path / "m.gguf", random_setup(copy_bytes_per_s=copy_bytes_per_s)
+    with Engine.load(path, divided(path, 0.4), mode="predicted", neuron_cache=setup) as engine:
         logits = decoded(engine, ids)
         return logits, engine.neuron_cache.residency.slot_LF.copy()
 
@@ -251,17 +252,18 @@ def test_a_run_can_be_repeated(tmp_path):
     for rate in (None, 2e6):
         again, same = swapped(tmp_path, IDS, rate)
         assert torch.equal(again, logits) and (same == slots).all()
-    assert (
-        swapped(tmp_path, IDS[::-1])[1] == slots
-    ).all()  # this policy makes the same swaps for any text
+    other = swapped(tmp_path, IDS[::-1])[1]
+    assert (other == slots).all()  # this policy makes the same swaps for any text
 
 
 KILLED = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from random_policy import random_setup
+from pathlib import Path
+from random_policy import divided, random_setup
 from hotsplit import Engine
-with Engine.load(sys.argv[2], mode="predicted", neuron_cache=random_setup(share=0.4)) as engine:
+path = Path(sys.argv[2])
+with Engine.load(path, divided(path, 0.4), mode="predicted", neuron_cache=random_setup()) as engine:
     with engine.sequence() as text:
         for token in map(int, sys.argv[3].split()):
             text.extend([token])
@@ -279,14 +281,8 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
     before = (tmp_path / "m.gguf").read_bytes()
     logits, slots = swapped(tmp_path, IDS)
     ids = " ".join(map(str, IDS[:9]))
-    command = [
-        sys.executable,
-        "-c",
-        KILLED,
-        str(Path(__file__).parent),
-        str(tmp_path / "m.gguf"),
-        ids,
-    ]
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", KILLED, str(here), str(tmp_path / "m.gguf"), ids]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert int(process.stdout.readline()) > 5
         process.send_signal(signal.SIGKILL)
@@ -299,17 +295,14 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize("wrong", ["stale slot", "wrong row", "half a row"])
 def test_the_comparison_finds_wrong_rows(tmp_path, wrong):
     model = saved(tmp_path, "f32")
-    with (
-        Engine.load(model.path, mode="exact") as plain,
-        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
-    ):
+    with plain_and_cached(model.path) as (plain, cached):
         slots = cached.neuron_cache.slots
         if wrong == "stale slot":  # the tables change, but the rows do not arrive
             slots._copier.start = lambda copies: None
         elif wrong == "wrong row":
-            slots._place_L5M[0, 0, 1] += slots._place_L5M[0, 2, 1]
+            slots._table.stride_LM[0, 1] //= 2
         else:
-            slots._place_L5M[:, 3] //= 2
+            slots._table.size_LM[:] //= 2
         assert not torch.equal(decoded(cached, IDS), decoded(plain, IDS))
 
 
@@ -351,7 +344,7 @@ def followed(tmp_path, ids, options=None, mode="exact"):
         logits, cache = decoded(engine, ids), engine.neuron_cache
         cache.complete()  # what the last step began
         cache.slots.check()
-        row_bytes = sum(m.row_bytes for m in matrices_of(engine.layers[0].ffn.blocks[0]))
+        row_bytes = sum(m.row_bytes for m in engine.layers[0].ffn.blocks[0].matrices)
         assert cache.num_bytes == cache.num_swaps * row_bytes
         return logits, cache
 
@@ -384,19 +377,8 @@ def test_a_slow_link_stops_the_swaps(tmp_path):
 def test_the_commands_say_what_the_cache_did(tmp_path, capsys):
     with_cache(tmp_path)
     model, split = str(tmp_path / "m.gguf"), str(tmp_path / "s.gguf")
-    command = [
-        "generate",
-        model,
-        "--split",
-        split,
-        "-p",
-        "the",
-        "-n",
-        "40",
-        "--temp",
-        "0",
-        "--json",
-    ]
+    options = ["-p", "the", "-n", "40", "--temp", "0", "--json"]
+    command = ["generate", model, "--split", split, *options]
     found = {}
     for setting in ("off", "on", "decay=0.9,most_rows=8"):
         assert main([*command, "--neuron-cache", setting]) == 0
@@ -457,7 +439,7 @@ def test_impossible_swaps_change_nothing():
         [(0, 1, 5, 1), (0, 2, 5, 2)],  # a neuron twice
     ):
         with pytest.raises(AssertionError):
-            residency.swap(np.array(wrong, SWAP))
+            residency.swap(np.array([(*swap, 0.0) for swap in wrong], SWAP))
         assert (residency.slot_LF == before).all()
         residency.check()
     residency.slot_LF[0, 5] = 1
@@ -476,11 +458,8 @@ def test_a_cache_that_cannot_work_is_refused(tmp_path):
             Engine.load(model.path, neuron_cache=setup, **options)
 
     refused("needs a plan", random_setup(), mode="exact")
-    refused("mode dense reads every neuron", random_setup(share=0.5), mode="dense")
-    refused("share is 0.0, .* choose another", random_setup(share=0.0), mode="exact")
-    refused("share is 1.0, .* choose another", random_setup(share=1.0), mode="exact")
-    refused("stay in the file", random_setup(share=0.5), mode="exact", is_resident=False)
-    split = planned(tmp_path, model)
-    refused("leave share out", random_setup(share=0.5), split=split, mode="exact")
+    split = divided(model.path)
+    refused("mode dense reads every neuron", random_setup(), split=split, mode="dense")
+    refused("stay in the file", random_setup(), split=split, mode="exact", is_resident=False)
     split = planned(tmp_path, model, [np.arange(F), np.arange(0), np.arange(F)])
     refused("divides no layer", random_setup(), split=split, mode="exact")

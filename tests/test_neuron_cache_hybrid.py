@@ -23,6 +23,7 @@ from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import hybrid_builder
@@ -67,7 +68,7 @@ class Cached:
         )
         split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
         setup = random_setup(seed=seed, most_rows=12)
-        resident = setup.resident(model, split, torch.device("cuda"))
+        resident = first_residents(model, split)
         weights = weights_of(model, split, mode, resident)
         cache = setup.cache(weights, resident, is_joined=False)
         found = cls(model, split, mode, weights, cache)
@@ -115,14 +116,27 @@ def weights_of(model, split, mode, resident):
     )  # fmt: skip
 
 
+def ran(cached, ids, start=0):
+    """The logits of each step."""
+    return [cached.step.run(token, at).clone() for at, token in enumerate(ids, start)]
+
+
+def are_static(cached, ids, start=0):
+    """Whether each step equals a static one bit for bit."""
+    found = []
+    for position, token in enumerate(ids, start):
+        static, _ = cached.static()
+        want = static.run(token, position).clone()
+        found.append(torch.equal(cached.step.run(token, position), want))
+    return found
+
+
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_step_equals_a_static_one_bit_for_bit(tmp_path, plan, mode):
     cached = Cached.of(tmp_path, plan, mode)
     for position, token in enumerate(IDS):
-        static, _ = cached.static()
-        want = static.run(token, position).clone()
-        assert torch.equal(cached.step.run(token, position), want)
+        assert are_static(cached, [token], position) == [True]
         cached.cache.slots.check()
     assert cached.cache.num_swaps >= len(IDS)
 
@@ -136,10 +150,7 @@ def test_every_type_of_rows(tmp_path, kind, mode):
     cached = Cached.of(
         tmp_path, mode=mode, kind=kind, sizes=shape, plan=([SOME, SOME], [1, 0], True, None)
     )
-    for position, token in enumerate(IDS[:3]):
-        static, _ = cached.static()
-        want = static.run(token, position).clone()
-        assert torch.equal(cached.step.run(token, position), want)
+    assert all(are_static(cached, IDS[:3]))
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
@@ -148,8 +159,7 @@ def test_a_step_agrees_with_the_undivided_model(tmp_path, mode):
     cached.model.save(cached.model.path)
     with Engine.load(cached.model.path, mode=mode) as whole:
         want = torch.stack([whole._step(token, i).clone() for i, token in enumerate(IDS)])
-    got = torch.stack([cached.step.run(token, i).clone() for i, token in enumerate(IDS)])
-    assert rel_error(got, want) < BOUNDS["f32"]
+    assert rel_error(torch.stack(ran(cached, IDS)), want) < BOUNDS["f32"]
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
@@ -158,8 +168,7 @@ def test_the_policy_sees_the_neurons_that_are_read(tmp_path, plan, mode):
     cached = Cached.of(tmp_path, plan, mode)
     cached.model.save(cached.model.path)
     ids = TOKENS[:8]
-    for position, token in enumerate(ids):
-        cached.step.run(token, position)
+    ran(cached, ids)
     shown = np.concatenate(cached.cache.policy.shown).view(np.int32)
     seen = {}
     with Engine.load(cached.model.path, mode=mode) as whole:
@@ -182,8 +191,7 @@ def test_the_policy_sees_the_neurons_that_are_read(tmp_path, plan, mode):
 def test_prompts_follow_the_tables(tmp_path):
     """Prompts are computed layer by layer, between steps."""
     cached = Cached.of(tmp_path, mode="exact")
-    for position, token in enumerate(IDS):
-        cached.step.run(token, position)
+    ran(cached, IDS)
     _, static = cached.static()
     prompt = torch.tensor(IDS[:3])
     found = [
@@ -198,12 +206,11 @@ def test_prompts_follow_the_tables(tmp_path):
 )
 def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan, mode):
     want = Cached.of(tmp_path, plan, mode)
-    logits = [want.step.run(token, i).clone() for i, token in enumerate(IDS)]
+    logits = ran(want, IDS)
     for seed in range(2):
         backend = FakeDevice(seed=seed).backend(reference_kernels())
         cached = Cached.of(tmp_path, plan, mode, backend)
-        for position, token in enumerate(IDS):
-            assert torch.equal(cached.step.run(token, position), logits[position])
+        assert all(map(torch.equal, ran(cached, IDS), logits))
         cached.cache.slots.check()
 
 
@@ -269,8 +276,7 @@ def test_a_step_reads_the_old_neurons_while_others_arrive(tmp_path):
 
 def test_an_interrupted_step_leaves_its_swaps_to_the_next(tmp_path):
     cached = Cached.of(tmp_path)
-    for position, token in enumerate(IDS[:3]):
-        cached.step.run(token, position)
+    ran(cached, IDS[:3])
     due, count = cached.cache._num_pending, cached.cache.num_swaps
     submit = cached.step._submit
     cached.step._submit = interrupted
@@ -279,9 +285,7 @@ def test_an_interrupted_step_leaves_its_swaps_to_the_next(tmp_path):
     assert due and cached.cache._num_pending == due and cached.cache.num_swaps == count
     cached.step._submit = submit
     for position, token in enumerate(TOKENS[3:6], 3):
-        static, _ = cached.static()
-        want = static.run(token, position).clone()
-        assert torch.equal(cached.step.run(token, position), want)
+        assert are_static(cached, [token], position) == [True]
         cached.cache.slots.check()
 
 
@@ -309,16 +313,13 @@ def test_a_new_step_takes_over_what_the_old_one_began(tmp_path):
     """This happens after new thresholds: the new step takes over tables, slots and unfinished
     copies."""
     cached = Cached.of(tmp_path, mode="exact")
-    for position, token in enumerate(IDS[:4]):
-        cached.step.run(token, position)
+    ran(cached, IDS[:4])
     assert cached.cache._num_pending
     kept = keys_and_values(cached.weights)
     cached.step = cached.built(plain_backend(reference_kernels()))
     restore(cached.weights, kept)
     for position, token in enumerate(TOKENS[4:7], 4):
-        static, _ = cached.static()
-        want = static.run(token, position).clone()
-        assert torch.equal(cached.step.run(token, position), want)
+        assert are_static(cached, [token], position) == [True]
         cached.cache.slots.check()
 
 
@@ -332,9 +333,7 @@ def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
     cached = Cached.of(tmp_path, mode="exact", kind=kind, sizes=shape, plan=plan)
     (layer,) = cached.weights.layers
     hot, cold = layer.ffn.blocks
-    before = [
-        m.data.clone().view(torch.uint8) for m in (cold.gate.weight, cold.up.weight, cold.down)
-    ]
+    before = [matrix.data.clone().view(torch.uint8) for matrix in cold.matrices]
 
     def on_gpu(matrix):
         if matrix.kind not in PLANAR_KIND:
@@ -351,20 +350,18 @@ def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
     layer = dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, blocks=(moved, cold)))
     cached.weights = dataclasses.replace(cached.weights, layers=(layer,))
     cached.step = cached.built(plain_backend(reference_kernels(), triton_slot_kernels()))
-    for position, token in enumerate([3, 7, 1]):
-        cached.step.run(token, position)
+    ran(cached, [3, 7, 1])
     cached.cache.complete()
     cached.cache.slots.check()
     assert cached.cache.num_swaps > 5
     ids = cached.cache.residency.id_N(0)
-    for matrix, rows in zip((moved.gate.weight, moved.up.weight, moved.down), before, strict=True):
+    for matrix, rows in zip(moved.matrices, before, strict=True):
         want = rows[torch.from_numpy(ids).long()].contiguous()
         source = cold.down.kind
         assert torch.equal(matrix.data.view(torch.uint8), planar(want, source)[0])
     # The packed bits are those of the reference.
     other = Cached.of(tmp_path, mode="exact", kind=kind, sizes=shape, plan=plan)
-    for position, token in enumerate([3, 7, 1]):
-        other.step.run(token, position)
+    ran(other, [3, 7, 1])
     shown = [np.concatenate(each.cache.policy.shown) for each in (cached, other)]
     assert (shown[0] == shown[1]).all()
 
@@ -381,12 +378,7 @@ def test_the_comparison_finds_what_is_not_moved(tmp_path, wrong):
         device._ids = lambda swaps: (np.zeros((len(swaps), 0), np.int64),) * 2
     if wrong == "cold":
         cached.cache.residency.cold = lambda layer: cached.weights.layers[layer].ffn.blocks[1].id_N
-    found = []
-    for position, token in enumerate(IDS):
-        static, _ = cached.static()
-        want = static.run(token, position).clone()
-        found.append(torch.equal(cached.step.run(token, position), want))
-    assert not all(found)
+    assert not all(are_static(cached, IDS))
 
 
 def test_kernels_that_are_missing_are_refused(tmp_path):

@@ -12,7 +12,7 @@ from test_runtime import IDS, PATTERNS, decoded, make_split
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import NAMES as KINDS
-from hotsplit.runtime import engine_options
+from hotsplit.runtime import resolved_options
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights import resident
@@ -34,11 +34,7 @@ def model(request, tmp_path_factory):
 
 
 def neurons(engine):
-    return [
-        [block.gate.weight, block.up.weight, block.down]
-        for layer in engine.layers
-        for block in layer.ffn.blocks
-    ]
+    return [block.matrices for layer in engine.layers for block in layer.ffn.blocks]
 
 
 def test_copies_have_the_values_of_the_file(model):
@@ -103,9 +99,7 @@ def test_matrices_of_different_types_are_not_interleaved(tmp_path):
 
 def test_memory_grows_by_segments(monkeypatch):
     monkeypatch.setattr(resident, "SEGMENT_BYTES", 10_000)
-    model = make_model(sizes=make_sizes(width=64, num_neurons=96), kind="f32")
-    entries = [e for name, e in model.tensors.items() if name.endswith(("up.weight", "_q.weight"))]
-    home = Residence()
+    home, entries = Residence(), entries_of()
     copies = [home.matrix(entry) for entry in entries]  # each larger than a segment
     for entry, copy in zip(entries, copies, strict=True):
         assert torch.equal(copy.data, torch.from_numpy(entry.read()))
@@ -139,7 +133,7 @@ def test_zeros_in_huge_pages_are_zeros(dtype, rows):
 
 @lines_on_stderr()
 def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys):
-    monkeypatch.setattr(engine_options, "free_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 1 << 20)
     with Engine.load(model, mode="exact") as engine:
         assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
     said = capsys.readouterr().err
@@ -179,8 +173,8 @@ class Cuda:
         return 0
 
 
-def entries_of(kind="f32"):
-    model = make_model(sizes=make_sizes(width=64, num_neurons=96), kind=kind)
+def entries_of():
+    model = make_model(sizes=make_sizes(width=64, num_neurons=96), kind="f32")
     return [e for name, e in model.tensors.items() if name.endswith(("up.weight", "_q.weight"))]
 
 

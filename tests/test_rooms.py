@@ -45,7 +45,7 @@ def test_every_module_is_in_a_room_or_on_top():
     assert {m.partition(".")[0] for m in MODULES if "." in m} <= set(ROOMS)
     assert {m for m in MODULES if "." not in m} == {
         "engine",
-        "engine_options",
+        "resolved_options",
         "gpu_setup",
         "loading",
     }

@@ -24,11 +24,10 @@ from sampler_formulas import (
     xtc_ref,
 )  # fmt: skip
 
+from hotsplit.runtime.generate import adaptive, samplers
 from hotsplit.runtime.generate import dry as dry_module
-from hotsplit.runtime.generate import mirostat, samplers
 from hotsplit.runtime.generate.candidates import Candidates, largest
 from hotsplit.runtime.generate.dry import dry, tokens_since_breaker
-from hotsplit.runtime.generate.penalties import penalties
 
 
 def a_history(draw: random.Random, tokens: Tokens) -> list[int]:
@@ -62,7 +61,7 @@ def ours_dry(c: Candidates, history, multiplier, base, allowed, last_n, breakers
 
 
 def ours_penalties(c: Candidates, history, last_n, repeat, frequency, presence) -> Candidates:
-    return penalties(
+    return samplers.penalties(
         c, history, last_n=last_n, repeat=repeat, frequency=frequency, presence=presence
     )
 
@@ -78,8 +77,8 @@ PAIRS = {
     "dynamic": (samplers.dynamic_temperature, dynamic_ref),
     "penalties": (ours_penalties, penalties_ref),
     "dry": (ours_dry, dry_ref),
-    "mirostat_1": (mirostat.mirostat_1, mirostat_1_ref),
-    "mirostat_2": (mirostat.mirostat_2, mirostat_2_ref),
+    "mirostat_1": (adaptive.mirostat_1, mirostat_1_ref),
+    "mirostat_2": (adaptive.mirostat_2, mirostat_2_ref),
 }
 
 

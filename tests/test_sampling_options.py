@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.active import active_samplers
+from hotsplit.runtime.generate.chain import active_samplers
 from hotsplit.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
-from hotsplit.runtime.generate.sampling_options import (
+from hotsplit.runtime.generate.options import (
     DEFAULT_SAMPLERS,
     LETTERS,
     SamplingOptions,

@@ -11,8 +11,7 @@ import pytest
 from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model
 
 from hotsplit import Engine
-from hotsplit.runtime.generate.generation_options import GenerationOptions
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")

@@ -17,8 +17,7 @@ from hotsplit.commands.serve import _cache_bytes, _check_memory
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.generate.chain import SamplerChain
-from hotsplit.runtime.generate.generation_options import GenerationOptions
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError

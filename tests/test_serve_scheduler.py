@@ -10,10 +10,9 @@ from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.drawing import chain_of
-from hotsplit.runtime.generate.dry import BreakerSets
-from hotsplit.runtime.generate.generation_options import GenerationOptions
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.chain import chain_of
+from hotsplit.runtime.generate.dry import cached_breakers
+from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve import scheduler as scheduler_module
 from hotsplit.serve.scheduler import Limits, QueueFull, Scheduler
@@ -54,7 +53,7 @@ class Bench:
         options = GenerationOptions(**{"max_tokens": 20, **more})
         codec = self.engine.codec
         size = self.engine.model.spec.vocab_size
-        draws = draws or chain_of(sampling, BreakerSets(codec), size)
+        draws = draws or chain_of(sampling, cached_breakers(codec), size)
         job = Job(ids=ids, codec=codec, draws=draws, options=options, **given)
         self.said[key], self.tokens[key] = "", []
 

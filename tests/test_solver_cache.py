@@ -34,7 +34,6 @@ from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder, temporaries
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
-from hotsplit.runtime.weights.slot_rows import tensors_of
 from hotsplit.solver import with_cache
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.sweep import sweep
@@ -235,7 +234,7 @@ def test_staging_is_what_the_runtime_allocates(kind):
     model = make_model(kind=kind)
     with Engine.of(model, mode="exact", device="cpu") as engine:
         blocks = [layer.ffn.blocks[0] for layer in engine.layers]
-        table = RowTable.of([tensors_of(block) for block in blocks])
+        table = RowTable.of([block.tensors for block in blocks])
         for most_rows in (1, 3, 256):
             num_parts = table.size_LM.shape[1]
             # By hand: 4 int64 per copy of a part or a number, the rows, and 3 numbers.
@@ -295,7 +294,7 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
             resident_LN=resident_LN, are_slots_joined=False,
         )  # fmt: skip
         held.append(residence.num_bytes)
-    policy = CachePolicy.of(
+    policy = CachePolicy(
         cached_ids(split.hot), np.zeros((4, 96), np.float32), a_cache(4).costs,
         CacheOptions(most_rows=12),
     )  # fmt: skip

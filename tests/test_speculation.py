@@ -29,10 +29,9 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.draft_model import DraftModel
-from hotsplit.runtime.generate.draft_options import SpeculationOptions
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.generate.speculation import Speculation, check_rows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -157,24 +156,29 @@ def test_adversarial_drafts_change_nothing(tmp_path, lie):
 @native
 def test_the_comparison_finds_a_changed_text(tmp_path):
     """A verifier that accepts every draft changes the text."""
-
-    class Believer(Generation):
-        def draw(self):
-            if self._right < len(self._draft):
-                self._draws = _Fixed(self._draft[self._right], self._draws)
-            return super().draw()
-
     with Engine.load(model_path(tmp_path, "q8_0"), mode="exact") as engine:
         want = text_of(engine, 60)
         found = []
-        for kind in (Generation, Believer):
+        for kind in (Generation, TooSure):
             chain = SamplerChain(SamplingOptions(temperature=0.0), 256)
             drafts = Prophet(PROMPT + want, LIES["wrong in the middle"])
             with engine.sequence() as text:
                 options = GenerationOptions(max_tokens=60, ignores_end=True)
                 made = kind(text, PROMPT, engine.codec, chain, options, Traffic(), drafts=drafts)
+                made.share = 1.0
                 found.append([token.id for token in made.tokens()])
         assert found[0] == want and found[1] != want
+
+
+class TooSure(Generation):
+    """A planted fault: accepts this share of the drafted tokens without drawing."""
+
+    share, chance = 0.1, random.Random(2)
+
+    def draw(self):
+        if self._right < len(self._draft) and self.chance.random() < self.share:
+            self._chain = _Fixed(self._draft[self._right], self._chain)
+        return super().draw()
 
 
 class _Fixed:
@@ -318,15 +322,6 @@ class NoText:
         return ""
 
 
-class TooSure(Generation):
-    """A planted fault: accepts one drafted token in ten without drawing."""
-
-    def draw(self):
-        if self._right < len(self._draft) and self.chance.random() < 0.1:
-            self._draws = _Fixed(self._draft[self._right], self._draws)
-        return super().draw()
-
-
 def p_of_two_tokens(kind: type[Generation], count: int) -> float:
     """The p-value of a chi-square test, against the table, of the second and third token of `count`
     texts, both of which are drafted."""
@@ -348,7 +343,6 @@ def p_of_two_tokens(kind: type[Generation], count: int) -> float:
         chain = SamplerChain(dataclasses.replace(plain, seed=seed), WORDS)
         options = GenerationOptions(max_tokens=4)
         made = kind(TableText(logits_VV), [0], NoText(), chain, options, Traffic(), drafts=Any())
-        made.chance = chance
         tokens = [token.id for token in made.tokens()]
         found[tokens[1], tokens[2]] += 1
     counts = torch.tensor([found[pair] for pair in itertools.product(range(WORDS), repeat=2)])
@@ -357,15 +351,14 @@ def p_of_two_tokens(kind: type[Generation], count: int) -> float:
     return float(torch.special.gammaincc(degrees / 2, statistic / 2))
 
 
-def test_drafted_tokens_are_distributed_as_drawn_ones():
-    assert p_of_two_tokens(Generation, 10_000) > 0.01  # 20,000 draws
-    assert p_of_two_tokens(TooSure, 5_000) < 1e-6
-
-
-@pytest.mark.slow
-def test_drafted_tokens_are_distributed_as_drawn_ones_200_000_times():
-    assert p_of_two_tokens(Generation, 100_000) > 0.01
-    assert p_of_two_tokens(TooSure, 100_000) < 1e-12
+@pytest.mark.parametrize(
+    "count, wrong, bound",
+    [(10_000, 5_000, 1e-6), pytest.param(100_000, 100_000, 1e-12, marks=pytest.mark.slow)],
+)
+def test_drafted_tokens_are_distributed_as_drawn_ones(count, wrong, bound):
+    """Twice as many draws as texts."""
+    assert p_of_two_tokens(Generation, count) > 0.01
+    assert p_of_two_tokens(TooSure, wrong) < bound
 
 
 # ---- end to end ---------------------------------------------------------------------------------
@@ -526,12 +519,6 @@ def real_texts(path: Path, mode: str, prompt: str, count: int) -> None:
                 print(path.name, mode, engine.last_run.drafted, engine.last_run.accepted)
 
 
-@native
-def test_the_bundled_model(tmp_path):
-    convert(ConvertConfig(source=ROOT / "examples" / "tiny-relu", output=tmp_path / "m.gguf"))
-    real_texts(tmp_path / "m.gguf", "exact", "The ", 200)
-
-
 @pytest.mark.slow
 @native
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
@@ -543,9 +530,11 @@ def test_two_thousand_tokens_of_a_chat_model(kind):
     )
 
 
-@pytest.mark.slow
 @native
-@pytest.mark.parametrize("mode", ["dense", "exact"])
-def test_two_thousand_tokens_of_the_bundled_model(tmp_path, mode):
+@pytest.mark.parametrize(
+    "mode, count",
+    [("exact", 200), *(pytest.param(m, 2000, marks=pytest.mark.slow) for m in ("dense", "exact"))],
+)
+def test_texts_of_the_bundled_model(tmp_path, mode, count):
     convert(ConvertConfig(source=ROOT / "examples" / "tiny-relu", output=tmp_path / "m.gguf"))
-    real_texts(tmp_path / "m.gguf", mode, "The ", 2000)
+    real_texts(tmp_path / "m.gguf", mode, "The ", count)

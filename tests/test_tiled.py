@@ -181,7 +181,7 @@ def test_wrong_tiles_are_refused():
 def test_parts_of_a_matrix_are_whole_tiles(preferred):
     rows = rows_of("q4_0", 48, 64)
     entry = TensorEntry(shape=(48, 64), kind="q4_0", read_rows=lambda a, b: rows[a:b].numpy())
-    matrix = Residence().tiled(entry)
+    matrix = Residence().whole(entry, "tiled")
     whole = Matrix(data=rows, kind="q4_0", width=64)
     assert is_tiled(matrix.kind) and matrix.num_bytes == whole.num_bytes
     index_A = torch.tensor([40, 2])

@@ -54,7 +54,7 @@ class Case:
 
 def ours(case: Case) -> Outcome:
     """The neuron cache's own policy, run by the engine's code."""
-    policy = CachePolicy.of(case.slots_LN, case.frequency_LF, case.costs, case.options)
+    policy = CachePolicy(case.slots_LN, case.frequency_LF, case.costs, case.options)
     bits_TLW = case.trace.bits_TLW
     outcome = _nothing(case)
     for token in range(len(bits_TLW)):

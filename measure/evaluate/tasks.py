@@ -13,7 +13,7 @@ from hotsplit.files.typed import one_line, shown
 from hotsplit.measure.evaluate.tasks_config import TasksConfig
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.engine import Engine, load_engine
-from hotsplit.runtime.engine_options import device_of
+from hotsplit.runtime.resolved_options import device_of
 
 NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
 NUM_TEXTS = 4  # texts generated together on the CPU without a plan

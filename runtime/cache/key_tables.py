@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from hotsplit.options.key_selection import KeySelection, padded
 from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
+from hotsplit.runtime.cache.stored_rows import inverse, turn_by_hadamard
 
 SUMMARY_LARGEST, QUERY_LARGEST, CODE_STEP = 63.0, 127.0, 0.9957
 
@@ -72,7 +72,7 @@ class KeyTables:
         unit_NK = part_NSKW.abs().amax(dim=(1, 3)) / SUMMARY_LARGEST
         is_finite_NK = key_NPKW.isfinite().all(dim=3).all(dim=1)
         unit_NK = torch.where(is_finite_NK, unit_NK, math.nan)
-        whole_NSKW = _whole(part_NSKW * _inverse(unit_NK)[:, None, :, None])
+        whole_NSKW = _whole(part_NSKW * inverse(unit_NK)[:, None, :, None])
         extra = padded(self.width) - self.width
         bytes_NKS = F.pad(whole_NSKW, (0, extra)).transpose(1, 2).flatten(2) + 64
         self.summary_BKNS[block_N, :, at_N] = bytes_NKS.to(torch.uint8)
@@ -153,7 +153,7 @@ def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
     width = rest.shape[-1]
     squares = _in_order(rest * rest)
     step = (squares / width).sqrt() * CODE_STEP
-    level = _whole((rest * _inverse(step)[..., None]).floor()).clamp(-2, 1)
+    level = _whole((rest * inverse(step)[..., None]).floor()).clamp(-2, 1)
     along = _in_order(rest * (level.float() + 0.5))
     factor = torch.where(along > 0, squares / along, 0.0)
     bits = F.pad(level + 2, (0, padded(width) - width)).to(torch.uint8)
@@ -174,7 +174,7 @@ def decode_keys(code_MC: Tensor) -> Tensor:
 def _query(query_GW: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Quantises queries: (int32 [G, W padded], their unit [G, 1])."""
     unit_G1 = query_GW.abs().amax(dim=1, keepdim=True) / QUERY_LARGEST
-    whole_GW = _whole(query_GW * _inverse(unit_G1))
+    whole_GW = _whole(query_GW * inverse(unit_G1))
     return F.pad(whole_GW, (0, padded(width) - width)), unit_G1
 
 
@@ -197,12 +197,6 @@ def _largest(score_N: Tensor, count: int) -> Tensor:
 def _whole(x: Tensor) -> Tensor:
     """Rounds to int32 within -127 .. 127; NaN becomes 0."""
     return x.round().nan_to_num(0.0, 127.0, -127.0).clamp(-127, 127).int()
-
-
-def _inverse(unit: Tensor) -> Tensor:
-    """1 / unit, or 0 where that is not finite in f32."""
-    inverse = 1.0 / unit
-    return torch.where(inverse.isfinite(), inverse, 0.0)
 
 
 def _in_order(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheType
-from hotsplit.runtime.kernels.stored import FLOATS
+from hotsplit.runtime.kernels.stored import FLOATS, unpack
 
 BLOCK = 32
 
@@ -33,14 +33,14 @@ def encode(x: Tensor, kind: CacheType) -> Tensor:
     largest_N1 = x_N32.gather(-1, x_N32.abs().argmax(dim=-1, keepdim=True))
     if not BY_NAME[kind.kind].has_nibbles:
         scale_N1 = largest_N1.abs() / 127.0
-        scaled = x_N32 * _inverse(scale_N1)
+        scaled = x_N32 * inverse(scale_N1)
         whole = scaled.trunc()  # rounds halves away from zero, like C's round()
         is_up = (scaled - whole).abs() >= 0.5
         rounded = whole + torch.where(is_up, scaled.sign(), 0.0)
         quants = rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)
     else:
         scale_N1 = largest_N1 / -8.0
-        nibbles = (x_N32 * _inverse(scale_N1) + 8.5).clamp(0.0, 15.0).to(torch.uint8)
+        nibbles = (x_N32 * inverse(scale_N1) + 8.5).clamp(0.0, 15.0).to(torch.uint8)
         quants = nibbles[..., :16] | nibbles[..., 16:] << 4
     half_N1 = torch.where(is_finite_N1, scale_N1, torch.nan).to(torch.float16)
     return torch.cat([half_N1.contiguous().view(torch.uint8), quants], dim=-1).flatten(-2)
@@ -48,17 +48,7 @@ def encode(x: Tensor, kind: CacheType) -> Tensor:
 
 def decode(rows: Tensor, kind: CacheType) -> Tensor:
     """Decodes rows [..., X] -> [..., W], blocks to f32; float types are returned unchanged."""
-    if not kind.is_blocks:
-        return rows
-    weight_type = BY_NAME[kind.kind]
-    blocks = rows.unflatten(-1, (-1, weight_type.block_bytes))
-    scale_N1 = blocks[..., :2].contiguous().view(torch.float16).float()
-    quants = blocks[..., 2:]
-    if not weight_type.has_nibbles:
-        values = quants.contiguous().view(torch.int8).float()
-    else:
-        values = torch.cat([quants & 15, quants >> 4], dim=-1).float() - 8.0
-    return (values * scale_N1).flatten(-2)
+    return unpack(rows, kind.kind) if kind.is_blocks else rows
 
 
 def turn_by_hadamard(x: Tensor) -> Tensor:
@@ -76,7 +66,7 @@ def turn_by_hadamard(x: Tensor) -> Tensor:
     return (parts * block**-0.5).flatten(-2)
 
 
-def _inverse(scale: Tensor) -> Tensor:
+def inverse(scale: Tensor) -> Tensor:
     """1 / scale; 0 where that is not finite in f32, because such a scale is 0 in f16."""
-    inverse = 1.0 / scale
-    return torch.where(inverse.isfinite(), inverse, 0.0)
+    found = 1.0 / scale
+    return torch.where(found.isfinite(), found, 0.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hotsplit.runtime.check.launches import Launch
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.weights import gpu_products
 
 # The largest |got - want| / |want| of a correct kernel. Sums of 16,384 terms in f32 have a relative
 # error of about 1e-6; the rest is room for the device's exp and sin.
@@ -50,7 +51,7 @@ def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[
     Overwrites the launch's vectors and restores the cache. `wait` waits for the device and raises
     what went wrong there."""
     launch = _with_few_blocks(launch)
-    with torch.inference_mode(), _current(launch.device), _filled(launch):
+    with torch.inference_mode(), gpu_products.made_current(launch.device), _filled(launch):
         before = [values.clone() for values in _outputs(launch)]
         got = _results(launch, fast, before, wait)
         want = _results(launch, plain, before, wait)
@@ -132,31 +133,23 @@ def _filled(launch: Launch) -> Iterator[None]:
     """Fills inputs with random numbers, or with fixed indices and positions, and outputs that are
     not also inputs with NaN or a bit pattern, so that unwritten values show. Afterwards zeroes both
     and restores the cache."""
-    caches = [launch.arguments[name] for name in _CACHES if name in launch.arguments]
+    random, given = torch.Generator().manual_seed(len(launch.variant)), launch.arguments
+    caches = [given[name] for name in _CACHES if name in given]
     kept = [values.to("cpu", copy=True) for values in caches]
+    inputs = [name for name in _INPUTS[launch.kernel] if given[name] is not None]
     try:
-        yield from _filling(launch)
+        for target in _outputs(launch):
+            target.fill_(0x5555 if target.dtype == torch.int32 else torch.nan)
+        if given.get("is_added"):
+            _randomise(given["out_D"], random)
+        for name in inputs:
+            _fill(launch, name, random)
+        yield
+        for values in (*(given[name] for name in inputs), *_outputs(launch)):
+            values.zero_()
     finally:
         for values, before in zip(caches, kept, strict=True):
             values.copy_(before)
-
-
-def _filling(launch: Launch) -> Iterator[None]:
-    random = torch.Generator().manual_seed(len(launch.variant))
-    given = launch.arguments
-    inputs = [given[name] for name in _INPUTS[launch.kernel] if given[name] is not None]
-    for target in _outputs(launch):
-        target.fill_(0x5555 if target.dtype == torch.int32 else torch.nan)
-    if given.get("is_added"):
-        _randomise(given["out_D"], random)
-    for name in _INPUTS[launch.kernel]:
-        if given[name] is not None:
-            _fill(launch, name, random)
-    yield
-    for values in inputs:
-        values.zero_()
-    for values in _outputs(launch):
-        values.zero_()
 
 
 def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
@@ -198,13 +191,3 @@ def _randomise(values: Tensor, random: torch.Generator) -> None:
         drawn = torch.randn((min(rows, len(values)), *values.shape[1:]), generator=random)
         for piece in values.split(rows):
             piece.copy_(drawn[: len(piece)])
-
-
-@contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    """Makes a CUDA device current, because Triton launches on the current one."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield

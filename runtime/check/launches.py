@@ -9,7 +9,7 @@ Letters: see runtime.kernels.gpu.kernels."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
@@ -31,8 +31,6 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
-from hotsplit.runtime.weights.matrix import Linear, Matrix
-from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference, name)) for name in NAMES}
@@ -83,7 +81,11 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
     """The properties of an argument that distinguish variants, "" if none do. The axis of a step's
     rows does not count."""
     if isinstance(value, StoredMatrix):
-        stride = "" if value.stride_bytes % _WIDE_LOAD == 0 else f"/{_gcd(value.stride_bytes)}"
+        stride = (
+            ""
+            if value.stride_bytes % _WIDE_LOAD == 0
+            else f"/{math.gcd(value.stride_bytes, _WIDE_LOAD)}"
+        )
         return f"{value.kind}[{value.width}]{stride}x{rows_of_program(value.num_rows)}"
     if isinstance(value, Tensor):
         dims = [size for axis, size in enumerate(value.shape) if axis != rows_axis]
@@ -97,34 +99,13 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
     return (name if value else "") if isinstance(value, bool) else f"{value}"
 
 
-def _gcd(stride: int) -> int:
-    return math.gcd(stride, _WIDE_LOAD)
-
-
-class NoStream:
+class NoStream(PlainStream):
     """Runs launches, and does nothing else."""
-
-    def launch(
-        self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
-    ) -> None:
-        run()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         pass
 
     def host(self, node: HostNode) -> None:
-        pass
-
-    def record(self) -> None:
-        return None
-
-    def wait(self, event: None) -> None:
-        pass
-
-    def follow(self) -> None:
-        pass
-
-    def finish(self, *, sleeps: bool = False) -> None:
         pass
 
 
@@ -177,15 +158,10 @@ def _multiplied(
             if placement.dense_on_gpu[index]:
                 yield linear.weight, home
         for block in layer.ffn.blocks:
-            for matrix in _matrices(block):
+            for matrix in block.matrices:
                 yield matrix, home
     if placement.head_on_gpu:
         yield weights.head.weight, placement.homes[-1]
-
-
-def _matrices(block: NeuronBlock) -> tuple[Matrix, ...]:
-    linears: tuple[Linear | None, ...] = (block.gate, block.up)
-    return (*(each.weight for each in linears if each is not None), block.down)
 
 
 def _note_unpack(kernels: Kernels, matrix: StoredMatrix, device: torch.device) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 
-Mask = np.ndarray | Tensor  # bool [V], or int32 [ceil(V / 32)], bit i % 32 of word i // 32
 # Columns whose maxima bound the k-th largest number. The maxima of 151,936 float32 take 23 us in
 # 512 columns, 21 us in 1,024 and 17 us in 2,048 (Zen 4); with fewer columns more numbers pass the
 # bound.
@@ -97,21 +96,10 @@ def all_ids(vocab_size: int) -> np.ndarray:
     return ids_V
 
 
-def as_array(logits_V: Tensor) -> np.ndarray:
-    """The logits as float32 on the CPU, without a copy if they already are."""
-    return np.ascontiguousarray(logits_V.float().numpy(force=True))
-
-
-def allowed_ids(mask: Mask, vocab_size: int) -> np.ndarray:
-    """Ids that a mask of either form (see `Mask`) allows, ascending."""
-    bits = mask.numpy(force=True) if isinstance(mask, Tensor) else mask
-    if bits.dtype == np.int32:
-        assert bits.shape == (-(-vocab_size // 32),), (bits.shape, vocab_size)
-        octets = np.ascontiguousarray(bits).astype("<i4", copy=False).view(np.uint8)
-        bits = np.unpackbits(octets, bitorder="little", count=vocab_size)
-    else:
-        assert bits.dtype == np.bool_ and bits.shape == (vocab_size,), (bits.dtype, bits.shape)
-    return np.flatnonzero(bits)
+def allowed_ids(mask_V: Tensor, vocab_size: int) -> np.ndarray:
+    """Ids that a mask, bool [V], allows, ascending."""
+    assert mask_V.dtype == torch.bool and mask_V.shape == (vocab_size,), mask_V.shape
+    return np.flatnonzero(mask_V.numpy(force=True))
 
 
 def possible(ids_A: np.ndarray, logits_A: np.ndarray) -> Candidates:

@@ -9,28 +9,23 @@ sequence."""
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
-from hotsplit.runtime.generate.generation import (
-    ENDLESS,
-    Drafts,
-    Draws,
-    Generation,
-    GenerationOptions,
-    Mask,
-    Run,
-    Token,
-)
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.constraints import Constraint
+from hotsplit.runtime.generate.generation import ENDLESS, Generation, Run, Token, num_common
+from hotsplit.runtime.generate.options import GenerationOptions
 from hotsplit.runtime.generate.reasoning import close_reasoning, opens_reasoning
+from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.text.chat_template import ChatTemplate, Message
@@ -57,7 +52,7 @@ class ChatOptions:
 
 
 class Conversation:
-    """A conversation. `draws` samples the tokens; `new_mask` creates the constraint of each answer.
+    """A conversation. `chain` samples the tokens; `new_mask` creates the constraint of each answer.
     `messages` has all messages but the system message, which is `system`; both may be changed
     between turns.
 
@@ -70,12 +65,12 @@ class Conversation:
         codec: TextCodec,
         template: ChatTemplate,
         traffic: Traffic,
-        draws: Draws,
+        chain: SamplerChain,
         *,
         system: str | None = None,
         options: ChatOptions | None = None,
-        new_mask: Callable[[], Mask] | None = None,
-        drafts: Drafts | None = None,
+        new_mask: Callable[[], Constraint] | None = None,
+        drafts: Speculation | None = None,
     ) -> None:
         self.system, self.messages = system, list[dict[str, object]]()
         self.options = options or ChatOptions()
@@ -83,7 +78,7 @@ class Conversation:
         self.is_reasoning_open = False  # whether the latest answer began inside its reasoning
         self.num_dropped = 0  # messages at the beginning that are no longer rendered
         self._sequence, self._template, self._traffic = sequence, template, traffic
-        self._draws, self._new_mask, self._drafts = draws, new_mask, drafts
+        self._chain, self._new_mask, self._drafts = chain, new_mask, drafts
         self._codec, self._generation = _with_turn_end(
             codec, self.options.generation, template.turn_end
         )
@@ -119,7 +114,7 @@ class Conversation:
             self._sequence,
             ids,
             self._codec,
-            self._draws,
+            self._chain,
             self._generation,
             self._traffic,
             None if self._new_mask is None else self._new_mask(),
@@ -212,16 +207,13 @@ class Conversation:
     def _prompt(self) -> list[int]:
         """Tokens of the messages, except dropped turns, and of the answer's header. Raises
         HotsplitError if they leave no room for an answer."""
-        dropped, context = self.num_dropped, self.context_length
-        rendered = self._render(dropped)
-        ids = self._codec.encode_rendered(rendered)
-        if self.options.drops_oldest and len(ids) > context - context // 4:
-            for first in self._turns()[1:]:
-                dropped = first
-                rendered = self._render(first)
-                ids = self._codec.encode_rendered(rendered)
-                if len(ids) <= context - context // 4:
-                    break
+        context = self.context_length
+        later = self._turns()[1:] if self.options.drops_oldest else []
+        for dropped in (self.num_dropped, *later):
+            rendered = self._render(dropped)
+            ids = self._codec.encode_rendered(rendered)
+            if len(ids) <= context - context // 4:
+                break
         if not ids:
             raise HotsplitError("the chat template renders these messages to an empty text")
         if len(ids) >= context:
@@ -251,7 +243,7 @@ class Conversation:
     def _computed(self, generation: Generation, said: list[str]) -> Generator[Token, None, None]:
         """Yields the answer's tokens and appends their texts to `said`."""
         sequence, ids = self._sequence, generation.ids
-        known = _num_common(sequence.ids, ids[:-1])
+        known = num_common(sequence.ids, ids[:-1])
         sequence.rollback(known)
         seconds = 0.0
         with out_of_memory_as_error():
@@ -260,7 +252,7 @@ class Conversation:
                 sequence.extend(ids[start : start + PIECE], "none")
                 seconds += time.perf_counter() - began
                 yield Token(None, "")
-            with closing(cast("Generator[Token, None, None]", generation.tokens())) as tokens:
+            with closing(generation.tokens()) as tokens:
                 for token in tokens:
                     if not said:
                         self.run.cached_tokens = known
@@ -280,13 +272,6 @@ def _with_turn_end(
     if token_id is None:
         return codec, replace(options, stops=(*options.stops, turn_end))
     return replace(codec, end_ids=codec.end_ids | {token_id}), options
-
-
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    for count, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return count
-    return min(len(a), len(b))
 
 
 def _read(path: Path) -> tuple[str | None, list[dict[str, object]]]:

@@ -20,7 +20,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.runtime.generate import gbnf, gbnf_parser
 from hotsplit.runtime.generate.json_schema import check_schema, parse_schema
-from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.codec import TextCodec, check_unicode
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -63,11 +63,6 @@ class Constraint:
             raise HotsplitError(f"the {self._what} allows no token from here on; change it")
         return torch.from_numpy(mask)
 
-    def apply(self, logits_V: Tensor) -> Tensor:
-        """A copy of the logits with -inf where a token is not allowed; raises as `mask_V`."""
-        allowed_V = self.mask_V(len(logits_V)).to(logits_V.device)
-        return logits_V.masked_fill(~allowed_V, -torch.inf)
-
     def accept(self, token_id: int) -> None:
         """Advances by a token. Raises HotsplitError and keeps its state if it is not allowed."""
         is_token = 0 <= token_id < self._num_tokens
@@ -86,14 +81,6 @@ class Constraint:
     def can_end(self) -> bool:
         """True if the text so far is complete."""
         return self._has_ended or bool(self._matcher.is_accepting())
-
-    @property
-    def is_finished(self) -> bool:
-        """True if only an end token may follow."""
-        if self._has_ended or self._matcher.is_stopped():
-            return self.can_end
-        allowed = self._allowed_now()
-        return self.can_end and not np.delete(allowed, self._end_ids).any()
 
     def fork(self) -> "Constraint":
         """A copy with the same state; takes 15 us."""
@@ -243,10 +230,7 @@ def _check_text(text: str, what: Kind) -> None:
         raise HotsplitError(f"the {what} is empty")
     if "\0" in text:
         raise HotsplitError(f"the {what} holds a zero byte at character {text.index(chr(0))}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise HotsplitError(f"the {what} is not UTF-8 at character {error.start}") from error
+    check_unicode(text, what)
 
 
 def _one_line(message: str) -> str:

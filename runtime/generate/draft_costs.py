@@ -60,9 +60,6 @@ class StepCosts:
         """True if, besides single rows, any step of several rows was measured."""
         return len(self._median) > 1
 
-    def table(self) -> dict[int, float]:
-        return dict(sorted(self._median.items()))
-
 
 class Acceptance:
     """The recent acceptance rate of guesses, by their trust and their place in the draft.

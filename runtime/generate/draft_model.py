@@ -10,12 +10,12 @@ tokens for which the 7B has 152,064. Ids that only one of them has are neither d
 import time
 from collections.abc import Sequence
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.runtime.generate.generation import num_common
 from hotsplit.runtime.generate.speculation import Guess
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
@@ -55,8 +55,9 @@ class DraftModel:
         self.prepare(ids)
         sequence, logits_V, tokens = self._sequence, self._logits_V, list[int]()
         while logits_V is not None and len(tokens) < most:
-            token, probability = most_probable(logits_V[: self._num_ids])
-            if probability < self._min_probability:
+            own_V = logits_V[: self._num_ids]
+            token = int(own_V.argmax())
+            if float(own_V.softmax(0)[token]) < self._min_probability:  # false for NaN
                 break
             tokens.append(token)
             if len(tokens) == most or not sequence.room:
@@ -75,20 +76,6 @@ def _step_s(sequence: TextSequence) -> float:
         found.append(time.perf_counter() - began)
     sequence.rollback(0)
     return min(found)
-
-
-def most_probable(logits_V: Tensor) -> tuple[int, float]:
-    """(token, its probability, which is NaN if any logit is)."""
-    token = int(logits_V.argmax())
-    return token, float(torch.softmax(logits_V, 0)[token])
-
-
-def num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:  # fast; a list never equals a tuple
-        return shorter
-    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
 def check_vocabulary(

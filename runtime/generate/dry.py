@@ -4,18 +4,19 @@ The sampler is p-e-w's (text-generation-webui, pull request 5677); sequence brea
 KoboldCpp (pi6am, pull request 982) and llama_sampler_init_dry."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from threading import Lock
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 
 from hotsplit.runtime.generate.candidates import Candidates
-from hotsplit.runtime.generate.penalties import last_tokens
+from hotsplit.runtime.generate.samplers import last_tokens
 from hotsplit.runtime.text.codec import TextCodec
 
 # First token -> its tails, the token sequences that may follow it; () if the token is a breaker
 # alone.
 Breakers = Mapping[int, Sequence[tuple[int, ...]]]
+BreakersOf = Callable[[tuple[str, ...]], Breakers]
 
 MAX_BREAKER_SETS = 16
 _MAX_BREAKER_LENGTH = 40  # characters; in llama.cpp this many bytes
@@ -30,7 +31,7 @@ def dry_breakers(codec: TextCodec, breakers: Sequence[str]) -> Breakers:
     These are, as in llama.cpp, each token whose text contains the breaker, and each token whose
     text ends with a prefix of the breaker, followed by the tokens of the remainder. The breaker's
     own tokens are added for characters whose bytes are split over several tokens. Reads the whole
-    vocabulary; `BreakerSets` keeps the results."""
+    vocabulary; `cached_breakers` keeps the results."""
     tokenizer = codec.tokenizer
     wanted = [breaker[:_MAX_BREAKER_LENGTH] for breaker in breakers if breaker]
     if not wanted:
@@ -57,21 +58,9 @@ def dry_breakers(codec: TextCodec, breakers: Sequence[str]) -> Breakers:
     return {token_id: tuple(tails) for token_id, tails in found.items()}
 
 
-class BreakerSets:
-    """The results of `dry_breakers` for one codec: the last MAX_BREAKER_SETS. Thread-safe."""
-
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
-        self._found: dict[tuple[str, ...], Breakers] = {}
-        self._lock = Lock()
-
-    def of(self, texts: tuple[str, ...]) -> Breakers:
-        with self._lock:
-            if texts not in self._found:
-                while len(self._found) >= MAX_BREAKER_SETS:
-                    del self._found[next(iter(self._found))]
-                self._found[texts] = dry_breakers(self._codec, texts)
-            return self._found[texts]
+def cached_breakers(codec: TextCodec) -> BreakersOf:
+    """`dry_breakers` for one codec, with the latest results cached."""
+    return lru_cache(MAX_BREAKER_SETS)(partial(dry_breakers, codec))
 
 
 def dry(

@@ -96,15 +96,19 @@ def without(ranges: Ranges, taken: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(left)
 
 
-def references(node: Node) -> Iterator[Reference]:
+def inside(node: Node) -> Iterator[Node]:
+    """The node and all nodes in it, but not those of the rules that it refers to."""
+    yield node
     match node:
-        case Reference():
-            yield node
         case Sequence() | Choice():
             for part in node.nodes:
-                yield from references(part)
+                yield from inside(part)
         case Repeat():
-            yield from references(node.node)
+            yield from inside(node.node)
+
+
+def references(node: Node) -> list[Reference]:
+    return [part for part in inside(node) if isinstance(part, Reference)]
 
 
 def _ending(rules: dict[str, Node]) -> set[str]:

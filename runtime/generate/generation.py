@@ -1,14 +1,16 @@
 """Generates a text token by token, from its prompt to its end."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.constraints import Constraint
+from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
@@ -63,34 +65,6 @@ class Run:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
 
-class Draws(Protocol):
-    """A sampler chain: runtime.generate.chain."""
-
-    def sample(self, logits_V: Tensor, history: Sequence[int], mask_V: Tensor | None) -> int: ...
-
-    def logprobs(
-        self, logits_V: Tensor, count: int, chosen: int | None
-    ) -> Sequence[tuple[int, float]]: ...
-
-
-class Mask(Protocol):
-    """A mask of allowed tokens: runtime.generate.constraints."""
-
-    def mask_V(self, vocab_size: int) -> Tensor: ...
-
-    def accept(self, token_id: int) -> None: ...
-
-
-class Drafts(Protocol):
-    """A source of guesses: runtime.generate.speculation."""
-
-    def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
-        """At most `room` tokens that may follow `ids`; none if a draft does not pay."""
-
-    def learn(self, rows: int, accepted: int, seconds: float) -> None:
-        """Records a step of `rows` rows: its seconds, and the number of accepted draft tokens."""
-
-
 class Generation:
     """The generation of one text. `sequence` may hold tokens already; their common prefix with
     `ids` is not computed again. In the end, unless the context was shifted, it holds all yielded
@@ -105,16 +79,16 @@ class Generation:
         sequence: TextSequence,
         ids: Sequence[int],
         codec: TextCodec,
-        draws: Draws,
+        chain: SamplerChain,
         options: GenerationOptions,
         traffic: Traffic,
-        mask: Mask | None = None,
-        drafts: Drafts | None = None,
+        mask: Constraint | None = None,
+        drafts: Speculation | None = None,
     ) -> None:
         self.sequence, self.options = sequence, options
         self.ids = list(ids)  # the prompt, and the tokens drawn since
         self.run = Run(prefill_tokens=len(self.ids))
-        self._draws, self._mask, self._drafts, self._traffic = draws, mask, drafts, traffic
+        self._chain, self._mask, self._drafts, self._traffic = chain, mask, drafts, traffic
         self._end_ids = frozenset[int]() if options.ignores_end else codec.end_ids
         self._stream = codec.stream(self.ids)
         self._filter = StopFilter(options.stops)
@@ -133,7 +107,7 @@ class Generation:
     def is_over(self) -> bool:
         return self.run.stopped_by != NOT_STOPPED
 
-    def tokens(self) -> Iterator[Token]:
+    def tokens(self) -> Generator[Token, None, None]:
         """Yields tokens as they are generated. Raises HotsplitError if no token can be drawn, the
         context cannot hold the prompt or is too short to be shifted, or the sequence is used for
         something else meanwhile."""
@@ -193,7 +167,7 @@ class Generation:
         began = time.perf_counter()
         logits_V = self._logits_RV[self._right]
         mask_V = None if self._mask is None else self._mask.mask_V(len(logits_V))
-        token_id = self._draws.sample(logits_V, self.ids, mask_V)
+        token_id = self._chain.sample(logits_V, self.ids, mask_V)
         if self._mask is not None and token_id not in self._end_ids:
             self._mask.accept(token_id)
         is_first = self._left == self.options.max_tokens
@@ -214,10 +188,8 @@ class Generation:
 
     def _new_of_prompt(self) -> list[int]:
         """The prompt's tokens after its common prefix with the sequence, at least one."""
-        text, known = self.sequence, 0
-        while known < min(text.length, len(self.ids) - 1) and text.ids[known] == self.ids[known]:
-            known += 1
-        text.rollback(known)
+        known = num_common(self.sequence.ids, self.ids[:-1])
+        self.sequence.rollback(known)
         self._length = len(self.ids)
         self.run.cached_tokens = known
         return self.ids[known:]
@@ -267,9 +239,17 @@ class Generation:
             return Token(token_id, text)
         assert self._logits_RV is not None
         logits_V = self._logits_RV[self._right]
-        found = self._draws.logprobs(logits_V, count, token_id)
+        found = self._chain.logprobs(logits_V, count, token_id)
         own = next(logprob for i, logprob in found if i == token_id)
         return Token(token_id, text, own, tuple((i, logprob) for i, logprob in found[:count]))
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:  # fast; a list never equals a tuple
+        return shorter
+    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
 def together(

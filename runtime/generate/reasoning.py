@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from hotsplit.runtime.generate.stops import overlap
+
 Place = Literal["before", "inside", "after"]
 BEGIN, END = "<think>", "</think>"
 
@@ -56,8 +58,7 @@ class ReasoningSplitter:
         if at >= 0:
             self._place = "after"
             return self._take(at + len(END))
-        overlaps = (n for n in range(len(END) - 1, 0, -1) if self._held.endswith(END[:n]))
-        return self._take(len(self._held) - next(overlaps, 0))
+        return self._take(len(self._held) - overlap(self._held, END))
 
     def _take(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]

@@ -1,10 +1,10 @@
-"""Samplers that remove candidates or change their logits: logit bias, top-k, top-p, temperature,
-etc.
+"""Samplers that remove candidates or change their logits: logit bias, penalties, top-k, top-p,
+temperature, etc.
 
 Each is a pure function. The formulas are those of llama.cpp's src/llama-sampler.cpp, in float64
 where it uses float32, except for the logit bias. A sampler with `min_keep` leaves at least that
-many candidates, if it has them. penalties.py and dry.py penalise repetition; chain.py runs the
-samplers in order and draws."""
+many candidates, if it has them. dry.py penalises repeated sequences, adaptive.py has samplers with
+a state; chain.py runs the samplers in order and draws."""
 
 import math
 import sys
@@ -38,6 +38,33 @@ def logit_bias(candidates: Candidates, bias: Sequence[tuple[int, float]]) -> Can
     logits_A[wins[logits_A[wins] > -np.inf]] = np.inf
     logits_A[positions[values == -np.inf]] = -np.inf
     return possible(candidates.ids_A, logits_A)
+
+
+def last_tokens(history: Sequence[int], last_n: int) -> np.ndarray:
+    """The last n token ids, or all if n is -1."""
+    kept = history if last_n < 0 else history[max(0, len(history) - last_n) :]
+    return np.asarray(kept, np.int64)
+
+
+def penalties(
+    candidates: Candidates,
+    history: Sequence[int],
+    *,
+    last_n: int,
+    repeat: float,
+    frequency: float,
+    presence: float,
+) -> Candidates:
+    """Penalises a token that occurs c > 0 times among the last n: multiplies its logit by `repeat`
+    if it is not positive, else divides it, then subtracts c * frequency + presence.
+
+    Keskar et al. 2019 (arXiv:1909.05858) always divide, which would favour negative logits; the
+    other two penalties are OpenAI's. llama_sampler_init_penalties."""
+    ids, counts = np.unique(last_tokens(history, last_n), return_counts=True)
+    positions, there = candidates.positions_of(ids)
+    logits = candidates.logits_A[positions].astype(np.float64)
+    logits = np.where(logits <= 0, logits * repeat, logits / repeat)
+    return candidates.with_logits_at(positions, logits - counts[there] * frequency - presence)
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:

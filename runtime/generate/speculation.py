@@ -26,7 +26,7 @@ from typing import Protocol
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.draft_costs import Acceptance, Account, StepCosts
-from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.generate.options import SpeculationOptions
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
@@ -191,11 +191,7 @@ class Speculation:
             self._pending.clear()
             self._is_read = False
         self._ids, self._length = ids, len(ids)
-        still = []
-        for pending in self._pending:
-            if self._follow(pending, ids):
-                still.append(pending)
-        self._pending = still
+        self._pending = [pending for pending in self._pending if self._follow(pending, ids)]
 
     def _follow(self, pending: _Pending, ids: Sequence[int]) -> bool:
         """Compares a guess with the text; true if it is right so far and not yet complete."""
@@ -258,10 +254,7 @@ class Speculation:
     def _length_for(self, trust: int, most: int) -> int:
         """The number of tokens to draft for the next step, at most `most`."""
         length = self.best_length(trust, most)
-        if length:
-            length = self._varied(length, most)
-        elif self._is_trial_due(trust, most):
-            length = max(min(_TRIAL, most), self.options.least)
+        length = self._varied(length, most) if length else self._trial_length(trust, most)
         self._switch(length > 0)
         return length
 
@@ -304,9 +297,9 @@ class Speculation:
         unknown = [n for n in lengths if not self.costs.is_measured(n + 1)]
         return min(unknown, key=lambda n: abs(n - length), default=length)
 
-    def _is_trial_due(self, trust: int, most: int) -> bool:
-        """True if a trial, a draft that is not expected to pay, is due and affordable: conditions
-        may have changed. If so, restarts the interval to the next trial."""
+    def _trial_length(self, trust: int, most: int) -> int:
+        """The length of a trial, a draft that is not expected to pay, if one is due and affordable,
+        because conditions may have changed; else 0. Restarts the interval to the next trial."""
         length = max(min(_TRIAL, most), self.options.least)
         is_likely = (
             self._acceptance.expected(trust, 1)[1] > 1.5 if self._drafter.is_free else self._is_read
@@ -314,8 +307,8 @@ class Speculation:
         is_due = self._since_trial >= _TRIAL_EVERY and length <= most and is_likely
         if is_due and self._can_pay(length, self._draft_costs(length)):
             self._since_trial = 0
-            return True
-        return False
+            return length
+        return 0
 
     def _switch(self, is_worth_it: bool) -> None:
         self._num_declined = 0 if is_worth_it else self._num_declined + 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -11,22 +12,20 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
-from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
-from hotsplit.runtime.generate.drawing import chain_of, sampling_of
-from hotsplit.runtime.generate.dry import BreakerSets
+from hotsplit.runtime.generate.constraints import Constraint
+from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.generation import (
-    Drafts,
     Generation,
     GenerationOptions,
-    Mask,
     Run,
     Token,
     together,
 )
+from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
-from hotsplit.runtime.generate.speculation import check_rows, has_equal_rows
+from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -57,21 +56,18 @@ class TextEngine:
         self.last_run = Run()
         self.last_runs: list[Run] = []
         self._sequences = Sequences(decoder)
-        self._codec: TextCodec | None = None
-
-    @property
-    def codec(self) -> TextCodec:
-        """The model's tokenizer, read on first use."""
-        if self._codec is None:
-            self._codec = TextCodec.of(self.model)
-        return self._codec
 
     @cached_property
-    def _breaker_sets(self) -> BreakerSets:
-        return BreakerSets(self.codec)
+    def codec(self) -> TextCodec:
+        """The model's tokenizer, read on first use."""
+        return TextCodec.of(self.model)
+
+    @cached_property
+    def _breakers_of(self) -> BreakersOf:
+        return cached_breakers(self.codec)
 
     def _chain(self, sampling: SamplingOptions) -> SamplerChain:
-        return chain_of(sampling, self._breaker_sets, self.model.spec.vocab_size)
+        return chain_of(sampling, self._breakers_of, self.model.spec.vocab_size)
 
     @out_of_memory_as_error()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
@@ -110,8 +106,8 @@ class TextEngine:
         *,
         sampling: SamplingOptions | None = None,
         options: GenerationOptions | None = None,
-        constraint: Mask | None = None,
-        drafts: Drafts | None = None,
+        constraint: Constraint | None = None,
+        drafts: Speculation | None = None,
         sequence: TextSequence | None = None,
     ) -> Iterator[Token]:
         """Yields tokens as they are generated; afterwards `last_run` has their statistics.
@@ -122,10 +118,18 @@ class TextEngine:
         speed. `sequence` keeps the text; its common prefix with the prompt is not computed again.
         Without one, the text is not kept. Raises HotsplitError for a prompt that is too
         long, and for one without tokens: an empty text, if the model has no token to begin with."""
+        sampling = sampling or SamplingOptions()
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
+        if seed is not None:
+            sampling = replace(sampling, seed=seed)
         generation_of = self._generation_of(
-            prompt, sampling_of(sampling, temperature, seed),
-            options or GenerationOptions(max_tokens=max_tokens), constraint, drafts,
-        )  # fmt: skip
+            prompt,
+            sampling,
+            options or GenerationOptions(max_tokens=max_tokens),
+            constraint,
+            drafts,
+        )
         return self._generate(generation_of, sequence)
 
     def _generation_of(
@@ -133,8 +137,8 @@ class TextEngine:
         prompt: str | Sequence[int],
         sampling: SamplingOptions,
         options: GenerationOptions,
-        constraint: Mask | None,
-        drafts: Drafts | None,
+        constraint: Constraint | None,
+        drafts: Speculation | None,
     ) -> Callable[[TextSequence], Generation]:
         """Checks the arguments; returns a function that starts the generation in a sequence."""
         if drafts is not None:
@@ -168,7 +172,7 @@ class TextEngine:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingOptions | None = None,
         options: GenerationOptions | None = None,
-        constraints: Sequence[Mask] = (),
+        constraints: Sequence[Constraint] = (),
     ) -> Iterator[tuple[int, Token]]:
         """Generates several texts in shared steps and yields (index of the prompt, token). Each
         text is the one that `generate` would yield if the engine `has_equal_rows`; otherwise
@@ -195,8 +199,8 @@ class TextEngine:
         template: str | None = None,
         sampling: SamplingOptions | None = None,
         options: ChatOptions | None = None,
-        new_constraint: Callable[[], Mask] | None = None,
-        drafts: Drafts | None = None,
+        new_constraint: Callable[[], Constraint] | None = None,
+        drafts: Speculation | None = None,
     ) -> Conversation:
         """Starts a conversation in a sequence of its own: see runtime.generate.chat.
 

@@ -21,8 +21,7 @@ from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.matrix import Linear, vector_of
-from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role
-from hotsplit.runtime.weights.slot_rows import apart, joined, rows_of_slots
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role, apart, joined, rows_of_slots
 from hotsplit.runtime.weights.store import CPU, Stores, WeightStore
 
 # The rows of a block: "own" copies its neurons' rows, "shared" refers to them in the whole layer's
@@ -34,7 +33,7 @@ Rows = Literal["own", "shared", "all"]
 class NeuronLoader:
     """Loads the blocks of all layers. `spec`: without predictors that are not run. `resident_LN`: the neurons in the slots of a neuron cache;
     `are_slots_joined` puts these slots into one block with all neurons of the layer
-    (weights.slot_rows)."""
+    (weights.neuron_block.joined)."""
 
     model: ModelFile
     spec: ModelSpec

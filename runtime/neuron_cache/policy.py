@@ -5,8 +5,9 @@ The policy is written in C++ (native/policy.cpp); reference.py defines it.
 Letters: R tokens of a step, L layers, F neurons of a layer, N slots of a layer, W words of F
 bits."""
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -47,48 +48,36 @@ class CacheReport:
 class CachePolicy:
     """The scores, slots and decisions of one model. `step` is called after every step."""
 
-    def __init__(self, struct: library.CacheStruct, kept: tuple[object, ...]) -> None:
-        self._struct, self._kept = struct, kept
-        self._swaps: np.ndarray = kept[-1]  # type: ignore[assignment]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         resident_LN: Sequence[np.ndarray],
         frequency_LF: np.ndarray,
         costs: CacheCosts,
         options: CacheOptions,
-    ) -> "CachePolicy":
+    ) -> None:
         """`resident_LN`: the neurons in each layer's slots, in order; none if it has no slots.
         `frequency_LF`: the share of steps that read each neuron, from the profile."""
         num_layers, num_neurons = frequency_LF.shape
         assert len(resident_LN) == num_layers == costs.num_layers
-        kept: list[object] = []
+        self._kept: list[object] = []  # what the struct points to
         layers = (library.LayerStruct * num_layers)()
         for index, resident_N in enumerate(resident_LN):
-            layers[index] = _layer(index, resident_N, frequency_LF[index], costs, kept)
-        swaps = np.zeros(max(1, num_layers * options.most_rows), library.SWAP)
+            layers[index] = _layer(index, resident_N, frequency_LF[index], costs, self._kept)
+        self._swaps = np.zeros(max(1, num_layers * options.most_rows), library.SWAP)
         pending = np.zeros(library.MOST_PENDING * num_layers * -(-num_neurons // 32), np.uint32)
-        struct = library.CacheStruct(
+        self._kept += [layers, pending, self._swaps]
+        own = asdict(options)
+        self._struct = library.CacheStruct(
             layer=layers,
             pending=pending.ctypes.data,
-            swap=swaps.ctypes.data,
+            swap=self._swaps.ctypes.data,
             num_layers=num_layers,
             num_neurons=num_neurons,
-            most_rows=options.most_rows,
-            num_visited=max(1, round(options.visited * num_layers)),
+            num_visited=max(1, round(own.pop("visited") * num_layers)),
             rest_s=costs.rest_s,
             copy_s=costs.copy_s,
-            decay=options.decay,
-            burst_decay=options.burst_decay,
-            burst_weight=options.burst_weight,
-            prior_tokens=options.prior_tokens,
-            margin=options.margin,
-            is_always_on=options.is_always_on,
-            stay=options.stay,
-            start_gain=options.start_gain,
+            **own,
         )
-        return cls(struct, (*kept, layers, pending, swaps))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,7 +86,7 @@ class CachePolicy:
 
     def learn(self, bits_RLW: np.ndarray) -> None:
         """Updates the scores with tokens of a prompt; decides nothing."""
-        library.learn(self._struct, *self._checked(bits_RLW))
+        library.lib.hs_cache_learn(self._struct, *self._checked(bits_RLW))
 
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
         """Ends a step of R tokens: returns the swaps to make during the next step, as a view
@@ -105,13 +94,13 @@ class CachePolicy:
         done.
 
         bits_RLW: (u)int32, bit j % 32 of word j // 32 for neuron j."""
-        library.step(self._struct, *self._checked(bits_RLW))
+        library.lib.hs_cache_step(self._struct, *self._checked(bits_RLW))
         return self._swaps[: self._struct.num_swaps]
 
     def resident(self, layer: int) -> np.ndarray:
         """The neuron in each slot [N], a copy."""
         struct = self._struct.layer[layer]
-        return self._array(struct.id, struct.num_slots, np.int32)
+        return np.frombuffer(ctypes.string_at(struct.id, 4 * struct.num_slots), np.int32)
 
     def hits_L(self) -> np.ndarray:
         """For each layer, neurons read from slots so far; 0 where all neurons have slots."""
@@ -138,13 +127,6 @@ class CachePolicy:
         assert is_right and bits_RLW.shape[1:] == self.shape, (bits_RLW.dtype, bits_RLW.shape)
         return bits_RLW.ctypes.data, len(bits_RLW)
 
-    @staticmethod
-    def _array(address: int, count: int, dtype: type) -> np.ndarray:
-        import ctypes
-
-        size = count * np.dtype(dtype).itemsize
-        return np.frombuffer(ctypes.string_at(address, size), dtype)
-
 
 def _layer(
     index: int,
@@ -168,16 +150,13 @@ def _layer(
         "resident": planned_W.copy(),
     }
     kept.extend(arrays.values())
+    of_layers = {name: times_L for name, times_L in vars(costs).items() if name.endswith("_L")}
+    times = {name.removesuffix("_L"): times_L[index] for name, times_L in of_layers.items()}
     return library.LayerStruct(
         **{name: array.ctypes.data for name, array in arrays.items()},
         num_slots=len(id_N),
-        hot_s=costs.hot_s_L[index],
-        hot_row_s=costs.hot_row_s_L[index],
-        cold_s=costs.cold_s_L[index],
-        cold_row_s=costs.cold_row_s_L[index],
-        copy_row_s=costs.copy_row_s_L[index],
-        gather_row_s=costs.gather_row_s_L[index],
         cold_share=1.0,
+        **times,
     )
 
 

@@ -26,7 +26,7 @@ class Residency:
         return self.id[first : first + self.num_slots_L[layer]]
 
     def swap(self, swaps_S: np.ndarray) -> None:
-        """Makes swaps (cycle.SWAP). Raises AssertionError, before anything changes, if they do not
+        """Makes swaps (native.library.SWAP). Raises AssertionError, before anything changes, if they do not
         fit the tables."""
         layer_S, slot_S, in_S, out_S = (swaps_S[name] for name in ("layer", "slot", "in", "out"))
         assert (slot_S >= 0).all() and (slot_S < self.num_slots_L[layer_S]).all(), slot_S

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from ctypes import Structure, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,13 @@ class RowTable:
         """The addresses of rows, int64 [S, M]."""
         return self.base_LM[layer_S] + row_S[:, None].astype(np.int64) * self.stride_LM[layer_S]
 
-    @property
+    @cached_property
     def offset_LM(self) -> np.ndarray:
         """The offsets of a neuron's rows in staging."""
         padded_LM = self._padded_LM
         return padded_LM.cumsum(axis=1) - padded_LM
 
-    @property
+    @cached_property
     def neuron_bytes(self) -> int:
         """Bytes of the largest neuron in staging."""
         return int(self._padded_LM.sum(axis=1).max())

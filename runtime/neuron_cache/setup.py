@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
@@ -14,25 +13,21 @@ from hotsplit.options.engine_config import OwnPolicy
 from hotsplit.options.neuron_cache import OFF, CacheOptions, Off
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.neuron_cache.cycle import NeuronCache, Policy
-from hotsplit.runtime.neuron_cache.joined_slots import JoinedSlots
+from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache, Policy
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.runtime.neuron_cache.slots import JoinedSlots
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSetup:
     """`policy_of` creates the policy from the neurons in each layer's slots, in order (none if a
     layer has no slots), and the number of neurons of a layer. The policy decides on at most
-    `most_rows` swaps per step.
-
-    share: the share of each layer's neurons that have a slot, at first those with the lowest ids;
-    only without a plan, since a plan's hot neurons are in the slots. copy_bytes_per_s: the rate to
-    which copies are slowed down, to imitate a link where slots are in main memory too."""
+    `most_rows` swaps per step. copy_bytes_per_s: the rate to which copies are slowed down, to
+    imitate a link where slots are in main memory too."""
 
     policy_of: Callable[[Sequence[np.ndarray], int], Policy]
     most_rows: int
-    share: float | None = None
     copy_bytes_per_s: float | None = None
 
     @classmethod
@@ -57,44 +52,9 @@ class CacheSetup:
         def policy_of(resident_LN: Sequence[np.ndarray], num_neurons: int) -> Policy:
             assert planned.frequency_LF.shape == (len(resident_LN), num_neurons)
             limited = replace(options, most_rows=most_rows)
-            return CachePolicy.of(resident_LN, planned.frequency_LF, planned.costs, limited)
+            return CachePolicy(resident_LN, planned.frequency_LF, planned.costs, limited)
 
         return cls(policy_of=policy_of, most_rows=most_rows)
-
-    def resident(
-        self, model: ModelFile, plan: Split | None, device: torch.device
-    ) -> tuple[np.ndarray, ...]:
-        """The neurons in each layer's slots at the start; none in layers that are not divided.
-
-        Raises HotsplitError if no layer is divided, for a `share` with a plan, and without a plan
-        if there is no `share` or the device is a GPU."""
-        numbers = [layer.neurons.number for layer in model.spec.layers]
-        if plan is not None:
-            if self.share is not None:
-                raise HotsplitError("a plan says how many neurons have slots: leave share out")
-            hot = plan.hot
-        else:
-            if self.share is None or device.type != "cpu":
-                raise HotsplitError(
-                    "the neuron cache needs a plan, whose hot neurons it starts from: make one with"
-                    " hotsplit solve and give it with --split"
-                )
-            hot = tuple(np.arange(round(self.share * number)) for number in numbers)
-        is_divided = [0 < len(ids) < n for ids, n in zip(hot, numbers, strict=True)]
-        if not any(is_divided) and plan is None:
-            raise HotsplitError(
-                f"share is {self.share}, which gives slots to none or to all of a layer's"
-                f" {max(numbers)} neurons, so there is nothing to cache: choose another"
-            )
-        if not any(is_divided):
-            raise HotsplitError(
-                "the plan divides no layer's neurons, so there is nothing to cache: leave"
-                " --neuron-cache out, or run hotsplit solve with another budget"
-            )
-        return tuple(
-            ids.astype(np.int32) if divided else np.zeros(0, np.int32)
-            for ids, divided in zip(hot, is_divided, strict=True)
-        )
 
     def cache(
         self, weights: Weights, resident_LN: Sequence[np.ndarray], *, is_joined: bool
@@ -151,6 +111,27 @@ def setup_of(
         return CacheSetup.of(asked, plan)
     assert isinstance(asked, CacheSetup), asked
     return asked
+
+
+def first_residents(model: ModelFile, plan: Split | None) -> tuple[np.ndarray, ...]:
+    """The neurons in each layer's slots at the start: the plan's hot ones; none in layers that are
+    not divided. Raises HotsplitError without a plan, and if no layer is divided."""
+    if plan is None:
+        raise HotsplitError(
+            "the neuron cache needs a plan, whose hot neurons it starts from: make one with"
+            " hotsplit solve and give it with --split"
+        )
+    numbers = [layer.neurons.number for layer in model.spec.layers]
+    is_divided = [0 < len(ids) < n for ids, n in zip(plan.hot, numbers, strict=True)]
+    if not any(is_divided):
+        raise HotsplitError(
+            "the plan divides no layer's neurons, so there is nothing to cache: leave"
+            " --neuron-cache out, or run hotsplit solve with another budget"
+        )
+    return tuple(
+        ids.astype(np.int32) if divided else np.zeros(0, np.int32)
+        for ids, divided in zip(plan.hot, is_divided, strict=True)
+    )
 
 
 def slot_bytes(model: ModelFile, resident_LN: Sequence[np.ndarray]) -> int:

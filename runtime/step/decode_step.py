@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder, native_step

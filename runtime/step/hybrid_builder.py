@@ -20,7 +20,7 @@ from hotsplit.runtime.kernels.gpu.kernels import INEXACT_ROWS
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
 from hotsplit.runtime.ops.structs import NotNative

@@ -18,8 +18,8 @@ from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.neuron_cache.cycle import NeuronCache
-from hotsplit.runtime.neuron_cache.device_slots import DeviceSlots, SlotDevice, SlotLayer
+from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
+from hotsplit.runtime.neuron_cache.slots import DeviceSlots, SlotDevice, SlotLayer
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights.neuron_block import by_role
 

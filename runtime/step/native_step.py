@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.attention.native import (
     AttentionStruct,
     SelectStruct,

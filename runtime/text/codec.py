@@ -76,7 +76,7 @@ class TextCodec:
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
             raise HotsplitError(f"{shown(text)} given as text, wanted a string")
-        _check_unicode(text)
+        check_unicode(text)
         with refused("its tokenizer cannot encode the text"):
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -125,11 +125,12 @@ class TextStream:
         return new
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str, what: str = "text") -> None:
+    """Raises HotsplitError for a text with surrogates, which stand for bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise HotsplitError(f"the text is not UTF-8 at character {error.start}") from error
+        raise HotsplitError(f"the {what} is not UTF-8 at character {error.start}") from error
 
 
 def _end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:

@@ -92,7 +92,7 @@ class TemplateProcess:
 def _start() -> subprocess.Popen[bytes]:
     """Starts the worker with only the packages that it needs, in a session of its own, so that
     Ctrl-C does not reach it."""
-    places = [_folder_of(package) for package in _PACKAGES]
+    places = [str(Path(_file_of(package)).parent.parent) for package in _PACKAGES]
     here = str(Path(_file_of("hotsplit.runtime.text.template_worker")).parent)
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _START, here, *dict.fromkeys(places)],
@@ -112,11 +112,6 @@ def _file_of(module: str) -> str:
     found = find_spec(module)
     assert found is not None and found.origin is not None, module
     return found.origin
-
-
-def _folder_of(package: str) -> str:
-    """The folder that a package is imported from."""
-    return str(Path(_file_of(package)).parent.parent)
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:

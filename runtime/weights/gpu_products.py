@@ -86,20 +86,19 @@ def _kernels(replaced: frozenset[str]) -> "Kernels":
 
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None) -> None:
     """Runs kernels.unpack on the device of the matrix."""
-    with _on_device_of(out_AD):
+    with made_current(out_AD.device):
         kernels().unpack(matrix, out_AD, index_A)
 
 
 def dot(matrix: StoredMatrix, x_D: Tensor, out_N: Tensor) -> None:
     """Runs kernels.dot on the device of the matrix."""
-    with _on_device_of(out_N):
+    with made_current(out_N.device):
         kernels().dot(matrix, None, x_D, out_N)
 
 
-def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device current: Triton launches on the current device, not its
-    arguments'."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+def made_current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device current: Triton launches on the current device, not its arguments'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def product(x: "Tensor | Factor", num_rows: int, tiles: Tiles, out: Tensor | None = None) -> Tensor:

@@ -166,12 +166,10 @@ class Linear:
     def apply(self, x: Tensor | gpu_products.Factor) -> Tensor:
         """f32 [T, N]; uses the single-token product if T is 1. A factor is for several tokens and
         matrices on a GPU."""
-        if isinstance(x, gpu_products.Factor):
+        if isinstance(x, Tensor) and len(x) == 1:
+            y_TN = self.weight.dot(x[0].contiguous())[None]
+        else:
             y_TN = self.weight.product(x)
-            return y_TN if self.bias_N is None else y_TN + self.bias_N
-        x_TD = x
-        weight, is_one = self.weight, len(x_TD) == 1
-        y_TN = weight.dot(x_TD[0].contiguous())[None] if is_one else weight.product(x_TD)
         return y_TN if self.bias_N is None else y_TN + self.bias_N
 
     @property
@@ -222,7 +220,5 @@ def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None 
 
 def vector_of(entry: TensorEntry, device: torch.device) -> Tensor:
     """A norm's weights or a bias as f32, copied out of the file."""
-    data = torch.from_numpy(entry.read())
-    if entry.kind == "bf16":
-        data = data.view(torch.bfloat16)
+    data = matrix_of(entry, torch.device("cpu")).data
     return data.to(device, torch.float32, copy=True)

@@ -1,10 +1,12 @@
 """A block of neurons of a layer on one device, and their activation.
 
-Letters: T tokens, A active neurons, N neurons of a block, F neurons of a layer."""
+Letters: T tokens, A active neurons, N neurons of a block, or slots, F neurons of a layer, C cold
+neurons."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -110,8 +112,20 @@ class NeuronBlock:
     @property
     def is_native(self) -> bool:
         """True if the C++ kernels support the whole block."""
-        matrices = [self.gate.weight, self.down] + ([self.up.weight] if self.up else [])
-        return all(matrix.is_native for matrix in matrices)
+        return all(matrix.is_native for matrix in self.matrices)
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Gate, up (if there is one) and down."""
+        up = [] if self.up is None else [self.up.weight]
+        return [self.gate.weight, *up, self.down]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The data of its matrices and its biases, with a row or a value per neuron."""
+        linears = [self.gate] if self.up is None else [self.gate, self.up]
+        biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
+        return [*(matrix.data for matrix in self.matrices), *biases]
 
     @property
     def width(self) -> int:
@@ -133,20 +147,15 @@ class NeuronBlock:
     def part(self, start: int, stop: int) -> "NeuronBlock":
         """A range of consecutive neurons, as a view."""
         assert not self.is_by_output
-        ids, here = self.id_N[start:stop], slice(start, stop)
-        block = replace(
-            self,
-            gate_limit_N=None if self.gate_limit_N is None else self.gate_limit_N[here],
-        )
+        limit_N = None if self.gate_limit_N is None else self.gate_limit_N[start:stop]
+        block = replace(self, id_N=self.id_N[start:stop], gate_limit_N=limit_N, is_whole=False)
         if self.row_N is not None:
-            return replace(block, id_N=ids, row_N=self.row_N[start:stop], is_whole=False)
+            return replace(block, row_N=self.row_N[start:stop])
         return replace(
             block,
             gate=self.gate.part(start, stop),
             up=None if self.up is None else self.up.part(start, stop),
             down=self.down.part(start, stop),
-            id_N=ids,
-            is_whole=False,
         )
 
     def rows(self, position_A: Tensor) -> Tensor:
@@ -167,3 +176,33 @@ def by_role(
 def above(value: Tensor, limit: Tensor) -> Tensor:
     """True where a magnitude is above its limit or NaN."""
     return ~(value.abs() <= limit)
+
+
+def rows_of_slots(hot_N: np.ndarray, num_neurons: int) -> np.ndarray:
+    """The neuron in each row of a block of slots and all neurons, at load time."""
+    return np.concatenate([hot_N, np.arange(num_neurons)])
+
+
+def joined(block: NeuronBlock, hot_N: np.ndarray, num_neurons: int) -> NeuronBlock:
+    """The block of a layer whose hot neurons are in slots, which other neurons can take, if one
+    processor reads both memories; made from one with the rows of `rows_of_slots`:
+
+        row    0 .. N - 1      the slots, in the fast memory
+               N .. N + F - 1  all neurons of the layer, in order
+
+    Neuron j is read at row `row_N[j]`: its slot, or N + j. The order of the block's neurons never
+    changes, so no sum depends on which of them have a slot."""
+    num_slots = len(hot_N)
+    assert block.down.num_rows == num_slots + num_neurons, block.down.num_rows
+    row_F = torch.arange(num_slots, num_slots + num_neurons, dtype=torch.int32)
+    row_F[torch.from_numpy(hot_N).long()] = torch.arange(num_slots, dtype=torch.int32)
+    return replace(block, id_N=torch.arange(num_neurons), row_N=row_F, is_whole=True)
+
+
+def apart(hot: NeuronBlock, cold: NeuronBlock, cold_C: np.ndarray) -> tuple[NeuronBlock, ...]:
+    """The hot block, whose rows are the slots on a GPU, and the cold one, which refers to rows of
+    the whole layer. Ids are int32; the cold block's ids and rows are one tensor, which swaps change
+    in place."""
+    id_C = torch.from_numpy(cold_C.astype(np.int32))
+    hot_id_N = hot.id_N.to(torch.int32)
+    return replace(hot, id_N=hot_id_N), replace(cold, id_N=id_C, row_N=id_C)

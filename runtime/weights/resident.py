@@ -42,18 +42,12 @@ class Residence:
         """A copy of a matrix of a model file, or of some of its rows."""
         return self.interleaved([entry], rows)[0]
 
-    def tiled(self, entry: TensorEntry) -> Matrix:
-        """A copy of a matrix that is multiplied whole: tiled if its kind and size allow it and the
-        level is not the generic one."""
-        return self._whole(entry, "tiled" if library.prefers_tiles() else "planar")
-
-    def grouped(self, entry: TensorEntry) -> Matrix:
-        """A copy of a matrix whose rows are always all added: grouped if its kind and size allow it
-        and the level is not the generic one."""
-        return self._whole(entry, "grouped" if library.prefers_tiles() else "planar")
-
-    def _whole(self, entry: TensorEntry, form: library.Form) -> Matrix:
+    def whole(self, entry: TensorEntry, form: library.Form) -> Matrix:
+        """A copy of a matrix that is always multiplied whole ("tiled") or whose rows are always all
+        added ("grouped"): in this form if its kind and size allow it and the level is not the
+        generic one."""
         whole = self._take(entry.num_bytes).view(entry.shape[0], entry.row_bytes)
+        form = form if library.prefers_tiles() else "planar"
         return _copy(entry, None, whole, slice(0, entry.row_bytes), form)
 
     def interleaved(self, entries: list[TensorEntry], rows: np.ndarray | None) -> list[Matrix]:

@@ -1,5 +1,5 @@
 """Stores of a device's weights: the mapped model file, copies in memory in the layout for decoding
-(resident), or a GPU's slab.
+(resident), or a GPU's slab (upload.Uploader).
 
 The loader gets every part of a model from the store of its device. Memory on the CPU is taken in
 the order in which the loader asks for parts.
@@ -32,6 +32,7 @@ class WeightStore(Protocol):
     @property
     def is_mapped(self) -> bool:
         """On the CPU: true if matrices stay in the file, so that blocks share the whole layer's."""
+        return False
 
     def matrix(self, entry: TensorEntry, item: str) -> Matrix:
         """A whole matrix of the file."""
@@ -39,6 +40,7 @@ class WeightStore(Protocol):
     def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
         """Matrices of one type and width as one, whose first rows are those of the first. None from
         a store that does not stack."""
+        return None
 
     def neurons(
         self,
@@ -66,7 +68,7 @@ class WeightStore(Protocol):
 
 
 @dataclass(frozen=True)
-class MappedStore:
+class MappedStore(WeightStore):
     """Views of the mapped file on the CPU; copies by torch on a GPU without a slab."""
 
     device: torch.device
@@ -77,9 +79,6 @@ class MappedStore:
 
     def matrix(self, entry: TensorEntry, item: str) -> Matrix:
         return matrix_of(entry, self.device)
-
-    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
-        return None
 
     def neurons(
         self,
@@ -106,22 +105,17 @@ class MappedStore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidentStore:
+class ResidentStore(WeightStore):
     """Copies in the memory of a residence. `is_streamed`: GPUs copy neurons from there, so biases
     and ids are kept next to them."""
 
     residence: Residence
     is_streamed: bool
 
-    @property
-    def is_mapped(self) -> bool:
-        return False
-
     def matrix(self, entry: TensorEntry, item: str) -> Matrix:
-        return self.residence.matrix(entry) if self.is_streamed else self.residence.tiled(entry)
-
-    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
-        return None
+        if self.is_streamed:
+            return self.residence.matrix(entry)
+        return self.residence.whole(entry, "tiled")
 
     def neurons(
         self,
@@ -133,10 +127,10 @@ class ResidentStore:
         if rows is not None or self.is_streamed:
             num_whole = 0
             adds_all = False
-        whole = [self.residence.tiled(entry) for (entry,) in groups[:num_whole]]
+        whole = [self.residence.whole(entry, "tiled") for (entry,) in groups[:num_whole]]
         rest, last = (groups[num_whole:-1], groups[-1]) if adds_all else (groups[num_whole:], ())
         found = [m for group in rest for m in self.residence.interleaved(list(group), rows)]
-        return [*whole, *found, *(self.residence.grouped(entry) for entry in last)]
+        return [*whole, *found, *(self.residence.whole(entry, "grouped") for entry in last)]
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         return values
@@ -150,45 +144,6 @@ class ResidentStore:
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return huge_pages.zeros(shape, dtype)
-
-
-@dataclass(frozen=True)
-class DeviceStore:
-    """Uploads into a slab, whose bytes are counted by item."""
-
-    uploader: Uploader
-
-    @property
-    def is_mapped(self) -> bool:
-        return False
-
-    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
-        return self.uploader.matrix(entry, item)
-
-    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
-        return self.uploader.stacked(entries, item)
-
-    def neurons(
-        self,
-        groups: Groups,
-        rows: np.ndarray | None,
-        num_whole: int = 0,
-        adds_all: bool = False,
-    ) -> list[Matrix]:
-        entries = chain.from_iterable(groups)
-        return [self.uploader.matrix(entry, "neurons", rows) for entry in entries]
-
-    def vector(self, values: Tensor, item: str) -> Tensor:
-        return self.uploader.vector(values, item)
-
-    def neuron_bias(self, bias_N: Tensor) -> Tensor:
-        return self.uploader.vector(bias_N, "neurons")
-
-    def neuron_ids(self, ids: np.ndarray, *, is_all: bool) -> Tensor:
-        return self.uploader.range(len(ids)) if is_all else self.uploader.ids(ids)
-
-    def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.uploader.zeros(shape, dtype, "kv_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,13 +162,10 @@ class Stores:
         """Without a residence, weights on the CPU stay in the file. A device without an uploader
         has no slab."""
         uploaders = uploaders or {}
-        on_cpu: WeightStore = MappedStore(CPU)
-        if residence is not None:
-            on_cpu = ResidentStore(residence=residence, is_streamed=bool(uploaders))
-        return cls(
-            on_cpu=on_cpu,
-            on_device={device: DeviceStore(uploader) for device, uploader in uploaders.items()},
-        )
+        if residence is None:
+            return cls(on_device=uploaders)
+        on_cpu = ResidentStore(residence=residence, is_streamed=bool(uploaders))
+        return cls(on_cpu=on_cpu, on_device=uploaders)
 
     def on(self, device: torch.device) -> WeightStore:
         if device in self.on_device:

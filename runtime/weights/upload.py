@@ -5,6 +5,7 @@ Besides the slab, an upload needs two pinned buffers on the host and, for types 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -22,13 +23,18 @@ PIECE_BYTES = 8 << 20
 
 @dataclass
 class Uploader:
-    """Fills a slab. `on_bytes` is called with the bytes of each piece and vector."""
+    """The store of a GPU's weights (store.WeightStore), which fills its slab. `on_bytes` is called
+    with the bytes of each piece and vector."""
 
     memory: DeviceMemory
     on_bytes: Callable[[int], None] = lambda num_bytes: None
     piece_bytes: int = PIECE_BYTES
     _staging: Staging | None = field(default=None, repr=False)
     _ranges: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_mapped(self) -> bool:
+        return False
 
     def matrix(self, entry: TensorEntry, item: str, rows: np.ndarray | None = None) -> Matrix:
         """A matrix of a model file, or some of its rows; takes as many bytes as in the file."""
@@ -53,19 +59,31 @@ class Uploader:
         self.on_bytes(target.nbytes)
         return target.copy_(values)
 
-    def ids(self, ids: np.ndarray) -> Tensor:
-        """The ids as int32, counted as workspace."""
+    def neurons(
+        self,
+        groups: Sequence[Sequence[TensorEntry]],
+        rows: np.ndarray | None,
+        num_whole: int = 0,
+        adds_all: bool = False,
+    ) -> list[Matrix]:
+        return [self.matrix(entry, "neurons", rows) for entry in chain.from_iterable(groups)]
+
+    def neuron_bias(self, bias_N: Tensor) -> Tensor:
+        return self.vector(bias_N, "neurons")
+
+    def neuron_ids(self, ids: np.ndarray, *, is_all: bool) -> Tensor:
+        """The ids as int32, counted as workspace; those of all neurons are in memory that layers
+        share."""
+        if is_all and len(ids) in self._ranges:
+            return self._ranges[len(ids)]
         values = torch.from_numpy(ids.astype(np.int32))
-        return self.memory.take(tuple(values.shape), torch.int32, "workspace").copy_(values)
+        id_N = self.memory.take(tuple(values.shape), torch.int32, "workspace").copy_(values)
+        if is_all:
+            self._ranges[len(ids)] = id_N
+        return id_N
 
-    def range(self, count: int) -> Tensor:
-        """The ids 0, 1, ... of all neurons of a layer, in memory shared by all layers."""
-        if count not in self._ranges:
-            self._ranges[count] = self.ids(np.arange(count))
-        return self._ranges[count]
-
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, item: str) -> Tensor:
-        return self.memory.take_zeros(shape, dtype, item)
+    def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.memory.take_zeros(shape, dtype, "kv_cache")
 
     def finish(self) -> None:
         """Waits until all copies are done, and frees the buffers."""

@@ -8,10 +8,12 @@ if TYPE_CHECKING:
     from hotsplit.errors import HotsplitError
     from hotsplit.runtime.engine import Engine
     from hotsplit.runtime.generate.chat import ChatOptions
-    from hotsplit.runtime.generate.draft_options import SpeculationOptions
-    from hotsplit.runtime.generate.generation_options import GenerationOptions
     from hotsplit.runtime.generate.ngrams import NgramDrafter
-    from hotsplit.runtime.generate.sampling_options import SamplingOptions
+    from hotsplit.runtime.generate.options import (
+        GenerationOptions,
+        SamplingOptions,
+        SpeculationOptions,
+    )
     from hotsplit.runtime.generate.speculation import Speculation
     from hotsplit.runtime.step.sequences import Part
 
@@ -24,13 +26,13 @@ __all__ = [
 _MODULES = {
     "ChatOptions": "runtime.generate.chat",
     "Engine": "runtime.engine",
-    "GenerationOptions": "runtime.generate.generation_options",
+    "GenerationOptions": "runtime.generate.options",
     "NgramDrafter": "runtime.generate.ngrams",
     "Part": "runtime.step.sequences",
-    "SamplingOptions": "runtime.generate.sampling_options",
+    "SamplingOptions": "runtime.generate.options",
     "HotsplitError": "errors",
     "Speculation": "runtime.generate.speculation",
-    "SpeculationOptions": "runtime.generate.draft_options",
+    "SpeculationOptions": "runtime.generate.options",
 }
 
 

@@ -17,7 +17,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.dry import dry_breakers
-from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.text.codec import TextCodec
 
 MODEL = ROOT / "build/smollm2/f16.gguf"

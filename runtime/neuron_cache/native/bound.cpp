@@ -100,8 +100,6 @@ double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 // The sum of the best gains of a layer's neurons. bits: [T, step_words], of which the first W words
 // of each step are read; initial: [W]; price: [T]. Writes the number of slots in use at each step
 // to `used` [T], and the numbers of copies and hits.

@@ -2,6 +2,8 @@
 #pragma once
 #include <stdint.h>
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 #if defined(__x86_64__) && defined(__linux__)
 #define FOR_EACH_LEVEL __attribute__((target_clones("avx512f", "avx2", "default")))
 #else

@@ -37,6 +37,8 @@ class CacheStruct(Structure):
                 ("steps_on", c_int64), ("num_starts", c_int64)]  # fmt: skip
 
 
+# Neuron `in` replaces neuron `out` in slot `slot` of the layer. No neuron or slot occurs in two
+# swaps of a decision.
 SWAP = np.dtype(
     [("layer", "i4"), ("slot", "i4"), ("in", "i4"), ("out", "i4"), ("gain_s", "f8")], align=True
 )
@@ -58,15 +60,7 @@ def _load() -> ctypes.CDLL:
     return lib
 
 
-_lib = _load()
-
-
-def learn(cache: CacheStruct, address: int, num_rows: int) -> None:
-    _lib.hs_cache_learn(cache, address, num_rows)
-
-
-def step(cache: CacheStruct, address: int, num_rows: int) -> None:
-    _lib.hs_cache_step(cache, address, num_rows)
+lib = _load()
 
 
 def best_gain(
@@ -86,7 +80,7 @@ def best_gain(
     assert price_T.shape == (num_steps,) and price_T.flags.c_contiguous
     used_T = np.empty(num_steps, np.int32)
     copies, hits = c_int64(), c_int64()
-    gain = _lib.hs_cache_gain(
+    gain = lib.hs_cache_gain(
         bits_TW.ctypes.data, num_steps, num_neurons, bits_TW.strides[0] // 4,
         np.ascontiguousarray(initial_W).ctypes.data, price_T.ctypes.data, value, fetch,
         used_T.ctypes.data, copies, hits,

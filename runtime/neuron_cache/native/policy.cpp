@@ -244,7 +244,10 @@ void decide(NeuronCache& c) {
     if (c.price < LEAST_PRICE) c.price = 0.0;
 }
 
-void learn(NeuronCache& c, const uint32_t* bits, int64_t rows) {
+}  // namespace
+
+EXPORT void hs_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
+    NeuronCache& c = *cache;
     const int64_t stride = c.num_layers * ((c.num_neurons + 31) / 32);
     for (int64_t r = 0; r < rows; ++r) {
         if (c.num_pending == MOST_PENDING) {
@@ -258,14 +261,6 @@ void learn(NeuronCache& c, const uint32_t* bits, int64_t rows) {
     }
 }
 
-}  // namespace
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-EXPORT void hs_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
-    learn(*cache, bits, rows);
-}
-
 EXPORT void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
     NeuronCache& c = *cache;
     const double cached = c.cached_s, planned = c.planned_s;
@@ -274,7 +269,7 @@ EXPORT void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows
     c.saved_s = 0.99 * c.saved_s + 0.01 * saved;
     ++c.num_steps;
     take_swaps(c);
-    learn(c, bits, rows);
+    hs_cache_learn(cache, bits, rows);
     switch_on_or_off(c);
     c.steps_on += c.is_on;
     decide(c);

@@ -84,7 +84,7 @@ def select_struct(structs: Structs, rule: KeySelection | None, rotaries: Rotarie
         return SelectStruct()
     cos = sin = None
     if rule.is_capped and rotaries.each:
-        (rotary,) = rotaries.each  # engine_options.cache_types_of refuses others
+        (rotary,) = rotaries.each  # resolved_options.cache_types_of refuses others
         turn = rotary.turn(0, rule.longest)
         cos, sin = structs.vector(turn.cos), structs.vector(turn.sin)
     return SelectStruct(

@@ -37,11 +37,12 @@ from hotsplit.commands.terminal.terminal import (
 )
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.options import GenerationOptions
 
 if TYPE_CHECKING:
     from hotsplit.runtime.generate.chat import Conversation
-    from hotsplit.runtime.generate.generation import Mask, Token
+    from hotsplit.runtime.generate.constraints import Constraint
+    from hotsplit.runtime.generate.generation import Token
 
 HELP = """\
 /help            this
@@ -113,7 +114,9 @@ def talk(
         constraint_of(constraint, engine.codec)  # refuses wrong options before the first message
         new_mask = None
         if constraint != ConstraintOptions():
-            new_mask = cast("Callable[[], Mask]", partial(constraint_of, constraint, engine.codec))
+            new_mask = cast(
+                "Callable[[], Constraint]", partial(constraint_of, constraint, engine.codec)
+            )
         with (
             speculating(engine, speculation, draft_model) as drafts,
             engine.chat(

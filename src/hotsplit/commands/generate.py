@@ -32,7 +32,7 @@ from hotsplit.commands.terminal.prompts import prompts_of, system_message, templ
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.options import GenerationOptions
 
 if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine

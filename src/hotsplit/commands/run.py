@@ -180,7 +180,7 @@ def _check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run:
         raise click.UsageError("--logprobs is for a text: give -p TEXT.")
     system_message(options["system"], options["system_file"])
     template_variables(options["variables"])
-    from hotsplit.runtime.engine_options import device_of  # imports torch
+    from hotsplit.runtime.resolved_options import device_of  # imports torch
 
     device_of(options["device"])
 

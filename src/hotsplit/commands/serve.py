@@ -106,8 +106,8 @@ def serve(
     config = ServeConfig(model=model, sampling=sampling, **options)
     _check_packages()
     from hotsplit.runtime.engine import load_engine
-    from hotsplit.runtime.engine_options import device_of
     from hotsplit.runtime.kernels.threads import use_threads
+    from hotsplit.runtime.resolved_options import device_of
     from hotsplit.serve.request_log import start_log
     from hotsplit.serve.server import Server
 
@@ -169,7 +169,7 @@ def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
 
     from hotsplit.artifacts.changed_model import with_rope_scaling
     from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.runtime.engine_options import bytes_by_role_of, cache_types_of, context_of
+    from hotsplit.runtime.resolved_options import bytes_by_role_of, cache_types_of, context_of
     from hotsplit.system.system_memory import free_memory_bytes
 
     file, device = ModelFile.load(model), torch.device("cpu")

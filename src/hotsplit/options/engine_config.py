@@ -2,7 +2,7 @@
 
 `Engine.load` and `Engine.of` take the fields as keywords. All other code passes an EngineConfig.
 The command line reads its defaults from here, without importing torch. What depends on the model,
-the plan or the machine is checked at load (runtime.engine_options)."""
+the plan or the machine is checked at load (runtime.resolved_options)."""
 
 import re
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from hotsplit.commands.options.constraints import constraint_options
 from hotsplit.commands.options.engine import long_text_options
 from hotsplit.commands.options.shared import Parsed, joined
 from hotsplit.commands.options.speculation import speculation_options
-from hotsplit.runtime.generate.sampling_options import (
+from hotsplit.runtime.generate.options import (
     DEFAULT_SAMPLERS,
     LETTERS,
     SamplingOptions,

@@ -10,7 +10,7 @@ next step.
 Nothing is written back: main memory holds every row of a layer that has slots. Results do not
 depend on timing: slots and tables change only between steps, each time by the swaps decided one
 step earlier, and the caller waits if their copies took longer than a step. The policy decides on
-swaps; `Slots` moves rows.
+swaps; its slots move rows.
 
 Letters: T rows of a step, R those that the policy observes, L layers, W words of 32 bits, S
 swaps."""
@@ -27,11 +27,8 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.neuron_cache.policy import CacheReport
 from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.runtime.neuron_cache.slots import DeviceSlots, JoinedSlots
 from hotsplit.system.sizes import format_bytes
-
-# Neuron `in` replaces neuron `out` in slot `slot` of the layer. No neuron or slot occurs in two
-# swaps of a decision.
-SWAP = np.dtype([("layer", np.int32), ("slot", np.int32), ("in", np.int32), ("out", np.int32)])
 
 
 class Policy(Protocol):
@@ -44,20 +41,8 @@ class Policy(Protocol):
         """Statistics so far."""
 
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
-        """Observes the tokens of a step and returns swaps, with at least the fields of `SWAP`, as a
-        view that the next call may change. Earlier swaps count as done."""
-
-
-class Slots(Protocol):
-    """Moves neurons. The two implementations are JoinedSlots and DeviceSlots."""
-
-    def start(self, swaps_S: np.ndarray) -> int:
-        """Starts copying the rows of the incoming neurons to staging in the background; returns
-        their bytes. Slots and tables stay as they are. Called when no copies are under way."""
-
-    def finish(self) -> None:
-        """Waits for the copies, moves the rows to their slots and changes the tables. Called
-        between steps; when it returns, all of that is done."""
+        """Observes the tokens of a step and returns swaps (native.library.SWAP; `gain_s` is not
+        read), as a view that the next call may change. Earlier swaps count as done."""
 
 
 class NeuronCache:
@@ -66,7 +51,7 @@ class NeuronCache:
     def __init__(self, policy: Policy, residency: Residency, most_rows: int) -> None:
         self.policy, self.residency = policy, residency
         self.most_rows = most_rows  # most swaps of a decision
-        self.slots: Slots | None = None
+        self.slots: JoinedSlots | DeviceSlots | None = None
         self.num_swaps = 0  # done so far
         self.num_bytes = 0  # of the rows copied so far
         self._num_pending = 0  # swaps whose rows are being copied
@@ -83,7 +68,7 @@ class NeuronCache:
         """The statistics for programs."""
         return {**asdict(self.policy.report()), "num_bytes": self.num_bytes}
 
-    def use(self, slots: Slots) -> None:
+    def use(self, slots: JoinedSlots | DeviceSlots) -> None:
         """Moves neurons with these slots from now on."""
         self.complete()  # what the previous slots have started
         self.slots = slots
@@ -96,7 +81,7 @@ class NeuronCache:
     def complete(self) -> None:
         """Makes the swaps whose copies are under way. Must not be called during a step. Raises
         HotsplitError as `before_step` does."""
-        self._check()
+        self.before_step()
         if not self._num_pending:
             return
         assert self.slots is not None
@@ -108,9 +93,6 @@ class NeuronCache:
     def before_step(self) -> None:
         """Raises HotsplitError if an interrupt or an error has left slots, tables or the policy
         half-changed. Copies that are under way need not be done: the step does not read them."""
-        self._check()
-
-    def _check(self) -> None:
         if self._is_changing:
             raise HotsplitError(
                 "the neuron cache was interrupted while it moved neurons; load the model again"

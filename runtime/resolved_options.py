@@ -10,7 +10,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes
+from hotsplit.costs.budget import DEFAULT_CONTEXT, ITEMS, Items, kv_kind, plan_bytes
 from hotsplit.costs.mode_choice import choose_mode, loss_line
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
@@ -147,24 +147,21 @@ def bytes_by_role_of(
     `cpu_ffn`, everything has the device's role. With `cpu_ffn`, neurons are on the CPU, with
     everything else that a plan leaves there too (budget.plan_bytes_of_gpus), and the rest is on the
     GPU."""
-    num_layers = model.spec.num_layers
     if plan is not None:
-        cache_types = plan.cache_types(model)
+        gpus, cpu_bytes = plan.items_of_gpus(model)
+        return {"gpu": {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, "cpu": cpu_bytes}
+    num_layers = model.spec.num_layers
     gpu_bytes, cpu_bytes = plan_bytes(
-        model if plan is None else plan.held(model),
+        model,
         context_length=context_length,
-        num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
-        dense_on_gpu=plan.dense_on_gpu if plan else [cpu_ffn] * num_layers,
-        head_on_gpu=plan.head_on_gpu if plan else cpu_ffn,
-        workspace=plan.cpu_bytes["workspace"]
-        if plan
-        else workspace_bytes(model, context_length, mode, num_sequences),
-        home=plan.home if plan else (),
-        neuron_cache=plan.cache_size if plan else None,
+        num_hot=[0] * num_layers,
+        dense_on_gpu=[cpu_ffn] * num_layers,
+        head_on_gpu=cpu_ffn,
+        workspace=workspace_bytes(model, context_length, mode, num_sequences),
         num_sequences=num_sequences,
         cache_types=cache_types,
     )
-    if plan is not None or cpu_ffn:
+    if cpu_ffn:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
     return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
 

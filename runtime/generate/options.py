@@ -1,17 +1,22 @@
-"""Sampling options: llama.cpp's settings, with its names and defaults.
+"""Options of generation: when a text ends, how tokens are drawn, and drafts.
 
 Imports neither torch nor numpy, because the command line reads its defaults here. The samplers are
-in samplers.py, penalties.py, dry.py, adaptive.py and mirostat.py."""
+in samplers.py, dry.py and adaptive.py; their settings have llama.cpp's names and defaults."""
 
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 
-# Names in llama.cpp's order, and its letters for them.
+ENDLESS = -1  # max_tokens: until the text or the context ends
+SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
+LONGEST = 127  # of a draft: with the token before it, the most rows of a step
+MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times as long as a single row on measured CPUs
+# Names of samplers in llama.cpp's order, and its letters for them.
 LETTERS = {
     "penalties": "e",
     "dry": "d",
@@ -30,6 +35,58 @@ _ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
 # Signed and unsigned 64-bit numbers.
 _SEEDS = range(-(1 << 63), 1 << 64)
 _INFINITY = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """When a text ends, and what is returned with its tokens. `stops`: strings that end it and are
+    not part of it. `ignores_end`: end tokens are ordinary tokens. `num_logprobs`: number of most
+    probable tokens whose log probabilities are returned besides the drawn token's; None: none at
+    all. `shift_keep`: when the context is full, the text continues with its first `shift_keep`
+    tokens and the last half of the rest; None: it ends."""
+
+    max_tokens: int = 128
+    stops: tuple[str, ...] = ()
+    ignores_end: bool = False
+    num_logprobs: int | None = None
+    shift_keep: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1 and self.max_tokens != ENDLESS:
+            raise HotsplitError(
+                f"max_tokens (-n) is {self.max_tokens}, wanted 1 or more, or {ENDLESS} for no limit"
+            )
+        if any(not stop for stop in self.stops):
+            raise HotsplitError("an empty stop string would end every text; leave it out")
+        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= 1000:
+            raise HotsplitError(f"logprobs of {self.num_logprobs} tokens, wanted 0 to 1000")
+        if self.shift_keep is not None and self.shift_keep < 0:
+            raise HotsplitError(f"{self.shift_keep} tokens to keep, wanted 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """Options of drafts. `type`: the source of drafts. A draft has `least` to `most` tokens; a
+    draft model stops before a token less probable than `min_probability`. `is_optional`: if drafts
+    could change the text, they are switched off instead of refused."""
+
+    type: SpecType = "none"
+    is_optional: bool = False
+    most: int = MOST_DRAFTED
+    least: int = 0
+    min_probability: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.most <= LONGEST:
+            raise HotsplitError(f"drafts of at most {self.most} tokens, wanted 1 to {LONGEST}")
+        if not 0 <= self.least <= self.most:
+            raise HotsplitError(
+                f"drafts of at least {self.least} tokens, wanted 0 to {self.most} (--draft-max)"
+            )
+        if not 0 <= self.min_probability <= 1:
+            raise HotsplitError(
+                f"a draft's least probability is {self.min_probability}, wanted 0 to 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
