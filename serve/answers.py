@@ -1,19 +1,28 @@
-"""Builds OpenAI's response objects from tokens, whole or as chunks of a stream."""
+"""Answers requests that generate texts, and builds OpenAI's response objects from tokens, whole or
+as chunks of a stream."""
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.generate.reasoning import BEGIN, END, ReasoningSplitter
-from hotsplit.serve.chat_requests import ChatRequest
+from hotsplit.serve.exchange import DONE, EventStream, Exchange, JsonResponse, while_there
+from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.texts import Report
+from hotsplit.serve.service import Service
+from hotsplit.serve.text_requests import Syntax, TextRequest
+from hotsplit.serve.texts import Ended, Report
 from hotsplit.serve.tool_calls import ToolCall, ToolSplitter
 
 Body = dict[str, object]
+Parse = Callable[[Fields, ServedModel, float], TextRequest]  # the last argument is --timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +36,16 @@ class Delta:
 
 
 class Voice:
-    """One text of a chat: splits its tokens into content, reasoning and tool calls."""
+    """One text of a request: splits its tokens into content, reasoning and tool calls."""
 
-    def __init__(self, request: ChatRequest) -> None:
-        is_open = request.begins_reasoning
-        self._reasoning = ReasoningSplitter(is_open=is_open) if request.splits_reasoning else None
+    def __init__(self, syntax: Syntax) -> None:
+        is_open = syntax.begins_reasoning
+        self._reasoning = ReasoningSplitter(is_open=is_open) if syntax.splits_reasoning else None
         self._has_begun = is_open
         self._tools = None
-        if request.form is not None:
-            self._tools = ToolSplitter(request.form, most=request.most_calls)
-        self._marks = request.marks
-        self.has_calls = False
+        if syntax.form is not None:
+            self._tools = ToolSplitter(syntax.form, most=syntax.most_calls)
+        self._marks = syntax.marks
 
     def say(self, tokens: Sequence[Token]) -> Delta:
         texts = (
@@ -54,7 +62,6 @@ class Voice:
         if self._tools is None:
             return delta
         rest, calls = self._tools.finish()
-        self.has_calls = bool(calls)
         return Delta(content=delta.content + rest, reasoning=delta.reasoning, calls=calls)
 
     def _delta(self, parts: Iterable[tuple[str, bool]], tokens: Sequence[Token]) -> Delta:
@@ -77,20 +84,77 @@ class Voice:
 
 
 @dataclass(kw_only=True)
-class Said:
-    """The output of one text so far."""
+class Output:
+    """The output of one text so far. `report` is set when the text has ended."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
-    report: Report | None = None
+    report: Report = field(init=False)
 
     def add(self, delta: Delta) -> None:
         self.content += delta.content
         self.reasoning += delta.reasoning
         self.calls += delta.calls
         self.tokens += delta.tokens
+
+
+class Answer(ABC):
+    """The answer to one request, whole or as pieces of a stream that `end` ends."""
+
+    end: ClassVar[bytes] = DONE
+
+    def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
+        self._service, self._asked, self._request = service, asked, request
+        self._more: Body = {"usage": None} if asked.wanted.has_usage else {}
+
+    @abstractmethod
+    async def whole(self, exchange: Exchange) -> Body: ...
+
+    @abstractmethod
+    def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]: ...
+
+    async def _deltas(
+        self, exchange: Exchange
+    ) -> AsyncIterator[list[tuple[int, Delta, Report | None]]]:
+        """Yields new pieces of texts, each with the text's index; a text's last has its report."""
+        voices = [Voice(self._asked.syntax) for _ in self._asked.jobs]
+        async for batch in exchange.batches():
+            yield [
+                (number, voices[number].finish(), event.report)
+                if isinstance(event, Ended)
+                else (number, voices[number].say(event.tokens), None)
+                for number, event in batch
+            ]
+
+    async def _outputs(self, exchange: Exchange) -> list[Output]:
+        """Collects the complete outputs of all texts, and reports them to the service."""
+        outputs = [Output() for _ in self._asked.jobs]
+        async for batch in self._deltas(exchange):
+            for number, delta, report in batch:
+                outputs[number].add(delta)
+                if report is not None:
+                    outputs[number].report = report
+        self._service.report(self._request, [output.report for output in outputs])
+        return outputs
+
+
+async def answered(
+    service: Service, request: Request, parse: Parse, answer_of: type[Answer]
+) -> Response:
+    """Parses a request, submits its texts and answers it, as a stream if it asks for one."""
+    fields = await service.fields(request)
+    asked = await service.prepared(lambda: parse(fields, service.served, service.config.timeout_s))
+    exchange = service.exchange(asked.jobs, is_stream=asked.wanted.is_stream)
+    answer = answer_of(service, asked, request)
+    if asked.wanted.is_stream:
+        pieces = answer.pieces(exchange)
+        return EventStream(exchange, pieces, service.config.read_s, answer.end)
+    try:
+        return JsonResponse(await while_there(request.receive, answer.whole(exchange)))
+    finally:
+        exchange.cancel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +168,10 @@ class Head:
     system_fingerprint: str
 
     @classmethod
-    def of(cls, served: ServedModel, prefix: str, kind: str, fingerprint: str) -> "Head":
+    def of(cls, service: Service, prefix: str, kind: str) -> "Head":
         return cls(
             id=f"{prefix}-{secrets.token_hex(12)}", kind=kind, created=int(time.time()),
-            model=served.name, system_fingerprint=fingerprint,
+            model=service.served.name, system_fingerprint=service.fingerprint,
         )  # fmt: skip
 
     def body(self, choices: list[Body], **more: Any) -> Body:
@@ -120,7 +184,7 @@ class Head:
 def finish_reason(report: Report, *, has_calls: bool = False) -> str:
     if has_calls:
         return "tool_calls"
-    return "stop" if report.stopped_by in ("end of text", "stop string") else "length"
+    return "stop" if report.is_complete else "length"
 
 
 def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
@@ -162,14 +226,14 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-def message_of(said: Said) -> Body:
-    message: Body = {"role": "assistant", "content": said.content, "refusal": None}
-    if said.calls and not said.content:
+def message_of(output: Output) -> Body:
+    message: Body = {"role": "assistant", "content": output.content, "refusal": None}
+    if output.calls and not output.content:
         message["content"] = None
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["tool_calls"] = [call.body() for call in said.calls]
+    if output.reasoning:
+        message["reasoning_content"] = output.reasoning
+    if output.calls:
+        message["tool_calls"] = [call.body() for call in output.calls]
     return message
 
 

@@ -10,28 +10,18 @@ from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.serve.api_error import wrong
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.text_requests import MAX_LOGPROBS, Wanted, jobs_of, take_wanted
-from hotsplit.serve.texts import Job
-from hotsplit.serve.tool_calls import ToolForm, form_of
+from hotsplit.serve.text_requests import (
+    MAX_LOGPROBS,
+    Syntax,
+    TextRequest,
+    jobs_of,
+    take_wanted,
+)
+from hotsplit.serve.tool_calls import MAX_CALLS, ToolForm, form_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatRequest:
-    """A chat, ready to be submitted. `form`: the syntax of tool calls in the answer; None if they
-    are not parsed. `begins_reasoning`: whether the answer starts inside a reasoning block. `marks`:
-    special tokens that delimit calls and reasoning, by id."""
-
-    wanted: Wanted
-    jobs: list[Job]
-    form: ToolForm | None
-    most_calls: int
-    splits_reasoning: bool
-    begins_reasoning: bool
-    marks: Mapping[int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +33,7 @@ class Rendering:
     has_tools: bool
 
 
-def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatRequest:
+def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
     """The request of /v1/chat/completions. Raises ApiError."""
     rendering = take_rendering(fields, served)
     form = None
@@ -60,15 +50,15 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatR
     fields.finish()
     served.check_length(rendering.text, "messages")
     ids = served.encode_plain(rendering.text, "messages")
-    return ChatRequest(
-        wanted=wanted,
-        jobs=jobs_of(served, ids, wanted, codec, "messages"),
+    syntax = Syntax(
         form=form,
-        most_calls=128 if is_parallel else 1,
+        most_calls=MAX_CALLS if is_parallel else 1,
         splits_reasoning=reasoning != "none",
         begins_reasoning=opens_reasoning(rendering.text, rendering.continued),
         marks=served.hidden_marks([*(form.marks if form else ()), BEGIN, END]),
     )
+    jobs = jobs_of(served, ids, wanted, codec, "messages")
+    return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
 
 
 def take_rendering(fields: Fields, served: ServedModel) -> Rendering:

@@ -7,93 +7,73 @@ from starlette.responses import Response
 
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.serve.answers import (
+    Answer,
     Body,
     Head,
-    Said,
+    answered,
     completion_logprobs,
     finish_reason,
     timings_of,
     usage_of,
 )
-from hotsplit.serve.exchange import EventStream, Exchange, JsonResponse, sse
+from hotsplit.serve.exchange import Exchange, sse
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import TextRequest, completion_request
-from hotsplit.serve.texts import Ended, Report
+from hotsplit.serve.texts import Report
 
 
 async def completions(service: Service, request: Request) -> Response:
-    fields = await service.fields(request)
-    text = await service.prepared(
-        lambda: completion_request(fields, service.served, service.config.timeout_s)
-    )
-    exchange = service.exchange(text.jobs, is_stream=text.wanted.is_stream)
-    answer = _Answer(service, text, request)
-    if text.wanted.is_stream:
-        return EventStream(exchange, answer.pieces(exchange), service.config.read_s, lambda: None)
-    return JsonResponse(await service.while_there(request, exchange, answer.whole(exchange)))
+    return await answered(service, request, completion_request, _Answer)
 
 
-class _Answer:
-    """Builds the answer to one request. A whole answer and each chunk of a stream have the same
-    form."""
+class _Answer(Answer):
+    """A whole answer and each chunk of a stream have the same form."""
 
-    def __init__(self, service: Service, text: TextRequest, request: Request) -> None:
-        self._service, self._text, self._request = service, text, request
-        self._head = Head.of(service.served, "cmpl", "text_completion", service.fingerprint)
-        self._more: Body = {"usage": None} if text.wanted.has_usage else {}
+    def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
+        super().__init__(service, asked, request)
+        self._head = Head.of(service, "cmpl", "text_completion")
 
     async def whole(self, exchange: Exchange) -> Body:
-        said = [Said(content=self._prompt(number)) for number in range(len(self._text.jobs))]
-        async for batch in exchange.batches():
-            for number, event in batch:
-                if isinstance(event, Ended):
-                    said[number].report = event.report
-                else:
-                    said[number].content += _texts(event.tokens)
-                    said[number].tokens += _with_logprobs(event.tokens)
-        reports = [text.report for text in said if text.report is not None]
+        outputs = await self._outputs(exchange)
         choices = [
-            self._choice(number, text.content, text.tokens, text.report)
-            for number, text in enumerate(said)
+            self._choice(number, self._prompt(number) + text.content, text.tokens, text.report)
+            for number, text in enumerate(outputs)
         ]
-        return self._head.body(choices, **self._usage(reports))
+        return self._head.body(choices, **self._usage([text.report for text in outputs]))
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        lengths = [len(self._prompt(number)) for number in range(len(self._text.jobs))]
-        begun = [self._prompt(number) for number in range(len(lengths))]
+        begun = [self._prompt(number) for number in range(len(self._asked.jobs))]
+        lengths = [len(prompt) for prompt in begun]
         reports: dict[int, Report] = {}
-        async for batch in exchange.batches():
+        async for batch in self._deltas(exchange):
             found = b""
-            for number, event in batch:
-                if isinstance(event, Ended):
-                    reports[number] = event.report
-                    choice = self._choice(number, begun[number], (), event.report)
-                    more = {"timings": timings_of([event.report]), **self._more}
+            for number, delta, report in batch:
+                text = begun[number] + delta.content
+                if report is not None:
+                    reports[number] = report
+                    choice = self._choice(number, text, (), report)
+                    more = {"timings": timings_of([report]), **self._more}
                     found += sse(self._head.body([choice], **more))
-                    continue
-                text, tokens = _texts(event.tokens), _with_logprobs(event.tokens)
-                if text or tokens:
-                    choice = self._choice(
-                        number, begun[number] + text, tokens, None, lengths[number]
-                    )
+                elif delta.content or delta.tokens:
+                    choice = self._choice(number, text, delta.tokens, None, lengths[number])
                     found += sse(self._head.body([choice], **self._more))
                     begun[number] = ""
-                    lengths[number] += len(text)
+                    lengths[number] += len(delta.content)
             yield found
-        usage = self._usage([reports[number] for number in sorted(reports)])
-        if self._text.wanted.has_usage:
-            yield sse(self._head.body([], **usage))
+        ended = [reports[number] for number in sorted(reports)]
+        self._service.report(self._request, ended)
+        if self._asked.wanted.has_usage:
+            yield sse(self._head.body([], **self._usage(ended)))
 
     def _usage(self, reports: Sequence[Report]) -> Body:
-        self._service.report(self._request, reports)
-        usage = usage_of(reports, len(self._text.prompts))
+        usage = usage_of(reports, len(self._asked.prompts))
         return {"usage": usage, "timings": timings_of(reports)}
 
     def _prompt(self, number: int) -> str:
         """The prompt's text if the answer repeats it (`echo`), else ""."""
-        if not self._text.echoes:
+        if not self._asked.echoes:
             return ""
-        text, ids = self._text.prompts[number // self._text.wanted.count]
+        text, ids = self._asked.prompts[number // self._asked.wanted.count]
         return text or self._service.served.codec.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _choice(
@@ -105,11 +85,3 @@ class _Answer:
             "logprobs": completion_logprobs(self._service.served, tokens, start),
             "finish_reason": None if report is None else finish_reason(report),
         }
-
-
-def _texts(tokens: Sequence[Token]) -> str:
-    return "".join(token.text for token in tokens)
-
-
-def _with_logprobs(tokens: Sequence[Token]) -> list[Token]:
-    return [token for token in tokens if token.logprob is not None]

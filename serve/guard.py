@@ -18,7 +18,7 @@ from h11 import LocalProtocolError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.api_error import ApiError, too_large, unavailable
 from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.exchange import STATUS_GONE, Gone, drop_body, error_response
 from hotsplit.serve.request_log import RequestLine
@@ -104,14 +104,12 @@ class Guard:
         if path not in OPEN_PATHS:
             self._check_key(headers, is_page=path == "/")
         if self._is_stopping() and path not in (*OPEN_PATHS, "/metrics"):
-            raise ApiError(503, "the server is stopping", kind="server_error",
-                           code="service_unavailable", headers={"Retry-After": "5"})  # fmt: skip
+            raise unavailable("the server is stopping")
         length = headers.get("content-length", "0")
         # Python's int refuses thousands of digits
         is_number = length.isdecimal() and len(length) <= MAX_DIGITS
         if not is_number or int(length) > self._config.max_body_bytes:
-            raise ApiError(413, f"the body is longer than {self._config.max_body_bytes} bytes",
-                           code="request_too_large")  # fmt: skip
+            raise too_large(self._config.max_body_bytes)
 
     def _check_key(self, headers: Headers, *, is_page: bool) -> None:
         wanted = self._config.api_key

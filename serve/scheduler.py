@@ -10,14 +10,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.step.sequences import Part
-from hotsplit.serve.shelf import Shelf, common
+from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said, Stopping, Text
 
 log = logging.getLogger("hotsplit.serve")
@@ -50,9 +51,13 @@ class Scheduler:
     owns the engine."""
 
     def __init__(
-        self, engine: TextEngine, shelf: Shelf, limits: Limits, post: Callable[[Batch], None]
+        self,
+        engine: TextEngine,
+        prefix_cache: PrefixCache,
+        limits: Limits,
+        post: Callable[[Batch], None],
     ) -> None:
-        self.engine, self.shelf, self.limits, self._post = engine, shelf, limits, post
+        self.engine, self.prefix_cache, self.limits, self._post = engine, prefix_cache, limits, post
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
         self._change = threading.Condition()
@@ -157,15 +162,20 @@ class Scheduler:
         sequence, text.sequence = text.sequence, None
         text.release()
         if sequence is not None and is_kept:
-            self.shelf.keep(sequence)
+            self.prefix_cache.keep(sequence)
         elif sequence is not None:
-            self.shelf.drop(sequence)
+            self.prefix_cache.drop(sequence)
         if event is not None:
             self._batch.append((text, event))
 
-    def _fail(self, text: Text, error: Exception) -> None:
-        log.debug("a text failed", exc_info=error)
-        self._end(text, Failed(error), is_kept=False)
+    @contextmanager
+    def _failing(self, text: Text) -> Iterator[None]:
+        """Ends the text if the block raises."""
+        try:
+            yield
+        except Exception as error:
+            log.debug("a text failed", exc_info=error)
+            self._end(text, Failed(error), is_kept=False)
 
     def _parts(self) -> list[tuple[Text, Part]]:
         """The parts of a step: one row of every generating text, then pieces of prompts."""
@@ -181,11 +191,9 @@ class Scheduler:
         return parts
 
     def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
-        try:
+        with self._failing(text):
             return text, text.part(most)
-        except Exception as error:
-            self._fail(text, error)
-            return None
+        return None
 
     def _shares(self, rows: int) -> list[tuple[Text, int]]:
         """Divides the rows among prompts: half to the oldest, so that it always progresses, the
@@ -211,18 +219,11 @@ class Scheduler:
         job = text.job
         if job.reuses and self._is_being_read(job.ids):
             return False
-        try:
-            sequence = self.shelf.take(job.ids, reuses=job.reuses)
-        except Exception as error:
-            self._fail(text, error)
-            return False
-        text.sequence = sequence
-        try:
-            text.begin(sequence, self.engine.traffic)
-        except Exception as error:
-            self._fail(text, error)
-            return False
-        return True
+        with self._failing(text):
+            text.sequence = self.prefix_cache.take(job.ids, reuses=job.reuses)
+            text.begin(text.sequence, self.engine.traffic)
+            return True
+        return False
 
     def _is_being_read(self, ids: Sequence[int]) -> bool:
         """True if waiting will make many more tokens of the prompt reusable than are now."""
@@ -232,7 +233,7 @@ class Scheduler:
                 shared = common(other.job.ids, ids[:-1])
                 if other.sequence.length < shared:
                     coming = max(coming, shared)
-        return coming >= WORTH_WAITING and coming >= self.shelf.known(ids) + WORTH_WAITING
+        return coming >= WORTH_WAITING and coming >= self.prefix_cache.known(ids) + WORTH_WAITING
 
     def _compute(self, parts: list[tuple[Text, Part]]) -> None:
         began = time.perf_counter()
@@ -252,12 +253,9 @@ class Scheduler:
         texts that also fail alone are ended."""
         for text, part in parts:
             began = time.perf_counter()
-            try:
+            with self._failing(text):
                 (logits_RV,) = self.engine.run([part])
-            except Exception as error:
-                self._fail(text, error)
-                continue
-            self._draw(text, part, logits_RV, time.perf_counter() - began)
+                self._draw(text, part, logits_RV, time.perf_counter() - began)
 
     def _learn(self, parts: list[tuple[Text, Part]], seconds: float) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
@@ -270,13 +268,9 @@ class Scheduler:
         if part.wanted == "none":
             return
         assert text.generation is not None
-        try:
+        with self._failing(text):
             text.generation.take(logits_RV, seconds)
-            tokens = text.draw()
-        except Exception as error:
-            self._fail(text, error)
-            return
-        if tokens:
-            self._batch.append((text, Said(tokens)))
+            if tokens := text.draw():
+                self._batch.append((text, Said(tokens)))
         if text.is_over:
             self._end(text, Ended(text.report()), is_kept=text.job.reuses)

@@ -1,15 +1,15 @@
 """State shared by all endpoints of a server: its model once it is loaded, and its scheduler."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from hotsplit.serve.api_error import ApiError, unavailable
+from hotsplit.serve.api_error import ApiError, too_large, unavailable
 from hotsplit.serve.config import ServeConfig
-from hotsplit.serve.exchange import Exchange, Gone, drop_body, while_there
+from hotsplit.serve.exchange import Exchange, Gone, drop_body
 from hotsplit.serve.fields import Fields, fields_of
 from hotsplit.serve.metrics import Metrics
 from hotsplit.serve.request_log import RequestLine, log_line
@@ -42,8 +42,12 @@ class Service:
         for name, what, value in (
             ("running", "Texts in progress.", lambda: scheduler.num_running),
             ("waiting", "Texts in the queue.", lambda: scheduler.num_waiting),
-            ("kept_texts", "Finished texts in the cache.", lambda: scheduler.shelf.num_kept),
-            ("kept_tokens", "Tokens of kept texts.", lambda: scheduler.shelf.num_kept_tokens),
+            ("kept_texts", "Finished texts in the cache.", lambda: scheduler.prefix_cache.num_kept),
+            (
+                "kept_tokens",
+                "Tokens of kept texts.",
+                lambda: scheduler.prefix_cache.num_kept_tokens,
+            ),
         ):
             self.metrics.gauge(name, what, value)
         if self.state == "loading":
@@ -65,10 +69,6 @@ class Service:
     @property
     def is_stopping(self) -> bool:
         return self.state == "stopping"
-
-    @property
-    def is_idle(self) -> bool:
-        return self._scheduler is None or self._scheduler.is_idle
 
     def observe(self, line: RequestLine) -> None:
         self.metrics.request(line)
@@ -101,7 +101,7 @@ class Service:
             raise Gone from None
         if length > most:  # after the deadline's block: the rest may arrive later
             await drop_body(request.receive)
-            raise ApiError(413, f"the body is longer than {most} bytes", code="request_too_large")
+            raise too_large(most)
         return await self.prepared(lambda: fields_of(b"".join(pieces)))
 
     async def prepared(self, make: Callable[[], Result]) -> Result:
@@ -126,15 +126,6 @@ class Service:
             line.generated_tokens += report.generated_tokens
             line.queued_s = max(line.queued_s, report.queued_s)
             self._text_s += 0.1 * (report.prompt_s + report.generated_s - self._text_s)
-
-    async def while_there(
-        self, request: Request, exchange: Exchange, work: Coroutine[object, object, Result]
-    ) -> Result:
-        """Awaits `work` as serve.exchange.while_there does, then cancels unfinished texts."""
-        try:
-            return await while_there(request.receive, work)
-        finally:
-            exchange.cancel()
 
     def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)

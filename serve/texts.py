@@ -42,6 +42,11 @@ class Report:
     prompt_s: float
     generated_s: float
 
+    @property
+    def is_complete(self) -> bool:
+        """False if a limit cut the text off."""
+        return self.stopped_by in ("end of text", "stop string")
+
 
 class Stopping(Exception):
     """The server stops, so that a text is refused or ends early."""
@@ -135,11 +140,6 @@ class Text:
         """Frees the resources of an ended text. Its last logits are a view of a whole step's, which
         would otherwise live as long as any reference to the text."""
         self.generation = None
-
-    @property
-    def first_token_s(self) -> float:
-        """Seconds from its arrival to its first token."""
-        return self._first_s - self._submitted_s
 
     def report(self) -> Report:
         assert self.generation is not None

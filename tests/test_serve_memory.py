@@ -23,9 +23,9 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import Exchange
+from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Limits, Scheduler
 from hotsplit.serve.served_model import LONG_TEXT, ServedModel
-from hotsplit.serve.shelf import Shelf
 from hotsplit.serve.texts import Job
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
@@ -63,7 +63,7 @@ async def asked(engine, *, is_cancelled):
     """Answers a request of two texts, or cancels it; returns weak references to its objects."""
     batches = []
     limits = Limits(parallel=2, queue=2)
-    scheduler = Scheduler(engine, Shelf(engine, 2), limits, batches.append)
+    scheduler = Scheduler(engine, PrefixCache(engine, 2), limits, batches.append)
     draws = SamplerChain(SamplingOptions(temperature=0.0), engine.model.spec.vocab_size, None)
     options = GenerationOptions(max_tokens=4, ignores_end=True)
     jobs = [Job(ids=[1, 2, 3], codec=engine.codec, draws=draws, options=options)] * 2

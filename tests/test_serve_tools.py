@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hotsplit.runtime.generate.generation import Token
-from hotsplit.serve.answers import Said, Voice
+from hotsplit.serve.answers import Output, Voice
 from hotsplit.serve.tool_calls import ToolSplitter, form_of
 
 HERMES = '{% for tool in tools %}...{% endfor %}<tool_call>\n{"name": <n>, "arguments": <a>}'
@@ -89,7 +89,7 @@ def voice(**fields):
 
 
 def said_by(voice, tokens):
-    said = Said()
+    said = Output()
     for token in tokens:
         said.add(voice.say([token]))
     said.add(voice.finish())
