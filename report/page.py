@@ -12,6 +12,7 @@ from hotsplit.report.drawing import Plot
 
 TEMPLATE = "page.html"
 MAX_ROWS = 256  # of a table
+NONE = "–"  # in a table, for a number that there is not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Tile:
 
     label: str
     value: str
-    unit: str
+    unit: str = ""
     note: str
 
 

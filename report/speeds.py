@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.split_file import PlanMode, Split
+from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import MAX_LOSS
 from hotsplit.report.artifacts import Artifacts
@@ -91,20 +90,13 @@ def placement_of(split: Split, pipeline: Pipeline) -> Placement:
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:
     """The speed curve from no memory up to a little more than everything takes, or to the GPU's
     memory if that is less, but at least to the plan's budget."""
-    if split is None:
-        modes: tuple[PlanMode, ...] = tuple(allowed_modes(inputs, MAX_LOSS)[0])
-    else:
-        modes = (inputs.mode,)
-
-    def workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
-        is_known = split is not None
-        return inputs.workspace if is_known else estimated_workspace(model, context_length, mode)
-
+    modes = allowed_modes(inputs, MAX_LOSS)[0] if split is None else [inputs.mode]
     problem = inputs.pipeline().model
     all_of_it = problem.placeable_bytes + problem.workspace_bytes
     last = max(int(BEYOND * all_of_it), *inputs.budgets)
     last = max(min(last, inputs.machine.gpus[0].memory_bytes), inputs.budgets[0])
     return sweep_of(
-        inputs, first=0, last=last, num_budgets=NUM_BUDGETS, modes=modes, workspace=workspace,
+        inputs, first=0, last=last, num_budgets=NUM_BUDGETS, modes=tuple(modes),
+        workspace=estimated_workspace if split is None else lambda *asked: inputs.workspace,
         is_proven=False,
     )  # fmt: skip

@@ -67,7 +67,7 @@ def app_of(service: Service) -> ASGIApp:
             response = error_response(_error_of(error, scope))
             await response(scope, receive, send)
 
-    return Guard(app, service.config, lambda: service.is_stopping, service.observe, service.count)
+    return Guard(app, service)
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -74,9 +74,6 @@ class Service:
         self.metrics.request(line)
         log_line(line)
 
-    def count(self, change: int) -> None:
-        self.num_active += change
-
     async def fields(self, request: Request) -> Fields:
         """The fields of a POST. Raises ApiError for a wrong content type, and for a body that is
         too long, arrives too slowly or is not a JSON object; Gone if the client disconnects."""

@@ -139,7 +139,9 @@ def take_wanted(
         ignores_end=fields.flag("ignore_eos"),
         num_logprobs=num_logprobs,
     )
-    asked_s = _timeout_s(fields)
+    asked_s = fields.number("timeout")
+    if asked_s is not None and asked_s <= 0:
+        raise wrong("timeout", f"timeout is {asked_s}, wanted a number over 0, in seconds")
     is_asked = asked_s is not None and asked_s < timeout_s
     return Wanted(
         count=count, is_stream=is_stream, has_usage=has_usage, sampling=sampling, options=options,
@@ -231,13 +233,6 @@ def _max_tokens(fields: Fields, served: ServedModel) -> int:
     return asked if served.max_tokens == ENDLESS else min(asked, served.max_tokens)
 
 
-def _timeout_s(fields: Fields) -> float | None:
-    asked_s = fields.number("timeout")
-    if asked_s is not None and asked_s <= 0:
-        raise wrong("timeout", f"timeout is {asked_s}, wanted a number over 0, in seconds")
-    return asked_s
-
-
 def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
     """The constraint of response_format, json_schema or grammar; at most one of them."""
     given = [name for name in ("json_schema", "grammar") if fields.has(name)]
@@ -259,16 +254,12 @@ def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
             return gbnf_constraint(grammar, codec)
         if schema is None:
             return None
-        return schema_constraint(schema, codec, param)
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
+            raise wrong(param, f"{param}: the schema has more than {MAX_GRAMMAR_BYTES} bytes")
+        return json_schema_constraint(text, codec)
     except HotsplitError as error:
         raise wrong("grammar" if grammar else param, str(error)) from error
-
-
-def schema_constraint(schema: object, codec: TextCodec, param: str) -> Constraint:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
-        raise wrong(param, f"{param}: the schema has more than {MAX_GRAMMAR_BYTES} bytes")
-    return json_schema_constraint(text, codec)
 
 
 def _schema(shape: Fields, kind: str) -> object:
