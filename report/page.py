@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hotsplit.report.drawing import Plot
+from hotsplit.report.svg import Plot
 
 TEMPLATE = "page.html"
 MAX_ROWS = 256  # of a table

@@ -14,7 +14,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import ITEMS, Items
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
-from hotsplit.report.drawing import (
+from hotsplit.report.svg import (
     BLUE,
     CPU,
     GPUS,

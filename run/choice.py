@@ -287,8 +287,14 @@ def choose_predictors(
 def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, str]:
     """(whether predictors save enough of a token's bytes if a share `density` of the neurons fires,
     why). With a plan only the neurons' bytes count, since it is neurons that stay on the CPU."""
-    always = 0.0 if has_plan else float(_always_bytes(model))
-    exact, predicted = bytes_exact(model, density), bytes_predicted(model, density)
+    layers = range(model.spec.num_layers)
+    always = 0
+    if not has_plan:  # attention, norms and head, which every token reads
+        always = head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in layers)
+    # All gate rows, and the other rows of neurons that fire.
+    exact = sum(neurons_read(model, layer, fired=density) for layer in layers)
+    named = min(1.0, NAMED_PER_FIRING * density)
+    predicted = (predictor_share(model) + named) * all_neuron_bytes(model)
     saved = 1 - (always + predicted) / (always + exact)
     is_worth = saved >= LEAST_GAIN
     word = "predictors save" if is_worth else "no predictors, which would save"
@@ -299,24 +305,9 @@ def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, st
     )
 
 
-def _always_bytes(model: ModelFile) -> int:
-    """Bytes of attention, norms and head, which every token reads."""
-    layers = range(model.spec.num_layers)
-    return head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in layers)
-
-
-def bytes_exact(model: ModelFile, density: float) -> float:
-    """Neurons' bytes per token in mode exact: all gate rows, and the other rows of neurons that
-    fire."""
-    layers = range(model.spec.num_layers)
-    return sum(neurons_read(model, layer, fired=density) for layer in layers)
-
-
-def bytes_predicted(model: ModelFile, density: float) -> float:
-    """Neurons' bytes per token in mode predicted, with predictors of the assumed size."""
-    share = PREDICTOR_SHARE.get(model.own_type, 0.3)
-    named = min(1.0, NAMED_PER_FIRING * density)
-    return (share + named) * all_neuron_bytes(model)
+def predictor_share(model: ModelFile) -> float:
+    """The assumed bytes of predictors, relative to the neurons'."""
+    return PREDICTOR_SHARE.get(model.own_type, 0.3)
 
 
 # ---- the place ----------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ from typing import Any
 
 from hotsplit.files.atomic import partial_file
 from hotsplit.run.cache_folder import Cache
-from hotsplit.run.keys import identity_of_texts
+from hotsplit.run.keys import STAGES, identity_of_texts
 
 PACKED = Path(__file__).with_name("corpus") / "default.txt.xz"
-NAME = "default.txt"
 
 
 def identity(corpora: Sequence[Path]) -> str:
@@ -25,10 +24,10 @@ def files(corpora: Sequence[Path], cache: Cache) -> tuple[Path, ...]:
     if corpora:
         return tuple(corpora)
     entry = cache.obtain("corpus", {"text": identity(())}, "the package", _unpack)
-    return (entry.path(NAME),)
+    return (entry.file,)
 
 
 def _unpack(folder: Path) -> Mapping[str, Any]:
-    with partial_file(folder / NAME) as partial:
+    with partial_file(folder / STAGES["corpus"].file) as partial:
         partial.write_bytes(lzma.decompress(PACKED.read_bytes()))
     return {}

@@ -23,6 +23,7 @@ from hotsplit.run.estimate import (
     too_long,
     words,
 )
+from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
 from hotsplit.run.stages import Job
@@ -97,7 +98,7 @@ def job_of(
         cache.say(line)
     job = Job(
         source=source, choice=choice, wishes=wishes, texts=texts, cache=cache,
-        rates=Rates.load(cache.folder, stages.machine_name()),
+        rates=Rates.load(cache.folder, digest(stages.machine_key())),
     )  # fmt: skip
     return decided(job, is_verified)
 
@@ -174,7 +175,7 @@ class Base:
             self._path = job.source.path
         elif self._path is None:
             key, make = stages.model_key(job), partial(stages.make_model, job)
-            self._path = self.steps.obtain("model", key, make).path(stages.MODEL)
+            self._path = self.steps.obtain("model", key, make).file
         return self._path  # type: ignore[return-value]
 
     def look(self) -> Entry:
@@ -191,13 +192,13 @@ class Base:
             return partial(stages.make_full, self.job, self.profile(tokens))
 
         key = stages.full_key(self.job, tokens)
-        return self._obtain("full", key, make).path(stages.MODEL)
+        return self._obtain("full", key, make).file
 
     def counts(self, tokens: int | None) -> Path:
         """The profile that a plan is solved for."""
         if tokens is None:
-            return self.look().path(stages.LOOK)
-        return self.profile(tokens).path(stages.PROFILE)
+            return self.look().file
+        return self.profile(tokens).file
 
     def _obtain(self, kind: str, key: Mapping[str, Any], make: Callable[[], Make]) -> Entry:
         """An artifact made from the model; its inputs are made before it is announced."""
@@ -227,13 +228,13 @@ def _tokens(job: Job, look: Entry) -> int | None:
 def _plan(job: Job, steps: Steps, base: Base, model: Path, tokens: int | None) -> Path:
     def needed() -> tuple[Path, Path]:
         machine = steps.obtain("machine", stages.machine_key(), partial(stages.make_machine, job))
-        return base.counts(tokens), machine.path(stages.MACHINE)
+        return base.counts(tokens), machine.file
 
     key = stages.plan_key(job, tokens)
     if job.cache.find("plan", key) is None:
         needed()
     make = lambda folder: stages.make_plan(job, model, *needed(), folder)  # noqa: E731
-    return steps.obtain("plan", key, make).path(stages.PLAN)
+    return steps.obtain("plan", key, make).file
 
 
 def summary(job: Job, planned: Estimate) -> dict[str, Any]:

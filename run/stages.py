@@ -6,8 +6,9 @@ contains its inputs and the options that its content depends on, except the devi
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
-from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
@@ -28,19 +29,20 @@ from hotsplit.profile.report.report import warnings
 from hotsplit.run import corpora
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes
-from hotsplit.run.keys import conversion_key, digest
+from hotsplit.run.keys import STAGES, conversion_key
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
-from hotsplit.runtime.engine_options import device_of
 from hotsplit.runtime.prefill.workspace import measure_workspace
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.system.progress import progress
+from hotsplit.system.progress import Advance, progress
 from hotsplit.system.system_memory import memory_bytes
 
 LOOK_TOKENS = 512
-MODEL, LOOK, PROFILE = "model.gguf", "look.safetensors", "model.profile.safetensors"
-PREDICTORS, MACHINE, PLAN = "predictors", "machine.json", "model.split.gguf"
+MODEL, LOOK, PROFILE, MACHINE, PLAN = (
+    STAGES[kind].file for kind in ("model", "look", "profile", "machine", "plan")
+)
+PREDICTORS = "predictors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +106,6 @@ def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def machine_name() -> str:
-    return digest(machine_key())
-
-
 # ---- stages -------------------------------------------------------------------------------------
 
 
@@ -119,21 +117,12 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
         layout=job.choice.layout,
         activation=source.activation, force=True,
     )  # fmt: skip
-    with reading(source.path), progress("converting", None, "MB") as advance:
 
-        def check(written: Written) -> list[str]:
-            advance.begin("verifying")
-            return [verify(written).line]
+    def check(advance: Advance, written: Written) -> list[str]:
+        advance.begin("verifying")
+        return [verify(written).line]
 
-        report = convert(
-            config,
-            on_bytes=lambda count: advance(count / 1e6),
-            on_total=lambda count: advance.set_total(count / 1e6),
-            verify=check if job.is_verified else None,
-        )
-    for line in (*(f"note: {note}" for note in report.notes), report.verified or ""):
-        if line:
-            job.say(line)
+    report = _convert(job, config, "converting", check if job.is_verified else None)
     job.rates.note(conversion_name(job), report.num_bytes / report.seconds)
     return {"model_id": report.model_id}
 
@@ -204,23 +193,33 @@ def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[st
 def make_full(job: Job, profiled: Entry, model: Path, folder: Path) -> Mapping[str, Any]:
     """Adds the predictors to the model in one file."""
 
-    def check(written: Written) -> list[str]:
+    def check(advance: Advance, written: Written) -> list[str]:
         found = check_predictors(written.path)
         return ["", *([found.line] if found and found.is_near_chance else [])]
 
     config = ConvertConfig(
-        source=model, output=folder / MODEL, predictors=profiled.path(PREDICTORS), force=True
+        source=model, output=folder / MODEL, predictors=profiled.folder / PREDICTORS, force=True
     )
-    with reading(model), progress("adding predictors", None, "MB") as advance:
+    return {"model_id": _convert(job, config, "adding predictors", check).model_id}
+
+
+def _convert(
+    job: Job,
+    config: ConvertConfig,
+    label: str,
+    check: Callable[[Advance, Written], list[str]] | None,
+) -> ConvertReport:
+    with reading(config.source), progress(label, None, "MB") as advance:
         report = convert(
             config,
             on_bytes=lambda count: advance(count / 1e6),
             on_total=lambda count: advance.set_total(count / 1e6),
-            verify=check,
+            verify=partial(check, advance) if check else None,
         )
-    for note in report.notes:
-        job.say(f"note: {note}")
-    return {"model_id": report.model_id}
+    for line in (*(f"note: {note}" for note in report.notes), report.verified):
+        if line:
+            job.say(line)
+    return report
 
 
 def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
@@ -270,7 +269,3 @@ def flop_per_token(model: ModelFile) -> float:
         if len(entry.shape) == 2 and (name != "token_embd.weight" or model.is_tied)
     ]
     return 2.0 * sum(sizes)
-
-
-def device_here(job: Job) -> torch.device:
-    return device_of(job.choice.device)

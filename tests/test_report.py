@@ -25,13 +25,13 @@ from hotsplit.commands.options.kept_files import report_line
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.profile.report.report import load_predictor_report
-from hotsplit.report import drawing
+from hotsplit.report import svg
 from hotsplit.report.artifacts import load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig
 from hotsplit.report.plots import firing_curves, plot_map
 from hotsplit.report.report import report
 from hotsplit.report.speeds import speeds_of
-from hotsplit.run.kept import Kept
+from hotsplit.run.cached_files import CachedFiles
 from hotsplit.solver.plots import device_of_ranks
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds
@@ -95,9 +95,9 @@ def test_the_command_for_cached_files_has_only_those_that_go_together(
 ):
     """A plan that was made for another machine than the one given is left out: the page would
     refuse it."""
-    kept = Kept(profile=folder / "p.safetensors", split=folder / "plan.gguf",
+    kept = CachedFiles(profile=folder / "p.safetensors", split=folder / "plan.gguf",
                 machine=folder / "machine.json")  # fmt: skip
-    monkeypatch.setattr("hotsplit.run.kept.kept_for", lambda model: kept)
+    monkeypatch.setattr("hotsplit.run.cached_files.cached_files_for", lambda model: kept)
     config = ReportConfig(model=folder / "model.gguf", output=tmp_path / "page.html")
     words = str(report_line(config)).split()
     assert words[-6::2] == ["--profile", "--split", "--machine"]
@@ -227,11 +227,11 @@ def test_the_map_shows_the_plan(folder):
         plot_map(split, profile)
     device_LR = device_of_ranks(split, profile, num_columns=200)
     patches = drawn[0].axes[1].patches
-    area = {drawing.CPU: 0.0, drawing.GPUS[0]: 0.0}
+    area = {svg.CPU: 0.0, svg.GPUS[0]: 0.0}
     for outline in patches:
         boxes = outline.get_path().vertices.reshape(-1, 5, 2)
         area[to_hex(outline.get_facecolor())] += np.ptp(boxes[:, :, 0], axis=1).sum()
-    for device, colour in ((0, drawing.CPU), (1, drawing.GPUS[0])):
+    for device, colour in ((0, svg.CPU), (1, svg.GPUS[0])):
         wanted = 100 * (device_LR == device).mean(axis=1).sum()
         assert area[colour] == pytest.approx(wanted) and 0 < wanted < 200
 

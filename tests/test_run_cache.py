@@ -154,7 +154,7 @@ def test_an_artifact_that_is_truncated_while_it_is_used_is_made_again(cache):
     with Cache.open() as each:
         for _ in range(2):
             entry = each.obtain("machine", {}, "here", _write_machine)
-            assert entry.path("machine.json").read_text() == "{}"
+            assert entry.file.read_text() == "{}"
             (entry.folder / "machine.json").write_text("cut")
 
 
@@ -183,7 +183,7 @@ def test_what_is_in_use_stays(cache):
         cleared = housekeeping.clear(cache)
         assert cleared.kept == ((used.folder.name, "in use"),)
         assert sorted(cleared.removed) == sorted(folder.name for folder in idle)
-        assert used.path("machine.json").read_text() == "{}"
+        assert used.file.read_text() == "{}"
     assert housekeeping.clear(cache).removed == (used.folder.name,)
 
 
