@@ -9,7 +9,7 @@ import time
 import weakref
 
 import pytest
-from serving import TOKENIZER, save_model
+from serving import TOKENIZER
 from tokenizers import Tokenizer
 
 from hotsplit import Engine
@@ -28,12 +28,8 @@ from hotsplit.serve.scheduler import Limits, Scheduler
 from hotsplit.serve.served_model import LONG_TEXT, ServedModel
 from hotsplit.serve.texts import Job
 
+pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("serve"))
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, monkeypatch):
