@@ -12,10 +12,8 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from chromium import Browser
 from matplotlib.colors import to_hex
 from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
-from page_actions import needs_browser
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
@@ -35,6 +33,8 @@ from hotsplit.run.cached_files import CachedFiles
 from hotsplit.solver.plots import device_of_ranks
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds
+
+pytest_plugins = ("page_fixtures",)
 
 HOSTILE = "<script>alert(1)</script>"
 SLOW = {"launch_s": 1e-9, "round_trip_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
@@ -332,27 +332,25 @@ def test_a_damaged_report_is_refused(folder, tmp_path):
             load_predictor_report(tmp_path / "x.json", model_id)
 
 
-@needs_browser
-def test_the_page_in_a_browser(page, tmp_path):
+def test_the_page_in_a_browser(page, browser):
     """On a screen and on a phone, every plot is visible, nothing is wider than the screen, nothing
     is fetched, and no error is thrown."""
     plots = "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
-    with Browser(tmp_path) as browser:
-        for width, is_phone in ((375, True), (1200, False)):
-            browser.resize(width, 800, is_phone=is_phone)
-            browser.open(page.as_uri())
-            boxes = browser.run(f"{plots}.map(b => [b.width, b.height, b.left, b.right])")
-            assert len(boxes) == 7
-            for box in boxes:
-                assert box[0] > 250 and box[1] > 80 and box[2] >= 0 and box[3] <= width, box
-            assert browser.run("document.documentElement.scrollWidth") == width
-        fetched = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
-        assert not [name for name in fetched if not name.startswith("data:")]
-        assert browser.run("document.querySelectorAll('script').length") == 0
-        # Text is not drawn as outlines, and colours follow the page's colour scheme.
-        assert browser.run("document.querySelector('#bytes svg text').textContent.length") > 0
-        fill = "getComputedStyle(document.querySelector('#bytes figure path[style*=blue]')).fill"
-        light = browser.run(fill)
-        browser.prefer(prefers_color_scheme="dark")
-        assert browser.run(fill) != light
-        assert not browser.said
+    for width, is_phone in ((375, True), (1200, False)):
+        browser.resize(width, 800, is_phone=is_phone)
+        browser.open(page.as_uri())
+        boxes = browser.run(f"{plots}.map(b => [b.width, b.height, b.left, b.right])")
+        assert len(boxes) == 7
+        for box in boxes:
+            assert box[0] > 250 and box[1] > 80 and box[2] >= 0 and box[3] <= width, box
+        assert browser.run("document.documentElement.scrollWidth") == width
+    fetched = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
+    assert not [name for name in fetched if not name.startswith("data:")]
+    assert browser.run("document.querySelectorAll('script').length") == 0
+    # Text is not drawn as outlines, and colours follow the page's colour scheme.
+    assert browser.run("document.querySelector('#bytes svg text').textContent.length") > 0
+    fill = "getComputedStyle(document.querySelector('#bytes figure path[style*=blue]')).fill"
+    light = browser.run(fill)
+    browser.prefer(prefers_color_scheme="dark")
+    assert browser.run(fill) != light
+    assert not browser.said

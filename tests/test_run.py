@@ -310,24 +310,6 @@ def test_a_cache_that_cannot_be_written_is_refused_in_one_line(monkeypatch, caps
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("words, line", [
-    (["{}", "--mode", "predicted", "-p", "the"], "nothing to predict"),
-    (["{}"], "no chat template"),
-    (["{}", "-p", ""], "the prompt is empty"),
-    (["{}/none", "-p", "the"], "no such folder"),
-    (["{}", "-p", "the", "-c", "1000"], "the model has up to 128"),
-    (["{}", "-p", "the", "--kv-offload", "top=5"], "multiple of the block"),
-    (["{}", "-p", "the", "--kv-offload", "positions=capped"], "context is 128"),
-    (["{}", "-p", "the", "-ctk", "q8_0"], "multiple of 32"),
-    (["{}", "-p", "the", "-c", "1000", "--kv-offload"], "the model has up to 128"),
-    (["{}", "-p", "the", "--corpus", "{}/none"], "no such file or folder"),
-])  # fmt: skip
-def test_impossible_options_are_refused_before_anything_is_made(capsys, silu, cache, words, line):
-    filled = [word.format(silu) for word in words]
-    assert line in refused(capsys, *filled)
-    assert housekeeping.list_cache(cache) == ()
-
-
 def test_a_dry_run_makes_nothing(capsys, relu, cache):
     assert main(["run", str(relu), "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

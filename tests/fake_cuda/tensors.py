@@ -9,7 +9,7 @@ values)."""
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
@@ -92,17 +92,19 @@ def borrowed(tensor: Tensor) -> Tensor:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """(address of a tensor's first byte, address after its last)."""
-    if not tensor.numel():
-        return 0, 0
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+    """(address of a tensor's first byte, address after its last); zeros for an empty tensor."""
+    start = tensor.data_ptr() if tensor.numel() else 0
+    return start, start + span_bytes(tensor)
 
 
 def range_of(tensor: Tensor, *, is_written: bool) -> Range:
     start, stop = span(tensor)
     return start, stop - start, is_written
+
+
+def ranges_of(reads: Iterable[Tensor], writes: Iterable[Tensor] = ()) -> list[Range]:
+    found = [range_of(tensor, is_written=False) for tensor in reads]
+    return found + [range_of(tensor, is_written=True) for tensor in writes]
 
 
 class Dispatch(TorchDispatchMode):
@@ -185,8 +187,7 @@ class Dispatch(TorchDispatchMode):
             for target, value in zip(targets, found, strict=bool(targets)):
                 target.copy_(value)
 
-        ranges = [range_of(t, is_written=False) for t in device_tensors((args, kwargs))]
-        ranges += [range_of(t, is_written=True) for t in outputs]
+        ranges = ranges_of(device_tensors((args, kwargs)), outputs)
         with self.owner.on_device(index) as stream:
             library.launch(f"torch's {name}", stream, run, ranges)
         return result
