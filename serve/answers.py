@@ -25,14 +25,22 @@ Body = dict[str, object]
 Parse = Callable[[Fields, ServedModel, float], TextRequest]  # the last argument is --timeout
 
 
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """The next piece of a text."""
+@dataclass(kw_only=True)
+class Output:
+    """The next piece of a text, or all pieces together. `report` comes with the last."""
 
     content: str = ""
     reasoning: str = ""
-    calls: Sequence[ToolCall] = ()
-    tokens: Sequence[Token] = ()  # those with logprobs
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)  # those with logprobs
+    report: Report | None = None
+
+    def add(self, piece: "Output") -> None:
+        self.content += piece.content
+        self.reasoning += piece.reasoning
+        self.calls += piece.calls
+        self.tokens += piece.tokens
+        self.report = piece.report
 
 
 class Voice:
@@ -47,24 +55,26 @@ class Voice:
             self._tools = ToolSplitter(syntax.form, most=syntax.most_calls)
         self._marks = syntax.marks
 
-    def say(self, tokens: Sequence[Token]) -> Delta:
+    def say(self, tokens: Sequence[Token]) -> Output:
         texts = (
             token.text if token.id is None else self._marks.get(token.id, token.text)
             for token in tokens
         )
         text = "".join(texts)
         parts = self._reasoning.push(text) if self._reasoning else [(text, False)]
-        return self._delta(parts, tokens)
+        return self._output(parts, tokens)
 
-    def finish(self) -> Delta:
+    def finish(self, report: Report | None = None) -> Output:
         """Flushes the held-back text and parses the tool calls, once the text has ended."""
-        delta = self._delta(self._reasoning.flush() if self._reasoning else [], ())
-        if self._tools is None:
-            return delta
-        rest, calls = self._tools.finish()
-        return Delta(content=delta.content + rest, reasoning=delta.reasoning, calls=calls)
+        output = self._output(self._reasoning.flush() if self._reasoning else [], ())
+        output.report = report
+        if self._tools is not None:
+            rest, calls = self._tools.finish()
+            output.content += rest
+            output.calls += calls
+        return output
 
-    def _delta(self, parts: Iterable[tuple[str, bool]], tokens: Sequence[Token]) -> Delta:
+    def _output(self, parts: Iterable[tuple[str, bool]], tokens: Sequence[Token]) -> Output:
         content = reasoning = ""
         for text, is_reasoning in parts:
             if is_reasoning:
@@ -74,30 +84,13 @@ class Voice:
         if self._tools is not None and content:
             content = self._tools.push(content)
         with_logprobs = [token for token in tokens if token.logprob is not None]
-        return Delta(content=content, reasoning=reasoning, tokens=with_logprobs)
+        return Output(content=content, reasoning=reasoning, tokens=with_logprobs)
 
     def _untagged(self, text: str) -> str:
         if not self._has_begun:
             self._has_begun = True
             text = text.lstrip().removeprefix(BEGIN)
         return text.removesuffix(END)
-
-
-@dataclass(kw_only=True)
-class Output:
-    """The output of one text so far. `report` is set when the text has ended."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
-    report: Report = field(init=False)
-
-    def add(self, delta: Delta) -> None:
-        self.content += delta.content
-        self.reasoning += delta.reasoning
-        self.calls += delta.calls
-        self.tokens += delta.tokens
 
 
 class Answer(ABC):
@@ -108,6 +101,7 @@ class Answer(ABC):
     def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
         self._service, self._asked, self._request = service, asked, request
         self._more: Body = {"usage": None} if asked.wanted.has_usage else {}
+        self._reports: dict[int, Report] = {}  # of the texts that have ended, by index
 
     @abstractmethod
     async def whole(self, exchange: Exchange) -> Body: ...
@@ -115,29 +109,32 @@ class Answer(ABC):
     @abstractmethod
     def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]: ...
 
-    async def _deltas(
-        self, exchange: Exchange
-    ) -> AsyncIterator[list[tuple[int, Delta, Report | None]]]:
-        """Yields new pieces of texts, each with the text's index; a text's last has its report."""
+    async def _batches(self, exchange: Exchange) -> AsyncIterator[list[tuple[int, Output]]]:
+        """Yields new pieces of texts, each with the text's index."""
         voices = [Voice(self._asked.syntax) for _ in self._asked.jobs]
         async for batch in exchange.batches():
-            yield [
-                (number, voices[number].finish(), event.report)
-                if isinstance(event, Ended)
-                else (number, voices[number].say(event.tokens), None)
-                for number, event in batch
-            ]
+            pieces = []
+            for number, event in batch:
+                if isinstance(event, Ended):
+                    self._reports[number] = event.report
+                    pieces.append((number, voices[number].finish(event.report)))
+                else:
+                    pieces.append((number, voices[number].say(event.tokens)))
+            yield pieces
 
     async def _outputs(self, exchange: Exchange) -> list[Output]:
-        """Collects the complete outputs of all texts, and reports them to the service."""
+        """Collects the complete outputs of all texts."""
         outputs = [Output() for _ in self._asked.jobs]
-        async for batch in self._deltas(exchange):
-            for number, delta, report in batch:
-                outputs[number].add(delta)
-                if report is not None:
-                    outputs[number].report = report
-        self._service.report(self._request, [output.report for output in outputs])
+        async for batch in self._batches(exchange):
+            for number, piece in batch:
+                outputs[number].add(piece)
         return outputs
+
+    def _report(self) -> list[Report]:
+        """The reports of all texts, once they have ended. Gives them to the service, too."""
+        reports = [self._reports[number] for number in sorted(self._reports)]
+        self._service.report(self._request, reports)
+        return reports
 
 
 async def answered(
@@ -181,10 +178,13 @@ class Head:
         }  # fmt: skip
 
 
-def finish_reason(report: Report, *, has_calls: bool = False) -> str:
-    if has_calls:
+def finish_reason(output: Output) -> str | None:
+    """None if the text goes on."""
+    if output.report is None:
+        return None
+    if output.calls:
         return "tool_calls"
-    return "stop" if report.is_complete else "length"
+    return "stop" if output.report.is_complete else "length"
 
 
 def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
@@ -237,14 +237,14 @@ def message_of(output: Output) -> Body:
     return message
 
 
-def delta_of(delta: Delta) -> Body:
+def delta_of(piece: Output) -> Body:
     found: Body = {}
-    if delta.content:
-        found["content"] = delta.content
-    if delta.reasoning:
-        found["reasoning_content"] = delta.reasoning
-    if delta.calls:
-        found["tool_calls"] = [call.body(index) for index, call in enumerate(delta.calls)]
+    if piece.content:
+        found["content"] = piece.content
+    if piece.reasoning:
+        found["reasoning_content"] = piece.reasoning
+    if piece.calls:
+        found["tool_calls"] = [call.body(index) for index, call in enumerate(piece.calls)]
     return found
 
 

@@ -31,7 +31,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
 class _Answer(Answer):
     async def whole(self, exchange: Exchange) -> Body:
         outputs = await self._outputs(exchange)
-        reports = [output.report for output in outputs]
+        reports = self._report()
         head = Head.of(self._service, "chatcmpl", "chat.completion")
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return head.body(choices, usage=usage_of(reports), timings=timings_of(reports))
@@ -41,37 +41,33 @@ class _Answer(Answer):
             "index": index,
             "message": message_of(output),
             "logprobs": chat_logprobs(self._service.served, output.tokens),
-            "finish_reason": finish_reason(output.report, has_calls=bool(output.calls)),
+            "finish_reason": finish_reason(output),
         }
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
         self._head = Head.of(self._service, "chatcmpl", "chat.completion.chunk")
         has_begun = [False] * len(self._asked.jobs)
-        reports: dict[int, Report] = {}
-        async for batch in self._deltas(exchange):
+        async for batch in self._batches(exchange):
             found = b""
-            for number, delta, report in batch:
+            for number, piece in batch:
                 if not has_begun[number]:
                     has_begun[number] = True
                     found += self._chunk(number, {"role": "assistant", "content": ""})
-                logprobs = chat_logprobs(self._service.served, delta.tokens)
-                content = delta_of(delta)
-                if content or logprobs:
-                    found += self._chunk(number, content, logprobs)
-                if report is not None:
-                    reports[number] = report
-                    found += self._end(number, report, has_calls=bool(delta.calls))
+                logprobs = chat_logprobs(self._service.served, piece.tokens)
+                delta = delta_of(piece)
+                if delta or logprobs:
+                    found += self._chunk(number, delta, logprobs)
+                if piece.report is not None:
+                    found += self._end(number, finish_reason(piece), piece.report)
             yield found
-        ended = [reports[number] for number in sorted(reports)]
-        self._service.report(self._request, ended)
+        reports = self._report()
         if self._asked.wanted.has_usage:
-            yield sse(self._head.body([], usage=usage_of(ended), timings=timings_of(ended)))
+            yield sse(self._head.body([], usage=usage_of(reports), timings=timings_of(reports)))
 
     def _chunk(self, number: int, delta: Body, logprobs: Body | None = None) -> bytes:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         return sse(self._head.body([choice], **self._more))
 
-    def _end(self, number: int, report: Report, *, has_calls: bool) -> bytes:
-        reason = finish_reason(report, has_calls=has_calls)
+    def _end(self, number: int, reason: str | None, report: Report) -> bytes:
         choice = {"index": number, "delta": {}, "logprobs": None, "finish_reason": reason}
         return sse(self._head.body([choice], timings=timings_of([report]), **self._more))

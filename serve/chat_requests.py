@@ -5,9 +5,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.reasoning import BEGIN, END, opens_reasoning
 from hotsplit.runtime.text.chat_template import ChatTemplate
-from hotsplit.serve.api_error import wrong
+from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import (
@@ -90,10 +91,15 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     begins = fields.flag("add_generation_prompt", True)
     continues = fields.flag("continue_final_message", is_answered and begins)
-    text = served.render(
-        messages, tools=tools or None, variables=variables, continues=continues,
-        add_generation_prompt=begins,
-    )  # fmt: skip
+    if isinstance(served.template, str):
+        raise ApiError(501, served.template, code="no_chat_template")
+    try:
+        text = served.template.render(
+            messages, tools=tools or None, variables=variables, continue_final_message=continues,
+            add_generation_prompt=begins and not continues,
+        )  # fmt: skip
+    except HotsplitError as error:
+        raise wrong("messages", str(error)) from error
     continued = str(messages[-1]["content"]) if continues else ""
     return Rendering(text=text, continued=continued, has_tools=bool(tools))
 

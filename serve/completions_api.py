@@ -1,15 +1,15 @@
 """Answers /v1/completions. Requests are parsed in text_requests."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotsplit.runtime.generate.generation import Token
 from hotsplit.serve.answers import (
     Answer,
     Body,
     Head,
+    Output,
     answered,
     completion_logprobs,
     finish_reason,
@@ -19,7 +19,6 @@ from hotsplit.serve.answers import (
 from hotsplit.serve.exchange import Exchange, sse
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import TextRequest, completion_request
-from hotsplit.serve.texts import Report
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -36,36 +35,32 @@ class _Answer(Answer):
     async def whole(self, exchange: Exchange) -> Body:
         outputs = await self._outputs(exchange)
         choices = [
-            self._choice(number, self._prompt(number) + text.content, text.tokens, text.report)
-            for number, text in enumerate(outputs)
+            self._choice(number, self._prompt(number) + output.content, output)
+            for number, output in enumerate(outputs)
         ]
-        return self._head.body(choices, **self._usage([text.report for text in outputs]))
+        return self._head.body(choices, **self._usage())
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
         begun = [self._prompt(number) for number in range(len(self._asked.jobs))]
         lengths = [len(prompt) for prompt in begun]
-        reports: dict[int, Report] = {}
-        async for batch in self._deltas(exchange):
+        async for batch in self._batches(exchange):
             found = b""
-            for number, delta, report in batch:
-                text = begun[number] + delta.content
-                if report is not None:
-                    reports[number] = report
-                    choice = self._choice(number, text, (), report)
-                    more = {"timings": timings_of([report]), **self._more}
+            for number, piece in batch:
+                choice = self._choice(number, begun[number] + piece.content, piece, lengths[number])
+                if piece.report is not None:
+                    more = {"timings": timings_of([piece.report]), **self._more}
                     found += sse(self._head.body([choice], **more))
-                elif delta.content or delta.tokens:
-                    choice = self._choice(number, text, delta.tokens, None, lengths[number])
+                elif piece.content or piece.tokens:
                     found += sse(self._head.body([choice], **self._more))
                     begun[number] = ""
-                    lengths[number] += len(delta.content)
+                    lengths[number] += len(piece.content)
             yield found
-        ended = [reports[number] for number in sorted(reports)]
-        self._service.report(self._request, ended)
+        usage = self._usage()
         if self._asked.wanted.has_usage:
-            yield sse(self._head.body([], **self._usage(ended)))
+            yield sse(self._head.body([], **usage))
 
-    def _usage(self, reports: Sequence[Report]) -> Body:
+    def _usage(self) -> Body:
+        reports = self._report()
         usage = usage_of(reports, len(self._asked.prompts))
         return {"usage": usage, "timings": timings_of(reports)}
 
@@ -76,12 +71,10 @@ class _Answer(Answer):
         text, ids = self._asked.prompts[number // self._asked.wanted.count]
         return text or self._service.served.codec.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _choice(
-        self, number: int, text: str, tokens: Sequence[Token], report: Report | None, start: int = 0
-    ) -> Body:
+    def _choice(self, number: int, text: str, output: Output, start: int = 0) -> Body:
         return {
             "index": number,
             "text": text,
-            "logprobs": completion_logprobs(self._service.served, tokens, start),
-            "finish_reason": None if report is None else finish_reason(report),
+            "logprobs": completion_logprobs(self._service.served, output.tokens, start),
+            "finish_reason": finish_reason(output),
         }

@@ -9,7 +9,7 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotsplit.serve.answers import Answer, Body, Delta, answered, timings_of, usage_of
+from hotsplit.serve.answers import Answer, Body, Output, answered, timings_of, usage_of
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import Exchange, sse
 from hotsplit.serve.responses_requests import responses_request
@@ -39,41 +39,38 @@ class _Answer(Answer):
 
     async def whole(self, exchange: Exchange) -> Body:
         (output,) = await self._outputs(exchange)
-        delta = Delta(content=output.content, reasoning=output.reasoning, calls=output.calls)
-        for _ in (*self._take(delta), *self._close(output.report)):
+        (report,) = self._report()
+        for _ in (*self._take(output), *self._close(report)):
             pass  # the events matter only in a stream
-        return self._response(output.report)
+        return self._response(report)
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        report: Report | None = None
         try:
-            async for batch in self._deltas(exchange):
+            async for batch in self._batches(exchange):
                 found = b""
                 if self._number < 0:
                     found += self._event("response.created", response=self._body("in_progress"))
                     found += self._event("response.in_progress", response=self._body("in_progress"))
-                for _, delta, ended in batch:
-                    found += b"".join(self._take(delta))
-                    report = ended
+                for _, piece in batch:
+                    found += b"".join(self._take(piece))
                 yield found
         except ApiError as error:
             if self._number < 0:
                 raise
             yield self._event("error", code=error.code, message=error.message, param=error.param)
             return
-        assert report is not None
+        (report,) = self._report()
         yield b"".join(self._close(report))
-        self._service.report(self._request, [report])
         response = self._response(report)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _take(self, delta: Delta) -> Iterator[bytes]:
-        """Adds a delta and yields its events."""
-        if delta.reasoning:
-            yield from self._grow("reasoning", delta.reasoning)
-        if delta.content:
-            yield from self._grow("message", delta.content)
-        for call in delta.calls:
+    def _take(self, piece: Output) -> Iterator[bytes]:
+        """Adds a piece and yields its events."""
+        if piece.reasoning:
+            yield from self._grow("reasoning", piece.reasoning)
+        if piece.content:
+            yield from self._grow("message", piece.content)
+        for call in piece.calls:
             yield from self._close()
             yield from self._call(call)
 

@@ -1,6 +1,7 @@
 """State shared by all endpoints of a server: its model once it is loaded, and its scheduler."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
@@ -12,11 +13,12 @@ from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.exchange import Exchange, Gone, drop_body
 from hotsplit.serve.fields import Fields, fields_of
 from hotsplit.serve.metrics import Metrics
-from hotsplit.serve.request_log import RequestLine, log_line
+from hotsplit.serve.request_log import RequestLine
 from hotsplit.serve.scheduler import Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.texts import Job, Report
 
+log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
 NUM_PREPARING = 2  # threads that render and tokenise
 MAX_RETRY_S = 60
@@ -72,7 +74,7 @@ class Service:
 
     def observe(self, line: RequestLine) -> None:
         self.metrics.request(line)
-        log_line(line)
+        log.info("request", extra={"line": line})
 
     async def fields(self, request: Request) -> Fields:
         """The fields of a POST. Raises ApiError for a wrong content type, and for a body that is
