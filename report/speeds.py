@@ -15,7 +15,7 @@ from hotsplit.report.config import ReportConfig
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.modes import allowed_modes
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
+from hotsplit.solver.pipeline import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.solve import estimated_workspace
 from hotsplit.solver.sweep import Sweep, sweep_of
@@ -72,19 +72,13 @@ def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> I
 def _advice(inputs: Inputs, split: Split) -> Advice:
     pipeline = inputs.pipeline()
     home = split.home or (0,) * (len(split.hot) + 1)
-    plan = PipelinePlacement(placement=placement_of(split, pipeline), home_I=np.array(home))
+    ranked = zip(pipeline.model.order_LF, split.hot, strict=True)
+    placement = Placement(  # with neurons by rank, as in the solver
+        hot_LF=np.stack([np.isin(order_F, ids) for order_F, ids in ranked]),
+        dense_L=np.array(split.dense_on_gpu), head=bool(split.head_on_gpu),
+    )  # fmt: skip
+    plan = PipelinePlacement(placement=placement, home_I=np.array(home))
     return advise(inputs, pipeline, plan)
-
-
-def placement_of(split: Split, pipeline: Pipeline) -> Placement:
-    """The plan's placement with neurons by rank, as in the solver."""
-    order_LF = pipeline.model.order_LF
-    hot_LF = np.stack(
-        [np.isin(order_F, ids) for order_F, ids in zip(order_LF, split.hot, strict=True)]
-    )
-    return Placement(
-        hot_LF=hot_LF, dense_L=np.array(split.dense_on_gpu), head=bool(split.head_on_gpu)
-    )
 
 
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:
