@@ -14,14 +14,10 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Placeholders, and the variables that replace them.
-INK, SOFT, LINE, CARD = "#010101", "#020202", "#030303", "#040404"
-BLUE, ORANGE, GREEN, PURPLE, CPU = "#050505", "#060606", "#070707", "#080808", "#090909"
-PALE = "#0a0a0a"
-VARIABLES = {
-    INK: "ink", SOFT: "soft", LINE: "line", CARD: "card", BLUE: "blue", ORANGE: "orange",
-    GREEN: "green", PURPLE: "purple", CPU: "cpu", PALE: "pale",
-}  # fmt: skip
+NAMES = ("ink", "soft", "line", "card", "blue", "orange", "green", "purple", "cpu", "pale")
+# Placeholders (#010101, #020202, ...), and the variables that replace them.
+VARIABLES = {"#" + 3 * f"{number:02x}": name for number, name in enumerate(NAMES, 1)}
+INK, SOFT, LINE, CARD, BLUE, ORANGE, GREEN, PURPLE, CPU, PALE = VARIABLES
 GPUS = (BLUE, ORANGE, GREEN, PURPLE)
 WIDTH, POINTS = 345, 72.0  # a plot's width in points, and points per inch
 STYLE = {

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -136,6 +136,11 @@ class Answer(ABC):
         self._service.report(self._request, reports)
         return reports
 
+    def _usage(self) -> Body:
+        reports = self._report()
+        usage = usage_of(reports, len(self._asked.prompts) or 1)
+        return {"usage": usage, "timings": timings_of(reports)}
+
 
 async def answered(
     service: Service, request: Request, parse: Parse, answer_of: type[Answer]
@@ -154,28 +159,12 @@ async def answered(
         exchange.cancel()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """The fields shared by all chunks of an answer."""
-
-    id: str
-    kind: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    @classmethod
-    def of(cls, service: Service, prefix: str, kind: str) -> "Head":
-        return cls(
-            id=f"{prefix}-{secrets.token_hex(12)}", kind=kind, created=int(time.time()),
-            model=service.served.name, system_fingerprint=service.fingerprint,
-        )  # fmt: skip
-
-    def body(self, choices: list[Body], **more: Any) -> Body:
-        return {
-            "id": self.id, "object": self.kind, "created": self.created, "model": self.model,
-            "system_fingerprint": self.system_fingerprint, "choices": choices, **more,
-        }  # fmt: skip
+def head_of(service: Service, prefix: str, kind: str) -> Body:
+    """The fields that an answer, or each of its chunks, begins with."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()),
+        "model": service.served.name, "system_fingerprint": service.fingerprint,
+    }  # fmt: skip
 
 
 def finish_reason(output: Output) -> str | None:

@@ -8,15 +8,14 @@ from starlette.responses import Response
 from hotsplit.serve.answers import (
     Answer,
     Body,
-    Head,
     Output,
     answered,
     chat_logprobs,
     delta_of,
     finish_reason,
+    head_of,
     message_of,
     timings_of,
-    usage_of,
 )
 from hotsplit.serve.chat_requests import chat_request
 from hotsplit.serve.exchange import Exchange, sse
@@ -31,10 +30,9 @@ async def chat_completions(service: Service, request: Request) -> Response:
 class _Answer(Answer):
     async def whole(self, exchange: Exchange) -> Body:
         outputs = await self._outputs(exchange)
-        reports = self._report()
-        head = Head.of(self._service, "chatcmpl", "chat.completion")
+        head = head_of(self._service, "chatcmpl", "chat.completion")
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        return head.body(choices, usage=usage_of(reports), timings=timings_of(reports))
+        return {**head, "choices": choices, **self._usage()}
 
     def _choice(self, index: int, output: Output) -> Body:
         return {
@@ -45,7 +43,7 @@ class _Answer(Answer):
         }
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        self._head = Head.of(self._service, "chatcmpl", "chat.completion.chunk")
+        self._head = head_of(self._service, "chatcmpl", "chat.completion.chunk")
         has_begun = [False] * len(self._asked.jobs)
         async for batch in self._batches(exchange):
             found = b""
@@ -60,14 +58,15 @@ class _Answer(Answer):
                 if piece.report is not None:
                     found += self._end(number, finish_reason(piece), piece.report)
             yield found
-        reports = self._report()
+        usage = self._usage()
         if self._asked.wanted.has_usage:
-            yield sse(self._head.body([], usage=usage_of(reports), timings=timings_of(reports)))
+            yield sse({**self._head, "choices": [], **usage})
 
     def _chunk(self, number: int, delta: Body, logprobs: Body | None = None) -> bytes:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return sse(self._head.body([choice], **self._more))
+        return sse({**self._head, "choices": [choice], **self._more})
 
     def _end(self, number: int, reason: str | None, report: Report) -> bytes:
         choice = {"index": number, "delta": {}, "logprobs": None, "finish_reason": reason}
-        return sse(self._head.body([choice], timings=timings_of([report]), **self._more))
+        end = {"timings": timings_of([report]), **self._more}
+        return sse({**self._head, "choices": [choice], **end})

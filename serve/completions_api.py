@@ -8,13 +8,12 @@ from starlette.responses import Response
 from hotsplit.serve.answers import (
     Answer,
     Body,
-    Head,
     Output,
     answered,
     completion_logprobs,
     finish_reason,
+    head_of,
     timings_of,
-    usage_of,
 )
 from hotsplit.serve.exchange import Exchange, sse
 from hotsplit.serve.service import Service
@@ -30,7 +29,7 @@ class _Answer(Answer):
 
     def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
         super().__init__(service, asked, request)
-        self._head = Head.of(service, "cmpl", "text_completion")
+        self._head = head_of(service, "cmpl", "text_completion")
 
     async def whole(self, exchange: Exchange) -> Body:
         outputs = await self._outputs(exchange)
@@ -38,7 +37,7 @@ class _Answer(Answer):
             self._choice(number, self._prompt(number) + output.content, output)
             for number, output in enumerate(outputs)
         ]
-        return self._head.body(choices, **self._usage())
+        return {**self._head, "choices": choices, **self._usage()}
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
         begun = [self._prompt(number) for number in range(len(self._asked.jobs))]
@@ -48,21 +47,16 @@ class _Answer(Answer):
             for number, piece in batch:
                 choice = self._choice(number, begun[number] + piece.content, piece, lengths[number])
                 if piece.report is not None:
-                    more = {"timings": timings_of([piece.report]), **self._more}
-                    found += sse(self._head.body([choice], **more))
+                    end = {"timings": timings_of([piece.report]), **self._more}
+                    found += sse({**self._head, "choices": [choice], **end})
                 elif piece.content or piece.tokens:
-                    found += sse(self._head.body([choice], **self._more))
+                    found += sse({**self._head, "choices": [choice], **self._more})
                     begun[number] = ""
                     lengths[number] += len(piece.content)
             yield found
         usage = self._usage()
         if self._asked.wanted.has_usage:
-            yield sse(self._head.body([], **usage))
-
-    def _usage(self) -> Body:
-        reports = self._report()
-        usage = usage_of(reports, len(self._asked.prompts))
-        return {"usage": usage, "timings": timings_of(reports)}
+            yield sse({**self._head, "choices": [], **usage})
 
     def _prompt(self, number: int) -> str:
         """The prompt's text if the answer repeats it (`echo`), else ""."""
