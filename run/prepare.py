@@ -179,13 +179,12 @@ class Base:
         return self._path  # type: ignore[return-value]
 
     def look(self) -> Entry:
-        key, make = stages.look_key(self.job), partial(stages.make_look, self.job)
-        return self._obtain("look", key, lambda: make)
+        make = partial(stages.make_look, self.job)
+        return self._obtain("look", stages.look_key(self.job), lambda: make)
 
     def profile(self, tokens: int) -> Entry:
-        key = stages.profile_key(self.job, tokens)
         make = partial(stages.make_profile, self.job, tokens)
-        return self._obtain("profile", key, lambda: make)
+        return self._obtain("profile", stages.profile_key(self.job, tokens), lambda: make)
 
     def with_predictors(self, tokens: int) -> Path:
         def make() -> Make:

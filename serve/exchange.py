@@ -47,7 +47,7 @@ class Exchange:
             raise ApiError(
                 429,
                 f"{scheduler.num_waiting} texts are waiting in a queue for"
-                f" {scheduler.limits.queue}; try again later",
+                f" {scheduler.queue}; try again later",
                 kind="rate_limit_error", code="rate_limit_exceeded",
                 headers={"Retry-After": str(retry_s)},
             ) from None  # fmt: skip

@@ -7,23 +7,17 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Literal
 
 from starlette.requests import Request
-from starlette.responses import Response
 
-from hotsplit.serve.answers import Answer, Body, Output, answered, timings_of, usage_of
+from hotsplit.serve.answers import Answer, Body, Output, timings_of, usage_of
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import Exchange, sse
-from hotsplit.serve.responses_requests import responses_request
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import TextRequest
 from hotsplit.serve.texts import Report
 from hotsplit.serve.tool_calls import ToolCall
 
 
-async def responses(service: Service, request: Request) -> Response:
-    return await answered(service, request, responses_request, _Answer)
-
-
-class _Answer(Answer):
+class ResponsesAnswer(Answer):
     """The growing list of output items: reasoning, messages, tool calls. Only the last can be
     open."""
 

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -36,16 +35,9 @@ class QueueFull(Exception):
     """The queue of waiting texts is full."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The most texts in progress, and the most that may wait."""
-
-    parallel: int
-    queue: int
-
-
 class Scheduler:
-    """Runs the engine, and calls `post` once per step with all of the step's events, if any.
+    """Runs the engine, with up to `parallel` texts in progress and up to `queue` that wait, and
+    calls `post` once per step with all of the step's events, if any.
 
     `submit`, `cancel` and `stop` may be called from any thread; `run` belongs to the thread that
     owns the engine."""
@@ -54,10 +46,13 @@ class Scheduler:
         self,
         engine: TextEngine,
         prefix_cache: PrefixCache,
-        limits: Limits,
         post: Callable[[Batch], None],
+        *,
+        parallel: int,
+        queue: int,
     ) -> None:
-        self.engine, self.prefix_cache, self.limits, self._post = engine, prefix_cache, limits, post
+        self.engine, self.prefix_cache, self._post = engine, prefix_cache, post
+        self.parallel, self.queue = parallel, queue
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
         self._change = threading.Condition()
@@ -85,7 +80,7 @@ class Scheduler:
             if self._is_stopped:
                 raise Stopping
             known = len(self._running) + len(self._waiting)
-            if known + len(texts) > self.limits.parallel + self.limits.queue:
+            if known + len(texts) > self.parallel + self.queue:
                 raise QueueFull
             self._waiting.extend(texts)
             self._change.notify()
@@ -150,7 +145,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         with self._change:
-            while self._waiting and len(self._running) < self.limits.parallel:
+            while self._waiting and len(self._running) < self.parallel:
                 self._running.append(self._waiting.popleft())
 
     def _end(self, text: Text, event: Event | None, *, is_kept: bool) -> None:
@@ -260,7 +255,7 @@ class Scheduler:
     def _learn(self, parts: list[tuple[Text, Part]], seconds: float) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
         self.on_step(seconds, rows)
-        if rows >= LEAST_ROWS + self.limits.parallel:
+        if rows >= LEAST_ROWS + self.parallel:
             row_s = seconds / rows
             self._row_s = row_s if not self._row_s else 0.7 * self._row_s + 0.3 * row_s
 

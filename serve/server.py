@@ -28,7 +28,7 @@ from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.connections import connection_class
 from hotsplit.serve.guard import MAX_HEAD_BYTES
 from hotsplit.serve.prefix_cache import PrefixCache
-from hotsplit.serve.scheduler import Batch, Limits, Scheduler
+from hotsplit.serve.scheduler import Batch, Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 
@@ -89,8 +89,9 @@ class Server:
                 prefix_cache = PrefixCache(engine, self._num_places)
                 # Texts that take turns in steps of one row still begin sooner than in a queue.
                 parallel = self.config.parallel if engine.not_native is None else 1
-                limits = Limits(parallel=parallel, queue=self.config.queue)
-                scheduler = Scheduler(engine, prefix_cache, limits, self._post)
+                scheduler = Scheduler(
+                    engine, prefix_cache, self._post, parallel=parallel, queue=self.config.queue
+                )
                 self._scheduler = scheduler
                 if self.service.is_stopping:  # signalled while the model was loading
                     scheduler.stop()

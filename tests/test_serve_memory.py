@@ -24,7 +24,7 @@ from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import Exchange
 from hotsplit.serve.prefix_cache import PrefixCache
-from hotsplit.serve.scheduler import Limits, Scheduler
+from hotsplit.serve.scheduler import Scheduler
 from hotsplit.serve.served_model import LONG_TEXT, ServedModel
 from hotsplit.serve.texts import Job
 
@@ -58,8 +58,7 @@ def test_a_text_that_is_over_is_freed_at_once(model, is_cancelled):
 async def asked(engine, *, is_cancelled):
     """Answers a request of two texts, or cancels it; returns weak references to its objects."""
     batches = []
-    limits = Limits(parallel=2, queue=2)
-    scheduler = Scheduler(engine, PrefixCache(engine, 2), limits, batches.append)
+    scheduler = Scheduler(engine, PrefixCache(engine, 2), batches.append, parallel=2, queue=2)
     draws = SamplerChain(SamplingOptions(temperature=0.0), engine.model.spec.vocab_size, None)
     options = GenerationOptions(max_tokens=4, ignores_end=True)
     jobs = [Job(ids=[1, 2, 3], codec=engine.codec, draws=draws, options=options)] * 2

@@ -17,7 +17,7 @@ from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve import scheduler as scheduler_module
 from hotsplit.serve.prefix_cache import PrefixCache, common
-from hotsplit.serve.scheduler import Limits, QueueFull, Scheduler
+from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.texts import Ended, Failed, Job, Late, Said, Stopping
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
@@ -41,8 +41,9 @@ class Bench:
         self.single = Engine.load(model, context_length=CONTEXT)
         self.prefix_cache = PrefixCache(self.engine, parallel + kept)
         self.batches = []
-        limits = Limits(parallel=parallel, queue=queue)
-        self.scheduler = Scheduler(self.engine, self.prefix_cache, limits, self._post)
+        self.scheduler = Scheduler(
+            self.engine, self.prefix_cache, self._post, parallel=parallel, queue=queue
+        )
         self.said, self.tokens, self.ended, self.failed = {}, {}, {}, {}
 
     def _post(self, batch):
