@@ -4,6 +4,8 @@ Each stage does the work of a command (convert, profile, calibrate or solve). An
 contains its inputs and the options that its content depends on, except the device that computes it.
 `prepare` decides which stages run, and in which order."""
 
+import hashlib
+import lzma
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig, ConvertReport
+from hotsplit.files.atomic import partial_file
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
@@ -26,10 +29,9 @@ from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.predictors.check import check_predictors
 from hotsplit.profile.report.report import warnings
-from hotsplit.run import corpora
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes
-from hotsplit.run.keys import STAGES, conversion_key
+from hotsplit.run.keys import STAGES, conversion_key, identity_of_texts
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
 from hotsplit.runtime.prefill.workspace import measure_workspace
@@ -43,6 +45,7 @@ MODEL, LOOK, PROFILE, MACHINE, PLAN = (
     STAGES[kind].file for kind in ("model", "look", "profile", "machine", "plan")
 )
 PREDICTORS = "predictors"
+DEFAULT_TEXT = Path(__file__).with_name("corpus") / "default.txt.xz"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +76,16 @@ def model_key(job: Job) -> dict[str, Any]:
 
 
 def look_key(job: Job) -> dict[str, Any]:
-    return {"model": model_key(job), "texts": corpora.identity(job.texts), "tokens": LOOK_TOKENS}
+    return profile_key(job, LOOK_TOKENS)
 
 
 def profile_key(job: Job, tokens: int) -> dict[str, Any]:
-    return {"model": model_key(job), "texts": corpora.identity(job.texts), "tokens": tokens}
+    texts = identity_of_texts(job.texts) if job.texts else _text_key()["text"]
+    return {"model": model_key(job), "texts": texts, "tokens": tokens}
+
+
+def _text_key() -> dict[str, Any]:
+    return {"text": hashlib.sha256(DEFAULT_TEXT.read_bytes()).hexdigest()[:24]}
 
 
 def full_key(job: Job, tokens: int) -> dict[str, Any]:
@@ -109,6 +117,18 @@ def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
 # ---- stages -------------------------------------------------------------------------------------
 
 
+def texts_of(corpora: tuple[Path, ...], cache: Cache) -> tuple[Path, ...]:
+    """The texts that a model is profiled on: the user's, or the package's, unpacked into the
+    cache."""
+
+    def unpack(folder: Path) -> Mapping[str, Any]:
+        with partial_file(folder / STAGES["corpus"].file) as partial:
+            partial.write_bytes(lzma.decompress(DEFAULT_TEXT.read_bytes()))
+        return {}
+
+    return corpora or (cache.obtain("corpus", _text_key(), "the package", unpack).file,)
+
+
 def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
     """Converts the source to a model file of the chosen type."""
     source = job.source
@@ -136,7 +156,7 @@ def conversion_name(job: Job) -> str:
 def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
     """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
     second."""
-    texts = corpora.files(job.texts, job.cache)
+    texts = texts_of(job.texts, job.cache)
     tokens = available(model, texts, LOOK_TOKENS)
     config = ProfileConfig(
         model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
@@ -171,7 +191,7 @@ def counted_per_s(heard: Sequence[tuple[float, float]], seconds: float) -> float
 
 def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[str, Any]:
     """Counts firings and trains predictors; resumes an interrupted profile."""
-    texts = corpora.files(job.texts, job.cache)
+    texts = texts_of(job.texts, job.cache)
     count = job.wishes.tokens or available(model, texts, tokens)
     config = ProfileConfig(
         model=model, corpora=texts, output=folder / PROFILE, max_tokens=count,
@@ -230,7 +250,7 @@ def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
 
 
 def make_plan(
-    job: Job, model: Path, profiled: Path, machine: Path, folder: Path
+    job: Job, model: Path, machine: Path, profiled: Path, folder: Path
 ) -> Mapping[str, Any]:
     """Solves for a plan."""
     config = SolveConfig(

@@ -41,17 +41,11 @@ class Service:
         """Called when the model is loaded."""
         self._served, self._scheduler = served, scheduler
         scheduler.on_step = self.metrics.step
-        for name, what, value in (
-            ("running", "Texts in progress.", lambda: scheduler.num_running),
-            ("waiting", "Texts in the queue.", lambda: scheduler.num_waiting),
-            ("kept_texts", "Finished texts in the cache.", lambda: scheduler.prefix_cache.num_kept),
-            (
-                "kept_tokens",
-                "Tokens of kept texts.",
-                lambda: scheduler.prefix_cache.num_kept_tokens,
-            ),
-        ):
-            self.metrics.gauge(name, what, value)
+        gauge, cache = self.metrics.gauge, scheduler.prefix_cache
+        gauge("running", "Texts in progress.", lambda: scheduler.num_running)
+        gauge("waiting", "Texts in the queue.", lambda: scheduler.num_waiting)
+        gauge("kept_texts", "Finished texts in the cache.", lambda: cache.num_kept)
+        gauge("kept_tokens", "Tokens of kept texts.", lambda: cache.num_kept_tokens)
         if self.state == "loading":
             self.state = "ready"
 
