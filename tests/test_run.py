@@ -177,27 +177,24 @@ def test_longer_texts_by_another_scaling_of_positions(capsys, silu, text, gpu, v
 def interrupting(monkeypatch, place: str, after: int):
     """Simulates Ctrl-C in a stage after this many calls of its progress callback; `solve`, which
     has none, is interrupted before it begins."""
-    count = 0
+    count, function = 0, getattr(stages, place)
 
-    def wrapped(function):
-        def call(config, *args, **more):
-            def tick(*_):
-                nonlocal count
-                count += 1
-                if count > after:
-                    raise Interrupted("by hand", signal.SIGINT)
+    def tick(*_):
+        nonlocal count
+        count += 1
+        if count > after:
+            raise Interrupted("by hand", signal.SIGINT)
 
-            positions = {"convert": ("on_bytes",), "calibrate": ("on_probe",)}.get(place, ())
-            if place == "profile":
-                return function(config, tick, *args[1:], **more)
-            if positions:
-                return function(config, **(more | {positions[0]: tick}))
+    def call(config, *args, **more):
+        if place == "profile":
+            args = (tick, *args[1:])
+        elif place == "solve":
             tick()
-            return function(config, *args, **more)
+        else:
+            more |= {{"convert": "on_bytes", "calibrate": "on_probe"}[place]: tick}
+        return function(config, *args, **more)
 
-        return call
-
-    monkeypatch.setattr(stages, place, wrapped(getattr(stages, place)))
+    monkeypatch.setattr(stages, place, call)
 
 
 FIVE = (  # a stage, progress calls before Ctrl-C, stages that the same run completed before it
