@@ -139,16 +139,14 @@ def _content(content: object, place: str) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        is_text = kind in ("text", "input_text", "output_text")
-        if is_text and not isinstance(text, str):
-            raise wrong(
-                place, f"{place} has a part of type {kind} whose text is missing or not a string"
-            )
-        if not is_text or not isinstance(text, str):
+        if not isinstance(part, dict) or kind not in ("text", "input_text", "output_text"):
             shown = json.dumps(kind)[:40]
             raise wrong(place, f"{place} has a part of type {shown}; this model only reads text",
                         "unsupported_content")  # fmt: skip
+        if not isinstance(text := part.get("text"), str):
+            raise wrong(
+                place, f"{place} has a part of type {kind} whose text is missing or not a string"
+            )
         texts.append(text)
     return "\n".join(texts)
 

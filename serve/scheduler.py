@@ -137,10 +137,9 @@ class Scheduler:
         with self._change:
             texts = [*self._running, *self._waiting]
         for text in texts:
-            deadline = text.job.deadline
             if text.is_cancelled:
                 self._end(text, None, is_kept=text.job.reuses)
-            elif deadline is not None and now > deadline:
+            elif now > text.job.deadline:
                 self._end(text, Failed(Late(text.job.deadline_by)), is_kept=text.job.reuses)
 
     def _admit(self) -> None:

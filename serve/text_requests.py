@@ -201,11 +201,7 @@ def _prompts(value: object, served: ServedModel) -> list[tuple[str, list[int]]]:
 
 
 def _are_ids(value: object) -> TypeGuard[list[int]]:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-    )
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _logprobs(value: object) -> int | None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from hotsplit.runtime.generate.generation import Draws, Generation, GenerationOptions, Mask, Token
@@ -25,7 +26,7 @@ class Job:
     draws: Draws
     options: GenerationOptions
     mask: Mask | None = None
-    deadline: float | None = None
+    deadline: float = inf
     deadline_by: DeadlineBy = "--timeout"
     reuses: bool = True
 

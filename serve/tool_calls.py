@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hotsplit.runtime.generate.stops import overlap
+
 MAX_CALLS = 128
 
 
@@ -118,7 +120,7 @@ class ToolSplitter:
         if places:
             self._is_call = True
             return self._take(min(places))
-        keep = max(_overlap(self._held, mark) for mark in self._form.begin)
+        keep = max(overlap(self._held, mark) for mark in self._form.begin)
         return self._take(len(self._held) - keep)
 
     def _first(self) -> str:
@@ -138,22 +140,15 @@ class ToolSplitter:
         found = self._form.read(text) if self._is_call else None
         if found is None:
             return text, ()
-        return "", [
-            ToolCall(
-                id=f"call_{secrets.token_hex(12)}",
-                name=name,
-                arguments=arguments
-                if isinstance(arguments, str)
-                else json.dumps(arguments, ensure_ascii=False),
+        calls = []
+        for name, arguments in found[: self._most]:
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append(
+                ToolCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=arguments)
             )
-            for name, arguments in found[: self._most]
-        ]
+        return "", calls
 
     def _take(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
         return text
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest proper prefix of `mark` that the text ends with."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
