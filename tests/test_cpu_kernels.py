@@ -47,13 +47,6 @@ SIZES += [(kind, D) for kind in BLOCK_BYTES for D in (256, 512, 768)]
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 
-@pytest.fixture
-def restore_threads():
-    before = library.num_threads()
-    yield
-    library.set_threads(before)
-
-
 class Matrix(NamedTuple):
     """A weight as the kernels take it, and the same numbers in float64."""
 
@@ -491,7 +484,7 @@ def test_the_layout_is_that_of_gguf(level, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads):
+def test_results_do_not_depend_on_the_thread_count(level, kind, restore_library):
     # An odd number of blocks for two threads; planar rows end within a chunk of 16 blocks.
     F, D = 300, 2304 if kind in BLOCK_BYTES else 1056
     W, x_D, c_F = matrix(kind, F, D), vector(D), vector(F)
@@ -718,7 +711,7 @@ os._exit(0)
     assert done.returncode == 0 and done.stdout == "the same\n", done.stderr
 
 
-def test_callers_in_several_threads_do_not_mix_their_results(restore_threads):
+def test_callers_in_several_threads_do_not_mix_their_results(restore_library):
     library.set_threads(3)
     W = matrix("f32", 64, 2048)
     x_ND = torch.randn(4, 2048, generator=torch.Generator().manual_seed(3))
@@ -738,7 +731,7 @@ def test_callers_in_several_threads_do_not_mix_their_results(restore_threads):
     assert not wrong
 
 
-def test_idle_threads_sleep(restore_threads):
+def test_idle_threads_sleep(restore_library):
     library.set_threads(3)
     library.dot_rows(torch.ones(300, 2048), "f32", torch.ones(2048))
     time.sleep(0.01)
