@@ -10,7 +10,7 @@ from fake_cuda import library
 from fake_cuda.kernels import launched
 from fake_cuda.ptx_kernels import StreamedPtx
 from fake_cuda.torch_cuda import fake_cuda
-from hybrid_plans import ALL, PLANS, make, planned, stepped
+from hybrid_plans import ALL, PLANS, made, make, stepped
 from models import make_sizes
 from random_policy import random_setup
 from reference import assert_rows_agree, rel_error
@@ -67,9 +67,7 @@ def checked_cuda(**options):
 @pytest.mark.parametrize("plan", slow_unless(PLANS, QUICK))
 @lines_on_stderr()
 def test_a_plan_on_devices_gives_the_cpus_logits(tmp_path, plan, capsys):
-    model = make(tmp_path)
-    model.save(model.path)
-    planned(tmp_path, model, plan)
+    model, _ = made(tmp_path, plan)
     want = on_the_cpu(model.path, "predicted")
     with checked_cuda(num_devices=2) as cuda:
         got = on_the_device(model.path, tmp_path / "s.gguf", "predicted")
@@ -81,9 +79,7 @@ def test_a_plan_on_devices_gives_the_cpus_logits(tmp_path, plan, capsys):
 
 @pytest.mark.parametrize("seed", slow_unless(range(4), [0]))
 def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path, seed):
-    model = make(tmp_path)
-    model.save(model.path)
-    planned(tmp_path, model, "every kind of layer")
+    model, _ = made(tmp_path, "every kind of layer")
     found = []
     for number, graph in ((0, True), (seed + 1, True), (seed + 9, False)):
         with checked_cuda(seed=number):
@@ -96,9 +92,7 @@ def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path, 
 @pytest.mark.parametrize("plan", slow_unless(["random", "two GPUs"], ["random"]))
 def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
     """Staging and slots are in the slab with the step's vectors, and are freed with the engine."""
-    model = make(tmp_path)
-    model.save(model.path)
-    planned(tmp_path, model, plan)
+    model, _ = made(tmp_path, plan)
     want, _ = on_the_cpu(model.path, mode)
     with checked_cuda(num_devices=2, seed=2):
         with Engine.load(
