@@ -1,7 +1,6 @@
 """The files of a report, loaded and checked to belong to one model."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from hotsplit.artifacts.limits_file import check_made_with
@@ -11,25 +10,12 @@ from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
-from hotsplit.files.atomic import sha256_of
 from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.report.report import load_predictor_report, report_paths
 from hotsplit.report.config import ReportConfig
 from hotsplit.solver.verify import verify
-
-_AGAIN = "give files of one model file"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """A file that the report was made from."""
-
-    what: str
-    path: Path
-    num_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +32,6 @@ class Artifacts:
     evals: tuple[EvalReport, ...]
     paths: tuple[tuple[str, Path], ...]  # what each file is, and where
 
-    @cached_property
-    def files(self) -> tuple[SourceFile, ...]:
-        """The files with their hashes; reads all of them."""
-        return tuple(_source(what, path) for what, path in self.paths)
-
 
 def load_artifacts(config: ReportConfig) -> Artifacts:
     """Loads the files. Raises HotsplitError for a file that is damaged or of another model or
@@ -61,25 +42,20 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
     predictors_path = _predictors_path(config.predictors)
     predictors = None if predictors_path is None else Predictors.load(predictors_path)
     evals = tuple(map(load_eval, config.evals))
-    shape = (model.spec.num_layers, model.spec.most_neurons)
     if config.profile is not None and profile is not None:
-        _check_model(model, config.profile, profile.model_id)
-        _check_shape(config.profile, profile.active_count_LF.shape, shape)
-        check_made_with(profile.limits, config.profile, model.limits, model.path, _AGAIN)
+        _check_model(model, config.profile, profile, profile.active_count_LF.shape)
     if predictors_path is not None and predictors is not None:
-        _check_model(model, predictors_path, predictors.model_id)
         found = (len(predictors.layers), max(layer.up.shape[0] for layer in predictors.layers))
-        _check_shape(predictors_path, found, shape)
-        check_made_with(predictors.limits, predictors_path, model.limits, model.path, _AGAIN)
+        _check_model(model, predictors_path, predictors, found)
     for path, found_eval in zip(config.evals, evals, strict=True):
-        _check_model(model, path, found_eval.model_id)
-        check_made_with(found_eval.limits, path, model.limits, model.path, _AGAIN)
+        _check_model(model, path, found_eval)
     split = None if config.split is None else _load_split(config, model, profile, machine)
     report_path = None if config.profile is None else report_paths(config.profile)[0]
     quality_L: tuple[LayerQuality, ...] = ()
     if report_path is not None and report_path.exists():
         quality_L = load_predictor_report(report_path, model.model_id)
-        _check_shape(report_path, (len(quality_L) or shape[0],), shape[:1])
+        num_layers = model.spec.num_layers
+        _check_shape(report_path, (len(quality_L) or num_layers,), (num_layers,))
     named = [("model", config.model), ("profile", config.profile),
              ("report of the profile", report_path if quality_L else None),
              ("plan", config.split), ("machine", config.machine), ("predictors", predictors_path),
@@ -112,13 +88,22 @@ def _predictors_path(given: Path | None) -> Path | None:
     return given / FILE_NAME if given is not None and given.is_dir() else given
 
 
-def _check_model(model: ModelFile, path: Path, model_id: str | None) -> None:
-    """Raises HotsplitError for a file of another model; files without a model id (None) pass."""
-    if model_id not in (None, model.model_id):
+def _check_model(
+    model: ModelFile,
+    path: Path,
+    found: Profile | Predictors | EvalReport,
+    shape: tuple[int, ...] | None = None,
+) -> None:
+    """Raises HotsplitError for a file of another model, shape or limits; predictors without a model
+    id (None) are of any model."""
+    if found.model_id not in (None, model.model_id):
         raise HotsplitError(
-            f"{path}: is for model {str(model_id)[:12]}, but {model.path} is {model.model_id[:12]};"
-            " give files of one model"
+            f"{path}: is for model {str(found.model_id)[:12]}, but {model.path} is"
+            f" {model.model_id[:12]}; give files of one model"
         )
+    if shape is not None:
+        _check_shape(path, shape, (model.spec.num_layers, model.spec.most_neurons))
+    check_made_with(found.limits, path, model.limits, model.path, "give files of one model file")
 
 
 def _check_shape(path: Path, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -127,7 +112,3 @@ def _check_shape(path: Path, found: tuple[int, ...], wanted: tuple[int, ...]) ->
             f"{path}: has {list(found)} layers and neurons, but the model has {list(wanted)}; give"
             " files of one model"
         )
-
-
-def _source(what: str, path: Path) -> SourceFile:
-    return SourceFile(what=what, path=path, num_bytes=path.stat().st_size, sha256=sha256_of(path))

@@ -3,10 +3,8 @@
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names
-from hotsplit.report.page import Missing, Section, Table
+from hotsplit.report.page import NONE, Missing, Section, Table
 from hotsplit.system.sizes import format_bytes
-
-NONE = "–"
 
 
 def machine_section(found: Artifacts, names: Names) -> Section:
@@ -22,9 +20,8 @@ def machine_section(found: Artifacts, names: Names) -> Section:
         " were measured: calibrate again when the machine is idle.",
         command=f"hotsplit calibrate -o {names.machine} --force",
     )
-    tables = [_cpu_table(machine), *(_gpu_table(machine) if machine.gpus else ())]
-    tables += _cost_tables(machine)
-    return Section(name="machine", title="Machine", lead=lead, tables=tuple(tables),
+    tables = (_cpu_table(machine), *_gpu_tables(machine), *_cost_tables(machine))
+    return Section(name="machine", title="Machine", lead=lead, tables=tables,
                    missing=(doubt,) if doubtful else ())  # fmt: skip
 
 
@@ -41,7 +38,7 @@ def _cpu_table(machine: Machine) -> Table:
     return Table(caption="CPU", head=(), rows=tuple(rows), num_texts=2)
 
 
-def _gpu_table(machine: Machine) -> list[Table]:
+def _gpu_tables(machine: Machine) -> list[Table]:
     tables = []
     for number, gpu in enumerate(machine.gpus):
         rows = (

@@ -17,45 +17,23 @@ class Names:
         self.profile = shlex.quote(config.profile.name) if config.profile else PROFILE
         self.machine = shlex.quote(config.machine.name) if config.machine else MACHINE
         self.split = shlex.quote(config.split.name) if config.split else ""
-
-    @property
-    def no_profile(self) -> Missing:
-        command = f"hotsplit profile {self.model} --corpus text.txt -o {PROFILE}"
-        return Missing(line="No profile was given (--profile); this makes one:", command=command)
-
-    @property
-    def no_machine(self) -> Missing:
-        command = f"hotsplit calibrate -o {MACHINE}"
-        return Missing(line="No machine was given (--machine); this measures one:", command=command)
-
-    @property
-    def new_machine(self) -> str:
-        return f"hotsplit calibrate --gpu-from card.json -o {MACHINE}"
-
-    @property
-    def no_split(self) -> Missing:
-        command = (
-            f"hotsplit solve {self.model} --profile {self.profile} --machine {self.machine}"
-            f" --vram-budget 8GiB -o {PLAN}"
-        )
-        return Missing(line="No plan was given (--split); this makes one:", command=command)
-
-    @property
-    def no_predictors(self) -> Missing:
-        command = (
-            f"hotsplit profile {self.model} --corpus text.txt -o {PROFILE}"
-            " --train-predictors predictors"
-        )
-        return Missing(
+        profile = f"hotsplit profile {self.model} --corpus text.txt -o {PROFILE}"
+        self.no_profile = _missing("profile", "--profile", "makes", profile)
+        calibrate = f"hotsplit calibrate -o {MACHINE}"
+        self.no_machine = _missing("machine", "--machine", "measures", calibrate)
+        self.new_machine = f"hotsplit calibrate --gpu-from card.json -o {MACHINE}"
+        solve = (f"hotsplit solve {self.model} --profile {self.profile} --machine {self.machine}"
+                 f" --vram-budget 8GiB -o {PLAN}")  # fmt: skip
+        self.no_split = _missing("plan", "--split", "makes", solve)
+        plan = f" --split {self.split}" if self.split else ""
+        compare = f"hotsplit eval {self.model}{plan} --corpus held-out.txt --json > eval.json"
+        self.no_eval = _missing("comparison", "--eval-json", "makes", compare)
+        self.no_predictors = Missing(
             line="The predictors' recall is in the .report.json next to a profile (--profile); this"
             " writes both:",
-            command=command,
+            command=f"{profile} --train-predictors predictors",
         )
 
-    @property
-    def no_eval(self) -> Missing:
-        plan = f" --split {self.split}" if self.split else ""
-        command = f"hotsplit eval {self.model}{plan} --corpus held-out.txt --json > eval.json"
-        return Missing(
-            line="No comparison was given (--eval-json); this makes one:", command=command
-        )
+
+def _missing(what: str, option: str, does: str, command: str) -> Missing:
+    return Missing(line=f"No {what} was given ({option}); this {does} one:", command=command)

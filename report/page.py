@@ -8,10 +8,11 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hotsplit.report.drawing import Plot
+from hotsplit.report.svg import Plot
 
 TEMPLATE = "page.html"
 MAX_ROWS = 256  # of a table
+NONE = "–"  # in a table, for a number that there is not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Tile:
 
     label: str
     value: str
-    unit: str
+    unit: str = ""
     note: str
 
 

@@ -14,7 +14,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import ITEMS, Items
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
-from hotsplit.report.drawing import (
+from hotsplit.report.svg import (
     BLUE,
     CPU,
     GPUS,
@@ -27,7 +27,6 @@ from hotsplit.report.drawing import (
     gridded,
     new_figure,
     plot_of,
-    style,
 )
 from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
 from hotsplit.solver.sweep import Sweep
@@ -59,8 +58,7 @@ def plot_firings(profile: Profile) -> Plot:
     curve_LN = 100 * firing_curves(profile)
     share_N = np.linspace(0, 100, NUM_SHARES)
     mean_N = curve_LN.mean(axis=0)
-    with style():
-        figure = new_figure(240)
+    with new_figure(240) as figure:
         axes = figure.add_subplot()
         axes.fill_between(share_N, curve_LN.min(axis=0), curve_LN.max(axis=0), color=PALE,
                           linewidth=0, label="all layers")  # fmt: skip
@@ -87,8 +85,7 @@ def plot_density(profile: Profile) -> Plot:
     """Plots density as a bar per layer."""
     density_L = 100 * profile.density_L
     mean = density_L.mean()
-    with style():
-        figure = new_figure(240)
+    with new_figure(240) as figure:
         axes = figure.add_subplot()
         axes.bar(np.arange(len(density_L)), density_L, color=BLUE, width=0.75)
         axes.axhline(mean, color=INK, linewidth=1, linestyle=(0, (4, 2)),
@@ -115,8 +112,7 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
     alt = (f"The best plan reaches {first:,.0f} tokens a second with"
            f" {format_bytes(curve.points[0].budget_bytes)} of GPU memory and {last:,.0f} with"
            f" {format_bytes(curve.points[-1].budget_bytes)}, by prediction.")  # fmt: skip
-    with style():
-        figure = new_figure(250)
+    with new_figure(250) as figure:
         axes = figure.add_subplot()
         for text, field, colour, line in (("best plan", "objective_s", BLUE, "-"),
                                           ("split by whole layers", "layer_split_s", ORANGE, "--")):  # fmt: skip
@@ -151,8 +147,7 @@ def plot_map(split: Split, profile: Profile) -> Plot:
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
     dense_L = np.where(split.dense_on_gpu, home_L + 1, 0)
     share_L = firings_on_gpu(split, profile)
-    with style():
-        figure = new_figure(int(min(560, 120 + max(6 * num_layers, 100))))
+    with new_figure(int(min(560, 120 + max(6 * num_layers, 100)))) as figure:
         blocks, ranks, firings = figure.subplots(1, 3, width_ratios=(1.2, 10, 4), sharey=True)
         _rows(blocks, dense_L[:, None], num_gpus)
         _rows(ranks, device_LR, num_gpus)
@@ -188,8 +183,7 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
     items = [item for item in ITEMS if cpu[item] or any(gpu[item] for gpu in gpus)][::-1]
     totals = {item: cpu[item] + sum(gpu[item] for gpu in gpus) for item in items}
     label, unit = unit_of(max(totals.values()))
-    with style():
-        figure = new_figure(80 + 22 * len(items))
+    with new_figure(80 + 22 * len(items)) as figure:
         axes = figure.add_subplot()
         left = np.zeros(len(items))
         sides = [(f"GPU {k}", gpu, GPUS[k % len(GPUS)]) for k, gpu in enumerate(gpus)]
@@ -220,8 +214,7 @@ def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
     recall_L = 100 * np.array([q.chosen.recall for q in quality_L])
     precision_L = 100 * np.array([q.chosen.precision for q in quality_L])
     lost_L = 100 * np.array([q.chosen.lost_norm for q in quality_L])
-    with style():
-        figure = new_figure(300)
+    with new_figure(300) as figure:
         shares, lost = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
         size = 6 if len(at_L) <= 40 else 3.5
         shares.plot(at_L, precision_L, "s", color=GREEN, markersize=size, label="precision")
@@ -245,8 +238,7 @@ def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
 
 def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
     """Plots measurements, each a (name, increase of the perplexity, half of its interval)."""
-    with style():
-        figure = new_figure(76 + 26 * len(rows))
+    with new_figure(76 + 26 * len(rows)) as figure:
         axes = figure.add_subplot()
         for number, (_, increase, half_width) in enumerate(rows):
             axes.errorbar([100 * increase], [number], xerr=100 * (half_width or 0.0), fmt="o",

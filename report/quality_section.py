@@ -12,57 +12,28 @@ from hotsplit.report.names import Names
 from hotsplit.report.page import Section, Table
 from hotsplit.report.plots import plot_quality
 
-NONE = "–"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A measurement of a mode, from one source. Half-widths are None if unknown."""
+    """A measurement of a mode, from one source. A record lacks two half-widths."""
 
     mode: Mode
     source: str  # described in a few words
-    increase: float
-    increase_half_width: float | None
-    kl_mean: float
-    kl_half_width: float | None
-    agreement: float
-    agreement_half_width: float | None
-    num_tokens: int
-    share_of_bytes: float
+    quality: EvalReport | ModeQuality
+    kl_half_width: float | None = None
+    agreement_half_width: float | None = None
 
-    @classmethod
-    def of_record(cls, mode: Mode, quality: ModeQuality, source: str) -> "Measured":
-        return cls(
-            mode=mode,
-            source=source,
-            increase=quality.perplexity_increase,
-            increase_half_width=quality.perplexity_half_width,
-            kl_mean=quality.kl_mean,
-            kl_half_width=None,
-            agreement=quality.top1_agreement,
-            agreement_half_width=None,
-            num_tokens=quality.num_tokens,
-            share_of_bytes=quality.bytes_per_token / quality.dense_bytes_per_token,
-        )
-
-    @classmethod
-    def of_eval(cls, report: EvalReport, source: str) -> "Measured":
-        return cls(
-            mode=report.mode,
-            source=source,
-            increase=report.perplexity_increase,
-            increase_half_width=report.perplexity_half_width,
-            kl_mean=report.kl_mean,
-            kl_half_width=report.kl_half_width,
-            agreement=report.top1_agreement,
-            agreement_half_width=report.top1_half_width,
-            num_tokens=report.num_tokens,
-            share_of_bytes=report.bytes_per_token / report.dense_bytes_per_token,
-        )
+    @property
+    def share_of_bytes(self) -> float:
+        return self.quality.bytes_per_token / self.quality.dense_bytes_per_token
 
     @property
     def perplexity_text(self) -> str:
-        return within(self.increase, self.increase_half_width, "+.2%", ".2%")
+        quality = self.quality
+        return within(quality.perplexity_increase, quality.perplexity_half_width, "+.2%", ".2%")
+
+    def agreement_text(self, form: str) -> str:
+        return within(self.quality.top1_agreement, self.agreement_half_width, form, form)
 
 
 def measured_of(found: Artifacts) -> list[Measured]:
@@ -71,14 +42,19 @@ def measured_of(found: Artifacts) -> list[Measured]:
     measured = []
     for number, report in enumerate(found.evals, 1):
         name = "eval" if len(found.evals) == 1 else f"eval {number}"
-        measured.append(Measured.of_eval(report, name))
+        measured.append(Measured(
+            mode=report.mode, source=name, quality=report, kl_half_width=report.kl_half_width,
+            agreement_half_width=report.top1_half_width,
+        ))  # fmt: skip
     seen: list[ModeQuality] = []
     holders = (("model", found.model), ("predictors", found.predictors), ("profile", found.profile))
     for source, holder in holders:
         for mode, quality in sorted(holder.quality.items()) if holder is not None else ():
             if quality not in seen:
                 seen.append(quality)
-                measured.append(Measured.of_record(mode, quality, f"the {source}'s record"))
+                measured.append(
+                    Measured(mode=mode, source=f"the {source}'s record", quality=quality)
+                )
     return measured
 
 
@@ -100,16 +76,18 @@ def quality_section(found: Artifacts, names: Names) -> Section:
         return Section(name="quality", title="Quality against dense", lead=lead, missing=missing)
     rows = tuple(
         (one.mode, one.source, one.perplexity_text,
-         within(one.kl_mean, one.kl_half_width, ".5f", ".5f"),
-         within(one.agreement, one.agreement_half_width, ".2%", ".2%"),
-         f"{one.share_of_bytes:.1%}", f"{one.num_tokens:,}")
+         within(one.quality.kl_mean, one.kl_half_width, ".5f", ".5f"),
+         one.agreement_text(".2%"), f"{one.share_of_bytes:.1%}", f"{one.quality.num_tokens:,}")
         for one in measured
     )  # fmt: skip
     head = ("mode", "by", "perplexity", "KL, nats", "same top token", "bytes read", "tokens")
     tables = [Table(caption="Against dense", head=head, rows=rows, num_texts=2, is_wide=True)]
     tables += [_own_table(found)] if found.evals else []
-    drawn = plot_quality([(f"{m.mode}, {m.source.removeprefix('the ')}", m.increase, m.increase_half_width)
-                          for m in measured])  # fmt: skip
+    drawn = plot_quality([
+        (f"{one.mode}, {one.source.removeprefix('the ')}", one.quality.perplexity_increase,
+         one.quality.perplexity_half_width)
+        for one in measured
+    ])  # fmt: skip
     return Section(name="quality", title="Quality against dense", lead=lead, plots=(drawn,),
                    tables=tuple(tables), missing=missing)  # fmt: skip
 
@@ -119,9 +97,8 @@ def _own_table(found: Artifacts) -> Table:
     rows = []
     for number, one in enumerate(found.evals, 1):
         p99 = f"{one.kl_p99:.4f}"
-        p99 += (
-            "" if one.kl_p99_interval is None else " in {:.4f}..{:.4f}".format(*one.kl_p99_interval)
-        )
+        if one.kl_p99_interval is not None:
+            p99 += " in {:.4f}..{:.4f}".format(*one.kl_p99_interval)
         own = within(one.perplexity, one.perplexity_own_half_width, ".3f", ".2f")
         dense = within(one.dense_perplexity, one.dense_perplexity_half_width, ".3f", ".2f")
         computed = sum(one.hidden_share_L) / max(1, len(one.hidden_share_L))

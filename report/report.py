@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from hotsplit.costs.mode_choice import choose_mode
 from hotsplit.errors import HotsplitError
-from hotsplit.files.atomic import partial_file
+from hotsplit.files.atomic import partial_file, sha256_of
 from hotsplit.files.outputs import check_outputs
 from hotsplit.model.modes import Mode
 from hotsplit.profile.report.report import report_paths
@@ -15,7 +15,7 @@ from hotsplit.report.config import MAX_BYTES, ReportConfig, ReportSummary
 from hotsplit.report.machine_section import machine_section
 from hotsplit.report.names import Names
 from hotsplit.report.page import Page, Table, Tile, render
-from hotsplit.report.quality_section import cost_of, costs_nothing, quality_section, within
+from hotsplit.report.quality_section import cost_of, costs_nothing, quality_section
 from hotsplit.report.sections import (
     bytes_section,
     firing_section,
@@ -28,6 +28,7 @@ from hotsplit.report.speeds import Speeds, speeds_of
 from hotsplit.system.sizes import format_bytes
 
 NAME_KEY = "general.name"
+NEEDS_EVAL = "needs a comparison (--eval-json)"
 
 
 def report(config: ReportConfig) -> ReportSummary:
@@ -75,8 +76,8 @@ def page_of(config: ReportConfig, found: Artifacts) -> Page:
         files=Table(
             caption="Files",
             head=("what", "name", "bytes", "sha256"),
-            rows=tuple((file.what, file.path.name, f"{file.num_bytes:,}", file.sha256[:16])
-                       for file in found.files),
+            rows=tuple((what, path.name, f"{path.stat().st_size:,}", sha256_of(path)[:16])
+                       for what, path in found.paths),
             num_texts=2,
         ),
         program=f"hotsplit {version('hotsplit')}",
@@ -115,58 +116,49 @@ def _summary(found: Artifacts, speeds: Speeds, mode: Mode) -> str:
 
 
 def _runs(found: Artifacts, mode: Mode) -> Tile:
-    split = found.split
-    if split is None:
-        note = "unless another mode is asked for; no plan given"
-        return Tile(label="Runs as", value=mode, unit="mode", note=note)
-    held = format_bytes(sum(split.cpu_bytes.values()))
-    used = sum(split.gpu_bytes.values())
-    if not used:
-        note = f"on the CPU alone, {held} of main memory"
-        return Tile(label="Runs as", value=mode, unit="mode", note=note)
-    gpus = "the GPU" if len(split.budgets) == 1 else f"{len(split.budgets)} GPUs"
-    note = (
-        f"{format_bytes(used)} of {format_bytes(sum(split.budgets))} on {gpus}, {held} on the CPU"
-    )
+    split, note = found.split, "unless another mode is asked for; no plan given"
+    if split is not None:
+        held, used = sum(split.cpu_bytes.values()), sum(split.gpu_bytes.values())
+        note = f"on the CPU alone, {format_bytes(held)} of main memory"
+        if used:
+            gpus = "the GPU" if len(split.budgets) == 1 else f"{len(split.budgets)} GPUs"
+            note = (f"{format_bytes(used)} of {format_bytes(sum(split.budgets))} on {gpus},"
+                    f" {format_bytes(held)} on the CPU")  # fmt: skip
     return Tile(label="Runs as", value=mode, unit="mode", note=note)
 
 
 def _speed(found: Artifacts, speeds: Speeds) -> Tile:
     label, split, advice = "Predicted speed", found.split, speeds.advice
-    if split is None:
-        curve = speeds.curve
-        if curve is None:
-            return Tile(label=label, value="unknown", unit="", note="needs a plan (--split)")
-        value, note = rate(curve.cpu_only_s), "on the CPU alone; no plan given"
-        return Tile(label=label, value=value, unit="tokens/s", note=note)
-    note = "by the plan"
-    if advice is not None:
-        note = f"CPU alone {rate(advice.cpu_only_s)}, whole layers {rate(advice.layer_split_s)}"
-    return Tile(label=label, value=rate(split.objective_s), unit="tokens/s", note=note)
+    if split is not None:
+        seconds, note = split.objective_s, "by the plan"
+        if advice is not None:
+            note = f"CPU alone {rate(advice.cpu_only_s)}, whole layers {rate(advice.layer_split_s)}"
+    elif speeds.curve is not None:
+        seconds, note = speeds.curve.cpu_only_s, "on the CPU alone; no plan given"
+    else:
+        return Tile(label=label, value="unknown", note="needs a plan (--split)")
+    return Tile(label=label, value=rate(seconds), unit="tokens/s", note=note)
 
 
 def _cost(found: Artifacts, mode: Mode) -> Tile:
     label, cost = "Cost in perplexity", cost_of(found, mode)
     if mode == "dense":
-        return Tile(label=label, value="none", unit="", note="everything is computed")
+        return Tile(label=label, value="none", note="everything is computed")
+    if cost is None and costs_nothing(found, mode):
+        return Tile(label=label, value="none", note="what is left out is zero")
     if cost is None:
-        if costs_nothing(found, mode):
-            return Tile(label=label, value="none", unit="", note="what is left out is zero")
-        note = "needs a comparison (--eval-json)"
-        return Tile(label=label, value="unknown", unit="", note=note)
-    agreement = within(cost.agreement, cost.agreement_half_width, ".1%", ".1%")
-    note = f"same top token {agreement}; by {cost.source}"
-    half = cost.increase_half_width
-    return Tile(label=label, value=f"{cost.increase:+.2%}",
+        return Tile(label=label, value="unknown", note=NEEDS_EVAL)
+    note = f"same top token {cost.agreement_text('.1%')}; by {cost.source}"
+    half = cost.quality.perplexity_half_width
+    return Tile(label=label, value=f"{cost.quality.perplexity_increase:+.2%}",
                 unit="" if half is None else f"± {half:.2%}", note=note)  # fmt: skip
 
 
 def _reads(found: Artifacts, mode: Mode) -> Tile:
     label, cost = "A token reads", cost_of(found, mode)
     if mode == "dense":
-        return Tile(label=label, value="100%", unit="", note="of the weights' bytes")
+        return Tile(label=label, value="100%", note="of the weights' bytes")
     if cost is None:
-        note = "needs a comparison (--eval-json)"
-        return Tile(label=label, value="unknown", unit="", note=note)
-    note = f"of the dense model's bytes, on {cost.num_tokens:,} tokens"
-    return Tile(label=label, value=f"{cost.share_of_bytes:.1%}", unit="", note=note)
+        return Tile(label=label, value="unknown", note=NEEDS_EVAL)
+    note = f"of the dense model's bytes, on {cost.quality.num_tokens:,} tokens"
+    return Tile(label=label, value=f"{cost.share_of_bytes:.1%}", note=note)

@@ -15,11 +15,9 @@ from hotsplit.costs.budget import ITEMS
 from hotsplit.report import plots
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names
-from hotsplit.report.page import Missing, Section, Table
+from hotsplit.report.page import NONE, Missing, Section, Table
 from hotsplit.report.speeds import Speeds
 from hotsplit.system.sizes import format_bytes
-
-NONE = "–"
 
 
 def rate(seconds: float) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.split_file import PlanMode, Split
+from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import MAX_LOSS
 from hotsplit.report.artifacts import Artifacts
@@ -17,7 +16,7 @@ from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.modes import allowed_modes
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
+from hotsplit.solver.pipeline import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.sweep import Sweep, sweep_of
 
@@ -73,38 +72,26 @@ def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> I
 def _advice(inputs: Inputs, split: Split) -> Advice:
     pipeline = inputs.pipeline()
     home = split.home or (0,) * (len(split.hot) + 1)
-    plan = PipelinePlacement(placement=placement_of(split, pipeline), home_I=np.array(home))
+    ranked = zip(pipeline.model.order_LF, split.hot, strict=True)
+    placement = Placement(  # with neurons by rank, as in the solver
+        hot_LF=np.stack([np.isin(order_F, ids) for order_F, ids in ranked]),
+        dense_L=np.array(split.dense_on_gpu), head=bool(split.head_on_gpu),
+    )  # fmt: skip
+    plan = PipelinePlacement(placement=placement, home_I=np.array(home))
     return advise(inputs, pipeline, plan)
-
-
-def placement_of(split: Split, pipeline: Pipeline) -> Placement:
-    """The plan's placement with neurons by rank, as in the solver."""
-    order_LF = pipeline.model.order_LF
-    hot_LF = np.stack(
-        [np.isin(order_F, ids) for order_F, ids in zip(order_LF, split.hot, strict=True)]
-    )
-    return Placement(
-        hot_LF=hot_LF, dense_L=np.array(split.dense_on_gpu), head=bool(split.head_on_gpu)
-    )
 
 
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:
     """The speed curve from no memory up to a little more than everything takes, or to the GPU's
     memory if that is less, but at least to the plan's budget."""
-    if split is None:
-        modes: tuple[PlanMode, ...] = tuple(allowed_modes(inputs, MAX_LOSS)[0])
-    else:
-        modes = (inputs.mode,)
+    modes = allowed_modes(inputs, MAX_LOSS)[0] if split is None else [inputs.mode]
 
-    def workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
-        is_known = split is not None
-        return inputs.workspace if is_known else workspace_bytes(model, context_length, mode)
-
+    workspace = workspace_bytes if split is None else lambda *asked: inputs.workspace
     problem = inputs.pipeline().model
     all_of_it = problem.placeable_bytes + problem.workspace_bytes
     last = max(int(BEYOND * all_of_it), *inputs.budgets)
     last = max(min(last, inputs.machine.gpus[0].memory_bytes), inputs.budgets[0])
     return sweep_of(
-        inputs, first=0, last=last, num_budgets=NUM_BUDGETS, modes=modes, workspace=workspace,
-        is_proven=False,
+        inputs, first=0, last=last, num_budgets=NUM_BUDGETS, modes=tuple(modes),
+        workspace=workspace, is_proven=False,
     )  # fmt: skip

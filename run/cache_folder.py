@@ -47,8 +47,10 @@ class Entry:
     sizes: Mapping[str, int]  # of its files, by name within the folder
     facts: Mapping[str, Any]
 
-    def path(self, name: str) -> Path:
-        return self.folder / name
+    @property
+    def file(self) -> Path:
+        """The file that other commands take."""
+        return self.folder / STAGES[self.kind].file
 
     @property
     def is_current(self) -> bool:
@@ -134,9 +136,9 @@ class Cache:
 
     def _can_be_read(self, entry: Entry) -> bool:
         stage = STAGES[entry.kind]
-        path = entry.path(stage.file)
         if stage.load is None:
             return True
+        path = entry.file
         try:
             changed = path.stat().st_mtime_ns
             if self._read.get(path) != changed:
@@ -161,7 +163,9 @@ class Cache:
         while True:
             self._lock(folder, fcntl.LOCK_SH)
             if (found := self.find(kind, key)) is not None:
-                return self._used(found)
+                with suppress(OSError):
+                    os.utime(folder / ENTRY)  # the time of last use
+                return found
             self._release(folder)
             self._lock(folder, fcntl.LOCK_EX)
             try:
@@ -198,11 +202,6 @@ class Cache:
         }  # fmt: skip
         with partial_file(folder / ENTRY) as partial:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-    def _used(self, entry: Entry) -> Entry:
-        with suppress(OSError):
-            os.utime(entry.folder / ENTRY)  # the time of last use
-        return entry
 
     def _lock(self, folder: Path, how: int) -> None:
         is_told = False

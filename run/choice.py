@@ -109,7 +109,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     model = own or source.draft(outtype, layout)
     _check_mode(source, model, wishes)
     context = context_of(model, wishes)
-    room = _usable(model, wishes, room)
+    room = _usable(model, context, room)
     fits = wishes.engine.kv_offload is None and run_bytes(model, context) <= sum(room.gpus[:1])
     limited = model.has_limits
     budgets = () if fits or limited or not room.gpus else room.gpus
@@ -125,28 +125,26 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     )  # fmt: skip
 
 
-def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
+def _usable(model: ModelFile, context_length: int, room: Room) -> Room:
     """Drops all GPUs if the smallest budget does not exceed the temporaries of a pass."""
-    least = workspace_bytes(model, context_of(model, wishes), "dense") if room.gpus else 0
+    least = workspace_bytes(model, context_length, "dense") if room.gpus else 0
     return room if not room.gpus or min(room.gpus) > least else Room(main=room.main)
 
 
 def context_of(model: ModelFile, wishes: Wishes) -> int:
     """The context length to use. Raises HotsplitError for more than the model supports with the
     scaling of rotary embeddings that is asked for, or if it cannot be scaled."""
-    model = with_rope_scaling(model, *wishes.engine.rope, wishes.engine.context_length)
-    selection = (
-        None if wishes.engine.kv_offload is None else KeySelection.parse(wishes.engine.kv_offload)
-    )
-    return longest_text(model, None, wishes.engine.context_length, selection)
+    asked = wishes.engine
+    model = with_rope_scaling(model, *asked.rope, asked.context_length)
+    selection = None if asked.kv_offload is None else KeySelection.parse(asked.kv_offload)
+    return longest_text(model, None, asked.context_length, selection)
 
 
 def _check_cache(
     model: ModelFile, wishes: Wishes, budgets: tuple[int, ...], device: str | None
 ) -> None:
     """Raises HotsplitError for cache options that the engine would refuse after all stages."""
-    asked = wishes.engine
-    offload = asked.kv_offload
+    asked, offload = wishes.engine, wishes.engine.kv_offload
     if any(option is not None for option in (asked.cache_type_k, asked.cache_type_v, offload)):
         planned = KeySelection.parse(offload) if budgets and offload is not None else None
         has_plan = bool(budgets)
@@ -208,7 +206,8 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
     for limit, place in ([(room.gpus[0], "VRAM")] if room.gpus else []) + limits:
         for kind in kinds:
             if kind not in sizes:
-                sizes[kind] = _bytes_as(source, own, kind, wishes)
+                model = own if kind is None and own is not None else source.draft(kind)
+                sizes[kind] = run_bytes(model, context_of(model, wishes))
             if sizes[kind] <= limit:
                 return kind, _type_line(source, kind, sizes[kind], limit, place)
     least = min(sizes, key=lambda kind: sizes[kind])
@@ -218,11 +217,6 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
         f" {format_bytes(sizes[least])} are more than the {total} of memory: weights will be read"
         " from the disk, token by token, slowly"
     )
-
-
-def _bytes_as(source: Source, own: ModelFile | None, kind: Outtype | None, wishes: Wishes) -> int:
-    model = own if kind is None and own is not None else source.draft(kind)
-    return run_bytes(model, context_of(model, wishes))
 
 
 def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, place: str) -> str:
@@ -284,8 +278,14 @@ def choose_predictors(
 def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, str]:
     """(whether predictors save enough of a token's bytes if a share `density` of the neurons fires,
     why). With a plan only the neurons' bytes count, since it is neurons that stay on the CPU."""
-    always = 0.0 if has_plan else float(_always_bytes(model))
-    exact, predicted = bytes_exact(model, density), bytes_predicted(model, density)
+    layers = range(model.spec.num_layers)
+    always = 0
+    if not has_plan:  # attention, norms and head, which every token reads
+        always = head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in layers)
+    # All gate rows, and the other rows of neurons that fire.
+    exact = sum(neurons_read(model, layer, fired=density) for layer in layers)
+    named = min(1.0, NAMED_PER_FIRING * density)
+    predicted = (predictor_share(model) + named) * all_neuron_bytes(model)
     saved = 1 - (always + predicted) / (always + exact)
     is_worth = saved >= LEAST_GAIN
     word = "predictors save" if is_worth else "no predictors, which would save"
@@ -296,24 +296,9 @@ def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, st
     )
 
 
-def _always_bytes(model: ModelFile) -> int:
-    """Bytes of attention, norms and head, which every token reads."""
-    layers = range(model.spec.num_layers)
-    return head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in layers)
-
-
-def bytes_exact(model: ModelFile, density: float) -> float:
-    """Neurons' bytes per token in mode exact: all gate rows, and the other rows of neurons that
-    fire."""
-    layers = range(model.spec.num_layers)
-    return sum(neurons_read(model, layer, fired=density) for layer in layers)
-
-
-def bytes_predicted(model: ModelFile, density: float) -> float:
-    """Neurons' bytes per token in mode predicted, with predictors of the assumed size."""
-    share = PREDICTOR_SHARE.get(model.own_type, 0.3)
-    named = min(1.0, NAMED_PER_FIRING * density)
-    return (share + named) * all_neuron_bytes(model)
+def predictor_share(model: ModelFile) -> float:
+    """The assumed bytes of predictors, relative to the neurons'."""
+    return PREDICTOR_SHARE.get(model.own_type, 0.3)
 
 
 # ---- the place ----------------------------------------------------------------------------------

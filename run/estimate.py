@@ -7,18 +7,16 @@ with their time limits."""
 import shutil
 from dataclasses import dataclass, replace
 
-from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import all_neuron_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate
 from hotsplit.run.cache_folder import VARIABLE
-from hotsplit.run.choice import PREDICTOR_SHARE
+from hotsplit.run.choice import predictor_share
 from hotsplit.run.rates import encode_bytes_per_s, matmul_flops, unpack_values_per_s
 from hotsplit.run.stages import (
     LOOK_TOKENS,
     Job,
     conversion_name,
-    device_here,
     flop_per_token,
     full_key,
     look_key,
@@ -27,6 +25,7 @@ from hotsplit.run.stages import (
     plan_key,
     profile_key,
 )
+from hotsplit.runtime.resolved_options import device_of
 from hotsplit.system.sizes import format_bytes
 
 # Counting firings reached 0.43 to 0.63 of the rate of bare matrix products (25 M and 68 M
@@ -104,9 +103,7 @@ def words(seconds: float, at_most: bool = False) -> str:
 def estimate(job: Job, tokens: int | None) -> Estimate:
     """Estimates the work that is not cached. `tokens` is the length of a profile with predictors;
     None without predictors."""
-    works = _of_look(job)
-    if tokens is not None:
-        works += _of_profile(job, tokens)
+    works = _of_look(job) + ([] if tokens is None else _of_profile(job, tokens))
     is_base_run = tokens is None  # the converted model itself will be run
     if is_base_run or works:
         works = [*_of_model(job), *works]
@@ -160,7 +157,7 @@ def count_per_s(job: Job) -> float:
     """Tokens per second of a profile without training."""
     stored = job.rates.stored.get("count")
     if stored is None:
-        device = device_here(job)
+        device = device_of(job.choice.device)
         if (name := f"matmul on {device.type}") not in job.rates.stored:
             job.rates.note(name, matmul_flops(device))
         stored = COUNT_SHARE * job.rates.stored[name]
@@ -213,7 +210,7 @@ def _of_profile(job: Job, tokens: int) -> list[Work]:
     works, model = [], job.choice.model
     if job.cache.find("full", full_key(job, tokens)):
         return []
-    predictors = round(_predictor_share(model) * all_neuron_bytes(model))
+    predictors = round(predictor_share(model) * all_neuron_bytes(model))
     if not job.cache.find("profile", profile_key(job, tokens)):
         rate = job.rates.stored.get(
             "train", count_per_s(job) * flop_per_token(model) / TRAIN_FACTOR
@@ -243,7 +240,3 @@ def _of_plan(job: Job, tokens: int | None) -> list[Work]:
 def _counts(job: Job) -> int:
     spec = job.choice.model.spec
     return 8 * spec.num_layers * spec.most_neurons
-
-
-def _predictor_share(model: ModelFile) -> float:
-    return PREDICTOR_SHARE.get(model.own_type, 0.3)

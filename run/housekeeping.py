@@ -24,7 +24,7 @@ PARTIAL = re.compile(r".+\.[0-9a-f]{8}\.(partial|old)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shelved:
+class CachedArtifact:
     """A folder of the cache. `last_used` is in seconds since 1970; `source` is "" if unknown;
     `file`, which other commands take, is "" unless the artifact is ready."""
 
@@ -47,9 +47,9 @@ class Cleared:
     kept: tuple[tuple[str, str], ...]
 
 
-def list_cache(cache: Path) -> tuple[Shelved, ...]:
+def list_cache(cache: Path) -> tuple[CachedArtifact, ...]:
     """The artifacts, most recently used first; files that are not ours are not listed."""
-    found = [_shelved(folder) for folder in _folders(cache)]
+    found = [_artifact_in(folder) for folder in _folders(cache)]
     return tuple(sorted(found, key=lambda s: s.last_used, reverse=True))
 
 
@@ -59,14 +59,14 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
     the rates.
 
     Raises HotsplitError for a name that matches nothing."""
-    shelved = list_cache(cache)
+    artifacts = list_cache(cache)
     for name in names:
-        if not any(_has_name(s, name) for s in shelved):
+        if not any(_has_name(s, name) for s in artifacts):
             raise HotsplitError(
                 f"{name!r}: nothing in {cache} has this name or comes from this source, so nothing"
                 " was removed; hotsplit cache list shows all there is"
             )
-    chosen = [s for s in shelved if not names or any(_has_name(s, name) for name in names)]
+    chosen = [s for s in artifacts if not names or any(_has_name(s, name) for name in names)]
     chosen = [s for s in chosen if not stale_only or s.state != "ready"]
     removed, kept, count = [], [], 0
     for each in chosen:
@@ -84,9 +84,9 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
     return Cleared(removed=tuple(removed), num_bytes=count, kept=tuple(kept))
 
 
-def _has_name(shelved: Shelved, name: str) -> bool:
-    return name in (shelved.name, shelved.kind, shelved.source) or (
-        bool(shelved.source) and Path(shelved.source).name == name
+def _has_name(artifact: CachedArtifact, name: str) -> bool:
+    return name in (artifact.name, artifact.kind, artifact.source) or (
+        bool(artifact.source) and Path(artifact.source).name == name
     )
 
 
@@ -105,7 +105,7 @@ def _folders(cache: Path) -> Iterator[Path]:
             yield folder
 
 
-def _shelved(folder: Path) -> Shelved:
+def _artifact_in(folder: Path) -> CachedArtifact:
     entry = read_entry(folder)
     kind = folder.name.rpartition("-")[0]
     if kind not in STAGES or (entry is not None and not entry.is_current):
@@ -118,7 +118,7 @@ def _shelved(folder: Path) -> Shelved:
             stat = path.lstat()
             sizes.append(stat.st_size)
             times.append(stat.st_mtime)
-    return Shelved(
+    return CachedArtifact(
         name=folder.name, kind=kind, state=state, num_bytes=sum(sizes), last_used=max(times),
         source=entry.source if entry else "",
         file=STAGES[kind].file if state == "ready" else "", is_in_use=_is_in_use(folder),
@@ -185,6 +185,7 @@ def _is_ours(folder: Path, name: str) -> bool:
     """True if the folder's stage writes files of that name or, in a folder of a kind that this
     version does not know, if any stage does."""
     stage = STAGES.get(folder.name.rpartition("-")[0])
-    patterns = stage.files if stage else tuple(p for s in STAGES.values() for p in s.files)
+    stages = [stage] if stage else STAGES.values()
+    patterns = [pattern for each in stages for pattern in (each.file, *each.more_files)]
     plain = name.rpartition(".")[0].rpartition(".")[0] if PARTIAL.fullmatch(name) else name
     return plain == ENTRY or any(fnmatch(plain, pattern) for pattern in patterns)

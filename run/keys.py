@@ -36,55 +36,53 @@ class Stage:
 
     what: str  # for messages
     version: tuple[int, ...]
-    files: tuple[str, ...]  # patterns of file names that it may write
     file: str  # the one that other commands take
+    more_files: tuple[str, ...] = ()  # patterns of further file names that it may write
     facts: tuple[tuple[str, float], ...] = ()  # numbers that later stages read, and their minimum
     # Reads `file`. Raises HotsplitError if it is damaged; None if any content is accepted.
     load: Callable[[Path], object] | None = None
 
 
 STAGES = {
-    "corpus": Stage(what="the default text", version=(1,), files=("*.txt",), file="default.txt"),
+    "corpus": Stage(
+        what="the default text", version=(1,), file="default.txt", more_files=("*.txt",)
+    ),
     "model": Stage(
         what="the converted model",
         version=(1, key_reader.VERSION),
-        files=("model.gguf",),
         file="model.gguf",
         load=ModelFile.load,
     ),
     "look": Stage(
         what="a first look at the model",
         version=(1, profile_file.VERSION),
-        files=("look.*",),
         file="look.safetensors",
+        more_files=("look.*",),
         facts=(("density", 0.0), ("tokens_per_s", 1e-9)),
         load=Profile.load,
     ),
     "profile": Stage(
         what="the profile and the predictors",
         version=(1, profile_file.VERSION, predictor_file.VERSION),
-        files=("model.profile.*", "predictors", "predictors/*"),
         file="model.profile.safetensors",
+        more_files=("model.profile.*", "predictors", "predictors/*"),
         load=Profile.load,
     ),
     "full": Stage(
         what="the model with its predictors",
         version=(1, key_reader.VERSION, predictor_file.VERSION),
-        files=("model.gguf",),
         file="model.gguf",
         load=ModelFile.load,
     ),
     "machine": Stage(
         what="the figures of this machine",
         version=(1, machine_file.VERSION),
-        files=("machine.json",),
         file="machine.json",
         load=Machine.load,
     ),
     "plan": Stage(
         what="the plan",
         version=(1, split_file.VERSION),
-        files=("model.split.gguf",),
         file="model.split.gguf",
         load=Split.load,
     ),

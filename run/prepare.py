@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,10 @@ from hotsplit.run.estimate import (
     too_long,
     words,
 )
+from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
 from hotsplit.run.stages import Job
-
-# Makes an artifact in a folder, from the model without predictors: (model, folder) -> facts.
-Make = Callable[[Path, Path], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,10 @@ class Ready:
 
 @dataclass
 class Steps:
-    """Counts the stages and announces them to the user."""
+    """Obtains a job's artifacts; counts the stages that make them and announces them to the user.
+
+    Each is made only when needed: for an output that is in the cache, missing inputs are not made
+    again."""
 
     job: Job
     planned: Estimate
@@ -61,10 +61,45 @@ class Steps:
         if self.planned.works:
             self.job.say(self.planned.line)
 
-    def obtain(
-        self, kind: str, key: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
+    def model(self) -> Path:
+        """The model without predictors; the source itself if it can be run as it is."""
+        if not self.job.choice.is_converted:
+            return self.job.source.path
+        return self._obtain("model", stages.model_key(self.job), stages.make_model).file
+
+    def look(self) -> Entry:
+        return self._obtain("look", stages.look_key(self.job), stages.make_look, self.model)
+
+    def profile(self, tokens: int) -> Entry:
+        key = stages.profile_key(self.job, tokens)
+        return self._obtain("profile", key, stages.make_profile, lambda: tokens, self.model)
+
+    def with_predictors(self, tokens: int) -> Path:
+        key, profile = stages.full_key(self.job, tokens), lambda: self.profile(tokens)
+        return self._obtain("full", key, stages.make_full, profile, self.model).file
+
+    def plan(self, model: Path, tokens: int | None) -> Path:
+        def machine() -> Path:
+            return self._obtain("machine", stages.machine_key(), stages.make_machine).file
+
+        def counts() -> Path:
+            return (self.look() if tokens is None else self.profile(tokens)).file
+
+        key = stages.plan_key(self.job, tokens)
+        return self._obtain("plan", key, stages.make_plan, lambda: model, machine, counts).file
+
+    def _obtain(
+        self,
+        kind: str,
+        key: Mapping[str, Any],
+        make: Callable[..., Mapping[str, Any]],
+        *inputs: Callable[[], object],
     ) -> Entry:
-        """The artifact; if it must be made, a line announces its stage."""
+        """An artifact made by make(job, *inputs, folder). If it must be made, its inputs are made
+        first, then a line announces its stage."""
+
+        def made() -> list[object]:
+            return [each() for each in inputs]
 
         def told(folder: Path) -> Mapping[str, Any]:
             self.done += 1
@@ -74,10 +109,12 @@ class Steps:
             label = work.label if work else kind
             self.current = f"stage {self.done} of {total}, {label}"
             self.job.say(f"stage {self.done} of {total}: {label}{time_left}")
-            facts = make(folder)
+            facts = make(self.job, *made(), folder)
             self.made.append(kind)
             return facts
 
+        if self.job.cache.find(kind, key) is None:
+            made()
         return self.job.cache.obtain(kind, key, self.job.source.name, told)
 
 
@@ -97,7 +134,7 @@ def job_of(
         cache.say(line)
     job = Job(
         source=source, choice=choice, wishes=wishes, texts=texts, cache=cache,
-        rates=Rates.load(cache.folder, stages.machine_name()),
+        rates=Rates.load(cache.folder, digest(stages.machine_key())),
     )  # fmt: skip
     return decided(job, is_verified)
 
@@ -146,65 +183,15 @@ def prepare(job: Job, planned: Estimate) -> Ready:
 
 def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
     choice = job.choice
-    base = Base(job, steps)
     tokens = None
     if choice.needs_look(job.wishes):
-        tokens = _tokens(job, base.look())
+        tokens = _tokens(job, steps.look())
         if steps.made:
             steps.replan(tokens)
     elif choice.predictors:
         tokens = job.wishes.tokens
-    model = base.path() if tokens is None else base.with_predictors(tokens)
-    return model, _plan(job, steps, base, model, tokens) if choice.budgets else None
-
-
-@dataclass
-class Base:
-    """The model without predictors, and the artifacts made from it. Each is made only when needed:
-    for an output that is in the cache, missing inputs are not made again."""
-
-    job: Job
-    steps: Steps
-    _path: Path | None = None
-
-    def path(self) -> Path:
-        """The model file; the source itself if it can be run as it is."""
-        job = self.job
-        if self._path is None and not job.choice.is_converted:
-            self._path = job.source.path
-        elif self._path is None:
-            key, make = stages.model_key(job), partial(stages.make_model, job)
-            self._path = self.steps.obtain("model", key, make).path(stages.MODEL)
-        return self._path  # type: ignore[return-value]
-
-    def look(self) -> Entry:
-        key, make = stages.look_key(self.job), partial(stages.make_look, self.job)
-        return self._obtain("look", key, lambda: make)
-
-    def profile(self, tokens: int) -> Entry:
-        key = stages.profile_key(self.job, tokens)
-        make = partial(stages.make_profile, self.job, tokens)
-        return self._obtain("profile", key, lambda: make)
-
-    def with_predictors(self, tokens: int) -> Path:
-        def make() -> Make:
-            return partial(stages.make_full, self.job, self.profile(tokens))
-
-        key = stages.full_key(self.job, tokens)
-        return self._obtain("full", key, make).path(stages.MODEL)
-
-    def counts(self, tokens: int | None) -> Path:
-        """The profile that a plan is solved for."""
-        if tokens is None:
-            return self.look().path(stages.LOOK)
-        return self.profile(tokens).path(stages.PROFILE)
-
-    def _obtain(self, kind: str, key: Mapping[str, Any], make: Callable[[], Make]) -> Entry:
-        """An artifact made from the model; its inputs are made before it is announced."""
-        if self.job.cache.find(kind, key) is None:
-            self.path()
-            make()
-        return self.steps.obtain(kind, key, lambda folder: make()(self.path(), folder))
+    model = steps.model() if tokens is None else steps.with_predictors(tokens)
+    return model, steps.plan(model, tokens) if choice.budgets else None
 
 
 def _tokens(job: Job, look: Entry) -> int | None:
@@ -222,18 +209,6 @@ def _tokens(job: Job, look: Entry) -> int | None:
     if tokens is None:
         job.say(too_long(per_s))
     return tokens
-
-
-def _plan(job: Job, steps: Steps, base: Base, model: Path, tokens: int | None) -> Path:
-    def needed() -> tuple[Path, Path]:
-        machine = steps.obtain("machine", stages.machine_key(), partial(stages.make_machine, job))
-        return base.counts(tokens), machine.path(stages.MACHINE)
-
-    key = stages.plan_key(job, tokens)
-    if job.cache.find("plan", key) is None:
-        needed()
-    make = lambda folder: stages.make_plan(job, model, *needed(), folder)  # noqa: E731
-    return steps.obtain("plan", key, make).path(stages.PLAN)
 
 
 def summary(job: Job, planned: Estimate) -> dict[str, Any]:

@@ -4,7 +4,6 @@ earlier runs in the cache's rates.json."""
 import json
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,18 +78,14 @@ def encode_bytes_per_s(model: ModelFile) -> float:
     """Bytes per second at which all threads of a conversion read a planned model file's matrices
     from their source and pack them; estimated from one thread, on slices of the layers."""
     began, count = time.perf_counter(), 0
-    for entry, first, last in _slices(model):
-        count += entry.read_rows(first, last).nbytes
+    for name, entry in model.tensors.items():
+        if len(entry.shape) != 2 or not name.startswith("blk."):
+            continue
+        rows = max(1, min(entry.shape[0], SLICE_BYTES // entry.row_bytes))
+        count += entry.read_rows(0, rows).nbytes
         if time.perf_counter() - began > ENCODE_S:
             break
     return num_threads() * count / max(1e-6, time.perf_counter() - began)
-
-
-def _slices(model: ModelFile) -> Iterator[tuple]:
-    matrices = [e for n, e in model.tensors.items() if len(e.shape) == 2 and n.startswith("blk.")]
-    for entry in matrices:
-        rows = max(1, min(entry.shape[0], SLICE_BYTES // entry.row_bytes))
-        yield entry, 0, rows
 
 
 def unpack_values_per_s() -> float:

@@ -3,6 +3,7 @@
 A name on the hub is downloaded; of large local files only headers and samples of bytes are
 read."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,10 +71,21 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
             f"{given}: no such folder or file; wanted a checkpoint folder, a model file (.gguf) or"
             " the name of a model on the Hugging Face hub (org/name)"
         )
+    own = stock = None
+    notes: tuple[str, ...] = ()
     if path.is_file():
-        own, stock, notes, own_type = _as_it_is(path, activation)
+        keys, tensors = read_model_gguf(path)
+        kinds = [entry.kind for name, entry in tensors.items() if name.endswith("ffn_up.weight")]
+        own_type = kinds[0] if kinds else "unknown"
+        if activation is None and layout_of(tensors) == "sparse":
+            own = ModelFile.of(path, keys, tensors)
+        elif activation is None:
+            with suppress(HotsplitError):  # `draft` says what else is wrong with it
+                stock = ModelFile.of(path, keys, tensors)
+        if stock is not None:
+            notes = activation_notes(keys, stock)
     else:
-        own, stock, notes, own_type = None, None, (), _dtype_of(path)
+        own_type = _dtype_of(path)
     return Source(
         name=str(given), path=path.resolve(), identity=identity_of_source(path), own=own,
         stock=stock, stock_notes=notes, own_type=own_type, activation=activation, scratch=scratch,
@@ -83,26 +95,6 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
 def has_template(model: ModelFile) -> bool:
     """True if the model has a chat template."""
     return TEMPLATE_KEY in model.extra_keys or TEMPLATES_KEY in model.extra_keys
-
-
-def _as_it_is(
-    path: Path, activation: str | None
-) -> tuple[ModelFile | None, ModelFile | None, tuple[str, ...], str]:
-    """(the model of a GGUF in our layout, that of one in llama.cpp's layout, notes on the latter,
-    the type of its matrices). Both models are None if the file must be converted: to set its
-    activation, or because it cannot be run as it is."""
-    keys, tensors = read_model_gguf(path)
-    kinds = [e.kind for n, e in tensors.items() if n.endswith("ffn_up.weight")]
-    kind = kinds[0] if kinds else "unknown"
-    if activation is not None:
-        return None, None, (), kind
-    if layout_of(tensors) == "sparse":
-        return ModelFile.of(path, keys, tensors), None, (), kind
-    try:
-        stock = ModelFile.of(path, keys, tensors)
-    except HotsplitError:  # `draft` says what else is wrong with it
-        return None, None, (), kind
-    return None, stock, activation_notes(keys, stock), kind
 
 
 def _dtype_of(folder: Path) -> str:

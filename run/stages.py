@@ -4,10 +4,13 @@ Each stage does the work of a command (convert, profile, calibrate or solve). An
 contains its inputs and the options that its content depends on, except the device that computes it.
 `prepare` decides which stages run, and in which order."""
 
+import hashlib
+import lzma
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
-from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.options import ConvertConfig, ConvertReport
+from hotsplit.files.atomic import partial_file
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
@@ -25,22 +29,23 @@ from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.predictors.check import check_predictors
 from hotsplit.profile.report.report import warnings
-from hotsplit.run import corpora
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes
-from hotsplit.run.keys import conversion_key, digest
+from hotsplit.run.keys import STAGES, conversion_key, identity_of_texts
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
-from hotsplit.runtime.resolved_options import device_of
 from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.system.progress import progress
+from hotsplit.system.progress import Advance, progress
 from hotsplit.system.system_memory import memory_bytes
 
 LOOK_TOKENS = 512
-MODEL, LOOK, PROFILE = "model.gguf", "look.safetensors", "model.profile.safetensors"
-PREDICTORS, MACHINE, PLAN = "predictors", "machine.json", "model.split.gguf"
+MODEL, LOOK, PROFILE, MACHINE, PLAN = (
+    STAGES[kind].file for kind in ("model", "look", "profile", "machine", "plan")
+)
+PREDICTORS = "predictors"
+DEFAULT_TEXT = Path(__file__).with_name("corpus") / "default.txt.xz"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +76,16 @@ def model_key(job: Job) -> dict[str, Any]:
 
 
 def look_key(job: Job) -> dict[str, Any]:
-    return {"model": model_key(job), "texts": corpora.identity(job.texts), "tokens": LOOK_TOKENS}
+    return profile_key(job, LOOK_TOKENS)
 
 
 def profile_key(job: Job, tokens: int) -> dict[str, Any]:
-    return {"model": model_key(job), "texts": corpora.identity(job.texts), "tokens": tokens}
+    texts = identity_of_texts(job.texts) if job.texts else _text_key()["text"]
+    return {"model": model_key(job), "texts": texts, "tokens": tokens}
+
+
+def _text_key() -> dict[str, Any]:
+    return {"text": hashlib.sha256(DEFAULT_TEXT.read_bytes()).hexdigest()[:24]}
 
 
 def full_key(job: Job, tokens: int) -> dict[str, Any]:
@@ -104,11 +114,19 @@ def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def machine_name() -> str:
-    return digest(machine_key())
-
-
 # ---- stages -------------------------------------------------------------------------------------
+
+
+def texts_of(corpora: tuple[Path, ...], cache: Cache) -> tuple[Path, ...]:
+    """The texts that a model is profiled on: the user's, or the package's, unpacked into the
+    cache."""
+
+    def unpack(folder: Path) -> Mapping[str, Any]:
+        with partial_file(folder / STAGES["corpus"].file) as partial:
+            partial.write_bytes(lzma.decompress(DEFAULT_TEXT.read_bytes()))
+        return {}
+
+    return corpora or (cache.obtain("corpus", _text_key(), "the package", unpack).file,)
 
 
 def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
@@ -119,21 +137,12 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
         layout=job.choice.layout,
         activation=source.activation, force=True,
     )  # fmt: skip
-    with reading(source.path), progress("converting", None, "MB") as advance:
 
-        def check(written: Written) -> list[str]:
-            advance.begin("verifying")
-            return [verify(written).line]
+    def check(advance: Advance, written: Written) -> list[str]:
+        advance.begin("verifying")
+        return [verify(written).line]
 
-        report = convert(
-            config,
-            on_bytes=lambda count: advance(count / 1e6),
-            on_total=lambda count: advance.set_total(count / 1e6),
-            verify=check if job.is_verified else None,
-        )
-    for line in (*(f"note: {note}" for note in report.notes), report.verified or ""):
-        if line:
-            job.say(line)
+    report = _convert(job, config, "converting", check if job.is_verified else None)
     job.rates.note(conversion_name(job), report.num_bytes / report.seconds)
     return {"model_id": report.model_id}
 
@@ -147,7 +156,7 @@ def conversion_name(job: Job) -> str:
 def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
     """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
     second."""
-    texts = corpora.files(job.texts, job.cache)
+    texts = texts_of(job.texts, job.cache)
     tokens = available(model, texts, LOOK_TOKENS)
     config = ProfileConfig(
         model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
@@ -182,7 +191,7 @@ def counted_per_s(heard: Sequence[tuple[float, float]], seconds: float) -> float
 
 def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[str, Any]:
     """Counts firings and trains predictors; resumes an interrupted profile."""
-    texts = corpora.files(job.texts, job.cache)
+    texts = texts_of(job.texts, job.cache)
     count = job.wishes.tokens or available(model, texts, tokens)
     config = ProfileConfig(
         model=model, corpora=texts, output=folder / PROFILE, max_tokens=count,
@@ -204,23 +213,33 @@ def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[st
 def make_full(job: Job, profiled: Entry, model: Path, folder: Path) -> Mapping[str, Any]:
     """Adds the predictors to the model in one file."""
 
-    def check(written: Written) -> list[str]:
+    def check(advance: Advance, written: Written) -> list[str]:
         found = check_predictors(written.path)
         return ["", *([found.line] if found and found.is_near_chance else [])]
 
     config = ConvertConfig(
-        source=model, output=folder / MODEL, predictors=profiled.path(PREDICTORS), force=True
+        source=model, output=folder / MODEL, predictors=profiled.folder / PREDICTORS, force=True
     )
-    with reading(model), progress("adding predictors", None, "MB") as advance:
+    return {"model_id": _convert(job, config, "adding predictors", check).model_id}
+
+
+def _convert(
+    job: Job,
+    config: ConvertConfig,
+    label: str,
+    check: Callable[[Advance, Written], list[str]] | None,
+) -> ConvertReport:
+    with reading(config.source), progress(label, None, "MB") as advance:
         report = convert(
             config,
             on_bytes=lambda count: advance(count / 1e6),
             on_total=lambda count: advance.set_total(count / 1e6),
-            verify=check,
+            verify=partial(check, advance) if check else None,
         )
-    for note in report.notes:
-        job.say(f"note: {note}")
-    return {"model_id": report.model_id}
+    for line in (*(f"note: {note}" for note in report.notes), report.verified):
+        if line:
+            job.say(line)
+    return report
 
 
 def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
@@ -231,7 +250,7 @@ def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
 
 
 def make_plan(
-    job: Job, model: Path, profiled: Path, machine: Path, folder: Path
+    job: Job, model: Path, machine: Path, profiled: Path, folder: Path
 ) -> Mapping[str, Any]:
     """Solves for a plan."""
     config = SolveConfig(
@@ -270,7 +289,3 @@ def flop_per_token(model: ModelFile) -> float:
         if len(entry.shape) == 2 and (name != "token_embd.weight" or model.is_tied)
     ]
     return 2.0 * sum(sizes)
-
-
-def device_here(job: Job) -> torch.device:
-    return device_of(job.choice.device)

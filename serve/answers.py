@@ -1,63 +1,80 @@
-"""Builds OpenAI's response objects from tokens, whole or as chunks of a stream."""
+"""Answers requests that generate texts, and builds OpenAI's response objects from tokens, whole or
+as chunks of a stream."""
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.generate.reasoning import BEGIN, END, ReasoningSplitter
-from hotsplit.serve.chat_requests import ChatRequest
+from hotsplit.serve.exchange import DONE, EventStream, Exchange, JsonResponse, while_there
+from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.texts import Report
+from hotsplit.serve.service import Service
+from hotsplit.serve.text_requests import Syntax, TextRequest
+from hotsplit.serve.texts import Ended, Report
 from hotsplit.serve.tool_calls import ToolCall, ToolSplitter
 
 Body = dict[str, object]
+Parse = Callable[[Fields, ServedModel, float], TextRequest]  # the last argument is --timeout
 
 
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """The next piece of a text."""
+@dataclass(kw_only=True)
+class Output:
+    """The next piece of a text, or all pieces together. `report` comes with the last."""
 
     content: str = ""
     reasoning: str = ""
-    calls: Sequence[ToolCall] = ()
-    tokens: Sequence[Token] = ()  # those with logprobs
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)  # those with logprobs
+    report: Report | None = None
+
+    def add(self, piece: "Output") -> None:
+        self.content += piece.content
+        self.reasoning += piece.reasoning
+        self.calls += piece.calls
+        self.tokens += piece.tokens
+        self.report = piece.report
 
 
 class Voice:
-    """One text of a chat: splits its tokens into content, reasoning and tool calls."""
+    """One text of a request: splits its tokens into content, reasoning and tool calls."""
 
-    def __init__(self, request: ChatRequest) -> None:
-        is_open = request.begins_reasoning
-        self._reasoning = ReasoningSplitter(is_open=is_open) if request.splits_reasoning else None
+    def __init__(self, syntax: Syntax) -> None:
+        is_open = syntax.begins_reasoning
+        self._reasoning = ReasoningSplitter(is_open=is_open) if syntax.splits_reasoning else None
         self._has_begun = is_open
         self._tools = None
-        if request.form is not None:
-            self._tools = ToolSplitter(request.form, most=request.most_calls)
-        self._marks = request.marks
-        self.has_calls = False
+        if syntax.form is not None:
+            self._tools = ToolSplitter(syntax.form, most=syntax.most_calls)
+        self._marks = syntax.marks
 
-    def say(self, tokens: Sequence[Token]) -> Delta:
+    def say(self, tokens: Sequence[Token]) -> Output:
         texts = (
             token.text if token.id is None else self._marks.get(token.id, token.text)
             for token in tokens
         )
         text = "".join(texts)
         parts = self._reasoning.push(text) if self._reasoning else [(text, False)]
-        return self._delta(parts, tokens)
+        return self._output(parts, tokens)
 
-    def finish(self) -> Delta:
+    def finish(self, report: Report | None = None) -> Output:
         """Flushes the held-back text and parses the tool calls, once the text has ended."""
-        delta = self._delta(self._reasoning.flush() if self._reasoning else [], ())
-        if self._tools is None:
-            return delta
-        rest, calls = self._tools.finish()
-        self.has_calls = bool(calls)
-        return Delta(content=delta.content + rest, reasoning=delta.reasoning, calls=calls)
+        output = self._output(self._reasoning.flush() if self._reasoning else [], ())
+        output.report = report
+        if self._tools is not None:
+            rest, calls = self._tools.finish()
+            output.content += rest
+            output.calls += calls
+        return output
 
-    def _delta(self, parts: Iterable[tuple[str, bool]], tokens: Sequence[Token]) -> Delta:
+    def _output(self, parts: Iterable[tuple[str, bool]], tokens: Sequence[Token]) -> Output:
         content = reasoning = ""
         for text, is_reasoning in parts:
             if is_reasoning:
@@ -67,7 +84,7 @@ class Voice:
         if self._tools is not None and content:
             content = self._tools.push(content)
         with_logprobs = [token for token in tokens if token.logprob is not None]
-        return Delta(content=content, reasoning=reasoning, tokens=with_logprobs)
+        return Output(content=content, reasoning=reasoning, tokens=with_logprobs)
 
     def _untagged(self, text: str) -> str:
         if not self._has_begun:
@@ -76,51 +93,87 @@ class Voice:
         return text.removesuffix(END)
 
 
-@dataclass(kw_only=True)
-class Said:
-    """The output of one text so far."""
+class Answer(ABC):
+    """The answer to one request, whole or as pieces of a stream that `end` ends."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
-    report: Report | None = None
+    end: ClassVar[bytes] = DONE
 
-    def add(self, delta: Delta) -> None:
-        self.content += delta.content
-        self.reasoning += delta.reasoning
-        self.calls += delta.calls
-        self.tokens += delta.tokens
+    def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
+        self._service, self._asked, self._request = service, asked, request
+        self._more: Body = {"usage": None} if asked.wanted.has_usage else {}
+        self._reports: dict[int, Report] = {}  # of the texts that have ended, by index
+
+    @abstractmethod
+    async def whole(self, exchange: Exchange) -> Body: ...
+
+    @abstractmethod
+    def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]: ...
+
+    async def _batches(self, exchange: Exchange) -> AsyncIterator[list[tuple[int, Output]]]:
+        """Yields new pieces of texts, each with the text's index."""
+        voices = [Voice(self._asked.syntax) for _ in self._asked.jobs]
+        async for batch in exchange.batches():
+            pieces = []
+            for number, event in batch:
+                if isinstance(event, Ended):
+                    self._reports[number] = event.report
+                    pieces.append((number, voices[number].finish(event.report)))
+                else:
+                    pieces.append((number, voices[number].say(event.tokens)))
+            yield pieces
+
+    async def _outputs(self, exchange: Exchange) -> list[Output]:
+        """Collects the complete outputs of all texts."""
+        outputs = [Output() for _ in self._asked.jobs]
+        async for batch in self._batches(exchange):
+            for number, piece in batch:
+                outputs[number].add(piece)
+        return outputs
+
+    def _report(self) -> list[Report]:
+        """The reports of all texts, once they have ended. Gives them to the service, too."""
+        reports = [self._reports[number] for number in sorted(self._reports)]
+        self._service.report(self._request, reports)
+        return reports
+
+    def _usage(self) -> Body:
+        reports = self._report()
+        usage = usage_of(reports, len(self._asked.prompts) or 1)
+        return {"usage": usage, "timings": timings_of(reports)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """The fields shared by all chunks of an answer."""
-
-    id: str
-    kind: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    @classmethod
-    def of(cls, served: ServedModel, prefix: str, kind: str, fingerprint: str) -> "Head":
-        return cls(
-            id=f"{prefix}-{secrets.token_hex(12)}", kind=kind, created=int(time.time()),
-            model=served.name, system_fingerprint=fingerprint,
-        )  # fmt: skip
-
-    def body(self, choices: list[Body], **more: Any) -> Body:
-        return {
-            "id": self.id, "object": self.kind, "created": self.created, "model": self.model,
-            "system_fingerprint": self.system_fingerprint, "choices": choices, **more,
-        }  # fmt: skip
+async def answered(
+    service: Service, request: Request, parse: Parse, answer_of: type[Answer]
+) -> Response:
+    """Parses a request, submits its texts and answers it, as a stream if it asks for one."""
+    fields = await service.fields(request)
+    asked = await service.prepared(lambda: parse(fields, service.served, service.config.timeout_s))
+    exchange = service.exchange(asked.jobs, is_stream=asked.wanted.is_stream)
+    answer = answer_of(service, asked, request)
+    if asked.wanted.is_stream:
+        pieces = answer.pieces(exchange)
+        return EventStream(exchange, pieces, service.config.read_s, answer.end)
+    try:
+        return JsonResponse(await while_there(request.receive, answer.whole(exchange)))
+    finally:
+        exchange.cancel()
 
 
-def finish_reason(report: Report, *, has_calls: bool = False) -> str:
-    if has_calls:
+def head_of(service: Service, prefix: str, kind: str) -> Body:
+    """The fields that an answer, or each of its chunks, begins with."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()),
+        "model": service.served.name, "system_fingerprint": service.fingerprint,
+    }  # fmt: skip
+
+
+def finish_reason(output: Output) -> str | None:
+    """None if the text goes on."""
+    if output.report is None:
+        return None
+    if output.calls:
         return "tool_calls"
-    return "stop" if report.stopped_by in ("end of text", "stop string") else "length"
+    return "stop" if output.report.is_complete else "length"
 
 
 def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
@@ -162,25 +215,25 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-def message_of(said: Said) -> Body:
-    message: Body = {"role": "assistant", "content": said.content, "refusal": None}
-    if said.calls and not said.content:
+def message_of(output: Output) -> Body:
+    message: Body = {"role": "assistant", "content": output.content, "refusal": None}
+    if output.calls and not output.content:
         message["content"] = None
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["tool_calls"] = [call.body() for call in said.calls]
+    if output.reasoning:
+        message["reasoning_content"] = output.reasoning
+    if output.calls:
+        message["tool_calls"] = [call.body() for call in output.calls]
     return message
 
 
-def delta_of(delta: Delta) -> Body:
+def delta_of(piece: Output) -> Body:
     found: Body = {}
-    if delta.content:
-        found["content"] = delta.content
-    if delta.reasoning:
-        found["reasoning_content"] = delta.reasoning
-    if delta.calls:
-        found["tool_calls"] = [call.body(index) for index, call in enumerate(delta.calls)]
+    if piece.content:
+        found["content"] = piece.content
+    if piece.reasoning:
+        found["reasoning_content"] = piece.reasoning
+    if piece.calls:
+        found["tool_calls"] = [call.body(index) for index, call in enumerate(piece.calls)]
     return found
 
 

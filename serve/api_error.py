@@ -36,3 +36,7 @@ def unavailable(message: str) -> ApiError:
         503, message, kind="server_error", code="service_unavailable",
         headers={"Retry-After": "5"},
     )  # fmt: skip
+
+
+def too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {most} bytes", code="request_too_large")

@@ -1,6 +1,7 @@
 """The ASGI application: routes, and errors in OpenAI's format."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -8,12 +9,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hotsplit.serve.answers import answered
 from hotsplit.serve.api_error import ApiError
-from hotsplit.serve.chat_api import chat_completions
-from hotsplit.serve.completions_api import completions
+from hotsplit.serve.chat_requests import chat_request
+from hotsplit.serve.completions_api import ChatAnswer, CompletionAnswer
 from hotsplit.serve.exchange import error_response
 from hotsplit.serve.guard import Guard
-from hotsplit.serve.responses_api import responses
+from hotsplit.serve.responses_api import ResponsesAnswer
+from hotsplit.serve.responses_requests import responses_request
 from hotsplit.serve.service import Service
 from hotsplit.serve.side_api import (
     apply_template,
@@ -26,15 +29,19 @@ from hotsplit.serve.side_api import (
     props,
     tokenize,
 )
+from hotsplit.serve.text_requests import completion_request
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
+CHAT = partial(answered, parse=chat_request, answer_of=ChatAnswer)
+COMPLETIONS = partial(answered, parse=completion_request, answer_of=CompletionAnswer)
+RESPONSES = partial(answered, parse=responses_request, answer_of=ResponsesAnswer)
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/chat/completions", chat_completions),
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/responses", responses),
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/v1/completions", COMPLETIONS),
+    ("POST", "/v1/responses", RESPONSES),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
-    ("POST", "/chat/completions", chat_completions),  # as in llama-server
+    ("POST", "/chat/completions", CHAT),  # as in llama-server
     ("GET", "/models", models),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
@@ -67,7 +74,7 @@ def app_of(service: Service) -> ASGIApp:
             response = error_response(_error_of(error, scope))
             await response(scope, receive, send)
 
-    return Guard(app, service.config, lambda: service.is_stopping, service.observe, service.count)
+    return Guard(app, service)
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -5,33 +5,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.reasoning import BEGIN, END, opens_reasoning
 from hotsplit.runtime.text.chat_template import ChatTemplate
-from hotsplit.serve.api_error import wrong
+from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.text_requests import MAX_LOGPROBS, Wanted, jobs_of, take_wanted
-from hotsplit.serve.texts import Job
-from hotsplit.serve.tool_calls import ToolForm, form_of
+from hotsplit.serve.text_requests import (
+    MAX_LOGPROBS,
+    Syntax,
+    TextRequest,
+    jobs_of,
+    take_wanted,
+)
+from hotsplit.serve.tool_calls import MAX_CALLS, ToolForm, form_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatRequest:
-    """A chat, ready to be submitted. `form`: the syntax of tool calls in the answer; None if they
-    are not parsed. `begins_reasoning`: whether the answer starts inside a reasoning block. `marks`:
-    special tokens that delimit calls and reasoning, by id."""
-
-    wanted: Wanted
-    jobs: list[Job]
-    form: ToolForm | None
-    most_calls: int
-    splits_reasoning: bool
-    begins_reasoning: bool
-    marks: Mapping[int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +34,7 @@ class Rendering:
     has_tools: bool
 
 
-def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatRequest:
+def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
     """The request of /v1/chat/completions. Raises ApiError."""
     rendering = take_rendering(fields, served)
     form = None
@@ -60,15 +51,15 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatR
     fields.finish()
     served.check_length(rendering.text, "messages")
     ids = served.encode_plain(rendering.text, "messages")
-    return ChatRequest(
-        wanted=wanted,
-        jobs=jobs_of(served, ids, wanted, codec, "messages"),
+    syntax = Syntax(
         form=form,
-        most_calls=128 if is_parallel else 1,
+        most_calls=MAX_CALLS if is_parallel else 1,
         splits_reasoning=reasoning != "none",
         begins_reasoning=opens_reasoning(rendering.text, rendering.continued),
         marks=served.hidden_marks([*(form.marks if form else ()), BEGIN, END]),
     )
+    jobs = jobs_of(served, ids, wanted, codec, "messages")
+    return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
 
 
 def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
@@ -100,10 +91,15 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     begins = fields.flag("add_generation_prompt", True)
     continues = fields.flag("continue_final_message", is_answered and begins)
-    text = served.render(
-        messages, tools=tools or None, variables=variables, continues=continues,
-        add_generation_prompt=begins,
-    )  # fmt: skip
+    if isinstance(served.template, str):
+        raise ApiError(501, served.template, code="no_chat_template")
+    try:
+        text = served.template.render(
+            messages, tools=tools or None, variables=variables, continue_final_message=continues,
+            add_generation_prompt=begins and not continues,
+        )  # fmt: skip
+    except HotsplitError as error:
+        raise wrong("messages", str(error)) from error
     continued = str(messages[-1]["content"]) if continues else ""
     return Rendering(text=text, continued=continued, has_tools=bool(tools))
 
@@ -143,16 +139,14 @@ def _content(content: object, place: str) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        is_text = kind in ("text", "input_text", "output_text")
-        if is_text and not isinstance(text, str):
-            raise wrong(
-                place, f"{place} has a part of type {kind} whose text is missing or not a string"
-            )
-        if not is_text or not isinstance(text, str):
+        if not isinstance(part, dict) or kind not in ("text", "input_text", "output_text"):
             shown = json.dumps(kind)[:40]
             raise wrong(place, f"{place} has a part of type {shown}; this model only reads text",
                         "unsupported_content")  # fmt: skip
+        if not isinstance(text := part.get("text"), str):
+            raise wrong(
+                place, f"{place} has a part of type {kind} whose text is missing or not a string"
+            )
         texts.append(text)
     return "\n".join(texts)
 

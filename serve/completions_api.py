@@ -1,115 +1,118 @@
-"""Answers /v1/completions. Requests are parsed in text_requests."""
+"""Answers /v1/chat/completions and /v1/completions. Requests are parsed in chat_requests and
+text_requests."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
-from starlette.responses import Response
 
-from hotsplit.runtime.generate.generation import Token
 from hotsplit.serve.answers import (
+    Answer,
     Body,
-    Head,
-    Said,
+    Output,
+    chat_logprobs,
     completion_logprobs,
+    delta_of,
     finish_reason,
+    head_of,
+    message_of,
     timings_of,
-    usage_of,
 )
-from hotsplit.serve.exchange import EventStream, Exchange, JsonResponse, sse
+from hotsplit.serve.exchange import Exchange, sse
 from hotsplit.serve.service import Service
-from hotsplit.serve.text_requests import TextRequest, completion_request
-from hotsplit.serve.texts import Ended, Report
+from hotsplit.serve.text_requests import TextRequest
+from hotsplit.serve.texts import Report
 
 
-async def completions(service: Service, request: Request) -> Response:
-    fields = await service.fields(request)
-    text = await service.prepared(
-        lambda: completion_request(fields, service.served, service.config.timeout_s)
-    )
-    exchange = service.exchange(text.jobs, is_stream=text.wanted.is_stream)
-    answer = _Answer(service, text, request)
-    if text.wanted.is_stream:
-        return EventStream(exchange, answer.pieces(exchange), service.config.read_s, lambda: None)
-    return JsonResponse(await service.while_there(request, exchange, answer.whole(exchange)))
-
-
-class _Answer:
-    """Builds the answer to one request. A whole answer and each chunk of a stream have the same
-    form."""
-
-    def __init__(self, service: Service, text: TextRequest, request: Request) -> None:
-        self._service, self._text, self._request = service, text, request
-        self._head = Head.of(service.served, "cmpl", "text_completion", service.fingerprint)
-        self._more: Body = {"usage": None} if text.wanted.has_usage else {}
-
+class ChatAnswer(Answer):
     async def whole(self, exchange: Exchange) -> Body:
-        said = [Said(content=self._prompt(number)) for number in range(len(self._text.jobs))]
-        async for batch in exchange.batches():
-            for number, event in batch:
-                if isinstance(event, Ended):
-                    said[number].report = event.report
-                else:
-                    said[number].content += _texts(event.tokens)
-                    said[number].tokens += _with_logprobs(event.tokens)
-        reports = [text.report for text in said if text.report is not None]
-        choices = [
-            self._choice(number, text.content, text.tokens, text.report)
-            for number, text in enumerate(said)
-        ]
-        return self._head.body(choices, **self._usage(reports))
+        outputs = await self._outputs(exchange)
+        head = head_of(self._service, "chatcmpl", "chat.completion")
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        return {**head, "choices": choices, **self._usage()}
+
+    def _choice(self, index: int, output: Output) -> Body:
+        return {
+            "index": index,
+            "message": message_of(output),
+            "logprobs": chat_logprobs(self._service.served, output.tokens),
+            "finish_reason": finish_reason(output),
+        }
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        lengths = [len(self._prompt(number)) for number in range(len(self._text.jobs))]
-        begun = [self._prompt(number) for number in range(len(lengths))]
-        reports: dict[int, Report] = {}
-        async for batch in exchange.batches():
+        self._head = head_of(self._service, "chatcmpl", "chat.completion.chunk")
+        has_begun = [False] * len(self._asked.jobs)
+        async for batch in self._batches(exchange):
             found = b""
-            for number, event in batch:
-                if isinstance(event, Ended):
-                    reports[number] = event.report
-                    choice = self._choice(number, begun[number], (), event.report)
-                    more = {"timings": timings_of([event.report]), **self._more}
-                    found += sse(self._head.body([choice], **more))
-                    continue
-                text, tokens = _texts(event.tokens), _with_logprobs(event.tokens)
-                if text or tokens:
-                    choice = self._choice(
-                        number, begun[number] + text, tokens, None, lengths[number]
-                    )
-                    found += sse(self._head.body([choice], **self._more))
-                    begun[number] = ""
-                    lengths[number] += len(text)
+            for number, piece in batch:
+                if not has_begun[number]:
+                    has_begun[number] = True
+                    found += self._chunk(number, {"role": "assistant", "content": ""})
+                logprobs = chat_logprobs(self._service.served, piece.tokens)
+                delta = delta_of(piece)
+                if delta or logprobs:
+                    found += self._chunk(number, delta, logprobs)
+                if piece.report is not None:
+                    found += self._end(number, finish_reason(piece), piece.report)
             yield found
-        usage = self._usage([reports[number] for number in sorted(reports)])
-        if self._text.wanted.has_usage:
-            yield sse(self._head.body([], **usage))
+        usage = self._usage()
+        if self._asked.wanted.has_usage:
+            yield sse({**self._head, "choices": [], **usage})
 
-    def _usage(self, reports: Sequence[Report]) -> Body:
-        self._service.report(self._request, reports)
-        usage = usage_of(reports, len(self._text.prompts))
-        return {"usage": usage, "timings": timings_of(reports)}
+    def _chunk(self, number: int, delta: Body, logprobs: Body | None = None) -> bytes:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return sse({**self._head, "choices": [choice], **self._more})
+
+    def _end(self, number: int, reason: str | None, report: Report) -> bytes:
+        choice = {"index": number, "delta": {}, "logprobs": None, "finish_reason": reason}
+        end = {"timings": timings_of([report]), **self._more}
+        return sse({**self._head, "choices": [choice], **end})
+
+
+class CompletionAnswer(Answer):
+    """A whole answer and each chunk of a stream have the same form."""
+
+    def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
+        super().__init__(service, asked, request)
+        self._head = head_of(service, "cmpl", "text_completion")
+
+    async def whole(self, exchange: Exchange) -> Body:
+        outputs = await self._outputs(exchange)
+        choices = [
+            self._choice(number, self._prompt(number) + output.content, output)
+            for number, output in enumerate(outputs)
+        ]
+        return {**self._head, "choices": choices, **self._usage()}
+
+    async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
+        begun = [self._prompt(number) for number in range(len(self._asked.jobs))]
+        lengths = [len(prompt) for prompt in begun]
+        async for batch in self._batches(exchange):
+            found = b""
+            for number, piece in batch:
+                choice = self._choice(number, begun[number] + piece.content, piece, lengths[number])
+                if piece.report is not None:
+                    end = {"timings": timings_of([piece.report]), **self._more}
+                    found += sse({**self._head, "choices": [choice], **end})
+                elif piece.content or piece.tokens:
+                    found += sse({**self._head, "choices": [choice], **self._more})
+                    begun[number] = ""
+                    lengths[number] += len(piece.content)
+            yield found
+        usage = self._usage()
+        if self._asked.wanted.has_usage:
+            yield sse({**self._head, "choices": [], **usage})
 
     def _prompt(self, number: int) -> str:
         """The prompt's text if the answer repeats it (`echo`), else ""."""
-        if not self._text.echoes:
+        if not self._asked.echoes:
             return ""
-        text, ids = self._text.prompts[number // self._text.wanted.count]
+        text, ids = self._asked.prompts[number // self._asked.wanted.count]
         return text or self._service.served.codec.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _choice(
-        self, number: int, text: str, tokens: Sequence[Token], report: Report | None, start: int = 0
-    ) -> Body:
+    def _choice(self, number: int, text: str, output: Output, start: int = 0) -> Body:
         return {
             "index": number,
             "text": text,
-            "logprobs": completion_logprobs(self._service.served, tokens, start),
-            "finish_reason": None if report is None else finish_reason(report),
+            "logprobs": completion_logprobs(self._service.served, output.tokens, start),
+            "finish_reason": finish_reason(output),
         }
-
-
-def _texts(tokens: Sequence[Token]) -> str:
-    return "".join(token.text for token in tokens)
-
-
-def _with_logprobs(tokens: Sequence[Token]) -> list[Token]:
-    return [token for token in tokens if token.logprob is not None]

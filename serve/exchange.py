@@ -6,7 +6,7 @@ reading its answer for too long, its texts are cancelled."""
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -47,7 +47,7 @@ class Exchange:
             raise ApiError(
                 429,
                 f"{scheduler.num_waiting} texts are waiting in a queue for"
-                f" {scheduler.limits.queue}; try again later",
+                f" {scheduler.queue}; try again later",
                 kind="rate_limit_error", code="rate_limit_exceeded",
                 headers={"Retry-After": str(retry_s)},
             ) from None  # fmt: skip
@@ -159,22 +159,15 @@ class EventStream(Response):
     piece; a failure before it is answered with its own status."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        pieces: AsyncIterator[bytes],
-        take_s: float,
-        on_gone: Callable[[], None],
-        end: bytes = DONE,
+        self, exchange: Exchange, pieces: AsyncIterator[bytes], take_s: float, end: bytes
     ) -> None:
-        self._exchange, self._pieces, self._take_s = exchange, pieces, take_s
-        self._on_gone, self._end = on_gone, end
+        self._exchange, self._pieces, self._take_s, self._end = exchange, pieces, take_s, end
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             failed = await while_there(receive, self._write(send))
-        except (Gone, TimeoutError):
-            self._on_gone()
+        except TimeoutError:
             raise Gone from None
         finally:
             self._exchange.cancel()

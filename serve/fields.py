@@ -4,7 +4,7 @@ A null field counts as absent, because OpenAI's clients send nulls."""
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hotsplit.serve.api_error import ApiError, wrong
@@ -28,13 +28,16 @@ class Fields:
         """The raw value; None if absent."""
         return self._left.pop(name, None)
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def _checked(self, name: str, is_valid: Callable[[object], bool], wanted: str) -> Any:
+        """The value; None if absent. Refuses one that is not valid."""
         value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.refuse(name, value, "true or false")
+        if value is not None and not is_valid(value):
+            raise self.refuse(name, value, wanted)
         return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._checked(name, lambda value: isinstance(value, bool), "true or false")
+        return default if value is None else value
 
     def whole(self, name: str, low: int, high: int) -> int | None:
         value = self.take(name)
@@ -57,36 +60,23 @@ class Fields:
         return value
 
     def text(self, name: str, longest: int) -> str | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if not isinstance(value, str) or len(value) > longest:
-            raise self.refuse(name, value, f"text of up to {longest} characters")
-        return value
+        def is_valid(value: object) -> bool:
+            return isinstance(value, str) and len(value) <= longest
+
+        return self._checked(name, is_valid, f"text of up to {longest} characters")
 
     def choice(self, name: str, known: tuple[str, ...]) -> str | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if value not in known:
-            raise self.refuse(name, value, f"one of {', '.join(known)}")
-        return str(value)
+        return self._checked(name, known.__contains__, f"one of {', '.join(known)}")
 
     def items(self, name: str, longest: int) -> list[object]:
-        value = self.take(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or len(value) > longest:
-            raise self.refuse(name, value, f"a list of up to {longest}")
-        return value
+        def is_valid(value: object) -> bool:
+            return isinstance(value, list) and len(value) <= longest
+
+        return self._checked(name, is_valid, f"a list of up to {longest}") or []
 
     def inner(self, name: str) -> "Fields | None":
-        value = self.take(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.refuse(name, value, "an object")
-        return Fields(value, self.place(name))
+        value = self._checked(name, lambda value: isinstance(value, dict), "an object")
+        return None if value is None else Fields(value, self.place(name))
 
     def ignore(self, *names: str) -> None:
         """Accepts fields that do not change an answer."""

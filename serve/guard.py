@@ -12,16 +12,15 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import Callable
 
 from h11 import LocalProtocolError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotsplit.serve.api_error import ApiError
-from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.api_error import ApiError, too_large, unavailable
 from hotsplit.serve.exchange import STATUS_GONE, Gone, drop_body, error_response
 from hotsplit.serve.request_log import RequestLine
+from hotsplit.serve.service import Service
 
 log = logging.getLogger("hotsplit.serve")
 OPEN_PATHS = ("/health",)
@@ -35,20 +34,12 @@ _ALLOWED = {
 
 
 class Guard:
-    """The outermost layer of the application. It calls `count` with +1 when a request begins and
-    with -1 when it ends, and `observe` with its log line."""
+    """The outermost layer of the application. It counts the service's active requests, and gives
+    it the log line of each."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        config: ServeConfig,
-        is_stopping: Callable[[], bool],
-        observe: Callable[[RequestLine], None],
-        count: Callable[[int], None],
-    ) -> None:
-        self._app, self._config = app, config
-        self._is_stopping, self._observe, self._count = is_stopping, observe, count
-        self._is_local = config.api_key is None and is_loopback(config.host)
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service, self._config = app, service, service.config
+        self._is_local = self._config.api_key is None and is_loopback(self._config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,12 +49,12 @@ class Guard:
         )
         scope.setdefault("state", {})["line"] = line
         began = time.perf_counter()
-        self._count(1)
+        self._service.num_active += 1
         try:
             await self._answer(scope, receive, self._marked(scope, send, line))
         except Gone:
             line.status = STATUS_GONE
-            scope["state"].get("abort", _nothing)()
+            scope["state"].get("abort", lambda: None)()  # set by a Connection
         except Exception as error:  # a request never ends the process
             log.exception("%s failed", line.id)
             line.error = f"{type(error).__name__}: {error}"
@@ -74,9 +65,9 @@ class Guard:
             else:
                 raise  # closes the connection mid-answer
         finally:
-            self._count(-1)
+            self._service.num_active -= 1
             line.seconds = time.perf_counter() - began
-            self._observe(line)
+            self._service.observe(line)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -103,15 +94,13 @@ class Guard:
         path = scope["path"]
         if path not in OPEN_PATHS:
             self._check_key(headers, is_page=path == "/")
-        if self._is_stopping() and path not in (*OPEN_PATHS, "/metrics"):
-            raise ApiError(503, "the server is stopping", kind="server_error",
-                           code="service_unavailable", headers={"Retry-After": "5"})  # fmt: skip
+        if self._service.is_stopping and path not in (*OPEN_PATHS, "/metrics"):
+            raise unavailable("the server is stopping")
         length = headers.get("content-length", "0")
         # Python's int refuses thousands of digits
         is_number = length.isdecimal() and len(length) <= MAX_DIGITS
         if not is_number or int(length) > self._config.max_body_bytes:
-            raise ApiError(413, f"the body is longer than {self._config.max_body_bytes} bytes",
-                           code="request_too_large")  # fmt: skip
+            raise too_large(self._config.max_body_bytes)
 
     def _check_key(self, headers: Headers, *, is_page: bool) -> None:
         wanted = self._config.api_key
@@ -162,10 +151,6 @@ class Guard:
                 raise Gone from error
 
         return marked
-
-
-def _nothing() -> None:
-    """Replaces `abort` where the application is not called by a Connection."""
 
 
 async def _preflight(send: Send) -> None:

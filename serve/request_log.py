@@ -59,10 +59,6 @@ class _Format(logging.Formatter):
         return json.dumps({**head, **found})
 
 
-def log_line(line: RequestLine) -> None:
-    logging.getLogger("hotsplit.serve").info("request", extra={"line": line})
-
-
 def start_log(*, is_json: bool) -> None:
     """Sends our lines and uvicorn's warnings to stderr."""
     handler = logging.StreamHandler(sys.stderr)

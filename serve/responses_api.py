@@ -4,89 +4,71 @@ responses_requests."""
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Literal
 
 from starlette.requests import Request
-from starlette.responses import Response
 
-from hotsplit.serve.answers import Body, Delta, Voice, timings_of, usage_of
+from hotsplit.serve.answers import Answer, Body, Output, timings_of, usage_of
 from hotsplit.serve.api_error import ApiError
-from hotsplit.serve.chat_api import gathered
-from hotsplit.serve.exchange import EventStream, Exchange, JsonResponse, sse
-from hotsplit.serve.responses_requests import responses_request
+from hotsplit.serve.exchange import Exchange, sse
 from hotsplit.serve.service import Service
-from hotsplit.serve.texts import Ended, Report
+from hotsplit.serve.text_requests import TextRequest
+from hotsplit.serve.texts import Report
 from hotsplit.serve.tool_calls import ToolCall
 
 
-async def responses(service: Service, request: Request) -> Response:
-    fields = await service.fields(request)
-    chat = await service.prepared(
-        lambda: responses_request(fields, service.served, service.config.timeout_s)
-    )
-    exchange = service.exchange(chat.jobs, is_stream=chat.wanted.is_stream)
-    answer = _Answer(service, request, Voice(chat))
-    if chat.wanted.is_stream:
-        return EventStream(
-            exchange, answer.pieces(exchange), service.config.read_s, lambda: None, end=b""
-        )
-    (said,) = await service.while_there(request, exchange, gathered(chat, exchange))
-    assert said.report is not None
-    for _ in answer.take(Delta(content=said.content, reasoning=said.reasoning, calls=said.calls)):
-        pass  # the events matter only in a stream
-    for _ in answer.end(said.report):
-        pass
-    return JsonResponse(answer.whole(said.report))
-
-
-class _Answer:
+class ResponsesAnswer(Answer):
     """The growing list of output items: reasoning, messages, tool calls. Only the last can be
     open."""
 
-    def __init__(self, service: Service, request: Request, voice: Voice) -> None:
-        self._service, self._request, self._voice = service, request, voice
+    end = b""
+
+    def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
+        super().__init__(service, asked, request)
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._items: list[Body] = []
         self._text = ""  # of the current item
         self._is_open = False
         self._number = -1
 
+    async def whole(self, exchange: Exchange) -> Body:
+        (output,) = await self._outputs(exchange)
+        (report,) = self._report()
+        for _ in (*self._take(output), *self._close(report)):
+            pass  # the events matter only in a stream
+        return self._response(report)
+
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        report: Report | None = None
         try:
-            async for batch in exchange.batches():
+            async for batch in self._batches(exchange):
                 found = b""
                 if self._number < 0:
                     found += self._event("response.created", response=self._body("in_progress"))
                     found += self._event("response.in_progress", response=self._body("in_progress"))
-                for _, event in batch:
-                    if isinstance(event, Ended):
-                        report = event.report
-                        delta = self._voice.finish()
-                    else:
-                        delta = self._voice.say(event.tokens)
-                    found += b"".join(self.take(delta))
+                for _, piece in batch:
+                    found += b"".join(self._take(piece))
                 yield found
         except ApiError as error:
             if self._number < 0:
                 raise
             yield self._event("error", code=error.code, message=error.message, param=error.param)
             return
-        assert report is not None
-        yield b"".join(self.end(report))
-        whole = self.whole(report)
-        yield self._event(f"response.{whole['status']}", response=whole)
+        (report,) = self._report()
+        yield b"".join(self._close(report))
+        response = self._response(report)
+        yield self._event(f"response.{response['status']}", response=response)
 
-    def take(self, delta: Delta) -> Iterator[bytes]:
-        """Adds a delta and yields its events."""
-        if delta.reasoning:
-            yield from self._grow("reasoning", delta.reasoning)
-        if delta.content:
-            yield from self._grow("message", delta.content)
-        for call in delta.calls:
-            yield from self.end()
+    def _take(self, piece: Output) -> Iterator[bytes]:
+        """Adds a piece and yields its events."""
+        if piece.reasoning:
+            yield from self._grow("reasoning", piece.reasoning)
+        if piece.content:
+            yield from self._grow("message", piece.content)
+        for call in piece.calls:
+            yield from self._close()
             yield from self._call(call)
 
-    def end(self, report: Report | None = None) -> Iterator[bytes]:
+    def _close(self, report: Report | None = None) -> Iterator[bytes]:
         """Closes the open item, if there is one, and yields the events for that. `report` is given
         at the end of the answer, which may have cut the item off."""
         if not self._is_open:
@@ -96,7 +78,7 @@ class _Answer:
         item["status"] = "completed" if report is None else _status(report)
         part: Body = {"type": "reasoning_text", "text": self._text}
         if item["type"] == "message":
-            part = {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+            part = _text_part(self._text)
             yield self._event("response.output_text.done", **place, content_index=0,
                               text=self._text, logprobs=[])  # fmt: skip
             yield self._event("response.content_part.done", **place, content_index=0, part=part)
@@ -104,13 +86,10 @@ class _Answer:
             yield self._event("response.reasoning_text.done", **place, content_index=0,
                               text=self._text)  # fmt: skip
         item["content"] = [part]
-        yield self._event(
-            "response.output_item.done", output_index=place["output_index"], item=item
-        )
+        yield self._item_event("done")
 
-    def whole(self, report: Report) -> Body:
-        """The complete response, once its last item is closed. Reports the text to the service."""
-        self._service.report(self._request, [report])
+    def _response(self, report: Report) -> Body:
+        """The complete response, once its last item is closed."""
         body = self._body(_status(report))
         if body["status"] == "incomplete":  # OpenAI has this reason for a full context, too
             body["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -127,7 +106,7 @@ class _Answer:
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
         if not self._is_open or self._items[-1]["type"] != kind:
-            yield from self.end()
+            yield from self._close()
             yield from self._begin(kind)
         self._text += text
         name = "output_text" if kind == "message" else "reasoning_text"
@@ -143,12 +122,10 @@ class _Answer:
             item |= {"id": f"rs_{secrets.token_hex(16)}", "summary": []}
         self._items.append(item)
         self._is_open, self._text = True, ""
-        place = self._place()
-        yield self._event("response.output_item.added", output_index=place["output_index"],
-                          item=item)  # fmt: skip
+        yield self._item_event("added")
         if kind == "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield self._event("response.content_part.added", **place, content_index=0, part=part)
+            yield self._event("response.content_part.added", **self._place(), content_index=0,
+                              part=_text_part(""))  # fmt: skip
 
     def _call(self, call: ToolCall) -> Iterator[bytes]:
         item: Body = {"type": "function_call", "id": f"fc_{secrets.token_hex(16)}",
@@ -156,13 +133,12 @@ class _Answer:
                       "status": "in_progress"}  # fmt: skip
         self._items.append(item)
         place = self._place()
-        index = place["output_index"]
-        yield self._event("response.output_item.added", output_index=index, item=item)
+        yield self._item_event("added")
         yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
         yield self._event("response.function_call_arguments.done", **place, name=call.name,
                           arguments=call.arguments)  # fmt: skip
         item |= {"arguments": call.arguments, "status": "completed"}
-        yield self._event("response.output_item.done", output_index=index, item=item)
+        yield self._item_event("done")
 
     def _place(self) -> Body:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
@@ -177,6 +153,11 @@ class _Answer:
             "usage": None,
         }  # fmt: skip
 
+    def _item_event(self, what: Literal["added", "done"]) -> bytes:
+        """The event for the last item as a whole."""
+        index = len(self._items) - 1
+        return self._event(f"response.output_item.{what}", output_index=index, item=self._items[-1])
+
     def _event(self, kind: str, **content: object) -> bytes:
         self._number += 1
         return sse({"type": kind, "sequence_number": self._number, **content}, event=kind)
@@ -184,5 +165,8 @@ class _Answer:
 
 def _status(report: Report) -> str:
     """The status of a response, and of the item that is open at its end."""
-    is_whole = report.stopped_by in ("end of text", "stop string")
-    return "completed" if is_whole else "incomplete"
+    return "completed" if report.is_complete else "incomplete"
+
+
+def _text_part(text: str) -> Body:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -5,9 +5,10 @@ Nothing is stored here, so references to an earlier response are refused."""
 from collections.abc import Mapping
 
 from hotsplit.serve.api_error import ApiError, wrong
-from hotsplit.serve.chat_requests import MAX_TOOLS, ChatRequest, chat_request
+from hotsplit.serve.chat_requests import MAX_TOOLS, chat_request
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
+from hotsplit.serve.text_requests import TextRequest
 
 MAX_ITEMS = 4096
 MAX_INSTRUCTIONS = 1 << 24
@@ -17,7 +18,7 @@ _PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
            "response_format": "text.format"}  # fmt: skip
 
 
-def responses_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatRequest:
+def responses_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
     """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
     chat = _chat_fields(fields)
     try:

@@ -10,14 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.step.sequences import Part
-from hotsplit.serve.shelf import Shelf, common
+from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said, Stopping, Text
 
 log = logging.getLogger("hotsplit.serve")
@@ -35,24 +35,24 @@ class QueueFull(Exception):
     """The queue of waiting texts is full."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The most texts in progress, and the most that may wait."""
-
-    parallel: int
-    queue: int
-
-
 class Scheduler:
-    """Runs the engine, and calls `post` once per step with all of the step's events, if any.
+    """Runs the engine, with up to `parallel` texts in progress and up to `queue` that wait, and
+    calls `post` once per step with all of the step's events, if any.
 
     `submit`, `cancel` and `stop` may be called from any thread; `run` belongs to the thread that
     owns the engine."""
 
     def __init__(
-        self, engine: TextEngine, shelf: Shelf, limits: Limits, post: Callable[[Batch], None]
+        self,
+        engine: TextEngine,
+        prefix_cache: PrefixCache,
+        post: Callable[[Batch], None],
+        *,
+        parallel: int,
+        queue: int,
     ) -> None:
-        self.engine, self.shelf, self.limits, self._post = engine, shelf, limits, post
+        self.engine, self.prefix_cache, self._post = engine, prefix_cache, post
+        self.parallel, self.queue = parallel, queue
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
         self._change = threading.Condition()
@@ -80,7 +80,7 @@ class Scheduler:
             if self._is_stopped:
                 raise Stopping
             known = len(self._running) + len(self._waiting)
-            if known + len(texts) > self.limits.parallel + self.limits.queue:
+            if known + len(texts) > self.parallel + self.queue:
                 raise QueueFull
             self._waiting.extend(texts)
             self._change.notify()
@@ -137,15 +137,14 @@ class Scheduler:
         with self._change:
             texts = [*self._running, *self._waiting]
         for text in texts:
-            deadline = text.job.deadline
             if text.is_cancelled:
                 self._end(text, None, is_kept=text.job.reuses)
-            elif deadline is not None and now > deadline:
+            elif now > text.job.deadline:
                 self._end(text, Failed(Late(text.job.deadline_by)), is_kept=text.job.reuses)
 
     def _admit(self) -> None:
         with self._change:
-            while self._waiting and len(self._running) < self.limits.parallel:
+            while self._waiting and len(self._running) < self.parallel:
                 self._running.append(self._waiting.popleft())
 
     def _end(self, text: Text, event: Event | None, *, is_kept: bool) -> None:
@@ -157,15 +156,20 @@ class Scheduler:
         sequence, text.sequence = text.sequence, None
         text.release()
         if sequence is not None and is_kept:
-            self.shelf.keep(sequence)
+            self.prefix_cache.keep(sequence)
         elif sequence is not None:
-            self.shelf.drop(sequence)
+            self.prefix_cache.drop(sequence)
         if event is not None:
             self._batch.append((text, event))
 
-    def _fail(self, text: Text, error: Exception) -> None:
-        log.debug("a text failed", exc_info=error)
-        self._end(text, Failed(error), is_kept=False)
+    @contextmanager
+    def _failing(self, text: Text) -> Iterator[None]:
+        """Ends the text if the block raises."""
+        try:
+            yield
+        except Exception as error:
+            log.debug("a text failed", exc_info=error)
+            self._end(text, Failed(error), is_kept=False)
 
     def _parts(self) -> list[tuple[Text, Part]]:
         """The parts of a step: one row of every generating text, then pieces of prompts."""
@@ -181,11 +185,9 @@ class Scheduler:
         return parts
 
     def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
-        try:
+        with self._failing(text):
             return text, text.part(most)
-        except Exception as error:
-            self._fail(text, error)
-            return None
+        return None
 
     def _shares(self, rows: int) -> list[tuple[Text, int]]:
         """Divides the rows among prompts: half to the oldest, so that it always progresses, the
@@ -211,18 +213,11 @@ class Scheduler:
         job = text.job
         if job.reuses and self._is_being_read(job.ids):
             return False
-        try:
-            sequence = self.shelf.take(job.ids, reuses=job.reuses)
-        except Exception as error:
-            self._fail(text, error)
-            return False
-        text.sequence = sequence
-        try:
-            text.begin(sequence, self.engine.traffic)
-        except Exception as error:
-            self._fail(text, error)
-            return False
-        return True
+        with self._failing(text):
+            text.sequence = self.prefix_cache.take(job.ids, reuses=job.reuses)
+            text.begin(text.sequence, self.engine.traffic)
+            return True
+        return False
 
     def _is_being_read(self, ids: Sequence[int]) -> bool:
         """True if waiting will make many more tokens of the prompt reusable than are now."""
@@ -232,7 +227,7 @@ class Scheduler:
                 shared = common(other.job.ids, ids[:-1])
                 if other.sequence.length < shared:
                     coming = max(coming, shared)
-        return coming >= WORTH_WAITING and coming >= self.shelf.known(ids) + WORTH_WAITING
+        return coming >= WORTH_WAITING and coming >= self.prefix_cache.known(ids) + WORTH_WAITING
 
     def _compute(self, parts: list[tuple[Text, Part]]) -> None:
         began = time.perf_counter()
@@ -252,17 +247,14 @@ class Scheduler:
         texts that also fail alone are ended."""
         for text, part in parts:
             began = time.perf_counter()
-            try:
+            with self._failing(text):
                 (logits_RV,) = self.engine.run([part])
-            except Exception as error:
-                self._fail(text, error)
-                continue
-            self._draw(text, part, logits_RV, time.perf_counter() - began)
+                self._draw(text, part, logits_RV, time.perf_counter() - began)
 
     def _learn(self, parts: list[tuple[Text, Part]], seconds: float) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
         self.on_step(seconds, rows)
-        if rows >= LEAST_ROWS + self.limits.parallel:
+        if rows >= LEAST_ROWS + self.parallel:
             row_s = seconds / rows
             self._row_s = row_s if not self._row_s else 0.7 * self._row_s + 0.3 * row_s
 
@@ -270,13 +262,9 @@ class Scheduler:
         if part.wanted == "none":
             return
         assert text.generation is not None
-        try:
+        with self._failing(text):
             text.generation.take(logits_RV, seconds)
-            tokens = text.draw()
-        except Exception as error:
-            self._fail(text, error)
-            return
-        if tokens:
-            self._batch.append((text, Said(tokens)))
+            if tokens := text.draw():
+                self._batch.append((text, Said(tokens)))
         if text.is_over:
             self._end(text, Ended(text.report()), is_kept=text.job.reuses)

@@ -1,7 +1,7 @@
 """The parts of the model that requests need: tokenizer, chat template, samplers. Thread-safe."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,9 +11,9 @@ from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
-from hotsplit.runtime.text.chat_template import ChatTemplate, Message
+from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.serve.api_error import ApiError, wrong
+from hotsplit.serve.api_error import wrong
 
 LONG_TEXT = 1 << 12  # characters; 10 ms to tokenise
 
@@ -73,30 +73,6 @@ class ServedModel:
             return None
         (found,) = self.codec.tokenizer.encode_batch([text], add_special_tokens=is_special)
         return list(found.ids)
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, object]] | None,
-        variables: Mapping[str, object],
-        continues: bool,
-        add_generation_prompt: bool,
-    ) -> str:
-        """The text of a conversation. Raises ApiError if there is no template, or it rejects the
-        conversation."""
-        if isinstance(self.template, str):
-            raise ApiError(501, self.template, code="no_chat_template")
-        try:
-            return self.template.render(
-                messages,
-                tools=tools,
-                variables=variables,
-                continue_final_message=continues,
-                add_generation_prompt=add_generation_prompt and not continues,
-            )
-        except HotsplitError as error:
-            raise wrong("messages", str(error)) from error
 
     def chain(self, sampling: SamplingOptions) -> SamplerChain:
         return chain_of(sampling, self._breakers_of, self.vocab_size)

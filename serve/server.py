@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
+from math import prod
 
 import uvicorn
 
@@ -26,10 +27,10 @@ from hotsplit.serve.app import app_of
 from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.connections import connection_class
 from hotsplit.serve.guard import MAX_HEAD_BYTES
-from hotsplit.serve.scheduler import Batch, Limits, Scheduler
+from hotsplit.serve.prefix_cache import PrefixCache
+from hotsplit.serve.scheduler import Batch, Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
-from hotsplit.serve.shelf import Shelf
 
 LAST_S = 2.0  # time to send the last answers
 
@@ -85,11 +86,12 @@ class Server:
         try:
             with self._open_engine() as engine:
                 served = served_of(self.config, engine)
-                shelf = Shelf(engine, self._num_places)
+                prefix_cache = PrefixCache(engine, self._num_places)
                 # Texts that take turns in steps of one row still begin sooner than in a queue.
                 parallel = self.config.parallel if engine.not_native is None else 1
-                limits = Limits(parallel=parallel, queue=self.config.queue)
-                scheduler = Scheduler(engine, shelf, limits, self._post)
+                scheduler = Scheduler(
+                    engine, prefix_cache, self._post, parallel=parallel, queue=self.config.queue
+                )
                 self._scheduler = scheduler
                 if self.service.is_stopping:  # signalled while the model was loading
                     scheduler.stop()
@@ -132,14 +134,15 @@ class Server:
 
     async def _drain(self) -> None:
         """Lets running answers finish for up to `drain_s`, then fails the rest."""
-        deadline = time.monotonic() + self.config.drain_s
-        while self.service.num_active and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+        await self._wait_for_answers(self.config.drain_s)
         self._stop_scheduler()
-        deadline = time.monotonic() + LAST_S
+        await self._wait_for_answers(LAST_S)
+        self._leave()
+
+    async def _wait_for_answers(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while self.service.num_active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self._leave()
 
     def _stop_scheduler(self) -> None:
         if self._scheduler is not None:
@@ -191,7 +194,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         vocab_size=model.spec.vocab_size,
         context_length=engine.context_length,
         trained_context_length=model.spec.context_length,
-        num_parameters=sum(_count(entry.shape) for entry in model.tensors.values()),
+        num_parameters=sum(prod(entry.shape) for entry in model.tensors.values()),
         num_bytes=config.model.stat().st_size,
         longest_token=max(map(len, codec.tokenizer.get_vocab(with_added_tokens=True))),
         defaults=config.sampling,
@@ -201,13 +204,6 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
     with suppress(HotsplitError):  # requests with constraints are answered with the reason
         json_schema_constraint({"type": "object"}, codec)  # fills the cache of the vocabulary
     return served
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _listener(config: ServeConfig) -> socket.socket:

@@ -1,22 +1,24 @@
 """State shared by all endpoints of a server: its model once it is loaded, and its scheduler."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from hotsplit.serve.api_error import ApiError, unavailable
+from hotsplit.serve.api_error import ApiError, too_large, unavailable
 from hotsplit.serve.config import ServeConfig
-from hotsplit.serve.exchange import Exchange, Gone, drop_body, while_there
+from hotsplit.serve.exchange import Exchange, Gone, drop_body
 from hotsplit.serve.fields import Fields, fields_of
 from hotsplit.serve.metrics import Metrics
-from hotsplit.serve.request_log import RequestLine, log_line
+from hotsplit.serve.request_log import RequestLine
 from hotsplit.serve.scheduler import Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.texts import Job, Report
 
+log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
 NUM_PREPARING = 2  # threads that render and tokenise
 MAX_RETRY_S = 60
@@ -39,13 +41,11 @@ class Service:
         """Called when the model is loaded."""
         self._served, self._scheduler = served, scheduler
         scheduler.on_step = self.metrics.step
-        for name, what, value in (
-            ("running", "Texts in progress.", lambda: scheduler.num_running),
-            ("waiting", "Texts in the queue.", lambda: scheduler.num_waiting),
-            ("kept_texts", "Finished texts in the cache.", lambda: scheduler.shelf.num_kept),
-            ("kept_tokens", "Tokens of kept texts.", lambda: scheduler.shelf.num_kept_tokens),
-        ):
-            self.metrics.gauge(name, what, value)
+        gauge, cache = self.metrics.gauge, scheduler.prefix_cache
+        gauge("running", "Texts in progress.", lambda: scheduler.num_running)
+        gauge("waiting", "Texts in the queue.", lambda: scheduler.num_waiting)
+        gauge("kept_texts", "Finished texts in the cache.", lambda: cache.num_kept)
+        gauge("kept_tokens", "Tokens of kept texts.", lambda: cache.num_kept_tokens)
         if self.state == "loading":
             self.state = "ready"
 
@@ -66,16 +66,9 @@ class Service:
     def is_stopping(self) -> bool:
         return self.state == "stopping"
 
-    @property
-    def is_idle(self) -> bool:
-        return self._scheduler is None or self._scheduler.is_idle
-
     def observe(self, line: RequestLine) -> None:
         self.metrics.request(line)
-        log_line(line)
-
-    def count(self, change: int) -> None:
-        self.num_active += change
+        log.info("request", extra={"line": line})
 
     async def fields(self, request: Request) -> Fields:
         """The fields of a POST. Raises ApiError for a wrong content type, and for a body that is
@@ -101,7 +94,7 @@ class Service:
             raise Gone from None
         if length > most:  # after the deadline's block: the rest may arrive later
             await drop_body(request.receive)
-            raise ApiError(413, f"the body is longer than {most} bytes", code="request_too_large")
+            raise too_large(most)
         return await self.prepared(lambda: fields_of(b"".join(pieces)))
 
     async def prepared(self, make: Callable[[], Result]) -> Result:
@@ -126,15 +119,6 @@ class Service:
             line.generated_tokens += report.generated_tokens
             line.queued_s = max(line.queued_s, report.queued_s)
             self._text_s += 0.1 * (report.prompt_s + report.generated_s - self._text_s)
-
-    async def while_there(
-        self, request: Request, exchange: Exchange, work: Coroutine[object, object, Result]
-    ) -> Result:
-        """Awaits `work` as serve.exchange.while_there does, then cancels unfinished texts."""
-        try:
-            return await while_there(request.receive, work)
-        finally:
-            exchange.cancel()
 
     def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)

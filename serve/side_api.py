@@ -16,7 +16,6 @@ from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.chat_requests import take_rendering
 from hotsplit.serve.exchange import JsonResponse
-from hotsplit.serve.fields import Fields
 from hotsplit.serve.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
@@ -121,7 +120,9 @@ async def tokenize(service: Service, request: Request) -> Response:
     """llama-server's /tokenize: adds special tokens only if asked, and reads those in the text as
     text if parse_special is false; with_pieces also returns texts."""
     fields = await service.fields(request)
-    content = _content(fields)
+    content = fields.text("content", MAX_TEXT)
+    if content is None:
+        raise wrong("content", "content is missing; wanted a text")
     is_special = fields.flag("add_special")
     has_pieces = fields.flag("with_pieces")
     is_parsed = fields.flag("parse_special", True)
@@ -159,13 +160,6 @@ async def apply_template(service: Service, request: Request) -> Response:
     rendering = await service.prepared(lambda: take_rendering(fields, service.served))
     fields.finish()
     return JsonResponse({"prompt": rendering.text})
-
-
-def _content(fields: Fields) -> str:
-    content = fields.text("content", MAX_TEXT)
-    if content is None:
-        raise wrong("content", "content is missing; wanted a text")
-    return content
 
 
 def _piece(found: bytes) -> str | list[int]:

@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.constraints import (
@@ -18,6 +19,7 @@ from hotsplit.serve.fields import Fields
 from hotsplit.serve.sampling_fields import take_sampling, texts_of
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.texts import DeadlineBy, Job
+from hotsplit.serve.tool_calls import MAX_CALLS, ToolForm
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
@@ -60,13 +62,29 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Syntax:
+    """How an answer is split into content, reasoning and tool calls; by default, all is content.
+    `form`: the syntax of tool calls; None if they are not parsed. `begins_reasoning`: whether the
+    answer starts inside a reasoning block. `marks`: special tokens that delimit calls and
+    reasoning, by id."""
+
+    form: ToolForm | None = None
+    most_calls: int = MAX_CALLS
+    splits_reasoning: bool = False
+    begins_reasoning: bool = False
+    marks: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextRequest:
-    """A completion, ready to be submitted."""
+    """A completion or a chat, ready to be submitted. `prompts` and `echoes` are a completion's:
+    texts ("" if given as ids) with their tokens, and whether its answers repeat them."""
 
     wanted: Wanted
-    prompts: tuple[tuple[str, list[int]], ...]  # texts ("" if given as ids) and their tokens
-    echoes: bool
     jobs: list[Job]
+    syntax: Syntax = Syntax()
+    prompts: tuple[tuple[str, list[int]], ...] = ()
+    echoes: bool = False
 
 
 def completion_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
@@ -120,7 +138,9 @@ def take_wanted(
         ignores_end=fields.flag("ignore_eos"),
         num_logprobs=num_logprobs,
     )
-    asked_s = _timeout_s(fields)
+    asked_s = fields.number("timeout")
+    if asked_s is not None and asked_s <= 0:
+        raise wrong("timeout", f"timeout is {asked_s}, wanted a number over 0, in seconds")
     is_asked = asked_s is not None and asked_s < timeout_s
     return Wanted(
         count=count, is_stream=is_stream, has_usage=has_usage, sampling=sampling, options=options,
@@ -160,37 +180,27 @@ def jobs_of(
 
 def _prompts(value: object, served: ServedModel) -> list[tuple[str, list[int]]]:
     """Reads a text, its tokens, or a list of either."""
-    if isinstance(value, str):
-        return [(value, _encoded(value, served))]
-    if isinstance(value, list) and value and all(_is_id(item) for item in value):
-        return [("", _ids(value, served))]
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_PROMPTS:
+    items = [value] if isinstance(value, str) or _are_ids(value) else value
+    if not isinstance(items, list) or not 0 < len(items) <= MAX_PROMPTS:
         raise wrong("prompt", f"prompt: wanted a text, token ids, or a list of up to {MAX_PROMPTS}")
     found = []
-    for item in value:
+    for item in items:
         if isinstance(item, str):
-            found.append((item, _encoded(item, served)))
-        elif isinstance(item, list) and item and all(_is_id(part) for part in item):
-            found.append(("", _ids(item, served)))
+            served.check_length(item, "prompt")
+            found.append((item, served.encode(item)))
+        elif _are_ids(item):
+            strange = next((i for i in item if not 0 <= i < served.vocab_size), None)
+            if strange is not None:
+                most = served.vocab_size - 1
+                raise wrong("prompt", f"there is no token {strange}, wanted 0 to {most}")
+            found.append(("", item))
         else:
             raise wrong("prompt", "prompt: wanted a list of texts, or of lists of token ids")
     return found
 
 
-def _encoded(text: str, served: ServedModel) -> list[int]:
-    served.check_length(text, "prompt")
-    return served.encode(text)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _ids(value: list[int], served: ServedModel) -> list[int]:
-    strange = next((i for i in value if not 0 <= i < served.vocab_size), None)
-    if strange is not None:
-        raise wrong("prompt", f"there is no token {strange}, wanted 0 to {served.vocab_size - 1}")
-    return value
+def _are_ids(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _logprobs(value: object) -> int | None:
@@ -218,13 +228,6 @@ def _max_tokens(fields: Fields, served: ServedModel) -> int:
     return asked if served.max_tokens == ENDLESS else min(asked, served.max_tokens)
 
 
-def _timeout_s(fields: Fields) -> float | None:
-    asked_s = fields.number("timeout")
-    if asked_s is not None and asked_s <= 0:
-        raise wrong("timeout", f"timeout is {asked_s}, wanted a number over 0, in seconds")
-    return asked_s
-
-
 def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
     """The constraint of response_format, json_schema or grammar; at most one of them."""
     given = [name for name in ("json_schema", "grammar") if fields.has(name)]
@@ -246,16 +249,12 @@ def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
             return gbnf_constraint(grammar, codec)
         if schema is None:
             return None
-        return schema_constraint(schema, codec, param)
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
+            raise wrong(param, f"{param}: the schema has more than {MAX_GRAMMAR_BYTES} bytes")
+        return json_schema_constraint(text, codec)
     except HotsplitError as error:
         raise wrong("grammar" if grammar else param, str(error)) from error
-
-
-def schema_constraint(schema: object, codec: TextCodec, param: str) -> Constraint:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
-        raise wrong(param, f"{param}: the schema has more than {MAX_GRAMMAR_BYTES} bytes")
-    return json_schema_constraint(text, codec)
 
 
 def _schema(shape: Fields, kind: str) -> object:

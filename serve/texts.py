@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from hotsplit.runtime.generate.chain import SamplerChain
@@ -27,7 +28,7 @@ class Job:
     draws: SamplerChain
     options: GenerationOptions
     mask: Constraint | None = None
-    deadline: float | None = None
+    deadline: float = inf
     deadline_by: DeadlineBy = "--timeout"
     reuses: bool = True
 
@@ -43,6 +44,11 @@ class Report:
     queued_s: float
     prompt_s: float
     generated_s: float
+
+    @property
+    def is_complete(self) -> bool:
+        """False if a limit cut the text off."""
+        return self.stopped_by in ("end of text", "stop string")
 
 
 class Stopping(Exception):
@@ -137,11 +143,6 @@ class Text:
         """Frees the resources of an ended text. Its last logits are a view of a whole step's, which
         would otherwise live as long as any reference to the text."""
         self.generation = None
-
-    @property
-    def first_token_s(self) -> float:
-        """Seconds from its arrival to its first token."""
-        return self._first_s - self._submitted_s
 
     def report(self) -> Report:
         assert self.generation is not None

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hotsplit.runtime.generate.stops import overlap
+
 MAX_CALLS = 128
 
 
@@ -47,35 +49,26 @@ def form_of(template: str) -> ToolForm | None:
 
 
 def _read_hermes(text: str) -> list[tuple[str, object]] | None:
-    calls = []
-    for piece in text.split("<tool_call>")[1:]:
-        call = _call(_json(piece.partition("</tool_call>")[0]), "arguments")
-        if call is None:
-            return None
-        calls.append(call)
-    return calls or None
+    pieces = text.split("<tool_call>")[1:]
+    return _calls([_json(piece.partition("</tool_call>")[0]) for piece in pieces], "arguments")
 
 
 def _read_mistral(text: str) -> list[tuple[str, object]] | None:
     found = _json(text.removeprefix("[TOOL_CALLS]"))
-    calls = [_call(item, "arguments") for item in found] if isinstance(found, list) else []
-    return None if not calls or None in calls else calls  # type: ignore[return-value]
+    return _calls(found if isinstance(found, list) else [], "arguments")
 
 
 def _read_llama(text: str) -> list[tuple[str, object]] | None:
     """Reads one call, or several separated by semicolons."""
-    rest, calls = text.strip().removeprefix("<|python_tag|>"), []
+    rest, found = text.strip().removeprefix("<|python_tag|>"), []
     while rest := rest.lstrip(" \n;"):
         try:
-            found, end = json.JSONDecoder().raw_decode(rest)
+            call, end = json.JSONDecoder().raw_decode(rest)
         except (ValueError, RecursionError):
             return None
-        call = _call(found, "parameters")
-        if call is None:
-            return None
-        calls.append(call)
+        found.append(call)
         rest = rest[end:]
-    return calls or None
+    return _calls(found, "parameters")
 
 
 def _json(text: str) -> object:
@@ -85,10 +78,14 @@ def _json(text: str) -> object:
         return None
 
 
-def _call(found: object, arguments: str) -> tuple[str, object] | None:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    return found["name"], found.get(arguments, {})
+def _calls(found: list[object], arguments: str) -> list[tuple[str, object]] | None:
+    """(name, arguments) of each call; None if there is none, or one is malformed."""
+    calls = []
+    for call in found:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        calls.append((call["name"], call.get(arguments, {})))
+    return calls or None
 
 
 _FORMS: tuple[tuple[tuple[str, ...], ToolForm], ...] = (
@@ -123,7 +120,7 @@ class ToolSplitter:
         if places:
             self._is_call = True
             return self._take(min(places))
-        keep = max(_overlap(self._held, mark) for mark in self._form.begin)
+        keep = max(overlap(self._held, mark) for mark in self._form.begin)
         return self._take(len(self._held) - keep)
 
     def _first(self) -> str:
@@ -143,22 +140,15 @@ class ToolSplitter:
         found = self._form.read(text) if self._is_call else None
         if found is None:
             return text, ()
-        return "", [
-            ToolCall(
-                id=f"call_{secrets.token_hex(12)}",
-                name=name,
-                arguments=arguments
-                if isinstance(arguments, str)
-                else json.dumps(arguments, ensure_ascii=False),
+        calls = []
+        for name, arguments in found[: self._most]:
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append(
+                ToolCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=arguments)
             )
-            for name, arguments in found[: self._most]
-        ]
+        return "", calls
 
     def _take(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
         return text
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest proper prefix of `mark` that the text ends with."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

@@ -36,12 +36,12 @@ TYPED = "from hotsplit import Engine\nreveal_type(Engine.load)\n"
 SERVED = """
 from pathlib import Path
 from hotsplit.report import page
-from hotsplit.run import corpora
+from hotsplit.run.stages import DEFAULT_TEXT
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve import app
 import lzma, hotsplit
 assert library.is_available(), "the C++ kernels do not load"
-assert len(lzma.decompress(corpora.PACKED.read_bytes())) > 100_000, "the default corpus is cut"
+assert len(lzma.decompress(DEFAULT_TEXT.read_bytes())) > 100_000, "the default corpus is cut"
 print(Path(hotsplit.__file__).parent)
 """
 

@@ -127,10 +127,11 @@ def codec_model(tmp_path):
 
 @pytest.fixture
 def restore_library():
-    """Restores the level and the number of threads."""
-    threads, level = library.num_threads(), library.level()
+    """Restores the level and the numbers of threads, torch's too."""
+    threads, level, torchs = library.num_threads(), library.level(), torch.get_num_threads()
     yield
     library.set_threads(threads)
+    torch.set_num_threads(torchs)
     library.set_level(level)
 
 

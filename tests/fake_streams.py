@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fake_cuda.tensors import span
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import HostNode
@@ -143,15 +144,6 @@ class FakeStream:
             )
         )
         self.count += 1
-
-
-def span(tensor: Tensor) -> tuple[int, int]:
-    """(address of a tensor's first byte, address after its last); zeros for an empty tensor."""
-    if not tensor.numel():
-        return 0, 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def check_races(operations: list[Operation]) -> None:

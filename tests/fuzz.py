@@ -38,6 +38,8 @@ from fuzz_odd import ODDS, read_odd
 from fuzz_pairs import PAIRS, put_together
 from fuzz_readers import KINDS, Case
 
+from hotsplit.errors import HotsplitError
+
 MEMORY_BYTES = 1 << 30
 GUIDE = "guide.json"  # beside the folder WORK
 NEW = "new"  # begins the line about lines that a case was the first to reach
@@ -104,8 +106,6 @@ def replay(inputs: Path, kind: str, number: int, work: Path, before: Chain = ())
 def misbehave(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
     """Wrong outcomes that the harness must catch: case 2 of each kind goes wrong, the others are
     refused."""
-    from hotsplit.errors import HotsplitError
-
     if number == 2:
         if kind == "crash":
             ctypes.string_at(0)
@@ -139,8 +139,6 @@ def _is_unicode(message: str) -> bool:
 
 
 def outcome_of(case: Callable[[], str], work: Path) -> str:
-    from hotsplit.errors import HotsplitError
-
     try:
         outcome = case()
     except HotsplitError as error:

@@ -9,7 +9,25 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from fuzz_kind import Case
+from fuzz_kind import Case, codec_of
+
+from hotsplit import Engine
+from hotsplit.artifacts.device_checks import read_checks
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.commands.terminal.prompts import prompts_of
+from hotsplit.convert.checkpoint_summary import summarise_checkpoint
+from hotsplit.export.export import ExportConfig, export
+from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.inspection.summary import print_facts, to_json
+from hotsplit.profile.corpus.corpus import read_chat_windows
+from hotsplit.run.cache_folder import LOCK, read_entry
+from hotsplit.run.housekeeping import list_cache
+from hotsplit.run.rates import Rates
+from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
+from hotsplit.runtime.text.chat_template import chat_template_of
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.sparsify.source import as_checkpoint
+from hotsplit.sparsify.texts import codec_of as codec_to_train
 
 PROMPT = "the fox, 12 times"
 KEPT = "look-0123456789abcdef01234567"  # a folder of the cache of `run`
@@ -32,8 +50,6 @@ def stdout_of_a_pipe() -> Iterator[None]:
 
 def compute(case: Case) -> None:
     """Loads a model and computes with it, in one of the modes."""
-    from hotsplit import Engine
-
     mode = (None, "dense", "exact")[case.number % 3]
     with Engine.load(case.path, mode=mode, device="cpu") as engine:
         engine.logits([1, 2, 3, 5])
@@ -42,8 +58,6 @@ def compute(case: Case) -> None:
 def stretch(case: Case) -> None:
     """Loads a model with the RoPE scaling of its file, none, linear or YaRN, and computes
     logits."""
-    from hotsplit import Engine
-
     kind = (None, "none", "linear", "yarn")[case.number % 4]
     factor = None if kind in (None, "none") else 2.0
     with Engine.load(case.path, device="cpu", rope_scaling=kind, rope_scale=factor) as engine:
@@ -52,10 +66,6 @@ def stretch(case: Case) -> None:
 
 def find_template(case: Case) -> None:
     """Finds the default template and the one named `tool_use`; a few cases also render with them."""
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.runtime.text.chat_template import chat_template_of
-    from hotsplit.runtime.text.codec import TextCodec
-
     model = ModelFile.load(case.path)
     codec = TextCodec.of(model)
     for name in (None, "tool_use"):
@@ -66,12 +76,9 @@ def find_template(case: Case) -> None:
 
 def train_from(case: Case) -> None:
     """Reads a model as sparsify does: a checkpoint, or a GGUF, which it converts to one."""
-    from hotsplit.sparsify.source import as_checkpoint
-    from hotsplit.sparsify.texts import codec_of
-
     is_file = case.path.suffix == ".gguf"
     folder = as_checkpoint(case.path if is_file else case.folder, case.output)
-    codec_of(folder).encode(PROMPT)
+    codec_to_train(folder).encode(PROMPT)
 
 
 # ------------------------------------------------------------------ shown and exported
@@ -79,9 +86,6 @@ def train_from(case: Case) -> None:
 
 def inspect(case: Case) -> None:
     """Shows what a file holds, as tables and as JSON."""
-    from hotsplit.inspection.inspect_file import inspect_file
-    from hotsplit.inspection.summary import to_json
-
     with stdout_of_a_pipe():
         summary = inspect_file(case.path)
         summary.print(all_tensors=True)
@@ -90,9 +94,6 @@ def inspect(case: Case) -> None:
 
 def inspect_model(case: Case) -> None:
     """Shows what a model file holds, and the operations of its step."""
-    from hotsplit.inspection.summary import print_facts, to_json
-    from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
-
     inspect(case)
     with stdout_of_a_pipe():
         summary = summarise_program(case.path, None)
@@ -102,9 +103,6 @@ def inspect_model(case: Case) -> None:
 
 
 def inspect_folder(case: Case) -> None:
-    from hotsplit.convert.checkpoint_summary import summarise_checkpoint
-    from hotsplit.inspection.summary import print_facts, to_json
-
     with stdout_of_a_pipe():
         summary = summarise_checkpoint(case.folder)
         print_facts(summary.kind, summary.facts)
@@ -113,8 +111,6 @@ def inspect_folder(case: Case) -> None:
 
 def inspect_and_export(case: Case) -> None:
     """Shows a file; exports a profile or a plan in the format that PowerInfer reads."""
-    from hotsplit.export.export import ExportConfig, export
-
     inspect(case)
     if case.path.suffix == ".safetensors":
         export(ExportConfig(source=case.path, output=case.output, format="powerinfer-activations"))
@@ -126,8 +122,6 @@ def inspect_and_export(case: Case) -> None:
 def export_split(case: Case) -> None:
     """Exports a plan with a damaged profile, as SparkInfer's model-split or as PowerInfer's
     index."""
-    from hotsplit.export.export import ExportConfig, export
-
     plan = case.folder / "model.split.gguf"
     format, size = ("sparkinfer-split", 8) if case.number % 4 else ("gpuidx", None)
     output = case.output.with_name("out-4.gguf" if size else "out.gpuidx")
@@ -143,9 +137,6 @@ def export_split(case: Case) -> None:
 def list_entry(case: Case) -> None:
     """Lists a cache folder with a damaged entry: it is `ready` if and only if `run` would use
     it."""
-    from hotsplit.run.cache_folder import LOCK, read_entry
-    from hotsplit.run.housekeeping import list_cache
-
     cache = case.output.parent
     folder = Path(shutil.copytree(case.folder, cache / KEPT))
     (folder / LOCK).touch()  # as `run` leaves it; without it a damaged entry is not known as ours
@@ -162,8 +153,6 @@ def list_entry(case: Case) -> None:
 def remember_rates(case: Case) -> None:
     """Loads damaged rates, which must be positive or dropped, and stores a new one. Those of other
     machines stay as they are."""
-    from hotsplit.run.rates import Rates
-
     others = _rates_of_others(case.path)
     rates = Rates.load(case.folder, "m")
     assert all(rate > 0 for rate in rates.stored.values())
@@ -183,8 +172,6 @@ def _rates_of_others(path: Path) -> str:
 
 def read_verdicts(case: Case) -> None:
     """Reads checks of a GPU; unreadable ones count as none."""
-    from hotsplit.artifacts.device_checks import read_checks
-
     found = read_checks(case.path)
     if found is not None:
         json.dumps([vars(verdict) for verdict in found.verdicts.values()]).encode()
@@ -194,21 +181,12 @@ def read_verdicts(case: Case) -> None:
 
 
 def read_prompts(case: Case) -> None:
-    from fuzz_readers import codec_of
-
-    from hotsplit.commands.terminal.prompts import prompts_of
-
     for prompt in prompts_of(None, None, case.path):
         codec_of(case.inputs).encode(prompt)
 
 
 def read_messages(case: Case) -> None:
     """Reads a corpus as chat messages, in the built-in template chatml."""
-    from fuzz_readers import codec_of
-
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.profile.corpus.corpus import read_chat_windows
-
     read_chat_windows(
         [case.path], ModelFile.load(case.inputs / "silu.gguf"), codec_of(case.inputs),
         template="chatml", context_length=64, max_tokens=200, seed=case.number,

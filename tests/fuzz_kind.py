@@ -2,7 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.runtime.text.codec import TextCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +31,8 @@ class Kind:
     target: str
     read: Callable[[Case], object]
     is_values: bool = False
+
+
+@cache
+def codec_of(inputs: Path) -> TextCodec:
+    return TextCodec.of(ModelFile.load(inputs / "silu.gguf"))

@@ -12,20 +12,15 @@ from pathlib import Path
 
 # Modules that read what others may have written, by folder of the repository.
 READERS = (
-    "src/hotsplit/model/architecture.py", "src/hotsplit/tokens/byte_level.py", "src/hotsplit/artifacts/cache_plan.py",
-    "src/hotsplit/export/*.py", "src/hotsplit/gguf_*.py", "src/hotsplit/inspection/*.py",
-    "src/hotsplit/files/json_file.py", "src/hotsplit/artifacts/limits_file.py", "src/hotsplit/artifacts/machine_file.py",
-    "src/hotsplit/model/mode_quality.py", "src/hotsplit/model_*.py", "src/hotsplit/model/rope.py",
-    "src/hotsplit/p*_file.py", "src/hotsplit/files/safetensors_file.py",
-    "src/hotsplit/artifacts/split_file.py", "src/hotsplit/artifacts/changed_model.py",
-    "src/hotsplit/tokens/tokenizer_text.py", "src/hotsplit/files/typed.py",
-    "convert/*.py", "convert/families/*.py",
-    "profile/corpus/corpus.py", "measure/evaluate/eval_file.py", "profile/count/merge.py",
-    "profile/re*.py", "profile/corpus/sources.py", "run/cache_folder.py", "run/rates.py",
-    "sparsify/source.py", "src/hotsplit/commands/terminal/prompts.py", "src/hotsplit/artifacts/device_checks.py",
-    "runtime/text/*.py", "runtime/generate/chat.py", "runtime/generate/constraints.py",
-    "runtime/generate/gbnf*.py", "runtime/generate/json_schema.py",
-    "runtime/generate/prompt_cache.py",
+    "convert/*.py", "measure/evaluate/eval_file.py", "profile/corpus/*.py", "profile/count/merge.py",
+    "profile/count/resume.py", "profile/report/report.py", "run/cache_folder.py", "run/rates.py",
+    "runtime/generate/chat.py", "runtime/generate/constraints.py", "runtime/generate/gbnf*.py",
+    "runtime/generate/json_schema.py", "runtime/generate/prompt_cache.py", "runtime/text/*.py",
+    "sparsify/source.py", "src/hotsplit/artifacts/*.py", "src/hotsplit/commands/terminal/prompts.py",
+    "src/hotsplit/export/*.py", "src/hotsplit/families/*.py", "src/hotsplit/files/gguf_*.py",
+    "src/hotsplit/files/json_file.py", "src/hotsplit/files/safetensors_file.py",
+    "src/hotsplit/files/typed.py", "src/hotsplit/inspection/*.py",
+    "src/hotsplit/model/mode_quality.py", "src/hotsplit/model/rope.py", "src/hotsplit/tokens/*.py",
 )  # fmt: skip
 IS_FUNCTION = 1  # the flag of code that has its own variables: neither a module nor a class
 

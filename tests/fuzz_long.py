@@ -17,7 +17,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from fuzz import GUIDE, all_kinds, damaged, run_cases, wrong_outcomes
 from fuzz_guide import Chain, Known, load, save
+from fuzz_inputs import make_inputs
+from fuzz_lines import all_lines
+from fuzz_meaning import MEANINGS, changed
+from fuzz_meaning import save as save_content
+from fuzz_odd import ODDS, odd
+from fuzz_pairs import PAIRS
+from fuzz_readers import KINDS
 
 TESTS = Path(__file__).parent
 LIMIT_S = 30  # per case, on a machine that may be busy
@@ -25,8 +33,6 @@ OVERDUE = "died (-14)"  # killed by its alarm; such a case is tried once more
 
 
 def main() -> int:
-    from fuzz import all_kinds
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--only", action="append", metavar="KIND", choices=all_kinds())
@@ -49,8 +55,6 @@ def fuzz(
     kinds: list[str], asked: argparse.Namespace, folder: Path, known: dict[str, Known]
 ) -> tuple[int, int]:
     """(the first number that was not used, number of wrong cases); updates `known`."""
-    from fuzz_inputs import make_inputs
-
     make_inputs(folder / "inputs")
     until, start, num_wrong, tried = time.monotonic() + 60 * asked.minutes, asked.start, 0, set()
     while time.monotonic() < until:
@@ -69,8 +73,6 @@ def run_batch(
     kind: str, numbers: range, asked: argparse.Namespace, folder: Path, known: Known
 ) -> int:
     """Runs these cases of a kind; returns how many were wrong."""
-    from fuzz import GUIDE, run_cases, wrong_outcomes
-
     began, before = time.monotonic(), {number: known.chain(kind, number) for number in numbers}
     found: list[tuple[int, list]] = []
     used: list[float] = []
@@ -104,12 +106,6 @@ def keep_case(
 ) -> None:
     """Saves the damaged file as KIND-NUMBER-NAME (none for pairs) and its outcome in
     KIND-NUMBER.txt."""
-    from fuzz import damaged
-    from fuzz_meaning import MEANINGS, changed, save
-    from fuzz_odd import ODDS, odd
-    from fuzz_pairs import PAIRS
-    from fuzz_readers import KINDS
-
     note = f"{kind} {number} after {before}: {outcome}\n"
     if kind in KINDS:
         name, content = damaged(inputs, kind, number, before)
@@ -119,10 +115,10 @@ def keep_case(
         note += f"change: {change}\n"
         target = KINDS[MEANINGS[kind].kind].target
         is_header = MEANINGS[kind].is_header
-        save(keep / f"{kind}-{number}-{target}", content, is_header=is_header)
+        save_content(keep / f"{kind}-{number}-{target}", content, is_header=is_header)
     elif kind in ODDS:
         target = KINDS[ODDS[kind]].target
-        save(keep / f"{kind}-{number}-{target}", odd(inputs, kind, number, before))
+        save_content(keep / f"{kind}-{number}-{target}", odd(inputs, kind, number, before))
     else:
         assert kind in PAIRS, kind
     (keep / f"{kind}-{number}.txt").write_text(note)
@@ -151,8 +147,6 @@ def row_of(known: Known) -> list[float]:
 
 def print_lines(known: dict[str, Known], is_listed: bool) -> None:
     """Prints how many of the readers' lines were reached; if `is_listed`, lists the others."""
-    from fuzz_lines import all_lines
-
     wanted = all_lines()
     missed = wanted - {line for each in known.values() for line in each.lines}
     print(f"{len(wanted) - len(missed)} of {len(wanted)} lines of the readers were reached")

@@ -18,6 +18,10 @@ import numpy as np
 from fuzz_guide import Chain
 from fuzz_readers import KINDS, Case
 from fuzz_wrong import Change
+from safetensors.numpy import load_file
+from safetensors.numpy import save as packed
+
+from hotsplit.files.gguf_file import TensorEntry, read_gguf, write_gguf
 
 
 @dataclass(kw_only=True)
@@ -51,14 +55,10 @@ def load(path: Path, *, is_header: bool = False) -> Content:
     if path.suffix == ".json":
         return Content(values=json.loads(path.read_text()), arrays={})
     if path.suffix == ".gguf":
-        from hotsplit.files.gguf_file import read_gguf
-
         keys, tensors = read_gguf(path, "file")
         return Content(
             values=dict(keys), arrays={n: np.array(e.read()) for n, e in tensors.items()}
         )
-    from safetensors.numpy import load_file
-
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
     plain = ("format", "version")
@@ -76,16 +76,12 @@ def save(path: Path, content: Content, *, is_header: bool = False) -> None:
     elif path.suffix == ".gguf":
         _save_gguf(path, content)
     else:
-        from safetensors.numpy import save as packed
-
         plain = ("format", "version")
         header = {k: v if k in plain else json.dumps(v) for k, v in content.values.items()}
         path.write_bytes(packed(content.arrays, header))
 
 
 def _save_gguf(path: Path, content: Content) -> None:
-    from hotsplit.files.gguf_file import TensorEntry, write_gguf
-
     kinds = {np.dtype(np.float64): "f64", np.dtype(np.float32): "f32", np.dtype(np.float16): "f16",
              np.dtype(np.int32): "i32"}  # fmt: skip
     tensors = {

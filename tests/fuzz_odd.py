@@ -2,6 +2,7 @@
 container can hold. Such a file must be refused, or read as a valid one. Values that must be refused
 are in fuzz_wrong."""
 
+import json
 import random
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 from fuzz_damage import ODD, another_value
 from fuzz_guide import Chain
 from fuzz_meaning import Content, load, read_content
+from fuzz_readers import KINDS
 
 # For each kind, the kind of fuzz_readers that has its file and its reader.
 ODDS = {
@@ -31,8 +33,6 @@ NUMBERS = (0, 1, -1, 2, 1 << 31, -(1 << 62), 0.5, np.nan, np.inf, -np.inf, 1e38,
 
 def odd(inputs: Path, kind: str, number: int, before: Chain = ()) -> Content:
     """The content of a case: one to three changes, after those of the cases `before`."""
-    from fuzz_readers import KINDS
-
     path = inputs / ODDS[kind] / KINDS[ODDS[kind]].target
     content = load(path)
     for each in (*before, number):
@@ -81,8 +81,6 @@ def _another_list(old: list, rng: random.Random) -> list:
 
 def _another_metadatum(values: dict, rng: random.Random) -> None:
     """Changes metadata of safetensors: format and version are text, everything else is JSON."""
-    import json
-
     key = rng.choice(sorted(values) or ["format"])
     if key in ("format", "version"):
         values[key] = rng.choice(("", "x", "0", "1", "2", "3", "4", "99", "hotsplit.limits"))

@@ -13,12 +13,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 from fuzz_guide import Chain
+from fuzz_inputs import QUALITY, limits_for, predictors_of
+from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
+from test_runtime import make_split
 
-if TYPE_CHECKING:
-    from hotsplit.artifacts.model_file import ModelFile
+from hotsplit import Engine
+from hotsplit.artifacts.changed_model import with_thresholds
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.export.export import ExportConfig, export
+from hotsplit.profile.count.merge import MergeConfig, merge
+from hotsplit.runtime.generate.draft_model import check_vocabulary
+from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
+from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.solver.solve import SolveConfig, solve
 
 CONTEXT = 32
 # The one difference of each other model; None: only the weights.
@@ -46,7 +59,7 @@ class Pair:
     """A kind of artifact. `use` does what a command does with it and the base model. An artifact of
     a model that differs in one of `sees` must be refused even with the base's id in it."""
 
-    make: Callable[["ModelFile", Path], None]
+    make: Callable[[ModelFile, Path], None]
     use: Callable[[Path, Path, Path], object]
     sees: frozenset[str]
     suffix: str = ".safetensors"
@@ -65,9 +78,6 @@ def model_of(folder: Path, name: str) -> Path:
 def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
     """The file of a model with the base's sizes except these, and weights from a seed; made unless
     it exists."""
-    from fuzz_inputs import QUALITY
-    from models import byte_level_keys, make_model, make_sizes
-
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,35 +117,15 @@ def drawn(kind: str, number: int) -> Drawn:
                  forged=rng.random() < 0.7)  # fmt: skip
 
 
-def make_profile(model: "ModelFile", path: Path) -> None:
-    from models import make_profile
-
+def save_profile(model: ModelFile, path: Path) -> None:
     make_profile(model).save(path)
 
 
-def make_predictors(model: "ModelFile", path: Path) -> None:
-    from fuzz_inputs import predictors_of
-
-    predictors_of(model).save(path)
-
-
-def make_limits(model: "ModelFile", path: Path) -> None:
-    from fuzz_inputs import limits_for
-
-    limits_for(model, model.model_id).save(path)
-
-
-def make_plan(model: "ModelFile", path: Path) -> None:
-    import numpy as np
-    from test_runtime import make_split
-
+def make_plan(model: ModelFile, path: Path) -> None:
     make_split(model, [np.arange(9, dtype=np.int32)] * model.spec.num_layers).save(path)
 
 
-def make_prompt(model: "ModelFile", path: Path) -> None:
-    from hotsplit import Engine
-    from hotsplit.runtime.generate.prompt_cache import save_prompt
-
+def make_prompt(model: ModelFile, path: Path) -> None:
     with Engine.of(model, device="cpu", mode="exact") as engine, engine.sequence() as text:
         text.extend([5, 6, 7])
         key = engine.prompt_key()
@@ -146,18 +136,10 @@ def make_prompt(model: "ModelFile", path: Path) -> None:
 
 
 def as_thresholds(model: Path, artifact: Path, output: Path) -> None:
-    from hotsplit.artifacts.changed_model import with_thresholds
-    from hotsplit.artifacts.model_file import ModelFile
-
     with_thresholds(ModelFile.load(model), artifact).validate()
 
 
 def solve_with(model: Path, artifact: Path, output: Path) -> None:
-    from models import make_machine
-
-    from hotsplit.runtime.step.temporaries import workspace_bytes
-    from hotsplit.solver.solve import SolveConfig, solve
-
     machine = output.parent / "machine.json"
     try:
         make_machine().save(machine)
@@ -171,9 +153,6 @@ def solve_with(model: Path, artifact: Path, output: Path) -> None:
 
 def export_plan_with(model: Path, artifact: Path, output: Path) -> None:
     """Exports a plan of the model with a profile of the other model."""
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.export.export import ExportConfig, export
-
     plan = output.parent / "plan.gguf"
     try:
         make_plan(ModelFile.load(model), plan)
@@ -183,9 +162,6 @@ def export_plan_with(model: Path, artifact: Path, output: Path) -> None:
 
 
 def convert_with(model: Path, artifact: Path, output: Path) -> None:
-    from hotsplit.convert.convert import convert
-    from hotsplit.convert.options import ConvertConfig
-
     folder = output.parent / "predictors"
     folder.mkdir()
     try:
@@ -196,35 +172,25 @@ def convert_with(model: Path, artifact: Path, output: Path) -> None:
 
 
 def limit_with(model: Path, artifact: Path, output: Path) -> None:
-    from hotsplit import Engine
-
     with Engine.load(model, limits=artifact, device="cpu") as engine:
         engine.hidden([1, 2])
 
 
 def run_by(model: Path, artifact: Path, output: Path) -> None:
-    from hotsplit import Engine
-
     with Engine.load(model, split=artifact, device="cpu") as engine:
         engine.hidden([1, 2])
 
 
 def go_on_from(model: Path, artifact: Path, output: Path) -> None:
-    from hotsplit import Engine
-    from hotsplit.runtime.generate.prompt_cache import restore_prompt
-
     with Engine.load(model, mode="exact", device="cpu") as engine, engine.sequence() as text:
         restore_prompt(text, artifact, dataclasses.replace(engine.prompt_key(), weights=""))
 
 
 def merge_with(model: Path, artifact: Path, output: Path) -> None:
     """Merges a profile of the model with one of the other model; both name the same text."""
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.profile.count.merge import MergeConfig, merge
-
     own = output.parent / "own.profile.safetensors"
     try:
-        make_profile(ModelFile.load(model), own)
+        save_profile(ModelFile.load(model), own)
         merge(MergeConfig(profiles=(own, artifact), output=output, force=True))
     finally:
         own.unlink()
@@ -232,10 +198,6 @@ def merge_with(model: Path, artifact: Path, output: Path) -> None:
 
 def guess_with(model: Path, artifact: Path, output: Path) -> None:
     """Checks the other model as a draft model."""
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.runtime.generate.draft_model import check_vocabulary
-    from hotsplit.runtime.text.codec import TextCodec
-
     pair = [ModelFile.load(path) for path in (model, artifact)]
     tokens = [(TextCodec.of(file).tokenizer, file.spec.vocab_size) for file in pair]
     check_vocabulary(*tokens[0], *tokens[1])
@@ -244,25 +206,29 @@ def guess_with(model: Path, artifact: Path, output: Path) -> None:
 SIZES = frozenset(OTHERS) - {"weights"}
 PAIRS = {
     "pair-thresholds": Pair(
-        make=make_profile, use=as_thresholds, sees=SIZES - {"width", "heads", "vocabulary"}
+        make=save_profile, use=as_thresholds, sees=SIZES - {"width", "heads", "vocabulary"}
     ),
     "pair-solve": Pair(
-        make=make_profile, use=solve_with, sees=SIZES - {"width", "heads", "vocabulary"}
+        make=save_profile, use=solve_with, sees=SIZES - {"width", "heads", "vocabulary"}
     ),
     "pair-export": Pair(
-        make=make_profile, use=export_plan_with, sees=frozenset({"layers", "fewer layers"})
+        make=save_profile, use=export_plan_with, sees=frozenset({"layers", "fewer layers"})
     ),
     "pair-predictors": Pair(
-        make=make_predictors, use=convert_with, sees=SIZES - {"heads", "vocabulary"}
+        make=lambda model, path: predictors_of(model).save(path),
+        use=convert_with,
+        sees=SIZES - {"heads", "vocabulary"},
     ),
     "pair-limits": Pair(
-        make=make_limits, use=limit_with, sees=SIZES - {"heads", "vocabulary", "width"}
+        make=lambda model, path: limits_for(model, model.model_id).save(path),
+        use=limit_with,
+        sees=SIZES - {"heads", "vocabulary", "width"},
     ),
     "pair-plan": Pair(make=make_plan, use=run_by, sees=SIZES, suffix=".gguf"),
     # The sizes of keys and values depend on neither.
     "pair-prompt": Pair(make=make_prompt, use=go_on_from, sees=SIZES - {"neurons", "width"}),
     "pair-merge": Pair(
-        make=make_profile, use=merge_with, sees=SIZES - {"width", "heads", "vocabulary"}
+        make=save_profile, use=merge_with, sees=SIZES - {"width", "heads", "vocabulary"}
     ),
     # A draft model must have the same tokens, which these models have; padding may give it more logits.
     "pair-draft": Pair(
@@ -286,8 +252,6 @@ def must_refuse(pair: Pair, name: str, forged: bool) -> bool:
 
 def artifact_of(pair: Pair, base: Path, other: Path, forged: bool, path: Path) -> None:
     """Writes an artifact of the other model; `forged`: with the base model's id."""
-    from hotsplit.artifacts.model_file import ModelFile
-
     model = ModelFile.load(other)
     if forged:
         model = dataclasses.replace(model, model_id=ModelFile.load(base).model_id)

@@ -29,25 +29,38 @@ is damaged):
 Requests to the server are in test_serve_guard and its neighbours."""
 
 import contextlib
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import fuzz_further as further
 from fuzz_further import PROMPT
-from fuzz_kind import Case, Kind
+from fuzz_kind import Case, Kind, codec_of
 
-if TYPE_CHECKING:  # slow to import, and the child counts memory
-    from hotsplit.runtime.text.codec import TextCodec
+from hotsplit import Engine
+from hotsplit.artifacts.changed_model import with_thresholds
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.files.json_file import read_text
+from hotsplit.measure.evaluate.eval_file import load_eval
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.corpus.processes import Ranks
+from hotsplit.profile.count.merge import MergeConfig, merge
+from hotsplit.profile.count.resume import load_position
+from hotsplit.profile.report.report import load_predictor_report
+from hotsplit.report.plots import plot_predictors, plot_quality
+from hotsplit.runtime.generate import constraints as made
+from hotsplit.runtime.generate.prompt_cache import restore_prompt
+from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.text.chat_template import chat_template_of
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.solver.solve import SolveConfig, solve
 
 SETTINGS = {"model": "m", "seed": 1, "target": None, "is_trained": False, "share": 0.5}
 
 
 def convert_folder(case: Case) -> None:
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.convert.convert import convert
-    from hotsplit.convert.options import ConvertConfig
-
     convert(ConvertConfig(source=case.folder, output=case.output))
     ModelFile.load(case.output)
 
@@ -55,13 +68,6 @@ def convert_folder(case: Case) -> None:
 def convert_tokenizer(case: Case) -> None:
     """Converts into both layouts. A tokenizer that was written can be read again; a template may be
     invalid."""
-    from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
-    from hotsplit.convert.convert import convert
-    from hotsplit.convert.options import ConvertConfig
-    from hotsplit.errors import HotsplitError
-    from hotsplit.runtime.text.chat_template import chat_template_of
-    from hotsplit.runtime.text.codec import TextCodec
-
     with contextlib.suppress(HotsplitError):  # llama.cpp may have no such tokenizer
         convert(ConvertConfig(source=case.folder, output=case.output, layout="stock"))
         case.output.unlink()
@@ -79,32 +85,21 @@ def convert_tokenizer(case: Case) -> None:
 
 
 def convert_gguf(case: Case) -> None:
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.convert.convert import convert
-    from hotsplit.convert.options import ConvertConfig
-
     convert(ConvertConfig(source=case.path, predictors=case.inputs / "ours", output=case.output))
     ModelFile.load(case.output)
 
 
 def load_model(case: Case) -> None:
-    from hotsplit.artifacts.model_file import ModelFile
-
     ModelFile.load(case.path)
 
 
 def tokenise(case: Case) -> None:
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.runtime.text.codec import TextCodec
-
     codec = TextCodec.of(ModelFile.load(case.path))
     codec.tokenizer.decode(codec.encode(PROMPT))
 
 
 def run(case: Case) -> None:
     """Loads and generates, in one of the modes."""
-    from hotsplit import Engine
-
     mode = (None, "dense", "exact", "predicted")[case.number % 4]
     with Engine.load(case.path, mode=mode, device="cpu") as engine:
         for token in engine.generate(PROMPT, max_tokens=2, temperature=0.0):
@@ -112,53 +107,33 @@ def run(case: Case) -> None:
 
 
 def add_predictors(case: Case) -> None:
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.convert.convert import convert
-    from hotsplit.convert.options import ConvertConfig
-
     plain = case.inputs / "plain.gguf"
     convert(ConvertConfig(source=plain, predictors=case.folder, output=case.output))
     ModelFile.load(case.output)
 
 
 def add_limits(case: Case) -> None:
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.convert.convert import convert
-    from hotsplit.convert.options import ConvertConfig
-
     convert(ConvertConfig(source=case.inputs / "silu.gguf", limits=case.path, output=case.output))
     ModelFile.load(case.output)
 
 
 def add_thresholds(case: Case) -> None:
-    from hotsplit.artifacts.changed_model import with_thresholds
-    from hotsplit.artifacts.model_file import ModelFile
-
     with_thresholds(ModelFile.load(case.inputs / "silu.gguf"), case.path).validate()
 
 
 def inspect_and_run_plan(case: Case) -> None:
-    from hotsplit import Engine
-
     with Engine.load(case.inputs / "plain.gguf", split=case.path, device="cpu") as engine:
         engine.hidden([5, 6, 7])
     further.inspect_and_export(case)
 
 
 def merge_profiles(case: Case) -> None:
-    from hotsplit.artifacts.profile_file import Profile
-    from hotsplit.profile.count.merge import MergeConfig, merge
-
     other = case.inputs / "other.profile.safetensors"
     merge(MergeConfig(profiles=(case.path, other), output=case.output))
     Profile.load(case.output)
 
 
 def plan_with(case: Case) -> None:
-    from hotsplit.artifacts.split_file import Split
-    from hotsplit.runtime.step.temporaries import workspace_bytes
-    from hotsplit.solver.solve import SolveConfig, solve
-
     solve(
         SolveConfig(
             model=case.inputs / "plain.gguf", profile=case.inputs / "profile" / PROFILE,
@@ -168,25 +143,17 @@ def plan_with(case: Case) -> None:
     Split.load(case.output)
 
 
-def restore_prompt(case: Case) -> None:
-    from hotsplit import Engine
-    from hotsplit.runtime.generate.prompt_cache import restore_prompt
-
+def restore(case: Case) -> None:
     with Engine.load(case.inputs / "silu.gguf", device="cpu") as engine, engine.sequence() as text:
         restore_prompt(text, case.path, engine.prompt_key())
         text.extend([5])
 
 
 def resume(case: Case) -> None:
-    from hotsplit.profile.corpus.processes import Ranks
-    from hotsplit.profile.count.resume import load_position
-
     load_position(case.path, SETTINGS, Ranks(), force=False)
 
 
 def go_on_with(case: Case) -> None:
-    from hotsplit import Engine
-
     with Engine.load(case.inputs / "run" / "model.gguf", device="cpu") as engine:  # noqa: SIM117
         with engine.chat() as chat:
             chat.load(case.path)
@@ -196,9 +163,6 @@ def go_on_with(case: Case) -> None:
 
 def follow_grammar(case: Case) -> None:
     """Compiles a grammar and accepts a few tokens that it allows."""
-    from hotsplit.files.json_file import read_text
-    from hotsplit.runtime.generate import constraints as made
-
     makers = {".gbnf": made.gbnf_constraint, ".json": made.json_schema_constraint,
               ".regex": made.regex_constraint, ".lark": made.lark_constraint}  # fmt: skip
     text = read_text(case.path, "grammar")
@@ -210,33 +174,17 @@ def follow_grammar(case: Case) -> None:
             break
 
 
-@cache
-def codec_of(inputs: Path) -> "TextCodec":
-    from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.runtime.text.codec import TextCodec
-
-    return TextCodec.of(ModelFile.load(inputs / "silu.gguf"))
-
-
 def read_corpus(case: Case) -> None:
-    from hotsplit.profile.corpus.corpus import read_windows
-
     codec = codec_of(case.inputs)
     read_windows([case.path], codec, context_length=64, max_tokens=200, seed=case.number)
 
 
 def load_comparison(case: Case) -> None:
-    from hotsplit.measure.evaluate.eval_file import load_eval
-    from hotsplit.report.plots import plot_quality
-
     found = load_eval(case.path)
     plot_quality([(found.mode, found.perplexity_increase, found.perplexity_half_width)])
 
 
 def load_told(case: Case) -> None:
-    from hotsplit.profile.report.report import load_predictor_report
-    from hotsplit.report.plots import plot_predictors
-
     if quality_L := load_predictor_report(case.path, "0" * 64):
         plot_predictors(quality_L)
 
@@ -273,7 +221,7 @@ KINDS = {
     "figures": Kind(target="machine.json", read=plan_with, is_values=True),
     "comparison": Kind(target="eval.json", read=load_comparison, is_values=True),
     "told": Kind(target="p.report.json", read=load_told, is_values=True),
-    "prompt": Kind(target="prompt.safetensors", read=restore_prompt),
+    "prompt": Kind(target="prompt.safetensors", read=restore),
     "resume": Kind(target="out.resume", read=resume),
     "conversation": Kind(target="chat.json", read=go_on_with, is_values=True),
     "gbnf": Kind(target="grammar.gbnf", read=follow_grammar),

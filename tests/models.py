@@ -169,25 +169,10 @@ def make_model(
     With `predictor_rank` every layer gets a predictor of that rank, in f32 so that any rank will
     do. Weights are scaled so that activations neither grow nor vanish."""
     spec = spec or family_spec("llama", sizes or make_sizes(), activation)
-    num_layers = spec.num_layers
-    predictor = None
-    if predictor_rank:
-        predictor = PredictorInfo(
-            kind=predictor_kind,
-            rank_L=(predictor_rank,) * num_layers,
-            threshold_L=(0.0,) * num_layers,
-            density_L=() if predictor_density is None else (predictor_density,) * num_layers,
-        )
-    model = ModelFile(
-        path=path,
-        layout="sparse",
-        model_id=hashlib.sha256(f"{spec} {seed}".encode()).hexdigest(),
-        bare_spec=spec,
-        threshold_L=(0.0,) * num_layers,
-        predictor=predictor,
-        tensors={},
-        extra_keys=extra_keys or {},
+    model = _without_tensors(
+        spec, f"{spec} {seed}", path, predictor_rank, predictor_kind, predictor_density
     )
+    model = replace(model, extra_keys=extra_keys or {})
     wanted = required_shapes(model, last)
     if is_tied:
         del wanted["output.weight"]
@@ -195,6 +180,34 @@ def make_model(
     return replace(
         model,
         tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
+    )
+
+
+def _without_tensors(
+    spec: ModelSpec,
+    identity: str,
+    path: Path,
+    predictor_rank: int,
+    predictor_kind: PredictorKind = "linear",
+    predictor_density: float | None = None,
+) -> ModelFile:
+    num_layers, predictor = spec.num_layers, None
+    if predictor_rank:
+        predictor = PredictorInfo(
+            kind=predictor_kind,
+            rank_L=(predictor_rank,) * num_layers,
+            threshold_L=(0.0,) * num_layers,
+            density_L=() if predictor_density is None else (predictor_density,) * num_layers,
+        )
+    return ModelFile(
+        path=path,
+        layout="sparse",
+        model_id=hashlib.sha256(identity.encode()).hexdigest(),
+        bare_spec=spec,
+        threshold_L=(0.0,) * num_layers,
+        predictor=predictor,
+        tensors={},
+        extra_keys={},
     )
 
 
@@ -318,21 +331,8 @@ def shape_only(
     def read(start: int, stop: int) -> np.ndarray:
         raise AssertionError("this model has no weights to read")
 
-    predictor = None
-    if predictor_rank:
-        ranks = (predictor_rank,) * sizes.num_layers
-        predictor = PredictorInfo(kind="linear", rank_L=ranks, threshold_L=(0.0,) * len(ranks))
     spec = family_spec(architecture, sizes)
-    model = ModelFile(
-        path=Path("shape-only.gguf"),
-        layout="sparse",
-        model_id=hashlib.sha256(str(spec).encode()).hexdigest(),
-        bare_spec=spec,
-        threshold_L=(0.0,) * sizes.num_layers,
-        predictor=predictor,
-        tensors={},
-        extra_keys={},
-    )
+    model = _without_tensors(spec, str(spec), Path("shape-only.gguf"), predictor_rank)
     return replace(
         model,
         tensors={

@@ -2,10 +2,8 @@
 
 import json
 
-import pytest
-from chromium import Browser, found_browser
+from chromium import Browser
 
-needs_browser = pytest.mark.skipif(found_browser() is None, reason="no Chromium on this machine")
 MARKDOWN = """# Title
 
 Some **bold**, *slanted*, ***both***, ~~gone~~ and `co*d*e`, snake_case_name, 2 * 3 * 4.

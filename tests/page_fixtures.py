@@ -2,12 +2,14 @@
 pytest_plugins."""
 
 import pytest
-from chromium import Browser
+from chromium import Browser, found_browser
 from scripted_server import Script, ScriptedServer
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
+    if found_browser() is None:
+        pytest.skip("no Chromium on this machine")
     with Browser(tmp_path_factory.mktemp("browser")) as browser:
         yield browser
 

@@ -41,8 +41,13 @@ def save_model(folder):
     return path
 
 
+def text_of_chunks(chunks):
+    """The text of a streamed chat with one choice."""
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
 class Served:
-    """A server's process. `url` does not include /v1."""
+    """A server's process, which the end of a `with` block ends. `url` does not include /v1."""
 
     def __init__(self, model, *options, key=None):
         self.key = key
@@ -106,16 +111,23 @@ class Served:
             assert time.monotonic() < end, self.log[-5:]
             time.sleep(0.02)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(30)
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()  # if it did not end
 
 
-def leave(served, body):
-    """Reads the beginning of a stream and closes the connection."""
+def leave(served, body, num_read=20):
+    """Reads the first bytes of an answer and closes the connection."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     connection.request(
         "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
     )
-    connection.getresponse().read(20)
+    if num_read:
+        connection.getresponse().read(num_read)
     connection.close()

@@ -8,9 +8,8 @@ import random
 import pytest
 import torch
 from fake_cuda import library
-from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import PLANS
-from test_fake_step import check_the_runtime, slow_unless
+from test_fake_step import checked_cuda, slow_unless
 from test_hybrid_rows import CONTEXT, ROOM, Alone, saved, schedule
 from test_plan_sequences import small_plan
 from test_runtime import make_split
@@ -47,7 +46,7 @@ def loaded(tmp_path, model, plan, num_sequences, **options):
 @pytest.mark.parametrize(("plan", "count"), [("random", 1), ("random", 3), ("mixed", 8)])
 def test_the_cache_takes_what_the_plan_says(tmp_path, plan, count):
     model = saved(tmp_path)
-    with fake_cuda(), loaded(tmp_path, model, plan, count) as engine:
+    with checked_cuda(), loaded(tmp_path, model, plan, count) as engine:
         taken = sum(memory.taken["kv_cache"] for memory in engine.memories.values())
         assert taken == engine.bytes_by_role["gpu"]["kv_cache"] > 0
         assert engine._live.native.max_rows > 8
@@ -63,7 +62,6 @@ def test_the_cache_takes_what_the_plan_says(tmp_path, plan, count):
             rows = engine._live.native.max_rows
             assert step_bytes <= decode_bytes(model_file, CONTEXT, rows, count)
             assert len(memory.slab) <= memory.budget_bytes
-    check_the_runtime()
 
 
 @pytest.mark.parametrize("plan", slow_unless(["every kind of layer", "random", "two GPUs"],
@@ -73,7 +71,7 @@ def test_random_schedules(tmp_path, plan):
     that of its text computed alone."""
     model = saved(tmp_path)
     with (
-        fake_cuda(num_devices=2, seed=3) as cuda,
+        checked_cuda(num_devices=2, seed=3) as cuda,
         loaded(tmp_path, model, plan, 1) as single,
         loaded(tmp_path, model, plan, ROOM) as engine,
     ):
@@ -83,7 +81,6 @@ def test_random_schedules(tmp_path, plan):
             assert schedule(engine, alone, random.Random(1), 5) > 15
         assert cuda.num_graphs > before and len(engine._live.native.segments) > 2
         del alone  # and with it the step's memory
-    check_the_runtime()
 
 
 def test_prompts_and_steps_of_several_texts(tmp_path):
@@ -91,13 +88,12 @@ def test_prompts_and_steps_of_several_texts(tmp_path):
     them."""
     model = saved(tmp_path)
     prompts = [[5, 3, 7], [2] * 70, [1, 4, 4, 2, 1]]
-    with fake_cuda(seed=5), loaded(tmp_path, model, "random", 3) as engine:
+    with checked_cuda(seed=5), loaded(tmp_path, model, "random", 3) as engine:
         texts = [engine.sequence() for _ in prompts]
         parts = [Part(sequence=s, tokens=p) for s, p in zip(texts, prompts, strict=True)]
         first = engine.run(parts)
         next_parts = [Part(sequence=s, tokens=[9], wanted="all") for s in texts]
         second = engine.run(next_parts)
-    check_the_runtime()
     with Engine.load(model.path, mode="predicted", device="cpu", context_length=CONTEXT) as engine:
         for prompt, a, b in zip(prompts, first, second, strict=True):
             want = engine.logits([*prompt, 9])
@@ -113,9 +109,8 @@ def test_generate_with_drafts_writes_the_same_text(tmp_path, capsys, num_sequenc
                  "-n", 24, "--temp", 0, "--json"]  # fmt: skip
     found = []
     for more in ((), ("--speculate", "ngram")):
-        with fake_cuda(seed=num_sequences):
+        with checked_cuda(seed=num_sequences):
             assert main([str(each) for each in (*arguments, *more)]) == 0
-        check_the_runtime()
         found.append(json.loads(capsys.readouterr().out))
     plain, drafted = found
     assert drafted["text"] == plain["text"] and plain["text"]

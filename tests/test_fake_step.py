@@ -2,6 +2,7 @@
 with streamed weights use the code for a real GPU, and give the CPU's logits."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from fake_cuda import library
 from fake_cuda.kernels import launched
 from fake_cuda.ptx_kernels import StreamedPtx
 from fake_cuda.torch_cuda import fake_cuda
-from hybrid_plans import ALL, PLANS, make, planned, stepped
+from hybrid_plans import ALL, PLANS, made, make, stepped
 from models import make_sizes
 from random_policy import random_setup
 from reference import assert_rows_agree, rel_error
@@ -52,9 +53,12 @@ def on_the_device(path, split, mode, ids=TOKENS, **options):
         return stepped(engine, ids), prompted(engine, ids)
 
 
-def check_the_runtime():
-    """Asserts that there was no violation, that no memory is left except pinned memory, and that
-    every host function declares its memory."""
+@contextmanager
+def checked_cuda(**options):
+    """Fake devices, of which no use was wrong: afterwards no memory is left except pinned memory,
+    and every host function has declared its memory."""
+    with fake_cuda(**options) as cuda:
+        yield cuda
     assert not library.text("violations")
     assert not [line for line in library.text("left") if not line.startswith("pinned")]
     assert not library.load().fakeNumUndeclared()
@@ -63,14 +67,11 @@ def check_the_runtime():
 @pytest.mark.parametrize("plan", slow_unless(PLANS, QUICK))
 @lines_on_stderr()
 def test_a_plan_on_devices_gives_the_cpus_logits(tmp_path, plan, capsys):
-    model = make(tmp_path)
-    model.save(model.path)
-    planned(tmp_path, model, plan)
+    model, _ = made(tmp_path, plan)
     want = on_the_cpu(model.path, "predicted")
-    with fake_cuda(num_devices=2) as cuda:
+    with checked_cuda(num_devices=2) as cuda:
         got = on_the_device(model.path, tmp_path / "s.gguf", "predicted")
         assert cuda.num_graphs >= 1
-    check_the_runtime()
     assert "hotsplit doctor" not in capsys.readouterr().err  # no part took its fallback
     for mine, right in zip(got, want, strict=True):
         assert rel_error(mine, right) < BOUNDS["f32"]
@@ -78,15 +79,12 @@ def test_a_plan_on_devices_gives_the_cpus_logits(tmp_path, plan, capsys):
 
 @pytest.mark.parametrize("seed", slow_unless(range(4), [0]))
 def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path, seed):
-    model = make(tmp_path)
-    model.save(model.path)
-    planned(tmp_path, model, "every kind of layer")
+    model, _ = made(tmp_path, "every kind of layer")
     found = []
     for number, graph in ((0, True), (seed + 1, True), (seed + 9, False)):
-        with fake_cuda(seed=number):
+        with checked_cuda(seed=number):
             steps, _ = on_the_device(model.path, tmp_path / "s.gguf", "predicted", graph=graph)
             found.append(steps)
-    check_the_runtime()
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -94,11 +92,9 @@ def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path, 
 @pytest.mark.parametrize("plan", slow_unless(["random", "two GPUs"], ["random"]))
 def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
     """Staging and slots are in the slab with the step's vectors, and are freed with the engine."""
-    model = make(tmp_path)
-    model.save(model.path)
-    planned(tmp_path, model, plan)
+    model, _ = made(tmp_path, plan)
     want, _ = on_the_cpu(model.path, mode)
-    with fake_cuda(num_devices=2, seed=2):
+    with checked_cuda(num_devices=2, seed=2):
         with Engine.load(
             model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda",
             neuron_cache=random_setup(most_rows=12),
@@ -111,7 +107,6 @@ def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
             engine.neuron_cache.slots.check()
             assert library.text("log").count("scatter") >= 3  # one of them is the check's
         assert not [line for line in library.text("left") if not line.startswith("pinned")]
-    check_the_runtime()
     assert rel_error(got, want) < BOUNDS["f32"]
 
 
@@ -134,7 +129,7 @@ def test_executed_ptx_host_functions_and_a_graph_give_the_cpus_logits(tmp_path):
         on_the_device(model.path, tmp_path / "s.gguf", "predicted", ids[:1])  # checks the device
     ptx = StreamedPtx(80)
     with (
-        fake_cuda(kernels=ptx.kernels) as cuda,
+        checked_cuda(kernels=ptx.kernels) as cuda,
         Engine.load(
             model.path, split=tmp_path / "s.gguf", mode="predicted", device="cuda"
         ) as engine,
@@ -149,7 +144,6 @@ def test_executed_ptx_host_functions_and_a_graph_give_the_cpus_logits(tmp_path):
         # torch's own kernels restore the cache after the load's trial step, and may run only now.
         others = ("copy", "host function", "torch's index_put_")
         assert done == sum(name not in others for name in log)
-    check_the_runtime()
     assert_rows_agree(got, want, BOUNDS["q4_0"])
 
 

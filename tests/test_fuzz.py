@@ -267,7 +267,7 @@ def test_an_overdue_case_is_tried_once_more(inputs, tmp_path, monkeypatch):
         is_late = len(tries) == 1 or numbers == range(3, 4)
         return {(kind, n): late if n in (2, 3) and is_late else "refused" for n in numbers}
 
-    monkeypatch.setattr(fuzz, "run_cases", run)
+    monkeypatch.setattr(fuzz_long, "run_cases", run)
     known = Known()
     shutil.copytree(inputs / "machine", tmp_path / "inputs" / "machine")
     assert run_batch("machine", range(5), asked(tmp_path), tmp_path, known) == 1

@@ -26,11 +26,11 @@ from ptx.text import parse
 THREADS = 64
 
 
-def run(body: str, *, out=None, source=None, shared=256, blocks=1, extra=(), is_written=True):
+def run(body: str, *, source=None, shared=256, blocks=1):
     """Runs lines of PTX with the pointers `out` in %rd1 and `source` in %rd2, the thread's number
     in its block in %r1, four times that in %r2, and four times its number in the grid in %rd3;
     returns `out`, one number per thread, and the record."""
-    out = torch.zeros(blocks * THREADS, dtype=torch.int32) if out is None else out
+    out = torch.zeros(blocks * THREADS, dtype=torch.int32)
     source = torch.arange(blocks * THREADS, dtype=torch.int32) if source is None else source
     text = f""".version 8.7
     .target sm_80
@@ -45,9 +45,9 @@ def run(body: str, *, out=None, source=None, shared=256, blocks=1, extra=(), is_
     {body}
     ret; }}"""
     memory = Memory()
-    memory.add_tensor(out, name="out", is_written=is_written)
+    memory.add_tensor(out, name="out")
     memory.add_tensor(source, name="source", is_writable=False)
-    args = [out.data_ptr(), source.data_ptr(), *extra]
+    args = [out.data_ptr(), source.data_ptr()]
     record = Program(text).launch("k", (blocks,), (THREADS,), args, memory, shared)
     return out, record
 

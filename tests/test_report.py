@@ -12,10 +12,8 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from chromium import Browser
 from matplotlib.colors import to_hex
 from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
-from page_actions import needs_browser
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
@@ -25,16 +23,18 @@ from hotsplit.commands.options.kept_files import report_line
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.profile.report.report import load_predictor_report
-from hotsplit.report import drawing
-from hotsplit.report.artifacts import load_artifacts
+from hotsplit.report import svg
+from hotsplit.report.artifacts import Artifacts, load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig
 from hotsplit.report.plots import firing_curves, plot_map
 from hotsplit.report.report import report
-from hotsplit.report.speeds import speeds_of
-from hotsplit.run.kept import Kept
+from hotsplit.report.speeds import Speeds, speeds_of
+from hotsplit.run.cached_files import CachedFiles
 from hotsplit.solver.plots import device_of_ranks
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds
+
+pytest_plugins = ("page_fixtures",)
 
 HOSTILE = "<script>alert(1)</script>"
 SLOW = {"launch_s": 1e-9, "round_trip_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
@@ -95,9 +95,9 @@ def test_the_command_for_cached_files_has_only_those_that_go_together(
 ):
     """A plan that was made for another machine than the one given is left out: the page would
     refuse it."""
-    kept = Kept(profile=folder / "p.safetensors", split=folder / "plan.gguf",
+    kept = CachedFiles(profile=folder / "p.safetensors", split=folder / "plan.gguf",
                 machine=folder / "machine.json")  # fmt: skip
-    monkeypatch.setattr("hotsplit.run.kept.kept_for", lambda model: kept)
+    monkeypatch.setattr("hotsplit.run.cached_files.cached_files_for", lambda model: kept)
     config = ReportConfig(model=folder / "model.gguf", output=tmp_path / "page.html")
     words = str(report_line(config)).split()
     assert words[-6::2] == ["--profile", "--split", "--machine"]
@@ -172,24 +172,32 @@ def test_the_numbers_are_those_of_the_files(folder, page):
     assert f"recall is {np.mean([q.chosen.recall for q in quality_L]):.1%}" in text
 
 
-def test_the_speeds_beside_the_plan_are_those_of_the_solver(folder, tmp_path):
-    """The report computes from the plan's file the speeds that the solver returned."""
-    config = config_of(folder, tmp_path / "r.html", evals=())
+def with_the_solvers_speeds(folder, tmp_path, **options) -> tuple[Artifacts, Speeds]:
+    """Makes a plan; returns the files of its page and the speeds on it, which must be those that
+    the solver returned."""
+    config = config_of(folder, tmp_path / "r.html", evals=(), split=tmp_path / "plan.gguf")
     solved = solve(SolveConfig(
         model=config.model, profile=config.profile, machine=config.machine, mode="exact",
-        vram_budget_bytes=2500 << 10, context_length=32, output=tmp_path / "again.gguf"), lambda *given: 2300 << 10)  # fmt: skip
-    speeds = speeds_of(config, load_artifacts(config))
+        vram_budget_bytes=2500 << 10, output=config.split, **options),
+        lambda *given: 2300 << 10)  # fmt: skip
+    found = load_artifacts(config)
+    speeds = speeds_of(config, found)
     for name in ("cpu_only_s", "layer_split_s", "limit_s", "fits_from_bytes"):
         assert getattr(speeds.advice, name) == pytest.approx(getattr(solved.advice, name))
+    return found, speeds
+
+
+def test_the_speeds_beside_the_plan_are_those_of_the_solver(folder, tmp_path):
+    """The report computes from the plan's file the speeds that the solver returned."""
+    found, speeds = with_the_solvers_speeds(folder, tmp_path, context_length=32)
     points = speeds.curve.points
     seconds = [point.objective_s for point in points]
     assert points[0].budget_bytes == 0 and points[-1].budget_bytes <= 4 << 20
     assert seconds[0] == pytest.approx(speeds.curve.cpu_only_s) and seconds[-1] < 0.1 * seconds[0]
     assert all(b <= a * (1 + 1e-9) for a, b in zip(seconds, seconds[1:], strict=False))
-    split = Split.load(folder / "plan.gguf")
+    split = found.split
     near = [p.objective_s for p in points if p.budget_bytes >= split.vram_budget_bytes]
     assert near[0] <= split.objective_s * 1.01
-    found = load_artifacts(config)
     assert split.objective_s == pytest.approx(
         plan_seconds(split, model=found.model, profile=found.profile, machine=found.machine)
     )
@@ -204,15 +212,9 @@ def test_the_firing_curves_match_the_counts(folder):
 
 
 def test_the_speeds_of_a_plan_with_keys_in_main_memory(folder, tmp_path):
-    config = config_of(folder, tmp_path / "r.html", evals=(), split=tmp_path / "plan.gguf")
-    solved = solve(SolveConfig(
-        model=config.model, profile=config.profile, machine=config.machine, mode="exact",
-        vram_budget_bytes=2500 << 10, context_length=64, output=tmp_path / "plan.gguf",
-        kv_offload="block=16,sinks=0,window=16,top=16"), lambda *given: 2300 << 10)  # fmt: skip
-    speeds = speeds_of(config, load_artifacts(config))
-    for name in ("cpu_only_s", "layer_split_s", "limit_s", "fits_from_bytes"):
-        assert getattr(speeds.advice, name) == pytest.approx(getattr(solved.advice, name))
-    drawn = plot_map(Split.load(config.split), Profile.load(config.profile))
+    offload = {"context_length": 64, "kv_offload": "block=16,sinks=0,window=16,top=16"}
+    found, _ = with_the_solvers_speeds(folder, tmp_path, **offload)
+    drawn = plot_map(found.split, found.profile)
     assert "in main memory" in drawn.caption
 
 
@@ -227,11 +229,11 @@ def test_the_map_shows_the_plan(folder):
         plot_map(split, profile)
     device_LR = device_of_ranks(split, profile, num_columns=200)
     patches = drawn[0].axes[1].patches
-    area = {drawing.CPU: 0.0, drawing.GPUS[0]: 0.0}
+    area = {svg.CPU: 0.0, svg.GPUS[0]: 0.0}
     for outline in patches:
         boxes = outline.get_path().vertices.reshape(-1, 5, 2)
         area[to_hex(outline.get_facecolor())] += np.ptp(boxes[:, :, 0], axis=1).sum()
-    for device, colour in ((0, drawing.CPU), (1, drawing.GPUS[0])):
+    for device, colour in ((0, svg.CPU), (1, svg.GPUS[0])):
         wanted = 100 * (device_LR == device).mean(axis=1).sum()
         assert area[colour] == pytest.approx(wanted) and 0 < wanted < 200
 
@@ -271,10 +273,8 @@ def test_a_missing_file_is_named_with_the_command_that_makes_it(folder, tmp_path
 
 def test_a_model_without_a_plan_still_gets_a_page(folder, tmp_path):
     """With a machine without a GPU, and with a machine file that lacks the CPU."""
-    machine = make_machine(num_gpus=0)
-    machine.save(tmp_path / "cpu.json")
-    card = dataclasses.replace(make_machine(), cpu_costs=None)
-    card.save(tmp_path / "card.json")
+    make_machine(num_gpus=0).save(tmp_path / "cpu.json")
+    dataclasses.replace(make_machine(), cpu_costs=None).save(tmp_path / "card.json")
     for name, line in (("cpu", "has no GPU"), ("card", "describes only a GPU")):
         config = config_of(folder, tmp_path / f"{name}.html", split=None, evals=(),
                            machine=tmp_path / f"{name}.json")  # fmt: skip
@@ -287,23 +287,21 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
     other = make_model(seed=1)
     make_profile(other).save(tmp_path / "p.safetensors")
     found = json.loads(compared.read_text())
-    (tmp_path / "other.json").write_text(json.dumps(found | {"model_id": "0" * 64}))
-    (tmp_path / "limited.json").write_text(json.dumps(found | {"limits": "a" * 64}))
-    (tmp_path / "before.json").write_text(json.dumps(found | {"version": 1}))
-    (tmp_path / "broken.json").write_text(json.dumps(found | {"kl_mean": "much"}))
-    (tmp_path / "huge.json").write_text(json.dumps(found | {"perplexity_increase": 1e300}))
-    (tmp_path / "unknown.json").write_text(json.dumps(found | {"more": 1}))
-    (tmp_path / "old.json").write_text(json.dumps({"mode": "exact"}))
     make_machine(cpu_gb_per_s=9).save(tmp_path / "machine.json")
+    evals = (
+        (found | {"model_id": "0" * 64}, "give files of one model"),
+        (found | {"limits": "a" * 64}, "made with limits aaaaaaaaaaaa, but .* has no"),
+        (found | {"version": 1}, "version 1; wanted .* of version 3"),
+        (found | {"kl_mean": "much"}, "kl_mean is 'much'"),
+        (found | {"perplexity_increase": 1e300}, "wanted -1 to 1e\\+12"),
+        (found | {"more": 1}, "'more' is unknown"),
+        ({"mode": "exact"}, "wanted a comparison"),
+    )
+    for number, (content, _) in enumerate(evals):
+        (tmp_path / f"{number}.json").write_text(json.dumps(content))
     for change, match in (
+        *(({"evals": (tmp_path / f"{n}.json",)}, match) for n, (_, match) in enumerate(evals)),
         ({"profile": tmp_path / "p.safetensors"}, "give files of one model"),
-        ({"evals": (tmp_path / "other.json",)}, "give files of one model"),
-        ({"evals": (tmp_path / "limited.json",)}, "made with limits aaaaaaaaaaaa, but .* has no"),
-        ({"evals": (tmp_path / "before.json",)}, "version 1; wanted .* of version 3"),
-        ({"evals": (tmp_path / "broken.json",)}, "kl_mean is 'much'"),
-        ({"evals": (tmp_path / "huge.json",)}, "wanted -1 to 1e\\+12"),
-        ({"evals": (tmp_path / "unknown.json",)}, "'more' is unknown"),
-        ({"evals": (tmp_path / "old.json",)}, "wanted a comparison"),
         ({"machine": tmp_path / "machine.json"}, "was made from another machine file"),
         ({"machine": tmp_path / "machine.json", "profile": None}, "another machine file"),
         ({"output": compared, "force": True}, "is read by this command"),
@@ -332,27 +330,25 @@ def test_a_damaged_report_is_refused(folder, tmp_path):
             load_predictor_report(tmp_path / "x.json", model_id)
 
 
-@needs_browser
-def test_the_page_in_a_browser(page, tmp_path):
+def test_the_page_in_a_browser(page, browser):
     """On a screen and on a phone, every plot is visible, nothing is wider than the screen, nothing
     is fetched, and no error is thrown."""
     plots = "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
-    with Browser(tmp_path) as browser:
-        for width, is_phone in ((375, True), (1200, False)):
-            browser.resize(width, 800, is_phone=is_phone)
-            browser.open(page.as_uri())
-            boxes = browser.run(f"{plots}.map(b => [b.width, b.height, b.left, b.right])")
-            assert len(boxes) == 7
-            for box in boxes:
-                assert box[0] > 250 and box[1] > 80 and box[2] >= 0 and box[3] <= width, box
-            assert browser.run("document.documentElement.scrollWidth") == width
-        fetched = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
-        assert not [name for name in fetched if not name.startswith("data:")]
-        assert browser.run("document.querySelectorAll('script').length") == 0
-        # Text is not drawn as outlines, and colours follow the page's colour scheme.
-        assert browser.run("document.querySelector('#bytes svg text').textContent.length") > 0
-        fill = "getComputedStyle(document.querySelector('#bytes figure path[style*=blue]')).fill"
-        light = browser.run(fill)
-        browser.prefer(prefers_color_scheme="dark")
-        assert browser.run(fill) != light
-        assert not browser.said
+    for width, is_phone in ((375, True), (1200, False)):
+        browser.resize(width, 800, is_phone=is_phone)
+        browser.open(page.as_uri())
+        boxes = browser.run(f"{plots}.map(b => [b.width, b.height, b.left, b.right])")
+        assert len(boxes) == 7
+        for box in boxes:
+            assert box[0] > 250 and box[1] > 80 and box[2] >= 0 and box[3] <= width, box
+        assert browser.run("document.documentElement.scrollWidth") == width
+    fetched = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
+    assert not [name for name in fetched if not name.startswith("data:")]
+    assert browser.run("document.querySelectorAll('script').length") == 0
+    # Text is not drawn as outlines, and colours follow the page's colour scheme.
+    assert browser.run("document.querySelector('#bytes svg text').textContent.length") > 0
+    fill = "getComputedStyle(document.querySelector('#bytes figure path[style*=blue]')).fill"
+    light = browser.run(fill)
+    browser.prefer(prefers_color_scheme="dark")
+    assert browser.run(fill) != light
+    assert not browser.said

@@ -177,27 +177,24 @@ def test_longer_texts_by_another_scaling_of_positions(capsys, silu, text, gpu, v
 def interrupting(monkeypatch, place: str, after: int):
     """Simulates Ctrl-C in a stage after this many calls of its progress callback; `solve`, which
     has none, is interrupted before it begins."""
-    count = 0
+    count, function = 0, getattr(stages, place)
 
-    def wrapped(function):
-        def call(config, *args, **more):
-            def tick(*_):
-                nonlocal count
-                count += 1
-                if count > after:
-                    raise Interrupted("by hand", signal.SIGINT)
+    def tick(*_):
+        nonlocal count
+        count += 1
+        if count > after:
+            raise Interrupted("by hand", signal.SIGINT)
 
-            positions = {"convert": ("on_bytes",), "calibrate": ("on_probe",)}.get(place, ())
-            if place == "profile":
-                return function(config, tick, *args[1:], **more)
-            if positions:
-                return function(config, **(more | {positions[0]: tick}))
+    def call(config, *args, **more):
+        if place == "profile":
+            args = (tick, *args[1:])
+        elif place == "solve":
             tick()
-            return function(config, *args, **more)
+        else:
+            more |= {{"convert": "on_bytes", "calibrate": "on_probe"}[place]: tick}
+        return function(config, *args, **more)
 
-        return call
-
-    monkeypatch.setattr(stages, place, wrapped(getattr(stages, place)))
+    monkeypatch.setattr(stages, place, call)
 
 
 FIVE = (  # a stage, progress calls before Ctrl-C, stages that the same run completed before it
@@ -308,24 +305,6 @@ def test_a_cache_that_cannot_be_written_is_refused_in_one_line(monkeypatch, caps
     line = refused(capsys, silu, "-p", "the")
     assert "the cache folder cannot be written" in line and "HOTSPLIT_CACHE" in line
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("words, line", [
-    (["{}", "--mode", "predicted", "-p", "the"], "nothing to predict"),
-    (["{}"], "no chat template"),
-    (["{}", "-p", ""], "the prompt is empty"),
-    (["{}/none", "-p", "the"], "no such folder"),
-    (["{}", "-p", "the", "-c", "1000"], "the model has up to 128"),
-    (["{}", "-p", "the", "--kv-offload", "top=5"], "multiple of the block"),
-    (["{}", "-p", "the", "--kv-offload", "positions=capped"], "context is 128"),
-    (["{}", "-p", "the", "-ctk", "q8_0"], "multiple of 32"),
-    (["{}", "-p", "the", "-c", "1000", "--kv-offload"], "the model has up to 128"),
-    (["{}", "-p", "the", "--corpus", "{}/none"], "no such file or folder"),
-])  # fmt: skip
-def test_impossible_options_are_refused_before_anything_is_made(capsys, silu, cache, words, line):
-    filled = [word.format(silu) for word in words]
-    assert line in refused(capsys, *filled)
-    assert housekeeping.list_cache(cache) == ()
 
 
 def test_a_dry_run_makes_nothing(capsys, relu, cache):

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,21 @@ def without_readers(monkeypatch):
 # ---- two at once --------------------------------------------------------------------------------
 
 
+@contextmanager
+def in_a_thread(make, is_making: threading.Event):
+    """Another run, which obtains an artifact and has begun to make it."""
+
+    def first() -> None:
+        with Cache.open() as one, suppress(HotsplitError):
+            one.obtain("machine", {}, "here", make)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert is_making.wait(30)
+    yield
+    thread.join()
+
+
 def test_the_second_of_two_waits_for_the_first(cache):
     said: list[str] = []
     calls: list[Path] = []
@@ -45,17 +61,10 @@ def test_the_second_of_two_waits_for_the_first(cache):
         (folder / "machine.json").write_text("{}")
         return {"by": "the first"}
 
-    def first() -> None:
-        with Cache.open() as one:
-            one.obtain("machine", {"a": 1}, "here", make)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert is_making.wait(30)
-    threading.Timer(0.2, may_end.set).start()
-    with Cache.open(said.append) as two:
-        entry = two.obtain("machine", {"a": 1}, "here", make)
-    thread.join()
+    with in_a_thread(make, is_making):
+        threading.Timer(0.2, may_end.set).start()
+        with Cache.open(said.append) as two:
+            entry = two.obtain("machine", {}, "here", make)
     assert len(calls) == 1 and entry.facts == {"by": "the first"}
     assert said == ["another run is at work on the figures of this machine; waiting for it"]
 
@@ -68,17 +77,9 @@ def test_where_the_first_fails_the_second_does_the_work(cache):
         time.sleep(0.2)
         raise HotsplitError("no")
 
-    def first() -> None:
-        with Cache.open() as one, pytest.raises(HotsplitError):
-            one.obtain("machine", {}, "here", fail)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert is_making.wait(30)
-    with Cache.open() as two:
+    with in_a_thread(fail, is_making), Cache.open() as two:
         entry = two.obtain("machine", {}, "here", lambda folder: {"by": "the second"})
         assert entry.facts == {"by": "the second"}
-    thread.join()
 
 
 def test_two_that_only_read_do_not_wait(cache):
@@ -154,7 +155,7 @@ def test_an_artifact_that_is_truncated_while_it_is_used_is_made_again(cache):
     with Cache.open() as each:
         for _ in range(2):
             entry = each.obtain("machine", {}, "here", _write_machine)
-            assert entry.path("machine.json").read_text() == "{}"
+            assert entry.file.read_text() == "{}"
             (entry.folder / "machine.json").write_text("cut")
 
 
@@ -183,7 +184,7 @@ def test_what_is_in_use_stays(cache):
         cleared = housekeeping.clear(cache)
         assert cleared.kept == ((used.folder.name, "in use"),)
         assert sorted(cleared.removed) == sorted(folder.name for folder in idle)
-        assert used.path("machine.json").read_text() == "{}"
+        assert used.file.read_text() == "{}"
     assert housekeeping.clear(cache).removed == (used.folder.name,)
 
 

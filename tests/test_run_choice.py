@@ -14,7 +14,7 @@ from hotsplit.cli import main
 from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.run import choice, corpora, estimate, prepare, stages
+from hotsplit.run import choice, estimate, prepare, stages
 from hotsplit.run.cache_folder import Cache
 from hotsplit.run.choice import Room, Wishes, choose, choose_predictors, choose_type, worth
 from hotsplit.run.source import look_at
@@ -131,7 +131,6 @@ def test_predictors_are_worth_it_where_few_neurons_fire():
     assert worth(model, 0.05, has_plan=False)[0] and not worth(model, 0.6, has_plan=False)[0]
     wide = make_model(sizes=make_sizes(num_neurons=32, vocab_size=4096), kind="f16")
     assert worth(wide, 0.05, has_plan=True)[0] and not worth(wide, 0.05, has_plan=False)[0]
-    assert choice.bytes_predicted(model, 0.05) < choice.bytes_exact(model, 0.05)
 
 
 def test_powerinfers_files_are_run_as_they_are(relu, tmp_path):
@@ -211,11 +210,11 @@ def test_times_in_words(seconds, text):
 
 def test_the_packages_text_has_its_notice(cache):
     with Cache.open() as each:
-        (path,) = corpora.files((), each)
+        (path,) = stages.texts_of((), each)
         found = path.read_text(encoding="utf-8")
     assert len(found) == 1_019_278 and "Alice was beginning to get very tired" in found
-    assert corpora.PACKED.stat().st_size < 300_000
-    notice = corpora.PACKED.with_name("NOTICE.md").read_text()
+    assert stages.DEFAULT_TEXT.stat().st_size < 300_000
+    notice = stages.DEFAULT_TEXT.with_name("NOTICE.md").read_text()
     assert "PSF License Version 2" in notice and f"{len(found):,} characters" in notice
 
 

@@ -12,6 +12,12 @@ pytest_plugins = ("run_fixtures",)
     "words, message",
     [
         ("-p the -n 0", "max_tokens (-n) is 0, wanted 1 or more, or -1 for no limit"),
+        ("-p the --mode predicted", "nothing to predict"),
+        ("-p the -c 1000", "the model has up to 128"),
+        ("-p the -c 1000 --kv-offload", "the model has up to 128"),
+        ("-p the --kv-offload top=5", "multiple of the block"),
+        ("-p the --kv-offload positions=capped", "context is 128"),
+        ("-p the -ctk q8_0", "multiple of 32"),
         ("-p the --logprobs 3", "--logprobs goes with --json or --json-lines"),
         ("-p the --logprobs 3000 --json", "logprobs of 3000 tokens, wanted 0 to 1000"),
         ("--logprobs 3", "--logprobs is for a text: give -p TEXT"),
@@ -39,6 +45,14 @@ def test_wrong_options_are_refused_before_anything_is_made(capsys, silu, cache, 
     assert code in (1, 2) and shown.out == ""
     assert message in shown.err.splitlines()[-1]
     assert list_cache(cache) == () and "stage 1" not in shown.err
+
+
+def test_an_empty_prompt_and_a_missing_source_are_refused(capsys, silu, cache):
+    for source, prompt, message in ((silu, "", "the prompt is empty"),
+                                    (silu / "none", "the", "no such folder")):  # fmt: skip
+        assert main(["run", str(source), "-p", prompt]) == 1
+        assert message in capsys.readouterr().err.splitlines()[-1]
+    assert list_cache(cache) == ()
 
 
 @pytest.mark.parametrize("words", ["", "--mode predicted"])

@@ -1,6 +1,5 @@
 """The server as its clients see it: a process with a small random model, queried over HTTP."""
 
-import http.client
 import json
 import random
 import threading
@@ -8,25 +7,21 @@ import threading
 import jsonschema
 import openai
 import pytest
-from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model
+from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, text_of_chunks
 
 from hotsplit import Engine
 from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 
+pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("serve"))
+CHAT, PROMPT = "/v1/chat/completions", "user: Hello\nassistant: "
 
 
 @pytest.fixture(scope="module")
 def served(model):
-    served = Served(model, "--parallel", "4", "--kept", "3", "--queue", "40")
-    yield served
-    served.close()
+    with Served(model, "--parallel", "4", "--kept", "3", "--queue", "40") as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,7 @@ def test_what_is_reported_at_the_start(served):
 
 def test_a_chat_equals_the_engines_text(served, engine):
     answer = served.chat(max_tokens=20, temperature=0)
-    assert text_of(answer) == alone(engine, "user: Hello\nassistant: ", temperature=0.0)
+    assert text_of(answer) == alone(engine, PROMPT, temperature=0.0)
     (choice,) = answer["choices"]
     assert choice["index"] == 0 and choice["finish_reason"] == "length"
     assert choice["message"]["role"] == "assistant" and choice["logprobs"] is None
@@ -80,18 +75,12 @@ def test_paths_without_v1_do_the_same(served):
 
 
 def test_a_stream_gives_the_same_text(served):
-    body = {
-        "messages": SAID,
-        "max_tokens": 20,
-        "seed": 3,
-        "stream_options": {"include_usage": True},
-    }
-    chunks = served.stream("/v1/chat/completions", body)
+    usage = {"stream_options": {"include_usage": True}}
+    chunks = served.stream(CHAT, {"messages": SAID, "max_tokens": 20, "seed": 3, **usage})
     whole = served.chat(max_tokens=20, seed=3)
     *parts, end, usage = chunks
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    said = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
-    assert said == text_of(whole)
+    assert text_of_chunks(parts) == text_of(whole)
     assert end["choices"][0]["finish_reason"] == "length" and end["timings"]["predicted_n"] == 20
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 20
     assert all(part["usage"] is None for part in (*parts, end))
@@ -102,14 +91,11 @@ def test_a_stream_gives_the_same_text(served):
 def test_choices_have_consecutive_seeds(served, engine):
     answer = served.chat(max_tokens=12, seed=5, n=3, temperature=1.2)
     texts = [text_of(answer, index) for index in range(3)]
-    prompt = "user: Hello\nassistant: "
-    assert texts == [alone(engine, prompt, 12, seed=5 + i, temperature=1.2) for i in range(3)]
+    assert texts == [alone(engine, PROMPT, 12, seed=5 + i, temperature=1.2) for i in range(3)]
     assert len(set(texts)) == 3
     assert answer["usage"]["completion_tokens"] == 36
-    chunks = served.stream(
-        "/v1/chat/completions",
-        {"messages": SAID, "max_tokens": 12, "seed": 5, "n": 3, "temperature": 1.2},
-    )
+    body = {"messages": SAID, "max_tokens": 12, "seed": 5, "n": 3, "temperature": 1.2}
+    chunks = served.stream(CHAT, body)
     found = ["", "", ""]
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -138,10 +124,8 @@ def test_choices_have_consecutive_seeds(served, engine):
 )  # fmt: skip
 def test_samplers_by_llama_servers_names(served, engine, fields, sampling):
     answer = served.chat(max_tokens=15, seed=1, temperature=1.5, **fields)
-    expected = alone(
-        engine, "user: Hello\nassistant: ", 15, **{"seed": 1, "temperature": 1.5, **sampling}
-    )
-    plain = alone(engine, "user: Hello\nassistant: ", 15, seed=1, temperature=1.5)
+    expected = alone(engine, PROMPT, 15, **{"seed": 1, "temperature": 1.5, **sampling})
+    plain = alone(engine, PROMPT, 15, seed=1, temperature=1.5)
     assert text_of(answer) == expected != plain
 
 
@@ -151,11 +135,9 @@ def test_stop_strings(served):
     answer = served.chat(max_tokens=30, temperature=0, stop=[stop, "never there"])
     assert text_of(answer) == whole[: whole.index(stop)]
     assert answer["choices"][0]["finish_reason"] == "stop"
-    chunks = served.stream(
-        "/v1/chat/completions", {"messages": SAID, "max_tokens": 30, "temperature": 0, "stop": stop}
-    )
-    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-    assert said == text_of(answer)
+    body = {"messages": SAID, "max_tokens": 30, "temperature": 0, "stop": stop}
+    chunks = served.stream(CHAT, body)
+    assert text_of_chunks(chunks) == text_of(answer)
 
 
 def test_the_end_token_ends_a_text_unless_it_is_ignored(served):
@@ -168,19 +150,16 @@ def test_the_end_token_ends_a_text_unless_it_is_ignored(served):
 
 
 def test_logprobs(served):
-    answer = served.chat(max_tokens=8, temperature=0, logprobs=True, top_logprobs=3)
+    fields = {"max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    answer = served.chat(**fields)
     content = answer["choices"][0]["logprobs"]["content"]
     assert len(content) == 8
     assert b"".join(bytes(token["bytes"]) for token in content).decode() == text_of(answer)
     for token in content:
         assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 3
         assert token["top_logprobs"][0]["token"] == token["token"]  # greedy
-    chunks = served.stream(
-        "/v1/chat/completions",
-        {"messages": SAID, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 3},
-    )
     streamed = []
-    for chunk in chunks:
+    for chunk in served.stream(CHAT, {"messages": SAID, **fields}):
         for choice in chunk["choices"]:
             streamed += (choice["logprobs"] or {}).get("content", [])
     assert streamed == content
@@ -225,10 +204,11 @@ def test_tool_calls(served):
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well. "
     assert call["function"] == {"name": "f", "arguments": '{"a": 1}'} and call["id"]
-    chunks = served.stream("/v1/chat/completions", body)
-    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    chunks = served.stream(CHAT, body)
     calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
-    assert said == "Well. " and [c["function"] for c in calls] == [call["function"]]
+    assert text_of_chunks(chunks) == "Well. " and [c["function"] for c in calls] == [
+        call["function"]
+    ]
     assert calls[0]["index"] == 0 and chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     as_text = served.chat(**body, tool_choice="none")
     assert "<tool_call>" in text_of(as_text)
@@ -349,12 +329,6 @@ def test_openais_client(client):
         metadata={"a": "b"}, service_tier="auto", logprobs=True, seed=1,
     )  # fmt: skip
     assert answer.usage.completion_tokens == 5 and len(answer.choices[0].logprobs.content) == 5
-    stream = client.chat.completions.create(
-        model="x", messages=SAID, max_tokens=5, seed=1, stream=True
-    )
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert said == answer.choices[0].message.content
-    assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("none")
@@ -417,12 +391,8 @@ def test_concurrent_requests_get_the_same_text_as_alone(served, engine):
         for _ in range(4):
             ids = stem[: own.choice((0, 50, 100))] + [own.randrange(1, 4096) for _ in range(3)]
             seed, count = own.randrange(1000), own.choice((1, 10, 40))
-            body = {
-                "prompt": ids,
-                "max_tokens": count,
-                "seed": seed,
-                "cache_prompt": own.random() < 0.8,
-            }
+            body = {"prompt": ids, "max_tokens": count, "seed": seed}
+            body["cache_prompt"] = own.random() < 0.8
             if own.random() < 0.3:
                 leave(served, {**body, "max_tokens": 100, "stream": True})
                 continue
@@ -454,13 +424,7 @@ def test_concurrent_requests_get_the_same_text_as_alone(served, engine):
 def test_a_client_that_disconnects_ends_its_text(served, is_stream):
     before = len(served.log)
     body = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "stream": is_stream, "n": 4}
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-    )
-    if is_stream:
-        connection.getresponse().read(10)
-    connection.close()
+    leave(served, body, num_read=10 if is_stream else 0)
     served.until(lambda: any(" 499 " in line for line in served.log[before:]))
     served.until(lambda: served.metric("hotsplit_running") == 0)
 

@@ -433,9 +433,9 @@ def test_an_answer_that_the_client_does_not_read_leaves_one_line_in_the_log(capl
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
         raise Gone
 
-    config = ServeConfig(model=Path("none.gguf"))
-    guard = Guard(app, config, lambda: False, lines.append, lambda change: None)
-    with caplog.at_level(logging.INFO), served_by(guard) as port:
+    service = service_of()
+    service.observe = lines.append
+    with caplog.at_level(logging.INFO), served_by(Guard(app, service)) as port:
         found = closed_after(port, [HEAD + b"\r\n"])
         while not lines:
             time.sleep(0.01)

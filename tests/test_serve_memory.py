@@ -9,7 +9,7 @@ import time
 import weakref
 
 import pytest
-from serving import TOKENIZER, save_model
+from serving import TOKENIZER
 from tokenizers import Tokenizer
 
 from hotsplit import Engine
@@ -22,17 +22,13 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import Exchange
-from hotsplit.serve.scheduler import Limits, Scheduler
+from hotsplit.serve.prefix_cache import PrefixCache
+from hotsplit.serve.scheduler import Scheduler
 from hotsplit.serve.served_model import LONG_TEXT, ServedModel
-from hotsplit.serve.shelf import Shelf
 from hotsplit.serve.texts import Job
 
+pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("serve"))
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, monkeypatch):
@@ -61,8 +57,7 @@ def test_a_text_that_is_over_is_freed_at_once(model, is_cancelled):
 async def asked(engine, *, is_cancelled):
     """Answers a request of two texts, or cancels it; returns weak references to its objects."""
     batches = []
-    limits = Limits(parallel=2, queue=2)
-    scheduler = Scheduler(engine, Shelf(engine, 2), limits, batches.append)
+    scheduler = Scheduler(engine, PrefixCache(engine, 2), batches.append, parallel=2, queue=2)
     draws = SamplerChain(SamplingOptions(temperature=0.0), engine.model.spec.vocab_size, None)
     options = GenerationOptions(max_tokens=4, ignores_end=True)
     jobs = [Job(ids=[1, 2, 3], codec=engine.codec, draws=draws, options=options)] * 2

@@ -1,13 +1,14 @@
 """A server whose texts read selected keys: each answer is as if its text ran alone."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import CONTEXT, Served, leave, save_model
+from serving import CONTEXT, Served, leave
 
 from hotsplit import Engine
 from hotsplit.runtime.kernels.cpu import library
 
+pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 RULE = "block=16,sinks=16,window=32,top=32,candidates=2"
 SHARED = [(17 * i + 5) % 4000 + 1 for i in range(120)]
@@ -29,33 +30,21 @@ def alone(model, rule) -> list[list[int]]:
     return found
 
 
-def test_texts_with_a_common_beginning_answer_as_if_alone(tmp_path):
+def test_texts_with_a_common_beginning_answer_as_if_alone(model):
     """Every prompt is sent in two rounds, so that the second answers continue from texts that the
     server kept; before each round, a client leaves in the middle of its answer."""
-    model = save_model(tmp_path)
     want = alone(model, RULE)
     assert want != alone(model, None)
-    served = Served(model, "-np", "3", "--kept", "3", "--mode", "exact", "--kv-offload", RULE)
     body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
 
-    def words(tokens):
-        return served.ask("/detokenize", {"tokens": tokens})[1]["content"]
+    def ask(number):
+        return served.ask("/v1/completions", {**body, "prompt": PROMPTS[number]})
 
-    def ask(number, found):
-        found[number] = served.ask("/v1/completions", {**body, "prompt": PROMPTS[number]})
-
-    try:
+    options = ("-np", "3", "--kept", "3", "--mode", "exact", "--kv-offload", RULE)
+    with Served(model, *options) as served, ThreadPoolExecutor() as threads:
+        texts = [served.ask("/detokenize", {"tokens": tokens})[1]["content"] for tokens in want]
         for _ in range(2):
             leave(served, {**body, "prompt": SHARED, "max_tokens": 100, "stream": True})
-            found = {}
-            threads = [threading.Thread(target=ask, args=(i, found)) for i in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert [found[i][0] for i in range(4)] == [200] * 4, found
-            texts = [found[i][1]["choices"][0]["text"] for i in range(4)]
-            assert texts == [words(tokens) for tokens in want]
-    finally:
-        served.process.kill()
-        served.process.wait()
+            found = list(threads.map(ask, range(4)))
+            assert [status for status, _ in found] == [200] * 4, found
+            assert [answer["choices"][0]["text"] for _, answer in found] == texts

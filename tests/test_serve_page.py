@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from page_actions import act, answer, needs_browser, say, settled, stats
+from page_actions import act, answer, say, settled, stats
 from scripted_server import PAGE, Script, page_policy
 from serve_client import ServerProcess
 from test_chat import chat_model
@@ -17,7 +17,6 @@ from test_chat import chat_model
 pytest_plugins = ("page_fixtures",)
 
 
-@needs_browser
 def test_an_answer_arrives_word_by_word_and_survives_a_reload(browser, serve):
     wait = threading.Event()
     server = serve(Hello=Script(pieces=["One ", "two ", "three."], wait=wait))
@@ -43,7 +42,6 @@ def test_an_answer_arrives_word_by_word_and_survives_a_reload(browser, serve):
     assert browser.run("document.querySelector('#talks a[aria-current]').innerText") == "Hello"
 
 
-@needs_browser
 @pytest.mark.parametrize(
     "script",
     [
@@ -63,7 +61,6 @@ def test_an_error_of_the_page_is_recorded(browser, serve, script):
     browser.said.clear()
 
 
-@needs_browser
 def test_stop_keeps_the_partial_answer_and_disconnects(browser, serve):
     server = serve(Hello=Script(pieces=["Never ", "ends"], wait=threading.Event()))
     for stop in (lambda: browser.press("Escape"), lambda: browser.click("#send")):
@@ -79,7 +76,6 @@ def test_stop_keeps_the_partial_answer_and_disconnects(browser, serve):
         assert server.num_broken == broken + 1
 
 
-@needs_browser
 def test_a_reload_in_the_middle_of_an_answer_keeps_its_beginning(browser, serve):
     serve(Hello=Script(pieces=["Begun", "never"], wait=threading.Event()))
     say(browser, "Hello")
@@ -88,7 +84,6 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_its_beginning(browser, serve)
     assert answer(browser) == "Begun" and "stopped" in stats(browser)
 
 
-@needs_browser
 def test_regenerate_and_edit_send_the_earlier_messages(browser, serve):
     server = serve(
         Hello=Script(pieces=["Hi."]), And=Script(pieces=["More."]), Or=Script(pieces=["Less."])
@@ -114,7 +109,6 @@ def test_regenerate_and_edit_send_the_earlier_messages(browser, serve):
     assert shown == ["Hello", "Hi.", "Or", "Less."]
 
 
-@needs_browser
 def test_conversations_are_listed_renamed_deleted_and_restored(browser, serve):
     serve(One=Script(pieces=["1"]), Two=Script(pieces=["2"]))
     for text in ("One", "Two"):
@@ -141,7 +135,6 @@ def test_conversations_are_listed_renamed_deleted_and_restored(browser, serve):
     browser.until("document.querySelector('#hello').hidden === false")
 
 
-@needs_browser
 def test_an_answer_goes_on_while_another_conversation_is_shown(browser, serve):
     wait = threading.Event()
     serve(Slow=Script(pieces=["first ", "last"], wait=wait), Fast=Script(pieces=["at once"]))
@@ -157,7 +150,6 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(browser, serve):
     browser.until("document.querySelector('.text')?.innerText === 'first last'")
 
 
-@needs_browser
 def test_errors_are_one_line_and_can_be_tried_again(browser, serve):
     scripts = {
         "Full": Script(status=503, error="the queue is full:\ntry again"),
@@ -188,7 +180,6 @@ def test_errors_are_one_line_and_can_be_tried_again(browser, serve):
     assert said == ["Late", "half", "Cut", "half", "Long", "much", "Fine"]
 
 
-@needs_browser
 def test_a_server_that_stops_is_reported(browser, serve):
     server = serve(Hello=Script(pieces=["Hi."]))
     server.__exit__()
@@ -196,7 +187,6 @@ def test_a_server_that_stops_is_reported(browser, serve):
     browser.until("document.querySelector('.told span')?.innerText.includes('cannot be reached')")
 
 
-@needs_browser
 def test_a_server_without_its_model_yet_is_not_called_unreachable(browser, serve):
     server = serve()
     server.unready = "the model is being loaded"
@@ -207,7 +197,6 @@ def test_a_server_without_its_model_yet_is_not_called_unreachable(browser, serve
     browser.until("server.model")
 
 
-@needs_browser
 def test_an_api_key_is_requested_and_sent(browser, serve):
     server = serve(key="secret", Hello=Script(pieces=["Hi."]))
     say(browser, "Hello")
@@ -226,7 +215,6 @@ def test_an_api_key_is_requested_and_sent(browser, serve):
     browser.run("localStorage.removeItem('hotsplit.key')")
 
 
-@needs_browser
 def test_settings_are_sent_and_kept(browser, serve):
     server = serve(Hello=Script(pieces=["Hi."]))
     browser.click("#open-settings")
@@ -257,7 +245,6 @@ def test_settings_are_sent_and_kept(browser, serve):
     assert set(server.asked[1]) == {"messages", "model", "stream", "stream_options"}
 
 
-@needs_browser
 def test_enter_sends_and_shift_enter_starts_a_line(browser, serve):
     server = serve(**{"a\nb": Script(pieces=["two lines"])})
     browser.press("Enter")
@@ -270,7 +257,6 @@ def test_enter_sends_and_shift_enter_starts_a_line(browser, serve):
     assert browser.run("document.querySelector('.user .body').innerText") == "a\nb"
 
 
-@needs_browser
 def test_a_full_or_damaged_storage_is_survived(browser, serve):
     serve(Hello=Script(pieces=["Hi."]))
     browser.run("localStorage.setItem('hotsplit.index', '{not json')")
@@ -288,7 +274,6 @@ def test_a_full_or_damaged_storage_is_survived(browser, serve):
     browser.until("document.querySelector('.text')?.innerText === 'Hi.'")
 
 
-@needs_browser
 def test_the_page_with_a_real_server(browser, tmp_path):
     """Typing, streaming, stopping, regenerating and reloading, with nothing scripted."""
     model, options = chat_model(tmp_path / "tiny.gguf", 1024), ("--threads", "1", "--alias", "tiny")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from chromium import Browser
-from page_actions import MARKDOWN, act, needs_browser, say, settled
+from page_actions import MARKDOWN, act, say, settled
 from scripted_server import PAGE, Script, ScriptedServer
 
 pytest_plugins = ("page_fixtures",)
@@ -19,7 +19,6 @@ pytest_plugins = ("page_fixtures",)
 AXE = Path(__file__).parent.parent / "build" / "axe" / "package" / "axe.min.js"
 
 
-@needs_browser
 def test_colours_follow_the_system_until_they_are_switched(browser, serve):
     serve()
     dark = "document.documentElement.hasAttribute('data-dark')"
@@ -35,7 +34,6 @@ def test_colours_follow_the_system_until_they_are_switched(browser, serve):
     browser.until(f"!{dark}")
 
 
-@needs_browser
 def test_the_page_on_a_phone(browser, serve):
     serve(
         Hello=Script(
@@ -67,7 +65,6 @@ def audit(browser: Browser, where: str) -> list[str]:
     return [f"{where}: {one}" for one in found]
 
 
-@needs_browser
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core under build/axe (npm pack axe-core)")
 def test_axe_finds_no_faults(browser, serve):
     serve(Show=Script(pieces=[MARKDOWN]), Bad=Script(status=500, error="broken"))
@@ -172,7 +169,6 @@ def take_pictures(folder: Path, browser: Browser, address: str) -> list[Path]:
     return paths
 
 
-@needs_browser
 def test_screenshots_are_taken(browser, tmp_path):
     pieces = re.findall(r"\S+\s*", SCRIPTED)
     with ScriptedServer({text: Script(pieces=pieces) for text in QUESTIONS}) as server:

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from page_actions import MARKDOWN, answer, needs_browser, say, settled
+from page_actions import MARKDOWN, answer, say, settled
 from scripted_server import Script
 
 pytest_plugins = ("page_fixtures",)
@@ -18,7 +18,6 @@ HOSTILE = [
 ]
 
 
-@needs_browser
 def test_html_of_a_model_is_shown_as_text(browser, serve):
     serve(Attack=Script(pieces=HOSTILE), **{"<b>me</b>": Script(pieces=["done"])})
     say(browser, "Attack")
@@ -40,7 +39,6 @@ def test_html_of_a_model_is_shown_as_text(browser, serve):
     assert browser.run("document.querySelector('#talks a').innerText") == "Attack"
 
 
-@needs_browser
 def test_markdown(browser, serve):
     serve(Show=Script(pieces=re.findall(r"(?s).{1,7}", MARKDOWN)))
     say(browser, "Show")
@@ -71,7 +69,6 @@ def test_markdown(browser, serve):
     assert browser.run("document.querySelector('.text').innerHTML") == grown
 
 
-@needs_browser
 @pytest.mark.parametrize(
     "text", ["*" * 4000, "`" * 3001 + "a", "[" * 4000, "> " * 3000, "- " * 3000, "**a " * 3000,
              "_a" * 4000, "|" * 4000 + "\n" + "|-" * 2000, "`a``b" * 2000, "https://" * 1000]
@@ -85,7 +82,6 @@ def test_text_of_markup_characters_alone_renders_quickly(browser, serve, text):
     assert spent < 2000
 
 
-@needs_browser
 def test_code_is_copied(browser, serve):
     serve(Show=Script(pieces=["```\na < b\n```"]))
     say(browser, "Show")
@@ -96,7 +92,6 @@ def test_code_is_copied(browser, serve):
     assert browser.until("document.querySelector('.codeblock button').innerText === 'Copied'")
 
 
-@needs_browser
 def test_reasoning_is_folded(browser, serve):
     serve(Hello=Script(thoughts=["Let me ", "think."], pieces=["Hi."]))
     say(browser, "Hello")

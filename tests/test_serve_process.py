@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import Served, leave, save_model
+from serving import Served, leave
 
 from hotsplit.cli import main
 from hotsplit.runtime.engine import Engine
@@ -19,27 +19,19 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.server import Server
 
+pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
 # As many texts as `narrow` takes, 64, and 16,000 tokens, enough to still run after a few requests.
 FULL = {**LONG, "prompt": [[7]] * 4, "n": 16}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("serve"))
-
-
 @pytest.fixture
 def narrow(model):
     """A server that computes one text at a time and lets 63 wait."""
-    served = Served(
-        model, "-np", "1", "--kept", "1", "--queue", "63", "--drain", "60", "--log-json", key="k"
-    )
-    yield served
-    if served.process.poll() is None:
-        served.process.kill()
-        served.process.wait()
+    options = ("-np", "1", "--kept", "1", "--queue", "63", "--drain", "60", "--log-json")
+    with Served(model, *options, key="k") as served:
+        yield served
 
 
 def wait_until(is_so):
@@ -142,22 +134,21 @@ def test_a_model_loaded_only_after_the_port_is_closed_ends_quietly(model, caplog
 
 @pytest.mark.slow
 def test_a_thousand_requests_leak_neither_files_nor_memory(model):
-    served = Served(model, "-np", "4")
-    pid = served.process.pid
-    for number in range(1000):
-        body = {"prompt": [number % 4000 + 1], "max_tokens": 3}
-        if number % 5 == 0:
-            leave(served, {**body, "max_tokens": 100, "stream": True})
-        else:
-            assert served.ask("/v1/completions", body)[0] == 200
-        if number in (300, 999):
-            served.until(lambda: served.metric("hotsplit_running") == 0)
-            files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-            memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-            if number == 300:
-                before = files, memory
-    assert files <= before[0] + 3 and memory < before[1] + (32 << 20)
-    served.close()
+    with Served(model, "-np", "4") as served:
+        pid = served.process.pid
+        for number in range(1000):
+            body = {"prompt": [number % 4000 + 1], "max_tokens": 3}
+            if number % 5 == 0:
+                leave(served, {**body, "max_tokens": 100, "stream": True})
+            else:
+                assert served.ask("/v1/completions", body)[0] == 200
+            if number in (300, 999):
+                served.until(lambda: served.metric("hotsplit_running") == 0)
+                files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+                memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+                if number == 300:
+                    before = files, memory
+        assert files <= before[0] + 3 and memory < before[1] + (32 << 20)
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(capsys):

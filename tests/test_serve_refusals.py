@@ -1,22 +1,18 @@
 """Values that the server refuses, and the field that each error names."""
 
 import pytest
-from serving import SAID, TOOL, Served, save_model
+from serving import SAID, TOOL, Served
 
 from hotsplit.runtime.kernels.cpu import library
 
+pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(save_model(tmp_path_factory.mktemp("serve")), "--parallel", "1")
-    yield served
-    served.close()
-
-
-def chat_with(**fields):
-    return {"messages": SAID, **fields}
+def served(model):
+    with Served(model, "--parallel", "1") as served:
+        yield served
 
 
 @pytest.mark.parametrize(
@@ -81,7 +77,7 @@ def chat_with(**fields):
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused(served, fields, param):
-    status, answer = served.ask("/v1/chat/completions", chat_with(**fields))
+    status, answer = served.ask("/v1/chat/completions", {"messages": SAID, **fields})
     assert status == 400, answer
     error = answer["error"]
     assert error["type"] == "invalid_request_error" and error["param"] == param, error

@@ -15,8 +15,8 @@ from hotsplit.runtime.generate.dry import cached_breakers
 from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve import scheduler as scheduler_module
-from hotsplit.serve.scheduler import Limits, QueueFull, Scheduler
-from hotsplit.serve.shelf import Shelf, common
+from hotsplit.serve.prefix_cache import PrefixCache, common
+from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.texts import Ended, Failed, Job, Late, Said, Stopping
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
@@ -38,10 +38,11 @@ class Bench:
     def __init__(self, model, *, parallel=PARALLEL, kept=KEPT, queue=64):
         self.engine = Engine.load(model, context_length=CONTEXT, num_sequences=parallel + kept)
         self.single = Engine.load(model, context_length=CONTEXT)
-        self.shelf = Shelf(self.engine, parallel + kept)
+        self.prefix_cache = PrefixCache(self.engine, parallel + kept)
         self.batches = []
-        limits = Limits(parallel=parallel, queue=queue)
-        self.scheduler = Scheduler(self.engine, self.shelf, limits, self._post)
+        self.scheduler = Scheduler(
+            self.engine, self.prefix_cache, self._post, parallel=parallel, queue=queue
+        )
         self.said, self.tokens, self.ended, self.failed = {}, {}, {}, {}
 
     def _post(self, batch):
@@ -79,7 +80,7 @@ class Bench:
             if self.scheduler.is_idle:
                 return
             self.scheduler.step()
-            self.shelf.check_integrity()
+            self.prefix_cache.check_integrity()
         raise AssertionError("it never ends")
 
     def close(self):
@@ -144,7 +145,7 @@ def check_random_life(model, seed, count):
             wanted[key] = (ids, sampling, options)
         for _ in range(chance.choice((0, 0, 1, 5))):
             bench.scheduler.step()
-            bench.shelf.check_integrity()
+            bench.prefix_cache.check_integrity()
         if deed > 0.9 and texts:
             gone = chance.choice(list(texts))
             if gone not in bench.ended:
@@ -290,8 +291,8 @@ def test_a_prefix_of_a_kept_text_is_not_kept_again(bench):
     for key, tail in enumerate(([7] * 40, [], [7] * 20, [8])):
         bench.submit(key, [*stem, *tail], max_tokens=1)
         bench.finish()
-        assert bench.shelf.num_kept == (1 if key < 3 else 2)
-    assert bench.shelf.num_kept_tokens == 140 + 101
+        assert bench.prefix_cache.num_kept == (1 if key < 3 else 2)
+    assert bench.prefix_cache.num_kept_tokens == 140 + 101
 
 
 def test_texts_that_arrive_together_share_their_prefix(bench):

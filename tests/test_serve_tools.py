@@ -3,12 +3,12 @@ looks like a call."""
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from hotsplit.runtime.generate.generation import Token
-from hotsplit.serve.answers import Said, Voice
+from hotsplit.serve.answers import Output, Voice
+from hotsplit.serve.text_requests import Syntax
 from hotsplit.serve.tool_calls import ToolSplitter, form_of
 
 HERMES = '{% for tool in tools %}...{% endfor %}<tool_call>\n{"name": <n>, "arguments": <a>}'
@@ -83,13 +83,11 @@ def test_the_smollm2_template_has_no_tools():
 
 
 def voice(**fields):
-    given = {"begins_reasoning": False, "splits_reasoning": True, "form": None, "most_calls": 9,
-             "marks": {}}  # fmt: skip
-    return Voice(SimpleNamespace(**{**given, **fields}))
+    return Voice(Syntax(**{"splits_reasoning": True, **fields}))
 
 
 def said_by(voice, tokens):
-    said = Said()
+    said = Output()
     for token in tokens:
         said.add(voice.say([token]))
     said.add(voice.finish())

@@ -11,14 +11,6 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import physical_cores, use_threads
 
 
-@pytest.fixture
-def restore_threads():
-    ours, torchs = library.num_threads(), torch.get_num_threads()
-    yield
-    library.set_threads(ours)
-    torch.set_num_threads(torchs)
-
-
 def test_two_threads_of_a_core_count_once(tmp_path, monkeypatch):
     siblings = {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}
     for cpu, text in siblings.items():
@@ -38,7 +30,7 @@ def test_affinity_is_honoured():
     assert run_python(code).stdout.strip() == "1"
 
 
-def test_torch_uses_the_same_number(restore_threads):
+def test_torch_uses_the_same_number(restore_library):
     for count in (1, 3):
         assert use_threads(count) == count == torch.get_num_threads() == library.num_threads()
 

@@ -90,9 +90,9 @@ class Allocator:
         library.load().fakeBlock(start, size, 0)
         self.allocated -= size
 
-    def empty_cache(self, pool: int | None = None) -> None:
-        """Returns the free segments of a pool, by default the common one, to the driver."""
-        for segment in [s for s in self.segments if s.is_free and s.pool == (pool or 0)]:
+    def empty_cache(self) -> None:
+        """Returns the free segments of the common pool to the driver."""
+        for segment in [s for s in self.segments if s.is_free and not s.pool]:
             library.call("cudaFree", segment.start)
             self.segments.remove(segment)
 

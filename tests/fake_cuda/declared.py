@@ -7,8 +7,7 @@ from unittest import mock
 
 from fake_cuda import library
 from fake_cuda.library import Range
-from fake_cuda.tensors import range_of
-from torch import Tensor
+from fake_cuda.tensors import ranges_of
 
 from hotsplit.runtime.device.streams import CudaStream, HostNode
 
@@ -41,11 +40,11 @@ def declarations() -> Iterator[None]:
     host, launch = CudaStream.host, CudaStream.launch
 
     def declaring_host(stream: CudaStream, node: HostNode) -> None:
-        library.declare(node.argument, _ranges(node.reads, node.writes))
+        library.declare(node.argument, ranges_of(node.reads, node.writes))
         host(stream, node)
 
     def declaring_launch(stream: CudaStream, run, *, reads, writes) -> None:
-        _open.append(_ranges(reads, writes))
+        _open.append(ranges_of(reads, writes))
         try:
             launch(stream, run, reads=reads, writes=writes)
         finally:
@@ -56,9 +55,3 @@ def declarations() -> Iterator[None]:
         mock.patch.object(CudaStream, "launch", declaring_launch),
     ):
         yield
-
-
-def _ranges(reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> list[Range]:
-    return [range_of(t, is_written=False) for t in reads] + [
-        range_of(t, is_written=True) for t in writes
-    ]

@@ -60,9 +60,11 @@ class FakeCuda:
     def current(self) -> int:
         return self.thread.device
 
-    # ---- the methods of tensors.Owner
+    # ---- memory of tensors
 
     def allocate(self, device: int, num_bytes: int) -> tuple[int, Callable[[], None]]:
+        """(address, function that frees it) of memory for a tensor on the device's current
+        stream."""
         if not num_bytes:
             return 0, lambda: None
         allocator = self.allocators[device]
@@ -89,6 +91,7 @@ class FakeCuda:
 
     @contextmanager
     def on_device(self, device: int) -> Iterator[int]:
+        """A context in which the device is current; its value is the current stream's handle."""
         before = self.set_device(device)
         try:
             yield self.thread.streams[device].cuda_stream

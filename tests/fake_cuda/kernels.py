@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from fake_cuda import declared, library
 from fake_cuda.library import Range
-from fake_cuda.tensors import DeviceTensor, borrowed, range_of
+from fake_cuda.tensors import DeviceTensor, borrowed, range_of, ranges_of
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu import kernels as records
@@ -65,7 +65,7 @@ def launched_slots(kernels: SlotKernels) -> SlotKernels:
     synchronisation."""
 
     def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
-        ranges = [range_of(t, is_written=False) for t in (staging_B, copies_C4)]
+        ranges = ranges_of((staging_B, copies_C4))
         args = borrowed(staging_B), borrowed(copies_C4), most_bytes
         writes = declared.written()
         if writes is None:
@@ -74,9 +74,8 @@ def launched_slots(kernels: SlotKernels) -> SlotKernels:
         _submit("scatter", partial(kernels.scatter, *args), ranges + writes)
 
     def pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
-        ranges = [range_of(t, is_written=False) for t in (hidden_N, slot_F)]
         args = borrowed(hidden_N), borrowed(slot_F), borrowed(open_W)
-        ranges.append(range_of(open_W, is_written=True))
+        ranges = ranges_of((hidden_N, slot_F), (open_W,))
         _submit("pack_open", partial(kernels.pack_open, *args), ranges)
 
     return SlotKernels(scatter=scatter, pack_open=pack_open)

@@ -9,32 +9,20 @@ values)."""
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from fake_cuda import library
+from fake_cuda.devices import FakeCuda
 from fake_cuda.library import Range
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-
-
-class Owner(Protocol):
-    """What tensors need of the devices; devices.FakeCuda implements it."""
-
-    def allocate(self, device: int, num_bytes: int) -> tuple[int, Callable[[], None]]:
-        """(address, function that frees it) of memory for a tensor on the device's current
-        stream."""
-
-    def pinned(self, num_bytes: int) -> tuple[int, Callable[[], None]]: ...
-
-    def on_device(self, device: int) -> Any:
-        """A context in which the device is current; its value is the current stream's handle."""
 
 
 class DeviceTensor(Tensor):
@@ -92,12 +80,9 @@ def borrowed(tensor: Tensor) -> Tensor:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """(address of a tensor's first byte, address after its last)."""
-    if not tensor.numel():
-        return 0, 0
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+    """(address of a tensor's first byte, address after its last); zeros for an empty tensor."""
+    start = tensor.data_ptr() if tensor.numel() else 0
+    return start, start + span_bytes(tensor)
 
 
 def range_of(tensor: Tensor, *, is_written: bool) -> Range:
@@ -105,10 +90,15 @@ def range_of(tensor: Tensor, *, is_written: bool) -> Range:
     return start, stop - start, is_written
 
 
+def ranges_of(reads: Iterable[Tensor], writes: Iterable[Tensor] = ()) -> list[Range]:
+    found = [range_of(tensor, is_written=False) for tensor in reads]
+    return found + [range_of(tensor, is_written=True) for tensor in writes]
+
+
 class Dispatch(TorchDispatchMode):
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
-        self.owner = owner
+        self.cuda = cuda
         self.waited: list[str] = []  # operations that `_waiting` ran
 
     @classmethod
@@ -185,9 +175,8 @@ class Dispatch(TorchDispatchMode):
             for target, value in zip(targets, found, strict=bool(targets)):
                 target.copy_(value)
 
-        ranges = [range_of(t, is_written=False) for t in device_tensors((args, kwargs))]
-        ranges += [range_of(t, is_written=True) for t in outputs]
-        with self.owner.on_device(index) as stream:
+        ranges = ranges_of(device_tensors((args, kwargs)), outputs)
+        with self.cuda.on_device(index) as stream:
             library.launch(f"torch's {name}", stream, run, ranges)
         return result
 
@@ -224,15 +213,15 @@ class Dispatch(TorchDispatchMode):
 
     def _new(self, index: int, like: Tensor) -> "DeviceTensor":
         size = span_bytes(like)
-        start, release = self.owner.allocate(index, size)
+        start, release = self.cuda.allocate(index, size)
         return DeviceTensor(shaped(at_address(start, size, release), like), index)
 
     def pinned(self, values: Tensor) -> Tensor:
-        start, release = self.owner.pinned(values.nbytes)
+        start, release = self.cuda.pinned(values.nbytes)
         return shaped(at_address(start, values.nbytes, release), values).copy_(values)
 
     def _wait(self, index: int) -> None:
-        with self.owner.on_device(index) as stream:
+        with self.cuda.on_device(index) as stream:
             library.call("cudaStreamSynchronize", stream)
 
     def _moved(self, source: Tensor, *, dtype=None, device=None, non_blocking=False, **rest) -> Any:
@@ -277,7 +266,7 @@ class Dispatch(TorchDispatchMode):
             theirs, mine = map(torch.cuda.current_stream, (source.device, target.device))
             theirs.wait_stream(mine)
             index = source.device.index
-        with self.owner.on_device(index) as stream:
+        with self.cuda.on_device(index) as stream:
             library.call("cudaMemcpyAsync", target.data_ptr(), source.data_ptr(), source.nbytes, 4,
                          stream)  # fmt: skip
             if not (non_blocking or is_between):

@@ -4,26 +4,18 @@ reported."""
 from pathlib import Path
 
 import pytest
-import torch
 
 from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.config import BenchConfig
-from hotsplit.runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.usefixtures("restore_library")
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / "build/llamacpp-venv/bin/python"
 MODEL = ROOT / "build/smollm2/q8_0.gguf"
 STOCK = ROOT / "build/smollm2/q8_0-stock.gguf"
-
-
-@pytest.fixture(autouse=True)
-def threads_are_put_back():
-    before = library.num_threads(), torch.get_num_threads()
-    yield
-    library.set_threads(before[0])
-    torch.set_num_threads(before[1])
 
 
 def config_of(**options) -> BenchConfig:

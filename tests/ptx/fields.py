@@ -14,15 +14,21 @@ def of(kind: str, kinds: tuple[str, ...]) -> str:
     return kind
 
 
-def no_more(modifiers: list[str]) -> None:
-    if modifiers:
-        raise UnknownInstruction("modifier ." + ".".join(modifiers))
+def no_more(modifiers: list[str], known: tuple[str, ...] = ()) -> None:
+    """Raises for modifiers other than those that are known."""
+    if unknown := [m for m in modifiers if m not in known]:
+        raise UnknownInstruction("modifier ." + ".".join(unknown))
+
+
+def only(modifiers: list[str], kinds: tuple[str, ...]) -> str:
+    """The type, which must be the only modifier."""
+    no_more(modifiers[:-1])
+    return of(modifiers[-1], kinds)
 
 
 def shift(name, modifiers, operands, registers):
     """Amounts beyond the width leave zeros, or copies of the sign."""
-    kind = of(modifiers[-1], _KINDS)
-    no_more(modifiers[:-1])
+    kind = only(modifiers, _KINDS)
     target, a, b = operands
     dtype = np.dtype(DTYPE[kind])
     width = 8 * dtype.itemsize
@@ -74,8 +80,7 @@ def funnel(name, modifiers, operands, registers):
 
 def extract(name, modifiers, operands, registers):
     """bfe: fields that reach beyond the word are filled with its sign or with zeros."""
-    kind = of(modifiers[-1], ("u32", "s32", "u64", "s64"))
-    no_more(modifiers[:-1])
+    kind = only(modifiers, ("u32", "s32", "u64", "s64"))
     dtype = np.dtype(DTYPE[kind])
     width = 8 * dtype.itemsize
 
@@ -102,8 +107,7 @@ def extract(name, modifiers, operands, registers):
 
 def insert(name, modifiers, operands, registers):
     """bfi."""
-    kind = of(modifiers[-1], ("b32", "b64"))
-    no_more(modifiers[:-1])
+    kind = only(modifiers, ("b32", "b64"))
     dtype = np.dtype(DTYPE[kind])
     width = 8 * dtype.itemsize
 
@@ -141,8 +145,7 @@ def _inserted_bytes(first: int, last: int):
 
 def permute(name, modifiers, operands, registers):
     """prmt without a mode."""
-    if modifiers != ["b32"]:
-        raise UnknownInstruction("modifier ." + ".".join(modifiers))
+    only(modifiers, ("b32",))
 
     def compute(a, b, selector):
         both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
@@ -172,8 +175,7 @@ def permute(name, modifiers, operands, registers):
 
 def any_logic(name, modifiers, operands, registers):
     """lop3: any function of three bits, by its truth table."""
-    if modifiers != ["b32"]:
-        raise UnknownInstruction("modifier ." + ".".join(modifiers))
+    only(modifiers, ("b32",))
     target, a, b, c, table = operands
     table = int(table, 0)
 

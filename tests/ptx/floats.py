@@ -2,20 +2,15 @@
 
 import numpy as np
 
-from ptx import arithmetic
+from ptx import arithmetic, fields
 from ptx.arithmetic import approximate, flushed
 from ptx.faults import UnknownInstruction
+from ptx.fields import no_more
 from ptx.operands import DTYPE, pure
 from ptx.text import BYTES
 
 KINDS = ("f16x2", "bf16x2", "f16", "bf16", "f32", "f64", "f32x2")
 _FLOATS = ("f32", "f64")
-
-
-def _checked(modifiers: list[str], known: tuple[str, ...]) -> None:
-    unknown = [m for m in modifiers if m not in known]
-    if unknown:
-        raise UnknownInstruction("modifier ." + ".".join(unknown))
 
 
 def _extreme(pick, is_max: bool, keeps_nan: bool):
@@ -37,9 +32,8 @@ def binary(name, modifiers, operands, registers):
     *rest, kind = modifiers
     if kind == "f32x2" and name in ("add", "sub", "mul"):
         return _pairs(_ARITHMETIC[name], rest, operands, registers)
-    if kind not in _FLOATS:
-        raise UnknownInstruction(f"type .{kind}")
-    _checked(rest, ("rn", "ftz", "NaN", "full", "approx") if kind == "f32" else ("rn",))
+    fields.of(kind, _FLOATS)
+    no_more(rest, ("rn", "ftz", "NaN", "full", "approx") if kind == "f32" else ("rn",))
     if name == "div":
         compute = _quotient(rest, kind)
     elif name in ("min", "max"):
@@ -56,7 +50,7 @@ _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 def _pairs(compute, rest, operands, registers):
     """An instruction on pairs of f32, each pair in a 64-bit register."""
-    _checked(rest, ("rn", "ftz"))
+    no_more(rest, ("rn", "ftz"))
     compute = _flushing(compute, rest)
     target, *sources = operands
 
@@ -94,7 +88,7 @@ def fused(name, modifiers, operands, registers):
         return _pairs(arithmetic.fma32, rest, operands, registers)
     if kind not in _FLOATS or "rn" not in rest:
         raise UnknownInstruction("fma." + ".".join(modifiers))
-    _checked(rest, ("rn", "ftz"))
+    no_more(rest, ("rn", "ftz"))
     compute = arithmetic.fma32 if kind == "f32" else arithmetic.fma64
     target, *sources = operands
     assert len(sources) == 3, operands
@@ -105,9 +99,8 @@ def fused(name, modifiers, operands, registers):
 def unary(name, modifiers, operands, registers):
     """neg, abs."""
     *rest, kind = modifiers
-    if kind not in _FLOATS:
-        raise UnknownInstruction(f"type .{kind}")
-    _checked(rest, ("ftz",))
+    fields.of(kind, _FLOATS)
+    no_more(rest, ("ftz",))
     compute = np.negative if name == "neg" else np.abs
     return pure(operands[0], [(operands[1], kind)], _flushing(compute, rest), registers)
 
@@ -117,7 +110,7 @@ def function(name, modifiers, operands, registers):
     *rest, kind = modifiers
     if kind != "f32":
         raise UnknownInstruction(f"type .{kind}")
-    _checked(rest, ("approx", "ftz", "rn"))
+    no_more(rest, ("approx", "ftz", "rn"))
     exact = {
         "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt,
         "rsqrt": lambda x: 1.0 / np.sqrt(x), "tanh": np.tanh,
@@ -139,7 +132,7 @@ _WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 def conversion(name, modifiers, operands, registers):
     *rest, to, of = modifiers
-    _checked(rest, ("rn", "rz", "rni", "rzi", "rmi", "rpi", "ftz", "sat"))
+    no_more(rest, ("rn", "rz", "rni", "rzi", "rmi", "rpi", "ftz", "sat"))
     target, *sources = operands
     if to in ("f16x2", "bf16x2"):
         return _pair(to, rest, of, target, sources, registers)

@@ -7,7 +7,7 @@ import numpy as np
 
 from ptx import fields, floats
 from ptx.faults import UnknownInstruction
-from ptx.fields import no_more, of
+from ptx.fields import no_more, of, only
 from ptx.operands import ALL_BYTES, DTYPE, either, immediate, pure, source, spread, stored_bits
 
 WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -24,9 +24,8 @@ def binary(compute):
             return floats.binary(name, modifiers, operands, registers)
         if kind in ("s16x2", "u16x2"):
             return _pairs(compute, modifiers, operands, registers)
-        no_more(modifiers[:-1])
+        only(modifiers, INTEGERS)
         target, a, b = operands
-        of(kind, INTEGERS)
         return pure(target, [(a, kind), (b, kind)], compute, registers)
 
     return factory
@@ -56,8 +55,7 @@ def bitwise(compute, dominant: bool | None):
 
     def factory(name, modifiers, operands, registers):
         target, a, b = operands
-        kind = of(modifiers[-1], UNTYPED)
-        no_more(modifiers[:-1])
+        kind = only(modifiers, UNTYPED)
         if kind == "pred":
             return _deciding(target, a, b, compute, dominant, registers)
         kept = _bytes_that_count(name, b, kind)
@@ -96,8 +94,7 @@ def _deciding(target, a, b, compute, dominant, registers):
 
 
 def inverted(name, modifiers, operands, registers):
-    kind = of(modifiers[-1], UNTYPED)
-    no_more(modifiers[:-1])
+    kind = only(modifiers, UNTYPED)
     return pure(operands[0], [(operands[1], kind)], np.invert, registers)
 
 
@@ -106,8 +103,7 @@ def unary(compute):
         kind = modifiers[-1]
         if kind in floats.KINDS:
             return floats.unary(name, modifiers, operands, registers)
-        no_more(modifiers[:-1])
-        of(kind, INTEGERS)
+        only(modifiers, INTEGERS)
         return pure(operands[0], [(operands[1], kind)], compute, registers)
 
     return factory
@@ -117,8 +113,7 @@ def bit_count(compute):
     """popc and clz, whose result is u32, and brev; of b32 or b64."""
 
     def factory(name, modifiers, operands, registers):
-        kind = of(modifiers[-1], ("b32", "b64"))
-        no_more(modifiers[:-1])
+        kind = only(modifiers, ("b32", "b64"))
         return pure(operands[0], [(operands[1], kind)], compute, registers)
 
     return factory
@@ -150,7 +145,7 @@ def product(name, modifiers, operands, registers):
         return floats.binary(name, modifiers, operands, registers)
     of(kind, INTEGERS)
     part, *rest = modifiers[:-1]
-    no_more([m for m in rest if m != "cc"])
+    no_more(rest, ("cc",))
     if "cc" in rest:
         return _carrying(part, kind, operands, registers, adds_carry=False, sets_carry=True)
     kinds = [kind, kind] + ([WIDE[kind] if part == "wide" else kind] if name == "mad" else [])
@@ -171,14 +166,14 @@ def product(name, modifiers, operands, registers):
 
 def product_with_carry(name, modifiers, operands, registers):
     part, *rest, kind = modifiers
-    no_more([m for m in rest if m != "cc"])
+    no_more(rest, ("cc",))
     return _carrying(part, kind, operands, registers, adds_carry=True, sets_carry="cc" in rest)
 
 
 def sum_with_carry(name, modifiers, operands, registers):
     """add.cc and addc."""
     *rest, kind = modifiers
-    no_more([m for m in rest if m != "cc"])
+    no_more(rest, ("cc",))
     target, a, b = operands
     return _carrying("lo", kind, [target, a, "1", b], registers, adds_carry=name == "addc",
                      sets_carry="cc" in rest)  # fmt: skip
@@ -213,8 +208,7 @@ def quotient(name, modifiers, operands, registers):
     kind = modifiers[-1]
     if kind in ("f32", "f64"):
         return floats.binary(name, modifiers, operands, registers)
-    of(kind, INTEGERS)
-    no_more(modifiers[:-1])
+    only(modifiers, INTEGERS)
     dtype = np.dtype(DTYPE[kind])
 
     def compute(a, b):
@@ -261,7 +255,7 @@ def set_predicate(name, modifiers, operands, registers):
     order, *rest, kind = modifiers
     flushes = "ftz" in rest
     joins = [m for m in rest if m in _JOINED]
-    no_more([m for m in rest if m not in _JOINED and m != "ftz"])
+    no_more(rest, (*_JOINED, "ftz"))
     of(kind, (*INTEGERS, "b16", "b32", "b64", "f32", "f64"))
     compare = comparison(order, kind)
     target, a, b, *more = operands

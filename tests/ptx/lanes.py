@@ -10,7 +10,6 @@ from ptx.faults import (
     BadShuffle,
     DataRace,
     Fault,
-    Misaligned,
     OutOfBounds,
     Uninitialised,
     UnknownInstruction,
@@ -152,9 +151,16 @@ class Machine:
 
     # ---- checks -------------------------------------------------------------------------------
 
-    def fault(self, kind: type[Fault], lane: int, text: str) -> Fault:
+    def fault(self, kind: type[Fault], at: int, text: str, lanes=None) -> Fault:
+        """A fault of lane `at`, or of that one of `lanes`."""
+        lane = at if lanes is None else lanes[at]
         thread = self.launch.thread(int(self.thread_number[lane]))
         return kind(f"{self.launch.kernel.name}: {self.place}, {thread}: {text}")
+
+    def refuse(self, kind: type[Fault], bad, text: str, lanes=None) -> None:
+        """Raises a fault of the first lane (of `lanes`, if given) that is bad, if there is one."""
+        if bad.any():
+            raise self.fault(kind, int(bad.argmax()), text, lanes)
 
     @property
     def place(self) -> str:
@@ -165,10 +171,7 @@ class Machine:
             undefined = self.undefined_of(reads)
             if undefined is not None:
                 bad = undefined != 0 if mask is None else (undefined != 0) & mask
-                if bad.any():
-                    raise self.fault(
-                        Uninitialised, int(bad.argmax()), f"{what} was never given a value"
-                    )
+                self.refuse(Uninitialised, bad, f"{what} was never given a value")
 
     def check_members(self, members, mask, needs_all: bool = False) -> None:
         """Checks that the active lanes of each warp that has any are those that the instruction names;
@@ -179,15 +182,10 @@ class Machine:
         rows = active.reshape(-1, WARP)
         is_running = rows.any(axis=1).repeat(WARP)
         bad = is_running & (active != (True if needs_all else named))
-        if bad.any():
-            raise self.fault(
-                BadShuffle, int(bad.argmax()), "the lanes it names are not those that execute it"
-            )
+        self.refuse(BadShuffle, bad, "the lanes it names are not those that execute it")
 
     def check_sources(self, mask, index) -> None:
-        bad = mask & ~mask[index]
-        if bad.any():
-            raise self.fault(BadShuffle, int(bad.argmax()), "reads from a lane that is not active")
+        self.refuse(BadShuffle, mask & ~mask[index], "reads from a lane that is not active")
 
     def warps_of(self, mask) -> np.ndarray:
         """Numbers of warps with active lanes."""
@@ -204,9 +202,7 @@ class Machine:
         undefined = self.undefined_of(reads)
         if undefined is not None:
             bad = undefined != 0 if lanes is None else undefined[lanes] != 0
-            if bad.any():
-                lane = int(bad.argmax()) if lanes is None else int(lanes[bad.argmax()])
-                raise self.fault(Uninitialised, lane, "the address was never given a value")
+            self.refuse(Uninitialised, bad, "the address was never given a value", lanes)
         whole = np.broadcast_to(address, self.num_lanes)
         return lanes, np.ascontiguousarray(whole if lanes is None else whole[lanes])
 
@@ -214,7 +210,8 @@ class Machine:
         """(u8 [lanes, size]; which of these bytes have no value, None if all have one)."""
         if space in ("global", "const"):
             note = None if space == "const" else (lambda *what: self._note(size, lanes, *what))
-            return self._checked(lanes, global_memory.load, places, size, note), None
+            memory = self.launch.memory
+            return self._checked(lanes, global_memory.load, memory, places, size, note), None
         row = self._rows(space, places, lanes, size)
         written = self.written[space].reshape(-1, size)[row]
         unwritten = None if written.all() else ~written
@@ -225,13 +222,10 @@ class Machine:
     def store(self, space: str, places, lanes, value, unwritten) -> None:
         if space == "global":
             if unwritten is not None:
-                at = int(unwritten.any(axis=1).argmax())
-                raise self.fault(
-                    Uninitialised, at if lanes is None else int(lanes[at]),
-                    "stores an undefined value",
-                )  # fmt: skip
+                bad = unwritten.any(axis=1)
+                self.refuse(Uninitialised, bad, "stores an undefined value", lanes)
             note = lambda *what: self._note(value.shape[1], lanes, *what, value)  # noqa: E731
-            self._checked(lanes, global_memory.store, places, value, note)
+            self._checked(lanes, global_memory.store, self.launch.memory, places, value, note)
             return
         row = self._rows(space, places, lanes, value.shape[1])
         self.bytes[space].reshape(-1, value.shape[1])[row] = value
@@ -241,13 +235,11 @@ class Machine:
         if space == "shared":
             self._note_shared(row, value.shape[1], lanes, value)
 
-    def _checked(self, lanes, function, places, *rest):
+    def _checked(self, lanes, function, *arguments):
         try:
-            return function(self.launch.memory, places, *rest)
+            return function(*arguments)
         except Outside as error:
-            at, text = error.args
-            lane = int(at) if lanes is None else int(lanes[at])
-            raise self.fault(error.kind, lane, text) from None
+            raise self.fault(error.kind, *error.args, lanes) from None
 
     def _rows(self, space: str, places, lanes, size: int) -> np.ndarray:
         """Numbers of rows of `size` bytes in a space's array."""
@@ -255,19 +247,9 @@ class Machine:
         offset = (places - base).astype(np.int64)
         bad = (offset < 0) | (offset + size > self.limit[space])
         if bad.any():
-            at = int(bad.argmax())
-            lane = at if lanes is None else int(lanes[at])
-            raise self.fault(
-                OutOfBounds, lane,
-                f"byte {int(offset[at])} of {self.limit[space]} of {space} memory",
-            )  # fmt: skip
-        try:
-            check_alignment(places, size)
-        except Outside as error:
-            at = error.args[0]
-            raise self.fault(
-                Misaligned, at if lanes is None else int(lanes[at]), error.args[1]
-            ) from None
+            text = f"byte {offset[bad.argmax()]} of {self.limit[space]} of {space} memory"
+            self.refuse(OutOfBounds, bad, text, lanes)
+        self._checked(lanes, check_alignment, places, size)
         owner = self.owner_of[space]
         owner = owner if lanes is None else owner[lanes]
         return (owner * self.pitch[space] + offset) // size
@@ -386,10 +368,7 @@ class Machine:
             return
         rows = mask.reshape(-1, WARP)
         divided = rows.any(axis=1) & ~rows.all(axis=1)
-        if divided.any():
-            raise self.fault(
-                BadBarrier, int(divided.argmax()) * WARP, "a part of a warp is at a barrier"
-            )
+        self.refuse(BadBarrier, divided.repeat(WARP), "a part of a warp is at a barrier")
         waits |= mask
         is_complete = waits.reshape(self.num_blocks, -1).all(axis=1)
         self.block_epoch = self.block_epoch + is_complete
@@ -400,10 +379,7 @@ class Machine:
         the end."""
         can_run = (next_of != end) & ~waits
         if not can_run.any():
-            if waits.any():
-                raise self.fault(
-                    BadBarrier, int(waits.argmax()), "waits for threads that have ended"
-                )
+            self.refuse(BadBarrier, waits, "waits for threads that have ended")
             return None, None
         here = int(next_of[can_run].min())
         mask = can_run & (next_of == here)

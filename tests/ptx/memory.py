@@ -211,16 +211,9 @@ class Crooked(Outside):
 def load(memory: Memory, address: np.ndarray, size: int, note) -> np.ndarray:
     """The bytes at the addresses, u8 [lanes, size]. `note`, if there is one, is called with
     (buffer, addresses, indices of the lanes or None for all)."""
-    check_alignment(address, size)
     found = np.empty((len(address), size), np.uint8)
-    for buffer, which in memory.split(address, size):
-        mine = address if which is None else address[which]
-        try:
-            row = memory.rows(buffer, mine, size, _LOADABLE)
-        except Outside as error:
-            raise _renumbered(error, which) from None
+    for buffer, mine, which, row in _accessed(memory, address, size, _LOADABLE):
         buffer.state.reshape(-1, size)[row] |= READ
-        buffer.is_touched = True
         if note is not None:
             note(buffer, mine, which)
         values = buffer.bytes.reshape(-1, size)[row]
@@ -233,22 +226,24 @@ def load(memory: Memory, address: np.ndarray, size: int, note) -> np.ndarray:
 def store(memory: Memory, address: np.ndarray, value: np.ndarray, note) -> None:
     """Writes u8 [lanes, size]; if several lanes write to one place, the last one wins."""
     size = value.shape[1]
-    check_alignment(address, size)
-    for buffer, which in memory.split(address, size):
-        mine = address if which is None else address[which]
-        try:
-            row = memory.rows(buffer, mine, size, _STORABLE)
-        except Outside as error:
-            raise _renumbered(error, which) from None
+    for buffer, mine, which, row in _accessed(memory, address, size, _STORABLE):
         buffer.state.reshape(-1, size)[row] |= STORED | WRITTEN
-        buffer.is_touched = True
         note(buffer, mine, which)
         buffer.bytes.reshape(-1, size)[row] = value if which is None else value[which]
 
 
-def _renumbered(error: Outside, which: np.ndarray | None) -> Outside:
-    lane, place = error.args
-    return type(error)(lane if which is None else which[lane], place)
+def _accessed(memory: Memory, address: np.ndarray, size: int, flags: int):
+    """Yields (buffer, addresses in it, indices of their lanes or None for all, row numbers)."""
+    check_alignment(address, size)
+    for buffer, which in memory.split(address, size):
+        mine = address if which is None else address[which]
+        try:
+            row = memory.rows(buffer, mine, size, flags)
+        except Outside as error:
+            lane, place = error.args
+            raise type(error)(lane if which is None else which[lane], place) from None
+        buffer.is_touched = True
+        yield buffer, mine, which, row
 
 
 def check_alignment(address: np.ndarray, size: int) -> None:

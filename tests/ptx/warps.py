@@ -118,6 +118,16 @@ def _matrices(modifiers):
     return int(rest[3][1]), "trans" in modifiers
 
 
+def _taking_part(machine, mask, count):
+    """(warps, the lanes that give addresses of `count` matrices, all lanes of the warps)."""
+    machine.check_members(np.uint32(0xFFFFFFFF), mask, needs_all=True)
+    warps = machine.warps_of(mask)
+    lanes, everyone = (
+        (WARP * warps[:, None] + np.arange(each)).reshape(-1) for each in (8 * count, WARP)
+    )
+    return warps, lanes, everyone
+
+
 def load_matrix(name, modifiers, operands, registers):
     """Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m. From each matrix, which
     .trans transposes first, lane l gets values 2 (l mod 4) and 2 (l mod 4) + 1 of row
@@ -128,9 +138,7 @@ def load_matrix(name, modifiers, operands, registers):
     getter, read = address(operands[1], registers)
 
     def step(machine, mask):
-        machine.check_members(np.uint32(0xFFFFFFFF), mask, needs_all=True)
-        warps = machine.warps_of(mask)
-        lanes = (WARP * warps[:, None] + np.arange(8 * count)).reshape(-1)
+        warps, lanes, everyone = _taking_part(machine, mask, count)
         _, places = machine.places(getter(machine), read, lanes)
         data, unwritten = machine.load("shared", places, lanes, 16)
         values = data.view(np.uint16).reshape(len(warps), count, 8, 8)
@@ -138,7 +146,6 @@ def load_matrix(name, modifiers, operands, registers):
         if is_turned:
             values = values.swapaxes(2, 3)
             missing = None if missing is None else missing.swapaxes(2, 3)
-        everyone = (WARP * warps[:, None] + np.arange(WARP)).reshape(-1)
         for at, number in enumerate(numbers):
             part = np.ascontiguousarray(values[:, at]).reshape(-1, 2).view(np.uint32)[:, 0]
             gone = None if missing is None else as_bits(missing[:, at].reshape(-1, 4))
@@ -154,11 +161,8 @@ def store_matrix(name, modifiers, operands, registers):
     assert len(pairs) == count, operands
 
     def step(machine, mask):
-        machine.check_members(np.uint32(0xFFFFFFFF), mask, needs_all=True)
-        warps = machine.warps_of(mask)
-        lanes = (WARP * warps[:, None] + np.arange(8 * count)).reshape(-1)
+        warps, lanes, everyone = _taking_part(machine, mask, count)
         _, places = machine.places(getter(machine), read, lanes)
-        everyone = (WARP * warps[:, None] + np.arange(WARP)).reshape(-1)
         shape = (len(warps), count, 8, 8)
         values, missing = np.empty(shape, np.uint16), np.zeros((*shape, 2), bool)
         for at, (get, numbers) in enumerate(pairs):

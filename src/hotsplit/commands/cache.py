@@ -37,7 +37,7 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
     if names or stale_only:
         raise click.UsageError("list shows everything: leave names and --stale out.")
     found = list_cache(folder)
-    total = sum(shelved.num_bytes for shelved in found)
+    total = sum(artifact.num_bytes for artifact in found)
     content = {"cache": str(folder), "num_bytes": total, "entries": [asdict(s) for s in found]}
     if as_json:
         finish(content, True, [])

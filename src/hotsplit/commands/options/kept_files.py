@@ -22,9 +22,9 @@ def with_copy(error: HotsplitError, command: str, model: Path) -> HotsplitError:
     try:
         ModelFile.load(model)
     except HotsplitError:
-        from hotsplit.run.kept import kept_for
+        from hotsplit.run.cached_files import cached_files_for
 
-        copy = kept_for(model).model
+        copy = cached_files_for(model).model
         if copy is not None and copy != model.resolve():
             return HotsplitError(f"{error}; run has a converted copy: {command} {_quoted(copy)}")
     return error
@@ -34,9 +34,9 @@ def report_line(config: "ReportConfig") -> str | None:
     """A line with the command for a page with the files that were given and those cached by `run`
     that go with them; None if there are none of the latter."""
     from hotsplit.report.artifacts import load_artifacts
-    from hotsplit.run.kept import kept_for
+    from hotsplit.run.cached_files import cached_files_for
 
-    kept, whole = kept_for(config.model), config
+    kept, whole = cached_files_for(config.model), config
     for name in ("profile", "split", "machine"):
         if getattr(kept, name) is None or getattr(config, name) is not None:
             continue
@@ -59,9 +59,9 @@ def report_line(config: "ReportConfig") -> str | None:
 
 def bench_line(model: Path) -> str | None:
     """A note on how to measure the model as `run` would run it; None if that is the same."""
-    from hotsplit.run.kept import kept_for
+    from hotsplit.run.cached_files import cached_files_for
 
-    kept = kept_for(model)
+    kept = cached_files_for(model)
     is_full = kept.model is not None and kept.model.parent.name.startswith("full-")
     copy = kept.model if is_full and kept.model != model.resolve() else None
     if copy is None and kept.split is None:

@@ -8,7 +8,7 @@ import pytest
 
 from hotsplit.cli import main
 from hotsplit.run import stages
-from hotsplit.run.kept import Kept, kept_for
+from hotsplit.run.cached_files import CachedFiles, cached_files_for
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -38,7 +38,7 @@ def test_a_source_that_cannot_be_loaded_has_its_copy_named(silu, capsys, tmp_pat
         assert main([words[0], str(silu), *words[1:]]) == 1
         (found,) = commands_in(capsys.readouterr().err)
         assert found[0] == words[0] and found[1].endswith("model.gguf")
-    assert kept_for(silu) == Kept(model=kept_for(silu).model)
+    assert cached_files_for(silu) == CachedFiles(model=cached_files_for(silu).model)
     assert main(["bench", found[1], "-p", "8", "-n", "2", "-r", "1", "-t", "1"]) == 0
     assert "run " not in capsys.readouterr().err.replace("run in", "")
 
@@ -47,22 +47,22 @@ def test_a_changed_source_has_no_copy(relu, tmp_path, capsys):
     own = tmp_path / "own"
     shutil.copytree(relu, own)
     run(own)
-    assert kept_for(own).model is not None
+    assert cached_files_for(own).model is not None
     weights = own / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert kept_for(own).model is None and kept_for(tmp_path / "none").model is None
+    assert cached_files_for(own).model is None and cached_files_for(tmp_path / "none").model is None
 
 
 def test_a_damaged_copy_is_not_named_and_is_made_again(silu, capsys):
     run(silu, "--outtype", "f16")
-    copy = kept_for(silu).model
+    copy = cached_files_for(silu).model
     whole = copy.read_bytes()
     copy.write_bytes(b"DAMAGED!" + whole[8:])
-    assert kept_for(silu) == Kept()
+    assert cached_files_for(silu) == CachedFiles()
     run(silu, "--outtype", "q8_0")
-    assert kept_for(silu).model not in (None, copy)  # another copy, which can be loaded
+    assert cached_files_for(silu).model not in (None, copy)  # another copy, which can be loaded
     capsys.readouterr()
     run(silu, "--outtype", "f16")
     lines = capsys.readouterr().err.splitlines()
@@ -75,17 +75,17 @@ def test_a_damaged_copy_is_not_named_and_is_made_again(silu, capsys):
 def test_a_damaged_profile_is_made_again(relu, text, capsys):
     words = ["--mode", "predicted", "--tokens", 1408, "--corpus", text]
     run(relu, *words)
-    profile = kept_for(relu).profile
+    profile = cached_files_for(relu).profile
     whole = profile.read_bytes()
     profile.write_bytes(b"\xff" * 8 + whole[8:])
-    full = kept_for(relu).model
+    full = cached_files_for(relu).model
     full.write_bytes(b"DAMAGED!" + full.read_bytes()[8:])
     capsys.readouterr()
     run(relu, *words)
     said = capsys.readouterr().err
     for what in ("the profile and the predictors", "the model with its predictors"):
         assert said.count(f"{what} in the cache must be made again: ") == 1
-    assert profile.read_bytes() == whole and kept_for(relu).model == full
+    assert profile.read_bytes() == whole and cached_files_for(relu).model == full
 
 
 def test_a_profile_that_run_made_goes_into_the_page(relu, text, tmp_path, capsys):
@@ -101,7 +101,7 @@ def test_a_profile_that_run_made_goes_into_the_page(relu, text, tmp_path, capsys
     assert main(found) == 0
     assert not commands_in(capsys.readouterr().err)
     assert len(page.read_bytes()) > len(before)
-    _check_that_given_files_stay(model, page, kept_for(model).profile, text, capsys)
+    _check_that_given_files_stay(model, page, cached_files_for(model).profile, text, capsys)
     words = ["-p", "8", "-n", "2", "-r", "1", "-t", "1"]
     assert main(["bench", str(model), *words]) == 0
     (found,) = commands_in(capsys.readouterr().err)

@@ -5,7 +5,8 @@ plot has the width of a phone and is scaled up on wider screens."""
 
 import io
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,14 +15,10 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Placeholders, and the variables that replace them.
-INK, SOFT, LINE, CARD = "#010101", "#020202", "#030303", "#040404"
-BLUE, ORANGE, GREEN, PURPLE, CPU = "#050505", "#060606", "#070707", "#080808", "#090909"
-PALE = "#0a0a0a"
-VARIABLES = {
-    INK: "ink", SOFT: "soft", LINE: "line", CARD: "card", BLUE: "blue", ORANGE: "orange",
-    GREEN: "green", PURPLE: "purple", CPU: "cpu", PALE: "pale",
-}  # fmt: skip
+NAMES = ("ink", "soft", "line", "card", "blue", "orange", "green", "purple", "cpu", "pale")
+# Placeholders (#010101, #020202, ...), and the variables that replace them.
+VARIABLES = {"#" + 3 * f"{number:02x}": name for number, name in enumerate(NAMES, 1)}
+INK, SOFT, LINE, CARD, BLUE, ORANGE, GREEN, PURPLE, CPU, PALE = VARIABLES
 GPUS = (BLUE, ORANGE, GREEN, PURPLE)
 WIDTH, POINTS = 345, 72.0  # a plot's width in points, and points per inch
 STYLE = {
@@ -45,14 +42,11 @@ class Plot:
     caption: str
 
 
-def new_figure(height: int) -> Figure:
-    """A figure of the common width and `height` points; call it within `style()`."""
-    return Figure(figsize=(WIDTH / POINTS, height / POINTS), layout="constrained")
-
-
-def style() -> AbstractContextManager[None]:
-    """The style in which to make and write figures."""
-    return matplotlib.rc_context(STYLE)
+@contextmanager
+def new_figure(height: int) -> Iterator[Figure]:
+    """A figure of the common width and `height` points, to be drawn and rendered within this."""
+    with matplotlib.rc_context(STYLE):
+        yield Figure(figsize=(WIDTH / POINTS, height / POINTS), layout="constrained")
 
 
 def gridded(axes: Axes, which: Literal["both", "x", "y"] = "y") -> None:
@@ -62,8 +56,7 @@ def gridded(axes: Axes, which: Literal["both", "x", "y"] = "y") -> None:
 
 
 def plot_of(name: str, figure: Figure, *, alt: str, caption: str) -> Plot:
-    """Renders a figure as a Plot. Call it within `style()`; the same figure then always gives the
-    same SVG."""
+    """Renders a figure as a Plot. The same figure always gives the same SVG."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return Plot(name=name, svg=Markup(_inline(written.getvalue(), name)), alt=alt, caption=caption)

@@ -13,8 +13,8 @@ from hotsplit.convert.options import Outtype
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout
 from hotsplit.run.cache_folder import Cache
-from hotsplit.run.housekeeping import Shelved, list_cache
-from hotsplit.run.keys import STAGES, conversion_key, identity_of_source
+from hotsplit.run.housekeeping import CachedArtifact, list_cache
+from hotsplit.run.keys import conversion_key, identity_of_source
 from hotsplit.system.cache_place import cache_folder
 
 Load = Callable[[Path], ModelFile | Profile | Split]
@@ -22,7 +22,7 @@ _PROFILES = ("profile", "look")  # the better kind first
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class CachedFiles:
     """Files for one model. `model` is a copy of the given one, with predictors or converted from a
     source (the given file itself, if it is such a copy); None if there is none. `machine` comes
     only with a plan."""
@@ -33,7 +33,7 @@ class Kept:
     machine: Path | None = None
 
 
-def kept_for(model: Path) -> Kept:
+def cached_files_for(model: Path) -> CachedFiles:
     """The files cached for a model file, or for a source of `run`.
 
     Unfinished and stale artifacts are left out, and so are plans, profiles and models with
@@ -46,7 +46,7 @@ def kept_for(model: Path) -> Kept:
             copy = _converted(cache, model)
             own = None if copy is None else _id(ModelFile.load, copy)
     except (HotsplitError, OSError):
-        return Kept()
+        return CachedFiles()
 
     def first(kinds: tuple[str, ...], load: Load) -> Path | None:
         paths = [_path(cache, each) for kind in kinds for each in ready if each.kind == kind]
@@ -54,7 +54,7 @@ def kept_for(model: Path) -> Kept:
 
     split = first(("plan",), Split.load)
     machines = [_path(cache, each) for each in ready if each.kind == "machine"]
-    return Kept(
+    return CachedFiles(
         model=first(("full",), ModelFile.load) or copy,
         profile=first(_PROFILES, Profile.load),
         split=split,
@@ -69,12 +69,12 @@ def _converted(cache: Cache, source: Path) -> Path | None:
     for outtype, layout in product((None, *get_args(Outtype)), get_args(Layout)):
         key = conversion_key(identity, outtype, layout, None)
         if (found := cache.find("model", key)) is not None:
-            return found.path(STAGES["model"].file)
+            return found.file
     return None
 
 
-def _path(cache: Cache, shelved: Shelved) -> Path:
-    return cache.folder / shelved.name / shelved.file
+def _path(cache: Cache, artifact: CachedArtifact) -> Path:
+    return cache.folder / artifact.name / artifact.file
 
 
 def _id(load: Load, path: Path) -> str | None:

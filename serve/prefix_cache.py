@@ -10,7 +10,7 @@ The longest common prefix is found by comparing token lists: 32 kept texts of 4,
 Zen 4 core), once per text; a step of a small model takes 30 ms. A radix tree would save that time,
 but would be a second record of what is kept. The scheduler decides when texts begin and end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
@@ -18,7 +18,7 @@ from hotsplit.runtime.step.sequences import Sequence as TextSequence
 _FIRST_SLICE = 16
 
 
-class Shelf:
+class PrefixCache:
     """Opens and closes all of an engine's sequences."""
 
     def __init__(self, engine: TextEngine, num_places: int) -> None:
@@ -34,10 +34,6 @@ class Shelf:
     def num_kept_tokens(self) -> int:
         return sum(sequence.length for sequence in self._kept)
 
-    @property
-    def used_tokens(self) -> int:
-        return sum(sequence.length for sequence in self._used)
-
     def known(self, ids: Sequence[int]) -> int:
         """Number of reusable tokens of a prompt; its last token is always computed."""
         return self._nearest(ids)[1]
@@ -48,7 +44,8 @@ class Shelf:
         assert len(self._used) < self.num_places, "every place is in use"
         found, count = self._nearest(ids) if reuses else (None, 0)
         if found is None:
-            sequence = self._empty()
+            self._make_room()
+            sequence = self._engine.sequence()
         elif found in self._kept and (count == found.length or not self._has_other(found)):
             self._kept.remove(found)
             found.rollback(count)
@@ -92,21 +89,20 @@ class Shelf:
         assert all(sequence.is_open for sequence in (*self._kept, *self._used))
 
     def _nearest(self, ids: Sequence[int]) -> tuple[TextSequence | None, int]:
-        """(the sequence that shares the longest prefix with a prompt, length of that prefix)."""
-        return longest(ids, (*self._kept, *self._used) if self._can_fork else self._kept)
-
-    @property
-    def _can_fork(self) -> bool:
-        return self.num_places > 1
+        """(the sequence that shares the longest prefix with a prompt, length of that prefix); (None,
+        0) if none shares any. The prompt's last token does not count."""
+        can_fork = self.num_places > 1
+        best, most, ids = None, 0, ids[:-1]
+        for sequence in (*self._kept, *self._used) if can_fork else self._kept:
+            count = common(sequence.ids, ids)
+            if count >= max(most, 1):
+                best, most = sequence, count
+        return best, most
 
     def _has_other(self, kept: TextSequence) -> bool:
         """True if, besides the place of `kept`, one is empty or holds a text that may be
         dropped."""
         return len(self._used) + 1 < self.num_places
-
-    def _empty(self) -> TextSequence:
-        self._make_room()
-        return self._engine.sequence()
 
     def _make_room(self) -> None:
         if len(self._kept) + len(self._used) == self.num_places:
@@ -115,19 +111,6 @@ class Shelf:
     def _close(self, sequence: TextSequence) -> None:
         self._kept.remove(sequence)
         sequence.close()
-
-
-def longest(
-    ids: Sequence[int], sequences: Iterable[TextSequence]
-) -> tuple[TextSequence | None, int]:
-    """(the sequence that shares the longest prefix with a prompt, length of that prefix); (None, 0)
-    if none shares any. The prompt's last token does not count."""
-    best, most, ids = None, 0, ids[:-1]
-    for sequence in sequences:
-        count = common(sequence.ids, ids)
-        if count >= max(most, 1):
-            best, most = sequence, count
-    return best, most
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
