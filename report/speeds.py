@@ -91,10 +91,7 @@ def placement_of(split: Split, pipeline: Pipeline) -> Placement:
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:
     """The speed curve from no memory up to a little more than everything takes, or to the GPU's
     memory if that is less, but at least to the plan's budget."""
-    if split is None:
-        modes: tuple[PlanMode, ...] = tuple(allowed_modes(inputs, MAX_LOSS)[0])
-    else:
-        modes = (inputs.mode,)
+    modes = allowed_modes(inputs, MAX_LOSS)[0] if split is None else [inputs.mode]
 
     def workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
         is_known = split is not None
@@ -105,6 +102,6 @@ def _curve(inputs: Inputs, split: Split | None) -> Sweep:
     last = max(int(BEYOND * all_of_it), *inputs.budgets)
     last = max(min(last, inputs.machine.gpus[0].memory_bytes), inputs.budgets[0])
     return sweep_of(
-        inputs, first=0, last=last, num_budgets=NUM_BUDGETS, modes=modes, workspace=workspace,
+        inputs, modes, first=0, last=last, num_budgets=NUM_BUDGETS, workspace=workspace,
         is_proven=False,
     )  # fmt: skip

@@ -121,10 +121,6 @@ class Inputs:
             for layer in range(self.model.spec.num_layers)
         )
 
-    def with_budget(self, budget: int) -> "Inputs":
-        """The same inputs with one GPU of this budget."""
-        return replace(self, budgets=(budget,))
-
 
 def load_inputs(
     *,
@@ -145,24 +141,23 @@ def load_inputs(
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
     if kv_offload is not None:
         kv_offload.check_windows(model, file.spec)
-    files = (file, Profile.load(profile), Machine.load(machine))
+    profile_file, machine_file = Profile.load(profile), Machine.load(machine)
     inputs = Inputs(
-        model=files[0],
-        profile=files[1],
-        machine=files[2],
+        model=file,
+        profile=profile_file,
+        machine=machine_file,
         paths=(model, profile, machine),
-        context_length=context_length or min(files[0].spec.context_length, DEFAULT_CONTEXT),
-        mode=mode or mode_meant(files[0]),
+        context_length=context_length or min(file.spec.context_length, DEFAULT_CONTEXT),
+        mode=mode or mode_meant(file),
         workspace=0,
         budgets=budgets,
-        host_budget=files[2].memory_bytes if host_budget is None else host_budget,
+        host_budget=machine_file.memory_bytes if host_budget is None else host_budget,
         swapped_rows=swapped_rows,
         num_sequences=num_sequences,
         kv_offload=kv_offload,
     )
-    model, profile, _ = inputs.paths
     again = "run hotsplit profile on this model"
-    check_made_with(inputs.profile.limits, profile, inputs.model.limits, model, again)
+    check_made_with(profile_file.limits, profile, file.limits, model, again)
     _check_profile(inputs)
     _check_machine(inputs)
     return replace(inputs, workspace=workspace(inputs.model, inputs.pass_context, inputs.mode))

@@ -21,8 +21,8 @@ from hotsplit.solver.lagrangian import place_neurons, search
 from hotsplit.solver.pipeline import (
     Pipeline,
     PipelinePlacement,
+    bytes_of_gpus,
     cpu_only_plan,
-    held_bytes,
     joined,
     plan_is_feasible,
     plan_seconds,
@@ -73,13 +73,6 @@ class Answer:
     @property
     def gap(self) -> float:
         return 1 - self.bound_s / self.objective_s
-
-
-def find_placement(problem: Problem, *, time_limit_s: float) -> Answer | None:
-    """`find_plan` for one GPU."""
-    alone = replace(problem, need_bytes=0)
-    pipeline = Pipeline(problems=(alone,), need_bytes=problem.need_bytes)
-    return find_plan(pipeline, time_limit_s=time_limit_s)
 
 
 def find_plan(
@@ -212,7 +205,7 @@ def _for_host(
     """The plan if the host can hold the rest, else a plan with more on the GPUs; None if none was
     found for these cuts. How the surplus is distributed over the GPUs is a heuristic, on which the
     bound does not depend."""
-    held = held_bytes(pipeline, plan)
+    held = bytes_of_gpus(pipeline, plan)
     missing = pipeline.need_bytes - sum(held)
     if missing <= 0:
         return plan
@@ -241,10 +234,10 @@ def _with_more(
     """A plan for the same cuts with at least this many more bytes on each GPU; None if none is
     found."""
     parts = []
-    for gpu, (held, more) in enumerate(zip(held_bytes(pipeline, plan), more_K, strict=True)):
+    for gpu, (held, more) in enumerate(zip(bytes_of_gpus(pipeline, plan), more_K, strict=True)):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
         if more == 0:
-            parts.append(_part(plan.on_gpu(pipeline, gpu), start, stop))
+            parts.append(_part(plan.on_gpu(gpu), start, stop))
             continue
         run = pipeline.run(gpu, start, stop, need_bytes=held + more)
         feasible = [p for p in start_run(run)[0] if is_feasible(run, p)]
@@ -304,7 +297,7 @@ def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelineP
     choices = []
     for gpu in range(pipeline.num_gpus):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
-        part = _part(plan.on_gpu(pipeline, gpu), start, stop)
+        part = _part(plan.on_gpu(gpu), start, stop)
         if start >= pipeline.model.num_layers:
             choices.append([part] * 3)
             continue

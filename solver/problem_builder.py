@@ -3,6 +3,8 @@ docstring of `problem` defines them.
 
 Letters: L layers, F neurons of a layer."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from hotsplit.artifacts.machine_file import Gpu, Machine
@@ -70,7 +72,7 @@ def build_problem(
     has_predictor = mode == "predicted"
     read_L = np.array(of_attention) + read_kv_L * (not is_offloaded)
     named_LF = np.ones_like(frequency_LF)
-    if mode == "predicted":
+    if has_predictor:
         read_L += np.array([s.predictor for s in sizes])
         named_LF = np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
     gate_LF = named_LF * np.array([s.gate_row for s in sizes])[:, None]
@@ -89,6 +91,12 @@ def build_problem(
     head = head_bytes(model)
     head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind)
     token_s = machine.costs.token_s.best
+    options = {"has_predictor": has_predictor, "has_cache": not is_offloaded}
+    kernels_L = np.array([dense_kernels(model, layer, **options) for layer in layers])
+
+    def is_read(name: str) -> bool:
+        return is_dense(name) or (has_predictor and is_predictor(name))
+
     return Problem(
         order_LF=order_LF,
         touched_LF=touched_LF,
@@ -100,10 +108,13 @@ def build_problem(
                 for num_bytes, s, kv in zip(of_attention, sizes, kv_L.tolist(), strict=True)
             ]
         ),
-        dense_gpu_s_L=read_L * gpu_s
-        + _dense_launches(model, mode, has_cache=not is_offloaded) * gpu.launch_s.best
-        + attend_s_L,
-        dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, read_kv_L),
+        dense_gpu_s_L=read_L * gpu_s + kernels_L * gpu.launch_s.best + attend_s_L,
+        dense_cpu_s_L=np.array(
+            [
+                cpu_seconds(model, machine, layer, read_kv_L[layer], mode, is_read)
+                for layer in layers
+            ]
+        ),
         head_bytes=head,
         head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
         head_cpu_s=head_cpu_s + token_s,
@@ -126,13 +137,6 @@ def head_launches_s(model: ModelFile, gpu: Gpu) -> float:
     """Fixed costs of the head on a GPU: its kernels, and the logits' copy on top of a visit's."""
     logits = FLOAT_BYTES * model.spec.vocab_size
     return HEAD_KERNELS * gpu.launch_s.best + logits * 1e-9 / gpu.host_to_device_gb_per_s.best
-
-
-def _dense_launches(model: ModelFile, mode: PlanMode, *, has_cache: bool) -> np.ndarray:
-    """Kernels of each dense block, int [L]."""
-    options = {"has_predictor": mode == "predicted", "has_cache": has_cache}
-    layers = range(model.spec.num_layers)
-    return np.array([dense_kernels(model, layer, **options) for layer in layers])
 
 
 def attend_seconds(attention: Attention, machine: Machine, gpu: Gpu, kv_read: float) -> float:
@@ -166,24 +170,22 @@ def _neuron_seconds(
     return np.array(seconds)
 
 
-def _dense_cpu_seconds(
-    model: ModelFile, machine: Machine, mode: PlanMode, kv_read_L: np.ndarray
-) -> np.ndarray:
-    """D_l on the CPU, f64 [L]."""
-    seconds = []
-    for layer in range(model.spec.num_layers):
-        total = kv_read_L[layer] / (machine.costs.kv_gb_per_s.best * 1e9)
-        total += layer_seconds(machine, mode)
-        for name, entry in layer_tensors(model, layer).items():
-            if is_dense(name) or (mode == "predicted" and is_predictor(name)):
-                total += entry.num_bytes / machine.cpu_rate(entry.kind)
-        seconds.append(total)
-    return np.array(seconds)
-
-
-def layer_seconds(machine: Machine, mode: PlanMode) -> float:
-    """Seconds of a layer on the CPU besides its bytes."""
-    return machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
+def cpu_seconds(
+    model: ModelFile,
+    machine: Machine,
+    layer: int,
+    kv_read: float,
+    mode: PlanMode,
+    is_read: Callable[[str], bool],
+) -> float:
+    """Seconds on the CPU of a layer's keys and values, of the tensors whose names are read, and of
+    the layer itself."""
+    total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9)
+    total += machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
+    for name, entry in layer_tensors(model, layer).items():
+        if is_read(name):
+            total += entry.num_bytes / machine.cpu_rate(entry.kind)
+    return total
 
 
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
-
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
@@ -27,7 +25,6 @@ from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.modes import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
-from hotsplit.solver.problem import Placement, Problem
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (
     advice_line,
@@ -151,25 +148,29 @@ class SolveReport:
     notes: tuple[str, ...]
 
 
-def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveReport:
+def estimated_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
+    """The estimate of `hotsplit.costs.budget`, for when the runtime is not available to measure
+    it."""
+    return workspace_bytes(model, context_length)
+
+
+def solve(config: SolveConfig, workspace: Workspace = estimated_workspace) -> SolveReport:
     """Writes the plan and returns a report on it.
 
-    `workspace` computes the bytes of a pass besides weights and cache; None is the estimate of
-    `hotsplit.costs.budget`, for when the runtime is not available to measure it. Raises HotsplitError
-    for files that do not belong together and for budgets too small; then nothing is written."""
+    `workspace` computes the bytes of a pass besides weights and cache. Raises HotsplitError for files that do not belong together and for budgets too small; then nothing is written."""
     check_output(
         config.output, force=config.force, inputs=(config.model, config.profile, config.machine)
     )
     inputs = inputs_of(config, workspace)
     began = time.perf_counter()
-    found = find_as_asked(config, inputs, workspace)
+    found = _find_as_asked(config, inputs, workspace)
     split = split_of(found, solve_s=time.perf_counter() - began)
     verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
     split.save(config.output)
     return _report(config, split, found)
 
 
-def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | None) -> Found:
+def _find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace) -> Found:
     """The best plan of the mode asked for, or of all allowed modes.
 
     Raises HotsplitError if none fits, with the smallest memory that works, and for a neuron cache
@@ -178,16 +179,13 @@ def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | No
         found = find(inputs, time_limit_s=config.time_limit_s)
     else:
         found = find_fastest(
-            inputs,
-            max_loss=config.max_loss,
-            time_limit_s=config.time_limit_s,
-            workspace=workspace or estimated_workspace,
+            inputs, max_loss=config.max_loss, time_limit_s=config.time_limit_s, workspace=workspace
         )
     check_divided(found.inputs, found.answer.placement)
     return found
 
 
-def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs:
+def inputs_of(config: SolveConfig, workspace: Workspace) -> Inputs:
     return load_inputs(
         model=config.model,
         profile=config.profile,
@@ -196,16 +194,12 @@ def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs
         host_budget=config.host_budget_bytes,
         context_length=config.context_length,
         mode=config.mode,
-        workspace=workspace or estimated_workspace,
+        workspace=workspace,
         swapped_rows=config.neuron_cache.most_rows if config.neuron_cache else 0,
         num_sequences=config.num_sequences,
         rope=(config.rope_scaling, config.rope_scale),
         kv_offload=config.selection,
     )
-
-
-def estimated_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
-    return workspace_bytes(model, context_length)
 
 
 def check(config: SolveConfig) -> Split:
@@ -220,24 +214,19 @@ def check(config: SolveConfig) -> Split:
     return split
 
 
-def hot_ids(problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
-    """Per layer: int32 ids of the hot neurons, hottest first, ties by id."""
-    pairs = zip(problem.order_LF, placement.hot_LF, strict=True)
-    return tuple(order_F[is_hot_F] for order_F, is_hot_F in pairs)
-
-
 def split_of(found: Found, *, solve_s: float) -> Split:
     """The answer as the content of a plan file."""
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     placement, plan = answer.placement, answer.plan
     has_many = len(inputs.budgets) > 1
+    ranks = zip(pipeline.model.order_LF, placement.hot_LF, strict=True)  # hottest first
     _, profile_path, machine_path = inputs.paths
     empty = Split(
         model_id=inputs.model.model_id,
         mode=inputs.mode,
         vram_budget_bytes=sum(inputs.budgets),
         context_length=inputs.context_length,
-        hot=hot_ids(pipeline.model, placement),
+        hot=tuple(order_F[is_hot_F] for order_F, is_hot_F in ranks),
         dense_on_gpu=tuple(placement.dense_L.tolist()),
         head_on_gpu=placement.head,
         gpu_bytes={},

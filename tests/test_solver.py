@@ -25,8 +25,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.solver.grouped import solve_grouped
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
 from hotsplit.solver.lagrangian import search
-from hotsplit.solver.optimise import find_placement
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
+from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.pipeline import Pipeline, cpu_only_plan
 from hotsplit.solver.problem import (
     Problem,
     is_feasible,
@@ -203,12 +203,15 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
     return seconds[num_bytes <= limit].min()
 
 
-def solve_alone(problem: Problem, start, **changes):
-    """Solves the integer program for one GPU."""
-    home_I = np.zeros(problem.num_layers + 1, np.int64)
+def solve_alone(problem: Problem, **changes):
+    """Solves the integer program for one GPU, from everything on the CPU."""
     pipeline = Pipeline(problems=(problem,), need_bytes=0)
-    plan = PipelinePlacement(placement=start, home_I=home_I)
-    return solve_grouped(pipeline=pipeline, start=plan, **changes)
+    return solve_grouped(pipeline=pipeline, start=cpu_only_plan(pipeline), **changes)
+
+
+def find_placement(problem: Problem, time_limit_s: float):
+    """The best plan for one GPU."""
+    return find_plan(Pipeline(problems=(problem,), need_bytes=0), time_limit_s=time_limit_s)
 
 
 def problem_of(model, profile, machine, limit, mode, context_length=8) -> Problem:
@@ -246,8 +249,7 @@ def test_agrees_with_brute_force_over_all_subsets(seed):
 def test_groups_agree_with_brute_force_over_groups(seed):
     case = tiny(seed, num_neurons=5)
     problem = problem_of(*case)
-    start = on_one_device(problem, gpu=False)
-    grouped = solve_alone(problem, start, time_limit_s=20, max_groups=2 * problem.num_layers)
+    grouped = solve_alone(problem, time_limit_s=20, max_groups=2 * problem.num_layers)
     assert not grouped.is_neuron_granular and grouped.num_groups == 2 * problem.num_layers
 
     def units_of_layer(layer):
@@ -327,8 +329,7 @@ def test_hand_solved(changes, seconds, hot, dense, head):
     assert (answer.placement.dense_L[0], answer.placement.head) == (dense, head)
     assert answer.bound_s <= answer.objective_s
     # The integer program finds the same when it starts with everything on the CPU.
-    start = on_one_device(problem, gpu=False)
-    grouped = solve_alone(problem, start, time_limit_s=5)
+    grouped = solve_alone(problem, time_limit_s=5)
     assert grouped.objective_s == pytest.approx(seconds, rel=CLOSE)
 
 
@@ -692,8 +693,7 @@ def test_a_time_limit_still_gives_a_plan_and_says_so():
     assert answer.status == "optimal", "proven by the Lagrangian bound"
     assert any("was stopped after" in note for note in answer.notes)
     assert answer.bound_s <= answer.objective_s <= answer.bound_s * 1.005
-    start = on_one_device(problem, gpu=False)
-    grouped = solve_alone(problem, start, time_limit_s=1e-3)
+    grouped = solve_alone(problem, time_limit_s=1e-3)
     assert grouped.status == "time_limit" and grouped.gap > 0.1
     assert is_feasible(problem, grouped.plan.placement)
 

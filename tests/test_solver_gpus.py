@@ -29,7 +29,7 @@ from hotsplit.costs import budget
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.pipeline import Pipeline, held_bytes, plan_is_feasible, plan_seconds
+from hotsplit.solver.pipeline import Pipeline, bytes_of_gpus, plan_is_feasible, plan_seconds
 from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
 from hotsplit.solver.verify import verify
@@ -211,7 +211,7 @@ def test_main_memory_by_hand():
         pipeline = Pipeline(problems=(problem,), need_bytes=need)
         answer = find_plan(pipeline, time_limit_s=5)
         assert answer.objective_s == pytest.approx(seconds), need
-        assert sum(held_bytes(pipeline, answer.plan)) >= need
+        assert sum(bytes_of_gpus(pipeline, answer.plan)) >= need
         assert answer.bound_s <= seconds * (1 + CLOSE)
 
 
@@ -230,7 +230,7 @@ def test_main_memory_that_binds_has_a_tight_bound():
     whole = problem.placeable_bytes
     pipeline = Pipeline(problems=(replace(problem, budget_bytes=2 * whole // 3),) * 2, need_bytes=0)
     free = find_plan(pipeline, time_limit_s=5)
-    assert free.gap < 1e-3 and sum(held_bytes(pipeline, free.plan)) < 0.9 * whole
+    assert free.gap < 1e-3 and sum(bytes_of_gpus(pipeline, free.plan)) < 0.9 * whole
     pipeline = replace(pipeline, need_bytes=9 * whole // 10)
     answer = find_plan(pipeline, time_limit_s=5)
     assert answer.gap < 1e-3 and plan_is_feasible(pipeline, answer.plan)
