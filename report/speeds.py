@@ -16,7 +16,7 @@ from hotsplit.report.config import ReportConfig
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.modes import allowed_modes
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.solve import estimated_workspace
 from hotsplit.solver.sweep import Sweep, sweep_of

@@ -67,7 +67,7 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, cpu_only_plan, plan_seconds
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, cpu_only_plan, plan_seconds
 
 # Over all layers and GPUs, but at least one per layer; the start's boundaries add more.
 MAX_GROUPS = 1000

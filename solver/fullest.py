@@ -17,7 +17,7 @@ from math import gcd
 
 import numpy as np
 
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, joined
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, joined
 from hotsplit.solver.problem import Placement, Problem, held_bytes, of_counts
 
 Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending and disjoint

@@ -9,7 +9,7 @@ import numpy as np
 import pulp
 
 from hotsplit.solver.formulation import MAX_GROUPS, Program, build_program
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
 from hotsplit.solver.problem import Placement, head_seconds, layer_seconds
 
 GROUPED_GAP = 1e-3  # a smaller gap is lost in the error of grouping

@@ -23,7 +23,7 @@ from hotsplit.costs.mode_choice import mode_meant
 from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.solver.pipeline import Pipeline
+from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem_builder import build_problem
 
 # Computes the bytes of a pass besides weights and KV cache, for a model, a context and a mode.

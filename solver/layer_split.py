@@ -25,7 +25,7 @@ import numpy as np
 from hotsplit.costs.budget import FLOAT_BYTES, head_bytes, is_predictor, kv_read, layer_tensors
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
 from hotsplit.solver.inputs import Inputs
-from hotsplit.solver.pipeline import PipelinePlacement
+from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.problem_builder import copy_seconds, cpu_seconds, head_launches_s
 

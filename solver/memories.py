@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.fullest import fullest_plan, least_room
 from hotsplit.solver.inputs import Inputs
-from hotsplit.solver.pipeline import Pipeline, bytes_of_gpus
+from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus
 
 MIB = 1 << 20
 

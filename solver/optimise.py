@@ -1,7 +1,7 @@
 """Finds the best placement of a problem by several methods, with a bound.
 
 For one GPU, or one run of layers on it, the Lagrangian search comes first, then a dynamic program
-if it leaves a gap. For several GPUs, rows of cuts (`pipeline`) are tried in order of their bounds,
+if it leaves a gap. For several GPUs, rows of cuts (`multi_gpu`) are tried in order of their bounds,
 until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. The grouped
 integer program starts from there, and its answer is refined to single neurons. The fastest plan
 wins. The bound is that of the numpy methods, which can be recomputed by adding up; the integer
@@ -18,7 +18,7 @@ from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.grouped import GROUPED_GAP, GroupedResult, solve_grouped
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
 from hotsplit.solver.lagrangian import place_neurons, search
-from hotsplit.solver.pipeline import (
+from hotsplit.solver.multi_gpu import (
     Pipeline,
     PipelinePlacement,
     bytes_of_gpus,

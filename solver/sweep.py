@@ -14,8 +14,8 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.solver.advice import advise
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.modes import allowed_modes, in_mode, whole_layers
+from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.optimise import Answer, find_plan
-from hotsplit.solver.pipeline import Pipeline
 from hotsplit.solver.problem import placement_bytes
 from hotsplit.solver.solve import SolveConfig, estimated_workspace, inputs_of
 

@@ -20,7 +20,7 @@ from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.cache_costs import cache_costs, cached_layers, expected_reads
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.memories import Smallest, TooSmallError
-from hotsplit.solver.pipeline import Pipeline
+from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem import Placement
 from hotsplit.system.sizes import format_bytes
 

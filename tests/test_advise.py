@@ -20,7 +20,8 @@ from hotsplit.commands.advise import _Files
 from hotsplit.commands.all_commands import cli
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.advise import advise as advise_module
-from hotsplit.measure.advise.turns import Rounds, TextDecoder, Timings, Turns
+from hotsplit.measure.advise.timings import Rounds, Timings
+from hotsplit.measure.advise.turns import TextDecoder, Turns
 from hotsplit.profile.sparsity.limit_meter import LimitMeter
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system import progress

@@ -16,8 +16,9 @@ from hotsplit.commands import advise as command
 from hotsplit.commands.all_commands import cli
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.measure.advise.turns import Rounds, Timings, Turns
-from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.advise.timings import Rounds, Timings
+from hotsplit.measure.advise.turns import Turns
+from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.kernels.cpu import library

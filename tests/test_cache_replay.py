@@ -15,15 +15,16 @@ from hotsplit.measure.cache_replay.bound import lower_bound
 from hotsplit.measure.cache_replay.policies import (
     POLICIES,
     Case,
+    Outcome,
     belady,
     hindsight,
     lru,
     ours,
+    seconds_T,
     static,
 )
 from hotsplit.measure.cache_replay.recording import Trace
 from hotsplit.measure.cache_replay.replay import compare
-from hotsplit.measure.cache_replay.times import Outcome, seconds_T
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.runtime.neuron_cache.native.library import best_gain
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed

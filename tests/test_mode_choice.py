@@ -26,7 +26,7 @@ from hotsplit.runtime.engine_options import mode_of
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import as_plan, layer_split
 from hotsplit.solver.modes import find, find_fastest, in_mode
-from hotsplit.solver.pipeline import cpu_only_plan, plan_is_feasible, plan_seconds
+from hotsplit.solver.multi_gpu import cpu_only_plan, plan_is_feasible, plan_seconds
 from hotsplit.solver.solve import SolveConfig, estimated_workspace, solve, split_of
 from hotsplit.solver.verify import verify
 from hotsplit.system.log_lines import lines_on_stderr

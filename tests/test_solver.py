@@ -25,8 +25,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.solver.grouped import solve_grouped
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
 from hotsplit.solver.lagrangian import search
+from hotsplit.solver.multi_gpu import Pipeline, cpu_only_plan
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.pipeline import Pipeline, cpu_only_plan
 from hotsplit.solver.problem import (
     Problem,
     is_feasible,

@@ -28,8 +28,8 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs import budget
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus, plan_is_feasible, plan_seconds
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.pipeline import Pipeline, bytes_of_gpus, plan_is_feasible, plan_seconds
 from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
 from hotsplit.solver.verify import verify

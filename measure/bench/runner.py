@@ -2,18 +2,16 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
+from hotsplit.measure.bench.bytes_by_part import Steps
 from hotsplit.measure.bench.config import BenchTest
-from hotsplit.measure.bench.step_bytes import Steps
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.native_step import NativeStep
@@ -89,33 +87,19 @@ class Runner:
         """Runs a test after the cached tokens; the cache is unchanged afterwards."""
         text = self._text
         assert text is not None and text.length == test.depth, test
-        before = replace(self.engine.traffic)
+        before = asdict(self.engine.traffic)
         pieces = [list(ids)] if test.kind == "pp" else [[token] for token in ids]
-        with self._timed() as counts_LP2:
+        with nullcontext() if self.native is None else timed_parts(self.native) as counts_LP2:
             began = time.perf_counter_ns()
             for piece in pieces:
                 text.extend(piece)
             ns = time.perf_counter_ns() - began
         text.rollback(test.depth)
-        read = _difference(self.engine.traffic, before)
+        now = asdict(self.engine.traffic)
+        read = Traffic(**{part: count - before[part] for part, count in now.items()})
         steps = Steps(num_steps=len(ids), start=test.depth, counts_LP2=counts_LP2, traffic=read)
         return Sample(ns=ns, steps=steps)
-
-    @contextmanager
-    def _timed(self) -> Iterator[Tensor | None]:
-        with nullcontext() if self.native is None else timed_parts(self.native) as counts_LP2:
-            yield counts_LP2
 
     def close(self) -> None:
         if self._text is not None:
             self._text.close()
-
-
-def _difference(now: Traffic, before: Traffic) -> Traffic:
-    return Traffic(
-        gate=now.gate - before.gate,
-        up=now.up - before.up,
-        down=now.down - before.down,
-        predictor=now.predictor - before.predictor,
-        attention=now.attention - before.attention,
-    )

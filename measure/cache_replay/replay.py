@@ -14,9 +14,15 @@ from hotsplit.costs.budget import is_cached
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 from hotsplit.measure.cache_replay.bound import Bound, lower_bound
-from hotsplit.measure.cache_replay.policies import POLICIES, Case, belady, hindsight
+from hotsplit.measure.cache_replay.policies import (
+    POLICIES,
+    Case,
+    Outcome,
+    belady,
+    hindsight,
+    seconds_T,
+)
 from hotsplit.measure.cache_replay.recording import Trace, record
-from hotsplit.measure.cache_replay.times import Outcome, seconds_T
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.engine import Engine
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import one_line, shown
-from hotsplit.measure.evaluate.tasks_config import TasksConfig
+from hotsplit.measure.evaluate.config import TasksConfig
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.engine import Engine, load_engine
 from hotsplit.runtime.engine_options import device_of

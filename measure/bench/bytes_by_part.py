@@ -70,7 +70,7 @@ class StepBytes:
         return {role: self.of_role(role) for role in ROLES if role in sides}
 
 
-def step_bytes(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
+def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
     """Average bytes per token of these steps."""
     is_by_layer = steps.counts_LP2 is None and engine.device.type == "cpu"
     # Steps that run layer by layer on the CPU count no sides of a plan.
