@@ -80,18 +80,8 @@ def main() -> None:
 
 def start(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, int]:
     """Starts all servers; returns their ports by side."""
-    most = max(COUNTS)
-    options = [
-        "--parallel",
-        most,
-        "--kept",
-        0,
-        "--context",
-        CONTEXT,
-        "--threads",
-        arguments.threads,
-    ]
-    ours = ServerProcess(arguments.model, folder / "ours.log", *map(str, options))
+    options = f"--parallel {max(COUNTS)} --kept 0 --context {CONTEXT} --threads {arguments.threads}"
+    ours = ServerProcess(arguments.model, folder / "ours.log", *options.split())
     ports = {OURS: stack.enter_context(ours).port}
     for side, flash in RIVALS.items():
         ports[side] = stack.enter_context(_rival(arguments, flash, folder / f"{flash}.log"))
