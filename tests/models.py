@@ -442,7 +442,12 @@ def save_solver_files(folder: Path, model: ModelFile | None = None, **machines: 
     return folder
 
 
+def solver_files(folder: Path) -> dict[str, Any]:
+    """The inputs of a SolveConfig in a folder of `save_solver_files`."""
+    return {"model": folder / "m.gguf", "profile": folder / "p", "machine": folder / "c"}
+
+
 def load_solver_files(folder: Path) -> dict[str, Any]:
     """What `verify` takes, from a folder of `save_solver_files`."""
-    files = {"model": (ModelFile, "m.gguf"), "profile": (Profile, "p"), "machine": (Machine, "c")}
-    return {name: kind.load(folder / file) for name, (kind, file) in files.items()}
+    kinds = {"model": ModelFile, "profile": Profile, "machine": Machine}
+    return {name: kinds[name].load(path) for name, path in solver_files(folder).items()}

@@ -11,8 +11,11 @@ from models import (
     make_profile,
     make_sizes,
     power_law_frequencies,
+    save_solver_files,
     shape_only,
+    solver_files,
 )
+from test_solver import SLOW
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -31,11 +34,7 @@ from hotsplit.solver.solve import SolveConfig, solve
 
 @pytest.fixture
 def folder(tmp_path):
-    model = make_model(sizes=make_sizes(num_layers=3), kind="f16", predictor_rank=8)
-    model.save(tmp_path / "m.gguf")
-    make_profile(model).save(tmp_path / "p")
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5).save(tmp_path / "c")
-    return tmp_path
+    return save_solver_files(tmp_path, c=make_machine(**SLOW))
 
 
 def arguments(folder, *more) -> list[str]:
@@ -325,15 +324,10 @@ def test_the_heat_map_matches_the_plan(folder):
 
 
 def test_rates_that_varied_are_noted(tmp_path):
-    model = make_model(kind="f16")
-    model.save(tmp_path / "m.gguf")
-    make_profile(model).save(tmp_path / "p")
-    machine = make_machine()
+    machine, output = make_machine(), tmp_path / "plan"
+    save_solver_files(tmp_path, make_model(kind="f16"))
     assert machine.cpu_costs is not None
-    config = SolveConfig(
-        model=tmp_path / "m.gguf", profile=tmp_path / "p", machine=tmp_path / "c",
-        output=tmp_path / "plan", vram_budget_bytes=0, force=True,
-    )  # fmt: skip
+    config = SolveConfig(**solver_files(tmp_path), output=output, vram_budget_bytes=0, force=True)
     for spread, is_told in ((0.1, False), (2.0, True)):
         rates = {
             kind: replace(rate, quartiles=(1.0, 1.0, 1.0 + spread), rounds=5)
@@ -352,8 +346,8 @@ def test_room_that_stays_unused_is_explained(folder):
     told = []
     for budget in (70 << 10, 80 << 10, 200 << 10, 400 << 10, 500 << 10):
         config = SolveConfig(
-            model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
-            output=folder / "plan", vram_budget_bytes=budget, time_limit_s=5.0, force=True,
+            **solver_files(folder), output=folder / "plan", vram_budget_bytes=budget,
+            time_limit_s=5.0, force=True,
         )  # fmt: skip
         report = solve(config, lambda *given: 1 << 16)
         used = sum(report.gpu_bytes.values())

@@ -6,7 +6,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from test_solver_gpus import brute_force, tiny_inputs
+from test_solver import brute_force
+from test_solver_gpus import tiny_inputs
 
 from hotsplit.errors import HotsplitError
 from hotsplit.solver import optimise
