@@ -42,6 +42,14 @@ def arguments(folder, *more) -> list[str]:
     return [str(part) for part in (*files, *more)]
 
 
+def refusal(folder, capsys, *more) -> str:
+    """The error of a command that fails with one line."""
+    capsys.readouterr()
+    assert main(arguments(folder, "-o", folder / "plan", *more)) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
 def test_a_plan_is_explained_and_drawn_and_checked(folder, capsys):
     output = ("-o", folder / "plan")
     budget = ("-vb", "700KiB", "--heat-map", folder / "plan.png", "--explain", "--json")
@@ -57,9 +65,7 @@ def test_a_plan_is_explained_and_drawn_and_checked(folder, capsys):
     assert advice["limit_s"] <= report["objective_s"] <= advice["cpu_only_s"]
     assert main(arguments(folder, *output, "--check")) == 0
     make_machine(cpu_gb_per_s=0.006, gpu_gb_per_s=0.5).save(folder / "c")
-    capsys.readouterr()
-    assert main(arguments(folder, *output, "--check")) == 1
-    assert "another machine file" in capsys.readouterr().err
+    assert "another machine file" in refusal(folder, capsys, "--check")
 
 
 @pytest.mark.parametrize("more, outputs", [
@@ -121,12 +127,10 @@ def test_absurd_inputs_are_refused(folder, capsys):
         Machine.load(folder / "zero")
     del content["cpu_costs"]["all_rows_gb_per_s"]["f16"]
     (folder / "c").write_text(json.dumps(content))
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "1MiB")) == 1
-    assert "no rate for matrices of f16" in capsys.readouterr().err
+    assert "no rate for matrices of f16" in refusal(folder, capsys, "-vb", "1MiB")
     content["cpu_costs"] = None
     (folder / "c").write_text(json.dumps(content))
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "1MiB")) == 1
-    assert "describes only a GPU" in capsys.readouterr().err
+    assert "describes only a GPU" in refusal(folder, capsys, "-vb", "1MiB")
     assert main(arguments(folder, "-o", folder / "plan")) == 2
     assert not (folder / "plan").exists()
 
@@ -171,9 +175,7 @@ def test_impossible_figures_of_a_machine_give_one_line(folder, capsys, value, pl
     else:
         content["cpu_costs"]["layer_s"]["predicted"]["best"] = value
     (folder / "c").write_text(json.dumps(content))
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "run hotsplit calibrate again" in lines[0]
+    assert "run hotsplit calibrate again" in refusal(folder, capsys, "-vb", "700KiB")
     assert not (folder / "plan").exists()
 
 
@@ -181,17 +183,15 @@ def test_impossible_figures_of_a_machine_give_one_line(folder, capsys, value, pl
 @pytest.mark.parametrize("left", [0, 100])
 def test_truncated_files_give_one_line(folder, capsys, name, left):
     (folder / name).write_bytes((folder / name).read_bytes()[:left])
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and str(folder / name) in lines[0] and "wanted a" in lines[0]
+    line = refusal(folder, capsys, "-vb", "700KiB")
+    assert str(folder / name) in line and "wanted a" in line
     assert not (folder / "plan").exists()
 
 
 def test_profiles_in_which_neurons_never_fire(folder, capsys):
     model = ModelFile.load(folder / "m.gguf")
     make_profile(model, np.zeros((3, 96))).save(folder / "p")
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
-    assert "no neuron fired in 10,000 tokens" in capsys.readouterr().err
+    assert "no neuron fired in 10,000 tokens" in refusal(folder, capsys, "-vb", "700KiB")
     frequency_LF = np.full((3, 96), 0.2)
     frequency_LF[1] = 0
     make_profile(model, frequency_LF).save(folder / "p")
@@ -203,11 +203,10 @@ def test_a_check_for_other_budgets_and_a_curve_named_like_its_picture(folder, ca
     output = ("-o", folder / "plan")
     assert main(arguments(folder, *output, "-vb", "330KiB")) == 0
     assert main(arguments(folder, *output, "-vb", "330KiB", "--check")) == 0
-    assert main(arguments(folder, *output, "-vb", "331KiB", "--check")) == 1
-    assert "is for budgets of 330.00 KiB, not 331.00 KiB" in capsys.readouterr().err
-    curve = ("-o", folder / "s.png", "--sweep", "200KiB:2MiB")
-    assert main(arguments(folder, *curve)) == 1
-    assert "would have the same name" in capsys.readouterr().err
+    line = refusal(folder, capsys, "-vb", "331KiB", "--check")
+    assert "is for budgets of 330.00 KiB, not 331.00 KiB" in line
+    line = refusal(folder, capsys, "-o", folder / "s.png", "--sweep", "200KiB:2MiB")
+    assert "would have the same name" in line
     assert not (folder / "s.png").exists()
 
 

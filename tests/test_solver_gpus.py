@@ -74,8 +74,10 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    ("num_gpus", "seed"),
+    [(n, seed) for n, count in ((1, 60), (2, 60), (3, 6)) for seed in range(count)],
+)
 def test_agrees_with_brute_force(seed, num_gpus, tmp_path):
     inputs = tiny_inputs(seed, num_gpus, tmp_path)
     best, pipeline = brute_force(inputs), inputs.pipeline()
@@ -89,14 +91,6 @@ def test_agrees_with_brute_force(seed, num_gpus, tmp_path):
     assert not any("disagree" in note for note in answer.notes)
     assert answer.objective_s == plan_seconds(pipeline, answer.plan)
     assert (pipeline.cuts()[1] <= best * (1 + CLOSE)).any()
-
-
-def test_three_gpus_agree_with_brute_force(tmp_path):
-    for seed in range(6):
-        inputs = tiny_inputs(seed, 3, tmp_path)
-        best, answer = brute_force(inputs), find_plan(inputs.pipeline(), time_limit_s=20)
-        assert (answer is None) == np.isinf(best)
-        assert answer is None or answer.objective_s == pytest.approx(best, rel=HIGHS)
 
 
 # --- hand-solved cases ---------------------------------------------------------------------------

@@ -159,16 +159,10 @@ def check_named(inputs: Inputs, max_loss: float | None) -> int:
     return named
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [*range(24), *(pytest.param(n, marks=pytest.mark.slow) for n in range(1000, 1500))]
+)
 def test_the_named_size_works_and_one_byte_less_does_not(seed, tmp_path):
-    inputs = refused_inputs(seed, tmp_path)
-    assert check_named(inputs, None)
-    assert check_named(inputs, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1500))
-def test_the_named_size_works_for_500_problems(seed, tmp_path):
     inputs = refused_inputs(seed, tmp_path)
     assert check_named(inputs, None)
     assert check_named(inputs, 1.0)
