@@ -30,10 +30,9 @@ import numpy as np
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import Profile
-from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.budget import down_kind, is_cached, layer_bytes, layer_tensors
 from hotsplit.options.neuron_cache import CacheCosts
+from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Placement, Problem, placement_seconds
 from hotsplit.solver.problem_builder import overfetch
 
@@ -41,33 +40,24 @@ from hotsplit.solver.problem_builder import overfetch
 SWAP_S = 1e-5
 
 
-def expected_reads(model: ModelFile, profile: Profile, mode: PlanMode) -> np.ndarray:
+def expected_reads(inputs: Inputs) -> np.ndarray:
     """How often a token reads each neuron, by id; f64 [L, F]."""
-    assert mode != "dense", "mode dense reads every neuron"
-    frequency_LF = profile.frequency_LF
-    if mode == "exact":
+    assert inputs.mode != "dense", "mode dense reads every neuron"
+    frequency_LF = inputs.profile.frequency_LF
+    if inputs.mode == "exact":
         return frequency_LF
-    return np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
+    return np.minimum(1.0, frequency_LF * overfetch(inputs.model, inputs.profile)[:, None])
 
 
-def cache_costs(
-    *,
-    model: ModelFile,
-    profile: Profile,
-    machine: Machine,
-    mode: PlanMode,
-    problem: Problem,
-    placement: Placement,
-) -> CacheCosts:
-    """The costs for a placement; `problem` was built for the same model, profile, machine and mode,
-    and for the machine's first GPU. Layers that are not cached have costs of zero: their seconds
-    are in `rest_s`."""
-    gpu, reads_LF = machine.gpus[0], expected_reads(model, profile, mode)
-    reads_LF = np.take_along_axis(reads_LF, problem.order_LF.astype(np.int64), axis=1)
+def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> CacheCosts:
+    """The costs for a placement; `problem` was built for the inputs' first GPU. Layers that are not
+    cached have costs of zero: their seconds are in `rest_s`."""
+    machine, gpu = inputs.machine, inputs.machine.gpus[0]
+    order_LF = problem.order_LF.astype(np.int64)
+    reads_LF = np.take_along_axis(expected_reads(inputs), order_LF, axis=1)
     is_cached_L = cached_layers(placement)
     sides = [
-        _sides(model, machine, mode, problem, placement, reads_LF, layer)
-        for layer in range(problem.num_layers)
+        _sides(inputs, problem, placement, reads_LF, layer) for layer in range(problem.num_layers)
     ]
     hot_s_L, hot_row_s_L, cold_s_L, cold_row_s_L = map(np.array, zip(*sides, strict=True))
     link_s = 1e-9 / gpu.host_to_device_gb_per_s.best
@@ -92,13 +82,7 @@ def cached_layers(placement: Placement) -> np.ndarray:
 
 
 def _sides(
-    model: ModelFile,
-    machine: Machine,
-    mode: PlanMode,
-    problem: Problem,
-    placement: Placement,
-    reads_LF: np.ndarray,
-    layer: int,
+    inputs: Inputs, problem: Problem, placement: Placement, reads_LF: np.ndarray, layer: int
 ) -> tuple[float, float, float, float]:
     """hot_s, hot_row_s, cold_s and cold_row_s of a layer; zeros if it is not cached."""
     is_hot_F, reads_F = placement.hot_LF[layer], reads_LF[layer]
@@ -108,10 +92,10 @@ def _sides(
     hot_s = touched_F[is_hot_F].sum() * problem.gpu_s_per_byte
     cold_s = touched_F[~is_hot_F].sum() * problem.cpu_s_per_byte_L[layer]
     num_hot, num_cold = reads_F[is_hot_F].sum(), reads_F[~is_hot_F].sum()
-    if mode == "exact":
-        sizes = layer_bytes(model, layer)
+    if inputs.mode == "exact":
+        sizes = layer_bytes(inputs.model, layer)
         hot_row_s = (sizes.up_row + sizes.down_row) * problem.gpu_s_per_byte
-        cold_row_s = _cpu_row_seconds(model, machine, layer, reads_F.mean())
+        cold_row_s = _cpu_row_seconds(inputs.model, inputs.machine, layer, reads_F.mean())
         if num_cold > 0:  # what is left of cold_s, for the gates, must not become negative
             cold_row_s = min(cold_row_s, cold_s / num_cold)
     else:

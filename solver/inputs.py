@@ -61,26 +61,17 @@ class Inputs:
         return (self.machine.gpus or (NO_GPU,))[: len(self.budgets)]
 
     def pipeline(self) -> Pipeline:
-        size = self.cache_size
-        cache_bytes = 0 if size is None else size.most_gpu_bytes(self.model)
-        problems = tuple(
-            build_problem(
-                model=self.model,
-                profile=self.profile,
-                machine=self.machine,
-                vram_budget_bytes=budget,
-                context_length=self.context_length,
-                mode=self.mode,
-                gpu=gpu,
-                workspace=self.workspace + cache_bytes,
-                num_sequences=self.num_sequences,
-                cache_types=self.cache_types,
-            )
-            for gpu, budget in zip(self.gpus, self.budgets, strict=True)
-        )
+        pairs = zip(self.gpus, self.budgets, strict=True)
+        problems = tuple(build_problem(self, gpu, budget) for gpu, budget in pairs)
         for_host = self.host_budget - self.always_on_host
         need_bytes = max(0, problems[0].placeable_bytes - for_host)
         return Pipeline(problems=problems, need_bytes=0 if self.swapped_rows else need_bytes)
+
+    @property
+    def gpu_workspace(self) -> int:
+        """The workspace, and the most bytes that a neuron cache takes beside the hot neurons."""
+        size = self.cache_size
+        return self.workspace + (0 if size is None else size.most_gpu_bytes(self.model))
 
     @property
     def cache_types(self) -> CacheTypes:

@@ -208,7 +208,9 @@ def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
 
 
 def cpu_only_plan(pipeline: Pipeline) -> PipelinePlacement:
-    return PipelinePlacement(
-        placement=on_one_device(pipeline.model, gpu=False),
-        home_I=np.zeros(pipeline.model.num_layers + 1, np.int64),
-    )
+    return with_one_home(on_one_device(pipeline.model, gpu=False))
+
+
+def with_one_home(placement: Placement, gpu: int = 0) -> PipelinePlacement:
+    home_I = np.full(len(placement.dense_L) + 1, gpu, np.int64)
+    return PipelinePlacement(placement=placement, home_I=home_I)

@@ -26,6 +26,7 @@ from hotsplit.solver.multi_gpu import (
     joined,
     plan_is_feasible,
     plan_seconds,
+    with_one_home,
 )
 from hotsplit.solver.problem import (
     Placement,
@@ -134,8 +135,7 @@ def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
     if pipeline.num_gpus == 1:
         problem = replace(pipeline.model, need_bytes=pipeline.need_bytes)
         placements, bound_s = start_run(problem)
-        home_I = np.zeros(problem.num_layers + 1, np.int64)
-        return [PipelinePlacement(placement=p, home_I=home_I) for p in placements], bound_s
+        return [with_one_home(placement) for placement in placements], bound_s
     return _start_of_cuts(pipeline)
 
 
@@ -154,12 +154,7 @@ def start_run(problem: Problem) -> tuple[list[Placement], float]:
 
 def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
     """Placements of a run without layers, which has the head or nothing, and their bound."""
-    both = [
-        Placement(
-            hot_LF=np.zeros(problem.touched_LF.shape, bool), dense_L=np.zeros(0, bool), head=on
-        )
-        for on in (False, True)
-    ]
+    both = [on_one_device(problem, gpu=on) for on in (False, True)]
     fitting = [both[0]] + both[1:] * (0 < problem.head_bytes <= problem.room_bytes)
     return fitting, min(placement_seconds(problem, placement) for placement in fitting)
 
@@ -184,8 +179,9 @@ def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
             if key not in known:
                 known[key] = start_run(pipeline.run(*key))
             placements, run_bound_s = known[key]
-            run = pipeline.run(*key)
-            parts.append(_fastest_run(run, placements))
+            fastest = _fastest_run(pipeline.run(*key), placements)
+            assert fastest is not None, "nothing on the GPU is feasible"
+            parts.append(fastest)
             sum_s += run_bound_s
         bound_s = min(bound_s, max(float(quick_s), sum_s))
         plan = _for_host(pipeline, cut_K, joined(pipeline, cut_K, parts))
@@ -194,9 +190,9 @@ def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
     return ([] if best is None else [best]), bound_s
 
 
-def _fastest_run(run: Problem, placements: list[Placement]) -> Placement:
+def _fastest_run(run: Problem, placements: list[Placement]) -> Placement | None:
     feasible = [p for p in placements if is_feasible(run, p)]
-    return min(feasible, key=lambda placement: placement_seconds(run, placement))
+    return min(feasible, key=lambda placement: placement_seconds(run, placement), default=None)
 
 
 def _for_host(
@@ -240,10 +236,10 @@ def _with_more(
             parts.append(_part(plan.on_gpu(gpu), start, stop))
             continue
         run = pipeline.run(gpu, start, stop, need_bytes=held + more)
-        feasible = [p for p in start_run(run)[0] if is_feasible(run, p)]
-        if not feasible:
+        fastest = _fastest_run(run, start_run(run)[0])
+        if fastest is None:
             return None
-        parts.append(_fastest_run(run, feasible))
+        parts.append(fastest)
     found = joined(pipeline, cut_K, parts)
     return found if plan_is_feasible(pipeline, found) else None
 
@@ -273,9 +269,7 @@ def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
     """The plan with everything on one GPU."""
     problem = pipeline.problems[gpu]
     everything = on_one_device(problem, gpu=True)
-    plan = PipelinePlacement(
-        placement=everything, home_I=np.full(problem.num_layers + 1, gpu, np.int64)
-    )
+    plan = with_one_home(everything, gpu)
     bound_s = min(_start(pipeline)[1], plan_seconds(pipeline, plan))
     answer = _answer(pipeline, "fits", plan, bound_s)
     size = format_bytes(placement_bytes(problem, everything))
@@ -299,12 +293,11 @@ def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelineP
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
         part = _part(plan.on_gpu(gpu), start, stop)
         if start >= pipeline.model.num_layers:
-            choices.append([part] * 3)
+            choices.append([part] * 2)
             continue
         need = 0 if pipeline.num_gpus > 1 else pipeline.need_bytes
         run = pipeline.run(gpu, start, stop, need_bytes=need)
-        found = [p for p in refined(run, part) if is_feasible(run, p)]
-        choices.append([part, _fastest_run(run, found or [part])])
+        choices.append([part, _fastest_run(run, refined(run, part)) or part])
     plans = [joined(pipeline, cut_K, [c[n] for c in choices]) for n in (0, 1)]
     return [plan, *plans]
 

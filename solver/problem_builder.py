@@ -4,6 +4,7 @@ docstring of `problem` defines them.
 Letters: L layers, F neurons of a layer."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,47 +18,29 @@ from hotsplit.costs.budget import (
     head_bytes,
     is_dense,
     is_predictor,
-    kv_bytes,
-    kv_positions,
     kv_read,
     layer_bytes,
     layer_tensors,
-    workspace_bytes,
 )
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Attention
-from hotsplit.options.cache_types import CacheTypes
 from hotsplit.solver.problem import Problem
 
+if TYPE_CHECKING:
+    from hotsplit.solver.inputs import Inputs
 
-def build_problem(
-    *,
-    model: ModelFile,
-    profile: Profile,
-    machine: Machine,
-    vram_budget_bytes: int,
-    context_length: int,
-    mode: PlanMode,
-    gpu: Gpu | None = None,
-    workspace: int | None = None,
-    num_sequences: int = 1,
-    cache_types: CacheTypes | None = None,
-) -> Problem:
-    """The numbers of a problem, with every byte count from `hotsplit.costs.budget`.
 
-    The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
-    estimate of `hotsplit.costs.budget`. A token reads the keys and values of one of `num_sequences`
-    texts. `cache_types` with a selection put them into main memory; None is the model's own
-    type."""
-    gpu = machine.gpus[0] if gpu is None else gpu
+def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
+    """The numbers of the problem with one GPU, with every byte count from `hotsplit.costs.budget`.
+
+    A token reads the keys and values of one of the texts that are computed at a time."""
+    model, machine, mode = inputs.model, inputs.machine, inputs.mode
     gpu_s, spec = 1e-9 / gpu.bandwidth_gb_per_s.best, model.spec
     layers = range(spec.num_layers)
     sizes = [layer_bytes(model, layer) for layer in layers]
-    is_offloaded = cache_types is not None and cache_types.selection is not None
-    read_kv_L = np.array([kv_read(model, layer, context_length, cache_types) for layer in layers])
-    positions = kv_positions(context_length, num_sequences)
-    kv_L = np.array([kv_bytes(model, layer, positions, cache_types) for layer in layers])
+    types, is_offloaded = inputs.cache_types, inputs.kv_offload is not None
+    read_kv_L = np.array([kv_read(model, layer, inputs.context_length, types) for layer in layers])
     of_attention = [s.attention - s.head_norms * is_offloaded for s in sizes]
     attend_s_L = np.zeros(spec.num_layers)
     if is_offloaded:
@@ -65,6 +48,7 @@ def build_problem(
             attend_seconds(spec.layers[layer].attention, machine, gpu, read_kv_L[layer])
             for layer in layers
         ]
+    profile = inputs.profile
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
     frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
     if mode == "dense":
@@ -104,8 +88,10 @@ def build_problem(
         min_hot_L=np.minimum(num_too_few_L + 1, [layer.neurons.number for layer in spec.layers]),
         dense_bytes_L=np.array(
             [
-                num_bytes + s.predictor * has_predictor + kv * (not is_offloaded)
-                for num_bytes, s, kv in zip(of_attention, sizes, kv_L.tolist(), strict=True)
+                of_attention[layer]
+                + sizes[layer].predictor * has_predictor
+                + inputs.kv_bytes(layer) * (not is_offloaded)
+                for layer in layers
             ]
         ),
         dense_gpu_s_L=read_L * gpu_s + kernels_L * gpu.launch_s.best + attend_s_L,
@@ -118,8 +104,8 @@ def build_problem(
         head_bytes=head,
         head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
         head_cpu_s=head_cpu_s + token_s,
-        workspace_bytes=workspace_bytes(model, context_length) if workspace is None else workspace,
-        budget_bytes=vram_budget_bytes,
+        workspace_bytes=inputs.gpu_workspace,
+        budget_bytes=budget_bytes,
         gpu_s_per_byte=gpu_s,
         cpu_s_per_byte_L=cpu_s_per_byte_L,
         launch_s=launch_s,

@@ -63,12 +63,8 @@ def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> C
     """The cache's section of a plan; None if no cache was asked for."""
     if not inputs.swapped_rows:
         return None
-    reads_LF = expected_reads(inputs.model, inputs.profile, inputs.mode)
-    costs = cache_costs(
-        model=inputs.model, profile=inputs.profile, machine=inputs.machine, mode=inputs.mode,
-        problem=pipeline.model, placement=placement,
-    )  # fmt: skip
-    frequency = tuple(reads_LF.astype(np.float32))
+    costs = cache_costs(inputs, pipeline.model, placement)
+    frequency = tuple(expected_reads(inputs).astype(np.float32))
     return CachePlan(most_rows=inputs.swapped_rows, costs=costs, frequency=frequency)
 
 

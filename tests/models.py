@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
+from hotsplit.costs.budget import workspace_bytes
 from hotsplit.families import falcon, llama, opt
 from hotsplit.families.family import Architecture
 from hotsplit.families.sizes import Sizes
@@ -34,6 +35,8 @@ from hotsplit.model.spec import (
     Rotary,
 )
 from hotsplit.model.weight_types import NAMES as KINDS
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.problem import Problem
 
 
 def make_sizes(
@@ -440,6 +443,28 @@ def save_solver_files(folder: Path, model: ModelFile | None = None, **machines: 
     for name, machine in (machines or {"c": slow}).items():
         machine.save(folder / name)
     return folder
+
+
+def make_inputs(
+    model: ModelFile, profile: Profile, machine: Machine, *budgets: int, **options: Any
+) -> Inputs:
+    """Inputs of the solver with an estimated workspace and more main memory than is needed, in mode
+    exact for the model's whole context."""
+    context = options.setdefault("context_length", model.spec.context_length)
+    values = {
+        "mode": "exact", "workspace": workspace_bytes(model, context), "host_budget": 1 << 60,
+    } | options  # fmt: skip
+    paths = (model.path,) * 3
+    return Inputs(
+        model=model, profile=profile, machine=machine, paths=paths, budgets=budgets, **values
+    )
+
+
+def make_problem(
+    model: ModelFile, profile: Profile, machine: Machine, budget: int, **options: Any
+) -> Problem:
+    """The placement problem of `make_inputs`, for one GPU."""
+    return make_inputs(model, profile, machine, budget, **options).pipeline().model
 
 
 def solver_files(folder: Path) -> dict[str, Any]:

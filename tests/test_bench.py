@@ -18,10 +18,18 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
-from hotsplit.measure.bench.bytes_by_part import bytes_by_part
 from hotsplit.measure.bench.config import BenchTest
 from hotsplit.measure.bench.fields import to_json
-from hotsplit.measure.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
+from hotsplit.measure.bench.parts import (
+    CACHE,
+    COLD,
+    HEAD,
+    HOT,
+    NEURONS,
+    PREDICTOR,
+    bytes_by_part,
+    part_ns,
+)
 from hotsplit.measure.bench.result import Times
 from hotsplit.measure.bench.runner import Runner, Sample
 from hotsplit.measure.bench.tables import lines_of, markdown_of

@@ -6,7 +6,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import make_machine, make_model, make_profile, make_sizes, power_law_frequencies
+from models import (
+    make_inputs,
+    make_machine,
+    make_model,
+    make_profile,
+    make_sizes,
+    power_law_frequencies,
+)
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
@@ -327,11 +334,8 @@ def planned(model, mode, hot, dense_on_gpu) -> Split:
 
 
 def inputs_of(model, frequency_LF, machine, *budgets: int) -> Inputs:
-    return Inputs(
-        model=model, profile=make_profile(model, frequency_LF), machine=machine,
-        paths=(model.path,) * 3, context_length=32, mode="exact", workspace=1000,
-        budgets=budgets, host_budget=1 << 40,
-    )  # fmt: skip
+    profile = make_profile(model, frequency_LF)
+    return make_inputs(model, profile, machine, *budgets, context_length=32, workspace=1000)
 
 
 def workspace(model, context_length, mode) -> int:

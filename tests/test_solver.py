@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from models import (
     load_solver_files,
+    make_inputs,
     make_machine,
     make_model,
+    make_problem,
     make_profile,
     make_sizes,
     power_law_frequencies,
@@ -39,7 +41,6 @@ from hotsplit.solver.problem import (
     placement_bytes,
     placement_seconds,
 )
-from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import verify
 
@@ -109,11 +110,8 @@ def tiny(seed: int, num_neurons: int | None = None) -> Inputs:
     whole = whole_plan(model, CONTEXT)
     workspace = whole["workspace"]
     limit = workspace + int(random.uniform(0.05, 0.999) * (sum(whole.values()) - workspace))
-    return Inputs(
-        model=model, profile=profile, machine=machine, paths=(model.path,) * 3,
-        context_length=CONTEXT, mode="predicted" if has_predictor else "exact",
-        workspace=workspace, budgets=(limit,), host_budget=1 << 60,
-    )  # fmt: skip
+    mode = "predicted" if has_predictor else "exact"
+    return make_inputs(model, profile, machine, limit, mode=mode)
 
 
 def layer_options(inputs: Inputs, layer: int, subsets, gpu_number: int):
@@ -254,17 +252,6 @@ def solve_alone(problem: Problem, **changes):
 def find_placement(problem: Problem, time_limit_s: float):
     """The best plan for one GPU."""
     return find_plan(Pipeline(problems=(problem,), need_bytes=0), time_limit_s=time_limit_s)
-
-
-def problem_of(model, profile, machine, limit, mode, context_length=8) -> Problem:
-    return build_problem(
-        model=model,
-        profile=profile,
-        machine=machine,
-        vram_budget_bytes=limit,
-        context_length=context_length,
-        mode=mode,
-    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -422,7 +409,7 @@ def test_least_number_of_hot_neurons():
     profile = make_profile(model, np.ones((2, 8)))
     for round_trip_s, least in ((1.5e-6, 3), (1e-3, 8)):
         machine = make_machine(cpu_gb_per_s=0.384, launch_s=1e-6 / 3, round_trip_s=round_trip_s)
-        problem = problem_of(model, profile, machine, 0, "exact")
+        problem = make_problem(model, profile, machine, 0)
         assert problem.min_hot_L.tolist() == [least, least]
 
 
@@ -433,12 +420,12 @@ def test_touched_bytes_of_both_modes():
     model = make_model(sizes=shape, predictor_rank=4, predictor_density=0.9)
     profile = make_profile(model, np.array([[0.1, 0.5]]))
     touched = {
-        mode: problem_of(model, profile, make_machine(), 0, mode).touched_LF[0].tolist()
+        mode: make_problem(model, profile, make_machine(), 0, mode=mode).touched_LF[0].tolist()
         for mode in ("exact", "predicted")
     }
     assert touched["exact"] == pytest.approx([256 + 256, 256 + 51.2])
     assert touched["predicted"] == pytest.approx([256 + 256, 0.3 * 256 + 51.2])
-    problem = problem_of(model, profile, make_machine(), 0, "exact")
+    problem = make_problem(model, profile, make_machine(), 0)
     assert problem.order_LF.tolist() == [[1, 0]]
 
 
@@ -680,7 +667,7 @@ def seven_billion(gib: float) -> Problem:
     )
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(32, 11008))
-    return problem_of(model, profile, make_machine(), int(gib * 2**30), "exact", 4096)
+    return make_problem(model, profile, make_machine(), int(gib * 2**30))
 
 
 def test_seven_billion_parameters():
@@ -715,17 +702,13 @@ def test_few_layers_with_large_fixed_costs():
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(8, 1024))
     machine = make_machine(round_trip_s=5e-6)
-    whole = placement_bytes_of_everything(model, profile, machine)
+    nothing = make_problem(model, profile, machine, 0)
+    whole = placement_bytes(nothing, on_one_device(nothing, gpu=True))
     for share in (0.3, 0.6):
-        problem = problem_of(model, profile, machine, int(share * whole), "exact", 32)
+        problem = make_problem(model, profile, machine, int(share * whole))
         coarse = search(problem)
         bound_s = max(coarse.bound_s, knapsack_bound(problem))
         placement = knapsack_placement(problem)
         best_s = min(coarse.objective_s, placement_seconds(problem, placement))
         assert is_feasible(problem, placement)
         assert bound_s <= best_s <= bound_s * (1 + 1e-3)
-
-
-def placement_bytes_of_everything(model, profile, machine) -> int:
-    problem = problem_of(model, profile, machine, 0, "exact", 32)
-    return placement_bytes(problem, on_one_device(problem, gpu=True))

@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from models import (
+    make_inputs,
     make_machine,
     make_model,
+    make_problem,
     make_profile,
     make_sizes,
     power_law_frequencies,
@@ -28,7 +30,6 @@ from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import layer_split
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
-from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, solve
 
 
@@ -112,8 +113,7 @@ def test_absurd_inputs_are_refused(folder, capsys):
     model = make_model(predictor_rank=8, predictor_density=float("nan"))
     profile = make_profile(model)
     with pytest.raises(HotsplitError, match="wanted shares from 0 to 1"):
-        build_problem(model=model, profile=profile, machine=make_machine(), vram_budget_bytes=0,
-                      context_length=8, mode="predicted")  # fmt: skip
+        make_problem(model, profile, make_machine(), 0, mode="predicted")
     counts = profile.active_count_LF.astype(np.float64)
     counts[0, 0] = np.nan
     with pytest.raises(HotsplitError, match="wanted int64"):
@@ -231,19 +231,15 @@ def test_the_lines_that_the_command_prints(folder, capsys):
 def test_a_layer_in_which_nothing_fires_has_a_plan():
     model = make_model(predictor_rank=8)
     profile = make_profile(model, np.zeros((2, 96)))
-    problem = build_problem(model=model, profile=profile, machine=make_machine(),
-                            vram_budget_bytes=1 << 30, context_length=8, mode="predicted")  # fmt: skip
+    problem = make_problem(model, profile, make_machine(), 1 << 30, mode="predicted")
     assert np.isfinite(problem.cpu_s_per_byte_L).all() and (problem.min_hot_L == 96).all()
 
 
 def inputs_of(budget: int) -> Inputs:
     model = shape_only(make_sizes(num_layers=4, width=256, num_neurons=1024, vocab_size=512))
     profile = make_profile(model, power_law_frequencies(4, 1024))
-    return Inputs(
-        model=model, profile=profile, machine=make_machine(round_trip_s=1e-6, launch_s=1e-6),
-        paths=(model.path,) * 3, context_length=32, mode="exact", workspace=1000,
-        budgets=(budget,), host_budget=1 << 40,
-    )  # fmt: skip
+    machine = make_machine(round_trip_s=1e-6, launch_s=1e-6)
+    return make_inputs(model, profile, machine, budget, workspace=1000)
 
 
 def test_below_the_budget_that_helps_nothing_does():

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from models import (
     load_solver_files,
+    make_inputs,
     make_machine,
     make_model,
+    make_problem,
     make_profile,
     make_sizes,
     power_law_frequencies,
@@ -33,7 +35,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus, plan_is_feasible, plan_seconds
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
 from hotsplit.solver.verify import verify
 
@@ -67,11 +68,8 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
     budgets = tuple(workspace + int(random.uniform(0.05, 0.9) * most) for _ in range(num_gpus))
     on_cpu = most + budget.embedding_bytes(model) + workspace
     host = on_cpu - int(random.uniform(0.1, 0.7) * min(most, sum(budgets))) if seed % 2 else on_cpu
-    return Inputs(
-        model=model, profile=profile, machine=replace(one, gpus=tuple(gpus)),
-        paths=(tmp_path,) * 3, context_length=CONTEXT, mode="exact", workspace=workspace,
-        budgets=budgets, host_budget=host,
-    )  # fmt: skip
+    machine = replace(one, gpus=tuple(gpus))
+    return make_inputs(model, profile, machine, *budgets, workspace=workspace, host_budget=host)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +163,7 @@ def test_main_memory_that_binds_has_a_tight_bound():
     machine = make_machine(
         gpu_gb_per_s=200.0, launch_s=1e-7, round_trip_s=1e-6, copy_latency_s=1e-6
     )
-    problem = build_problem(model=model, profile=profile, machine=machine,
-                            vram_budget_bytes=0, context_length=32, mode="exact", workspace=0)  # fmt: skip
+    problem = make_problem(model, profile, machine, 0, workspace=0)
     whole = problem.placeable_bytes
     pipeline = Pipeline(problems=(replace(problem, budget_bytes=2 * whole // 3),) * 2, need_bytes=0)
     free = find_plan(pipeline, time_limit_s=5)
