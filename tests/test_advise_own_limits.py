@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from advice_models import chain, every_neuron_works, most_neurons_idle
 from click.testing import CliRunner
+from test_advise import run
 
 from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import ModelFile
@@ -51,10 +52,6 @@ def timed(monkeypatch, exact_over_dense: float) -> None:
         turns.timings = Timings((*turns.timings.groups, found))
 
     monkeypatch.setattr(Turns, "rounds", rounds)
-
-
-def run(*words):
-    return CliRunner().invoke(cli, ["advise", *map(str, words)], catch_exceptions=True)
 
 
 def advice_of(made, *words):
