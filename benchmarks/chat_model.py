@@ -23,22 +23,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import numpy as np
 import torch
-from decode import _bandwidth
+from decode import bytes_a_token
 from machine import result_of, write_result
-from rival import Rival
+from rival import Rival, rival_parser
 
 from hotsplit import Engine
-from hotsplit.files.gguf_file import array_entry
+from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth
 from hotsplit.measure.timing.rounds import in_turn
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.weights.resident import Residence
 
 CONTEXT = 512
-PROMPT = 16  # before decode, as in llamacpp_cpu.py
+PROMPT = 16  # before decode, as in rival.py
 STEPS = 64
 LENGTHS = (1, 5, 16, 64, 256)
 REPEATS_S, MOST_REPEATS = 0.3, 50
@@ -66,20 +63,19 @@ def main() -> None:
 def run(arguments: argparse.Namespace, benchmark: str, model: str, name: str) -> None:
     """Measures all types of a folder and writes the result, by default to results/NAME-PROCESSOR.json."""
     torch.set_num_threads(arguments.torch_threads)
-    ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
-    weight = Residence().matrix(ones).data  # 512 MiB in huge pages, like the weights
+    bandwidth = cpu_bandwidth()
     result = result_of(benchmark, model=model, level=library.level(),
                        torch_threads=arguments.torch_threads, rounds=arguments.rounds)  # fmt: skip
     print(f"{library.level()}, torch with {arguments.torch_threads} threads")
     threads = [int(count) for count in arguments.threads.split(",")]
     types = arguments.types.split(",")
-    result["types"] = {kind: _type(arguments, kind, threads, weight) for kind in types}
+    result["types"] = {kind: _type(arguments, kind, threads, bandwidth) for kind in types}
     result["load_after"] = os.getloadavg()
     print(f"wrote {write_result(result, name, arguments.output)}")
 
 
 def _type(
-    arguments: argparse.Namespace, kind: str, threads: list[int], weight: torch.Tensor
+    arguments: argparse.Namespace, kind: str, threads: list[int], bandwidth: Bandwidth
 ) -> dict[str, object]:
     model = arguments.folder / f"{kind}-stock.gguf"
     rival = Rival(arguments.rival, model, CONTEXT)
@@ -88,7 +84,7 @@ def _type(
     with Engine.load(model, mode="dense", device="cpu", context_length=CONTEXT) as engine:
         if engine.not_native:
             print(f"{kind}: a decode step is not one native call: {engine.not_native}")
-        rounds = [Round(engine, rival, count, weight) for count in threads]
+        rounds = [Round(engine, rival, count, bandwidth) for count in threads]
         for number in range(arguments.rounds + 1):
             for one in rounds:
                 one.run(generator, measured[one.threads] if number else Measured(), number)
@@ -100,14 +96,14 @@ def _type(
 class Round:
     """`run` measures everything once, ours and llama.cpp in turn, with `threads` threads."""
 
-    def __init__(self, engine: Engine, rival: Rival, threads: int, weight: torch.Tensor) -> None:
-        self.engine, self.rival, self.threads, self.weight = engine, rival, threads, weight
+    def __init__(self, engine: Engine, rival: Rival, threads: int, bandwidth: Bandwidth) -> None:
+        self.engine, self.rival, self.threads, self.bandwidth = engine, rival, threads, bandwidth
         self._known: dict[tuple[int, str], float] = {}  # seconds of a prompt in the previous round
 
     def run(self, generator: random.Random, measured: Measured, number: int) -> None:
         """Adds the samples of a round; 0 warms up."""
         library.set_threads(self.threads)
-        measured.bandwidths.append(_bandwidth(self.weight))
+        measured.bandwidths.append(self.bandwidth())
         ids = self._ids(generator, STEPS)
         for side in in_turn(SIDES, number):
             if side == OURS:
@@ -133,10 +129,8 @@ class Round:
         before, began = engine.traffic.total, time.perf_counter()
         for position, token in enumerate(ids, start=PROMPT):
             engine._step(token, position)
-        seconds = time.perf_counter() - began
-        items = engine.bytes_by_role["cpu"]
-        dense = items["attention"] + items["head"]
-        return seconds / len(ids), dense + (engine.traffic.total - before) // len(ids)
+        seconds = (time.perf_counter() - began) / len(ids)
+        return seconds, bytes_a_token(engine, before, len(ids))
 
     def _repeats(self, length: int, side: str) -> int:
         known = self._known.get((length, side), REPEATS_S)
@@ -229,14 +223,8 @@ def _decode_report(measured: Measured) -> dict[str, object]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    found.add_argument("folder", type=Path, help="where `make smollm2` left the models")
-    found.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
-    found.add_argument("--types", default="f16,q8_0,q4_0")
-    found.add_argument("--threads", default="2,1")
+    found = rival_parser(__doc__, types="f16,q8_0,q4_0", rounds=7)
     found.add_argument("--torch-threads", type=int, default=1)
-    found.add_argument("--rounds", type=int, default=7)
-    found.add_argument("--output", type=Path)
     return found
 
 

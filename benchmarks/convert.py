@@ -26,14 +26,13 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGUFReader
-from machine import machine, processor, slug, write_result
+from machine import machine, write_result
 
 RIVAL_OUTTYPE = {"f16": "f16", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "f16"}
 WITHOUT_FSYNC = (
     "import os, sys; os.fsync = lambda descriptor: None;"
     "from hotsplit.cli import main; sys.exit(main(sys.argv[1:]))"
 )
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,6 @@ def main() -> None:
         }
     finally:
         shutil.rmtree(folder)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_result(result, "convert", arguments.output)
     print(json.dumps(result))
 
@@ -75,8 +73,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
     parser.add_argument("rival", type=Path, help="path of convert_hf_to_gguf.py")
-    default = Path(__file__).parent / "results" / f"convert-{slug(processor())}.json"
-    parser.add_argument("--output", type=Path, default=default)
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--work-dir", type=Path, help="folder with 8 GB of free space")
     parser.add_argument("--outtypes", default="f16,q8_0,q4_0")
     parser.add_argument("--rounds", type=int, default=3)

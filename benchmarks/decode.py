@@ -7,8 +7,7 @@ hotsplit runs in all modes, and for llama.cpp its SiLU twin of the same shape an
 missing in FOLDER are made first. A round runs every mode and the rival (with flash attention) once,
 on the same token ids; figures are medians of the rounds, unless named otherwise. The limit is the
 read bandwidth over the bytes that a token must read; the bandwidth, which may change within seconds,
-is measured before and after each run with the f32 row product over 512 MiB in huge pages, and their
-mean counts. The sparse feed-forward is also measured alone,
+is measured before and after each run as by `hotsplit bench`, and their mean counts. The sparse feed-forward is also measured alone,
 over a tenth of the neurons, counting only the bytes of their rows."""
 
 import argparse
@@ -19,25 +18,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from machine import result_of, write_result
 from planted_checkpoint import make_planted
-from random_checkpoint import Shape
-from rival import Rival
+from random_checkpoint import TINYLLAMA
+from rival import Rival, rival_parser
 
 from hotsplit import Engine
 from hotsplit.convert.convert import ConvertConfig, convert
-from hotsplit.files.gguf_file import array_entry
+from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth
 from hotsplit.measure.timing.rounds import in_turn
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.weights.neuron_block import Gate
-from hotsplit.runtime.weights.resident import Residence
 
 MODEL = "synthetic: planted_checkpoint.py"
 MODES = ("dense", "exact", "predicted")
@@ -82,20 +80,19 @@ class Tenth:
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
-    ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
-    weight = Residence().matrix(ones).data  # in huge pages, like the weights
+    bandwidth = cpu_bandwidth()
     result = result_of("decode", model=MODEL, level=library.level(), rounds=arguments.rounds)
     threads = [int(count) for count in arguments.threads.split(",")]
     types = arguments.types.split(",")
     for kind in types:
         make_models(arguments.folder, kind, arguments.num_layers)
-    result["types"] = {kind: _type(arguments, kind, threads, weight) for kind in types}
+    result["types"] = {kind: _type(arguments, kind, threads, bandwidth) for kind in types}
     result["load_after"] = os.getloadavg()
     print(f"wrote {write_result(result, 'decode', arguments.output)}")
 
 
 def _type(
-    arguments: argparse.Namespace, kind: str, threads: list[int], weight: torch.Tensor
+    arguments: argparse.Namespace, kind: str, threads: list[int], bandwidth: Bandwidth
 ) -> dict[str, object]:
     folder = arguments.folder
     engines = {
@@ -115,17 +112,17 @@ def _type(
     for number in range(arguments.rounds + 1):  # the first warms up
         for count in threads:
             library.set_threads(count)
-            ids = [generator.randrange(3, Shape.vocab_size) for _ in range(MOST_TOKENS)]
+            ids = [generator.randrange(3, TINYLLAMA.vocab_size) for _ in range(MOST_TOKENS)]
             some = ids[: 4 if number == 0 else _how_many(known[count])]
             runs: dict[str, Callable[[], tuple[float, int]]] = {
                 **{mode: partial(_ours, engine, ids) for mode, engine in engines.items()},
                 FFN: tenth.run,
                 "llama.cpp": partial(_theirs, rival, count, some),
             }
-            probes = [_bandwidth(weight)]
+            probes = [bandwidth()]
             for mode in in_turn(list(runs), number):
                 seconds, num_bytes = runs[mode]()
-                probes.append(_bandwidth(weight))
+                probes.append(bandwidth())
                 if number:
                     times.setdefault((count, mode), []).append(seconds)
                     bandwidths.setdefault((count, mode), []).append(sum(probes[-2:]) / 2)
@@ -148,24 +145,18 @@ def _ours(engine: Engine, ids: list[int]) -> tuple[float, int]:
     while count < len(ids) and (count < 4 or time.perf_counter() - began < SECONDS):
         engine._step(ids[count], PROMPT + count)
         count += 1
-    seconds = time.perf_counter() - began
+    return (time.perf_counter() - began) / count, bytes_a_token(engine, before, count)
+
+
+def bytes_a_token(engine: Engine, before: int, count: int) -> int:
+    """Bytes that a token must read. `before`: the engine's traffic before `count` tokens."""
     items = engine.bytes_by_role["cpu"]
     dense = items["attention"] + items["head"]
-    return seconds / count, dense + (engine.traffic.total - before) // count
+    return dense + (engine.traffic.total - before) // count
 
 
 def _theirs(rival: Rival, num_threads: int, ids: list[int]) -> tuple[float, int]:
     return rival.decode_s(num_threads, True, ids), 0
-
-
-def _bandwidth(weight: torch.Tensor) -> float:
-    """Bytes per second, the best of three."""
-    best, x = float("inf"), torch.ones(weight.shape[1])
-    for _ in range(3):
-        began = time.perf_counter()
-        library.dot_rows(weight, "f32", x)
-        best = min(best, time.perf_counter() - began)
-    return weight.nbytes / best
 
 
 def _report(
@@ -229,7 +220,7 @@ def make_models(folder: Path, kind: str, num_layers: int) -> None:
     source = folder / "checkpoint"
     if not (source / "predictors").exists():
         print("making the checkpoint", flush=True)
-        make_planted(source, Shape(num_layers=num_layers))
+        make_planted(source, replace(TINYLLAMA, num_layers=num_layers))
     print(f"converting to {kind}", flush=True)
     convert(ConvertConfig(source=source / "relu", output=ours, outtype=kind,
                           predictors=source / "predictors", force=True))  # fmt: skip
@@ -238,15 +229,14 @@ def make_models(folder: Path, kind: str, num_layers: int) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder of the models; missing ones are made")
-    parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
-    parser.add_argument("--types", default="f16,bf16,q8_0,q4_0")
-    parser.add_argument("--threads", default="2,1")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-layers", type=int, default=22)
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    return parser(__doc__).parse_args()
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """The options of benchmarks of the planted models."""
+    found = rival_parser(doc, types="f16,bf16,q8_0,q4_0", rounds=5)
+    found.add_argument("--num-layers", type=int, default=TINYLLAMA.num_layers)
+    return found
 
 
 if __name__ == "__main__":

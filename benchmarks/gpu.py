@@ -38,7 +38,8 @@ from processes import Process, ProcessError
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import head_bytes, kv_bytes, layer_bytes
+from hotsplit.costs.budget import kv_bytes, layer_bytes
+from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.atomic import partial_file
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
@@ -108,11 +109,7 @@ def main() -> int:
 def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
     """Least seconds per token of a model that is entirely on the first GPU and reads all neurons.
     Mode dense runs by a plan solved for mode exact, whose own limit leaves out silent neurons."""
-    total = head_bytes(model)
-    for layer in range(model.spec.num_layers):
-        sizes = layer_bytes(model, layer)
-        total += sizes.attention + model.spec.most_neurons * sizes.neuron
-        total += kv_bytes(model, 0, context_length) // 2
+    total = bytes_read(model) + model.spec.num_layers * (kv_bytes(model, 0, context_length) // 2)
     return total / (machine.gpus[0].bandwidth_gb_per_s.best * 1e9)
 
 

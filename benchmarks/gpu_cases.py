@@ -106,7 +106,7 @@ def _theirs(case: Case, rival: Rival, amount: Amount, ids: list[int], *, is_warm
     if case.rival_decode_s:
         count = max(FIRST_TOKENS, min(amount.steps, round(RIVAL_SECONDS / case.rival_decode_s[-1])))
     try:
-        prefill = rival.process.ask("prefill", threads=threads, ids=ids)["seconds"]
+        (prefill,) = rival.process.ask("prefill", threads=threads, ids=ids)["seconds"]
         decode = rival.process.ask(
             "decode", threads=threads, ids=ids[:count], start=amount.prompt
         )["seconds"]  # fmt: skip
@@ -117,7 +117,7 @@ def _theirs(case: Case, rival: Rival, amount: Amount, ids: list[int], *, is_warm
         return
     if is_warm:
         case.rival_prefill_s.append(prefill)
-        case.rival_decode_s.append(decode / count)
+        case.rival_decode_s.append(sum(decode) / count)
 
 
 def close(cases: Sequence[Case]) -> None:

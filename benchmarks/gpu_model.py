@@ -19,7 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from planted_checkpoint import COMMON, MARGIN, UNSEEN, planted_frequencies
+from planted_checkpoint import (
+    COMMON,
+    MARGIN,
+    UNSEEN,
+    gate_rows,
+    plant_factors,
+    planted_frequencies,
+)
 from random_checkpoint import write_tokenizer
 from torch import Tensor
 
@@ -157,19 +164,13 @@ def _named(firing_F: np.ndarray) -> np.ndarray:
 def _gates_of(planted: Planted) -> Callable[[int], Gates]:
     """A function that makes the gates of a layer, and caches those of the last four layers."""
     shape, rank, device = planted.sizes, planted.rank, planted.device
-    whole = (1 + COMMON**2) ** 0.5
 
     @lru_cache(maxsize=4)
     def gates(layer: int) -> Gates:
         start_DR = _normal(f"{layer} down", (shape.hidden_size, rank), device)
-        start_DR[:, 0] = _common(shape.hidden_size, device)
-        down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
-        down_RD[0] = _common(shape.hidden_size, device)
         up_FR = _normal(f"{layer} up", (shape.num_neurons, rank), device)
-        up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
-        along_common = COMMON / whole * shape.hidden_size**0.5
-        firing_F = torch.from_numpy(_firing(shape, layer))
-        up_FR[:, 0] = torch.special.ndtri(firing_F).to(device) / along_common
+        mean_F = torch.special.ndtri(torch.from_numpy(_firing(shape, layer))).to(device)
+        down_RD = plant_factors(start_DR, up_FR, mean_F, _common(shape.hidden_size, device))
         return Gates(down_RD=down_RD, up_FR=up_FR)
 
     return gates
@@ -182,9 +183,7 @@ def _firing(shape: Sizes, layer: int) -> np.ndarray:
 
 def _gate_rows(name: str, planted: Planted, gates: Gates, start: int, stop: int) -> Tensor:
     rest_ND = _normal_rows(name, start, stop, planted.sizes.hidden_size, planted.device)
-    rest_ND -= (rest_ND @ gates.down_RD.T) @ gates.down_RD
-    rest_ND *= UNSEEN * (1 + COMMON**2) ** 0.5 / rest_ND.norm(dim=1, keepdim=True)
-    return gates.up_FR[start:stop] @ gates.down_RD + rest_ND
+    return gate_rows(gates.up_FR[start:stop], gates.down_RD, rest_ND)
 
 
 def _embedding_rows(name: str, planted: Planted, start: int, stop: int) -> Tensor:

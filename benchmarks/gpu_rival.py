@@ -1,7 +1,8 @@
 """Runs llama.cpp within a budget: as many layers on the GPU as fit, by the buffers that it reports.
 
-gpu_rival.sh builds it and llamacpp_gpu.py runs it."""
+gpu_rival.sh builds it and llamacpp_worker.py runs it."""
 
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from processes import Process, ProcessError
 
-PROGRAM = Path(__file__).with_name("llamacpp_gpu.py")
+PROGRAM = Path(__file__).with_name("llamacpp_worker.py")
 MOST_LOADS = 4
 # Matches "load_tensors:        CUDA0 model buffer size =  3577.56 MiB" and the like for the cache
 # and for compute buffers, but not CUDA_Host, which is pinned main memory.
@@ -61,7 +62,11 @@ def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
 
 
 def _loaded(rival: RivalModel, count: int, log: Path) -> Rival:
-    command = (sys.executable, PROGRAM, rival.model, str(rival.context_length), str(count))
+    options = {
+        "model": str(rival.model), "context": rival.context_length, "sequences": 1, "batch": None,
+        "gpu_layers": count,
+    }  # fmt: skip
+    command = (sys.executable, PROGRAM, json.dumps(options))
     process = Process.of(command, "llama.cpp", log, rival.folder)
     try:
         buffers = process.about["buffers"]

@@ -11,7 +11,7 @@ import sys
 
 from chat_model import parser, run
 from decode import make_models
-from random_checkpoint import Shape
+from random_checkpoint import TINYLLAMA
 
 KIND = "q4_k_m"
 QUANTISE = """
@@ -28,7 +28,7 @@ def main() -> None:
     arguments.types = KIND
     target = arguments.folder / f"{KIND}-stock.gguf"
     if not target.exists():
-        make_models(arguments.folder, "bf16", Shape.num_layers)
+        make_models(arguments.folder, "bf16", TINYLLAMA.num_layers)
         source = arguments.folder / "bf16-stock.gguf"
         made = target.with_suffix(".partial")
         subprocess.run([arguments.rival, "-c", QUANTISE, str(source), str(made)], check=True)

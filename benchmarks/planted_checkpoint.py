@@ -20,26 +20,31 @@ Letters: D model width, F neurons, R predictor rank."""
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from random_checkpoint import Shape, make_checkpoint
+from random_checkpoint import TINYLLAMA, make_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.families.sizes import Sizes
 
 RANK = 256
 DENSITY = 0.1  # mean share of the neurons that fire
 EXPONENT = 0.8  # of the power law
 COMMON = 0.5  # size of the common direction in an embedding, relative to the rest
+# Normed hidden states have a mean of COMMON / WHOLE sqrt(D) along u, and a standard deviation of
+# 1 / WHOLE along any direction.
+WHOLE = (1 + COMMON**2) ** 0.5
 UNSEEN = 0.15  # standard deviation of rest_j . x, unseen by the predictor; that of gate_j . x is 1
 MARGIN = 0.3  # a neuron is named if its score is above minus this
 
 
-def make_planted(folder: Path, shape: Shape) -> None:
+def make_planted(folder: Path, shape: Sizes) -> None:
     """Writes the two checkpoints and the predictors; see the module."""
     make_checkpoint(folder / "silu", shape, layers_a_file=1)
     generator = torch.Generator().manual_seed(1)
@@ -65,7 +70,7 @@ def _plant(
     name: str,
     tensors: dict[str, Tensor],
     common_D: Tensor,
-    shape: Shape,
+    shape: Sizes,
     generator: torch.Generator,
     predictors: dict[int, LayerPredictor],
 ) -> None:
@@ -84,26 +89,35 @@ def _plant(
 
 
 def _gate(
-    common_D: Tensor, shape: Shape, generator: torch.Generator
+    common_D: Tensor, shape: Sizes, generator: torch.Generator
 ) -> tuple[Tensor, LayerPredictor]:
     """Gates [F, D], and the predictor that sees all of each gate except `rest`."""
     start_DR = torch.randn(shape.hidden_size, RANK, generator=generator)
+    up_FR = torch.randn(shape.num_neurons, RANK, generator=generator)
+    firing_F = torch.from_numpy(planted_frequencies(shape.num_neurons, generator))
+    down_RD = plant_factors(start_DR, up_FR, torch.special.ndtri(firing_F).float(), common_D)
+    rest_FD = torch.randn(shape.num_neurons, shape.hidden_size, generator=generator)
+    predictor = LayerPredictor.of(down_RD=down_RD.numpy(), up_FR=up_FR.numpy(), kind="q8_0")
+    return gate_rows(up_FR, down_RD, rest_FD), predictor
+
+
+def plant_factors(start_DR: Tensor, up_FR: Tensor, mean_F: Tensor, common_D: Tensor) -> Tensor:
+    """Returns the seen part's down factor [R, D], and scales its random up factor in place, so that
+    gate . x has the mean `mean_F`. `start_DR` is random, and overwritten."""
     start_DR[:, 0] = common_D
     down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
     down_RD[0] = common_D
-    up_FR = torch.randn(shape.num_neurons, RANK, generator=generator)
-    # Normed hidden states have a mean of COMMON / sqrt(1 + COMMON^2) sqrt(D) along u, and a standard
-    # deviation of 1 / sqrt(1 + COMMON^2) along any direction.
-    whole = (1 + COMMON**2) ** 0.5
-    up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
-    firing_F = torch.from_numpy(planted_frequencies(shape.num_neurons, generator))
-    along_common = COMMON / whole * shape.hidden_size**0.5
-    up_FR[:, 0] = torch.special.ndtri(firing_F).float() / along_common
-    rest_FD = torch.randn(shape.num_neurons, shape.hidden_size, generator=generator)
-    rest_FD -= (rest_FD @ down_RD.T) @ down_RD
-    rest_FD *= UNSEEN * whole / rest_FD.norm(dim=1, keepdim=True)
-    predictor = LayerPredictor.of(down_RD=down_RD.numpy(), up_FR=up_FR.numpy(), kind="q8_0")
-    return up_FR @ down_RD + rest_FD, predictor
+    up_FR *= WHOLE * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
+    up_FR[:, 0] = mean_F / (COMMON / WHOLE * len(common_D) ** 0.5)
+    return down_RD
+
+
+def gate_rows(up_NR: Tensor, down_RD: Tensor, rest_ND: Tensor) -> Tensor:
+    """Gates [N, D] from their seen part and a random `rest_ND`, which is overwritten by the part
+    that the predictor does not see."""
+    rest_ND -= (rest_ND @ down_RD.T) @ down_RD
+    rest_ND *= UNSEEN * WHOLE / rest_ND.norm(dim=1, keepdim=True)
+    return up_NR @ down_RD + rest_ND
 
 
 def planted_frequencies(num_neurons: int, generator: torch.Generator) -> np.ndarray:
@@ -128,5 +142,5 @@ def _write_relu(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else Shape().num_layers
-    make_planted(Path(sys.argv[1]), Shape(num_layers=count))
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else TINYLLAMA.num_layers
+    make_planted(Path(sys.argv[1]), replace(TINYLLAMA, num_layers=count))

@@ -20,12 +20,11 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-from decode import MODEL, MODES, make_models
+from decode import MODEL, MODES, make_models, parser
 from machine import result_of, write_result
-from random_checkpoint import Shape
+from random_checkpoint import TINYLLAMA
 from rival import Rival
 
 from hotsplit import Engine
@@ -61,7 +60,7 @@ def _type(arguments: argparse.Namespace, kind: str, threads: list[int]) -> dict[
     rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf", 2 * num_tokens)
     generator = random.Random(0)
     texts = [
-        [generator.randrange(3, Shape.vocab_size) for _ in range(num_tokens)]
+        [generator.randrange(3, TINYLLAMA.vocab_size) for _ in range(num_tokens)]
         for _ in range(arguments.rounds + 1)
     ]
     sides: dict[str, Callable[[int, list[int]], float]] = {
@@ -122,17 +121,10 @@ def _report(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder of the models, made if missing")
-    parser.add_argument("--rival", required=True, help="Python with llama-cpp-python installed")
-    parser.add_argument("--types", default="f16,bf16,q8_0,q4_0")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--threads", default="2,1")
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-layers", type=int, default=22)
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    found = parser(__doc__)
+    found.add_argument("--modes", default=",".join(MODES))
+    found.add_argument("--tokens", type=int, default=512)
+    return found.parse_args()
 
 
 if __name__ == "__main__":

@@ -9,29 +9,26 @@ import itertools
 import json
 import string
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hotsplit.families.sizes import Sizes
+
 SPACE = "\u2581"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """1.1 B parameters by default: TinyLlama's shape."""
-
-    num_layers: int = 22
-    width: int = 2048  # D
-    num_neurons: int = 5632  # F
-    num_heads: int = 32
-    num_kv_heads: int = 4
-    vocab_size: int = 32_000
+# TinyLlama's shape, of 1.1 B parameters.
+TINYLLAMA = Sizes(
+    num_layers=22, hidden_size=2048, num_neurons=5632, num_heads=32, num_kv_heads=4, head_dim=64,
+    vocab_size=32_000, context_length=2048,
+)  # fmt: skip
 
 
-def make_checkpoint(folder: Path, shape: Shape, layers_a_file: int = 8) -> None:
+def make_checkpoint(folder: Path, shape: Sizes, layers_a_file: int = 8) -> None:
     """Writes bf16 weights in shards (matrices normal with standard deviation 0.02, norms 1),
     config.json and a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +62,7 @@ def _random(dims: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.empty(dims, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
 
 
-def _config(shape: Shape) -> dict[str, object]:
+def _config(shape: Sizes) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -76,8 +73,8 @@ def _config(shape: Shape) -> dict[str, object]:
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "vocab_size": shape.vocab_size,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": shape.context_length,
+        "rms_norm_eps": shape.epsilon,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "bos_token_id": 1,
@@ -86,9 +83,8 @@ def _config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    width, neurons = shape.hidden_size, shape.num_neurons
-    kv_width = width // shape.num_heads * shape.num_kv_heads
+def _shapes(shape: Sizes) -> dict[str, tuple[int, ...]]:
+    width, neurons, kv_width = shape.hidden_size, shape.num_neurons, shape.key_size
     layer = {
         "input_layernorm": (width,),
         "self_attn.q_proj": (width, width),
@@ -160,4 +156,4 @@ def _tokenizer(vocab_size: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    make_checkpoint(Path(sys.argv[1]), Shape(num_layers=int(sys.argv[2])))
+    make_checkpoint(Path(sys.argv[1]), replace(TINYLLAMA, num_layers=int(sys.argv[2])))

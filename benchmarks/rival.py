@@ -1,18 +1,35 @@
-"""Measures llama.cpp on the CPU, in a separate process, on request.
+"""Measures llama.cpp on the CPU, in a separate process (llamacpp_worker.py), on request.
 
-Its other half is llamacpp_cpu.py. The process idles between requests, so that its threads, which
-spin while they wait for each other, never run while ours is measured."""
+The process idles between requests, so that its threads, which spin while they wait for each other,
+never run while ours is measured."""
 
+import argparse
 import json
 import statistics
-import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from processes import Process
+
+PROGRAM = Path(__file__).with_name("llamacpp_worker.py")
+PROMPT = [7] * 16  # before decoding
 # OpenMP threads continue to spin after a job before they sleep, GNU's 300,000 times: up to 20 ms.
 # Each side waits for the other's threads.
 PAUSE_S = 0.03
+
+
+def rival_parser(doc: str, *, types: str, rounds: int) -> argparse.ArgumentParser:
+    """The options that the benchmarks beside llama.cpp share; `doc` is a module's docstring."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder of the models")
+    parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
+    parser.add_argument("--types", default=types)
+    parser.add_argument("--threads", default="2,1")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--output", type=Path)
+    return parser
 
 
 class Rival:
@@ -21,16 +38,18 @@ class Rival:
     def __init__(
         self, python: str, model: Path, context_length: int, num_sequences: int = 1
     ) -> None:
-        program = Path(__file__).with_name("llamacpp_cpu.py")
-        self.process = subprocess.Popen(
-            [python, program, str(model), str(context_length), str(num_sequences)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.about = str(self._line())
+        options = {
+            "model": str(model), "context": context_length, "sequences": num_sequences,
+            "batch": min(2048, context_length), "gpu_layers": None,
+        }  # fmt: skip
+        log = Path(tempfile.mkdtemp(prefix="llamacpp-")) / "log"
+        self.process = Process.of([python, PROGRAM, json.dumps(options)], "llama.cpp", log)
+        self.about = str(self.process.about["about"])
 
     def decode_s(self, threads: int, flash: bool, ids: list[int]) -> float:
         """Mean seconds per token of decoding `ids` one by one, after a prompt of 16."""
-        return statistics.mean(self._ask("decode", threads, flash, ids))
+        self._ask("prefill", threads, flash, PROMPT)
+        return statistics.mean(self._ask("decode", threads, flash, ids, start=len(PROMPT)))
 
     def prefill_s(self, threads: int, flash: bool, ids: list[int], repeats: int = 1) -> float:
         """Seconds from the prompt `ids`, in one batch, to the last logits; median of repeats."""
@@ -41,22 +60,10 @@ class Rival:
         return statistics.mean(self._ask("batch", threads, flash, ids, sequences=num_sequences))
 
     def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
+        self.process.close()
 
-    def _ask(self, do: str, threads: int, flash: bool, ids: list[int], **more: int) -> list[float]:
-        asked = {"do": do, "threads": threads, "flash": flash, "ids": ids, **more}
+    def _ask(self, do: str, threads: int, flash: bool, ids: list[int], **more: Any) -> list[float]:
         time.sleep(PAUSE_S)
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        answer: list[float] = self._line()
+        answer = self.process.ask(do, threads=threads, flash=flash, ids=ids, **more)
         time.sleep(PAUSE_S)
-        return answer
-
-    def _line(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit("the rival died; its message is above")
-        return json.loads(line)
+        return list(answer["seconds"])

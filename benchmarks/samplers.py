@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,7 @@ CASES = {
     "mirostat_2": OFF | {"mirostat": 2},
     "logit_bias": OFF | {"logit_bias": tuple((i, 1.0) for i in range(100, 130)), "top_k": 40},
 }  # fmt: skip
+MIN_SECONDS = 0.03  # of a measurement
 ROWS = 8  # of logits, used in turn, since in generation every step has new logits
 
 
@@ -78,17 +80,14 @@ def _size(size: int, arguments: argparse.Namespace) -> dict[str, object]:
     calls = {name: _call(rows, history, values) for name, values in CASES.items()}
     calls["logprobs, 5"] = _logprobs_call(rows)
     calls["default, half masked"] = _masked_call(rows, history)
-    turns: dict[str, Callable[[int], dict[str, float]]] = {
-        name: partial(_sampled, name, call) for name, call in calls.items()
+    turns: dict[str, Callable[[int], Any]] = {
+        name: partial(_microseconds, call) for name, call in calls.items()
     }
     if arguments.rival:
         turns["llama.cpp"] = lambda number: _rival(arguments.rival, rows)
-    found = take_turns(turns, arguments.rounds)
-    samples = {name: [each[name] for each in found[name]] for name in calls}
-    theirs_of = found.get("llama.cpp", [])
-    rival = {
-        name: [each[name] for each in theirs_of] for name in (theirs_of[0] if theirs_of else ())
-    }
+    samples = take_turns(turns, arguments.rounds)
+    rounds = samples.pop("llama.cpp", [{}])
+    rival = {name: [each[name] for each in rounds] for name in rounds[0]}
     entropy = statistics.mean(_entropy_bits(row) for row in rows)
     print(f"{size:,} tokens, entropy {entropy:.1f} bits")
     middle = {name: statistics.median(values) for name, values in samples.items()}
@@ -98,10 +97,6 @@ def _size(size: int, arguments: argparse.Namespace) -> dict[str, object]:
     for name, value in theirs.items():
         print(f"  {'llama.cpp, ' + name:24} {value:9.1f} us   {value / middle[name]:.2f}x ours")
     return {"entropy_bits": entropy, "us": middle, "llama_cpp_us": theirs, "samples": samples}
-
-
-def _sampled(name: str, call: Callable[[int], object], number: int) -> dict[str, float]:
-    return {name: _microseconds(call)}
 
 
 def _logits(size: int) -> torch.Tensor:
@@ -131,10 +126,10 @@ def _logprobs_call(rows: torch.Tensor) -> Callable[[int], object]:
     return lambda number: chain.logprobs(rows[number % ROWS], 5)
 
 
-def _microseconds(call: Callable[[int], object], min_seconds: float = 0.03) -> float:
+def _microseconds(call: Callable[[int], object], number: int) -> float:
     call(0)
     began, count = time.thread_time(), 0
-    while (passed := time.thread_time() - began) < min_seconds:
+    while (passed := time.thread_time() - began) < MIN_SECONDS:
         call(count)
         count += 1
     return 1e6 * passed / count

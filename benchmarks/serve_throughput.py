@@ -35,11 +35,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from machine import machine, write_result
+from machine import result_of, write_result
 from serve_load import WORDS
 
 from hotsplit.measure.timing.rounds import in_turn
@@ -59,15 +58,15 @@ Samples = dict[str, dict[str, list[float]]]  # by side and figure, one per round
 
 def main() -> None:
     arguments = _arguments()
-    load_before = os.getloadavg()
+    result = result_of(
+        "serve-throughput", model=arguments.model.stem, threads=arguments.threads,
+        tokens=arguments.tokens, rounds=arguments.rounds,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports = start(arguments, Path(folder), stack)
         samples = asyncio.run(measure(arguments, ports))
-    result: dict[str, object] = {
-        "benchmark": "serve-throughput", "model": arguments.model.stem,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(),
-        "threads": arguments.threads, "tokens": arguments.tokens, "rounds": arguments.rounds,
-        "load_before": load_before, "load_after": os.getloadavg(),
+    result |= {
+        "load_after": os.getloadavg(),
         "medians": {side: {k: statistics.median(v) for k, v in of_side.items()}
                     for side, of_side in samples.items()},
         "ratios": ratios(samples), "samples": samples,
@@ -80,18 +79,8 @@ def main() -> None:
 
 def start(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, int]:
     """Starts all servers; returns their ports by side."""
-    most = max(COUNTS)
-    options = [
-        "--parallel",
-        most,
-        "--kept",
-        0,
-        "--context",
-        CONTEXT,
-        "--threads",
-        arguments.threads,
-    ]
-    ours = ServerProcess(arguments.model, folder / "ours.log", *map(str, options))
+    options = f"--parallel {max(COUNTS)} --kept 0 --context {CONTEXT} --threads {arguments.threads}"
+    ours = ServerProcess(arguments.model, folder / "ours.log", *options.split())
     ports = {OURS: stack.enter_context(ours).port}
     for side, flash in RIVALS.items():
         ports[side] = stack.enter_context(_rival(arguments, flash, folder / f"{flash}.log"))

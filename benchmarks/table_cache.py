@@ -1,16 +1,20 @@
-"""The table of the neuron cache's replays."""
+"""The tables of the caches: replays of the neuron cache, and what the types of the KV cache lose
+and how fast they are."""
 
+from math import exp
 from statistics import median
 from typing import Any
 
-from table_contents import markdown, percent, result
+from table_contents import ZEN_5, markdown, percent, result, signed, times
 
-FILES = ("cache-replay-tiny-relu", "cache-replay-smollm2")
+REPLAYS = ("cache-replay-tiny-relu", "cache-replay-smollm2")
 NAMES = {
     "tiny-relu": "bundled model, predicted",
     "smollm2": "SmolLM2, half of the neurons silenced, exact",
 }
 OWN = "code"  # the text on the subject of the profile
+TYPES = f"cache-types-{ZEN_5}"
+DEPTHS = ("512", "4096", "8000")
 
 
 def cache_replay() -> str:
@@ -24,7 +28,7 @@ def cache_replay() -> str:
         "what hindsight would reach",
     ]
     rows = []
-    for file in FILES:
+    for file in REPLAYS:
         results = result(file)["results"]
         for link in dict.fromkeys(r["link"] for r in results):
             mine = [r for r in results if r["link"] == link]
@@ -48,4 +52,29 @@ def span(results: list[dict[str, Any]], name: str) -> str:
     return f"{min(values):.3f} to {max(values):.3f}"
 
 
-TABLES = {"cache-replay": cache_replay}
+def cache_types() -> str:
+    rows = []
+    for name, found in result(TYPES)["loss"]["types"].items():
+        rows.append([f"`{name}`", f"{found['bytes_of_f16']:.2f}",
+                     f"{found['kl']:.2g} ± {found['kl_error']:.1g}",
+                     signed(exp(found["loss_difference"]) - 1, 2),
+                     percent(found["same_top_token"], 1)])  # fmt: skip
+    return markdown(
+        ["keys, values", "bytes relative to f16", "KL", "perplexity", "same top token"], rows
+    )
+
+
+def cache_speed() -> str:
+    """A row for each type: decode speed at each depth over llama.cpp's in the same run."""
+    rows = [
+        [f"`{name}`", *(times(found[depth]["times_rival"]) for depth in DEPTHS)]
+        for name, found in result(TYPES)["speed"]["types"].items()
+    ]
+    return markdown(["keys, values", *(f"after {int(depth):,} tokens" for depth in DEPTHS)], rows)
+
+
+TABLES = {
+    "cache-replay": cache_replay,
+    "cache-types": cache_types,
+    "cache-speed": cache_speed,
+}

@@ -15,7 +15,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import table_cache
-import table_cache_types
 import table_contents
 import table_expected
 import table_gpu
@@ -24,7 +23,6 @@ import table_speed
 
 TABLES = {
     **table_cache.TABLES,
-    **table_cache_types.TABLES,
     **table_contents.TABLES,
     **table_expected.TABLES,
     **table_gpu.TABLES,

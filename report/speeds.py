@@ -16,7 +16,7 @@ from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.modes import allowed_modes
-from hotsplit.solver.pipeline import PipelinePlacement
+from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.sweep import Sweep, sweep_of
 
@@ -92,6 +92,6 @@ def _curve(inputs: Inputs, split: Split | None) -> Sweep:
     last = max(int(BEYOND * all_of_it), *inputs.budgets)
     last = max(min(last, inputs.machine.gpus[0].memory_bytes), inputs.budgets[0])
     return sweep_of(
-        inputs, first=0, last=last, num_budgets=NUM_BUDGETS, modes=tuple(modes),
-        workspace=workspace, is_proven=False,
+        inputs, modes, first=0, last=last, num_budgets=NUM_BUDGETS, workspace=workspace,
+        is_proven=False,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
-from hotsplit.measure.evaluate.verify import verify
+from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows

@@ -22,7 +22,7 @@ from hotsplit.costs.budget import head_bytes, kv_read, layer_bytes
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.lagrangian import first_prices, least_costs
 from hotsplit.solver.layer_split import layer_split
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement
 from hotsplit.solver.problem import Problem, on_one_device, placement_seconds
 from hotsplit.system.sizes import format_bytes
 

@@ -26,105 +26,76 @@ the host's work on a swap that does not depend on bytes.
 
 Letters: L layers, F neurons of a layer."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from hotsplit.artifacts.cache_plan import CachePlan
-from hotsplit.artifacts.machine_file import Gpu, Machine
+from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import Profile
-from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.budget import down_kind, is_cached, layer_bytes, layer_tensors
 from hotsplit.options.neuron_cache import CacheCosts
-from hotsplit.solver.problem import Placement, Problem, num_visits, placement_ffn_seconds
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.problem import Placement, Problem, placement_seconds
 from hotsplit.solver.problem_builder import overfetch
 
 # The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5
 
 
-def expected_reads(model: ModelFile, profile: Profile, mode: PlanMode) -> np.ndarray:
+def expected_reads(inputs: Inputs) -> np.ndarray:
     """How often a token reads each neuron, by id; f64 [L, F]."""
-    assert mode != "dense", "mode dense reads every neuron"
-    frequency_LF = profile.frequency_LF
-    if mode == "exact":
+    assert inputs.mode != "dense", "mode dense reads every neuron"
+    frequency_LF = inputs.profile.frequency_LF
+    if inputs.mode == "exact":
         return frequency_LF
-    return np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
+    return np.minimum(1.0, frequency_LF * overfetch(inputs.model, inputs.profile)[:, None])
 
 
-def cache_costs(
-    *,
-    model: ModelFile,
-    profile: Profile,
-    machine: Machine,
-    mode: PlanMode,
-    problem: Problem,
-    placement: Placement,
-    gpu: Gpu | None = None,
-) -> CacheCosts:
-    """The costs for a placement; `problem` was built for the same model, profile, machine, mode and
-    GPU, and `gpu` defaults to the machine's first. Layers that are not cached have costs of zero:
-    their seconds are in `rest_s`."""
-    gpu = machine.gpus[0] if gpu is None else gpu
-    reads_LF = expected_reads(model, profile, mode)
-    reads_LF = np.take_along_axis(reads_LF, problem.order_LF.astype(np.int64), axis=1)
+def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> CacheCosts:
+    """The costs for a placement; `problem` was built for the inputs' first GPU. Layers that are not
+    cached have costs of zero: their seconds are in `rest_s`."""
+    machine, gpu = inputs.machine, inputs.machine.gpus[0]
+    order_LF = problem.order_LF.astype(np.int64)
+    reads_LF = np.take_along_axis(expected_reads(inputs), order_LF, axis=1)
+    is_cached_L = cached_layers(placement)
     sides = [
-        _sides(model, machine, mode, problem, placement, reads_LF, layer)
-        for layer in range(problem.num_layers)
+        _sides(inputs, problem, placement, reads_LF, layer) for layer in range(problem.num_layers)
     ]
-    is_cached_L = np.array([side.is_cached for side in sides])
+    hot_s_L, hot_row_s_L, cold_s_L, cold_row_s_L = map(np.array, zip(*sides, strict=True))
     link_s = 1e-9 / gpu.host_to_device_gb_per_s.best
     gather_s = 2e-9 / machine.cpu_bandwidth_gb_per_s[min(machine.cpu_bandwidth_gb_per_s)].best
     copied_L = problem.neuron_bytes_L * is_cached_L
     return CacheCosts(
-        hot_s_L=np.array([side.hot_s for side in sides]),
-        hot_row_s_L=np.array([side.hot_row_s for side in sides]),
-        cold_s_L=np.array([side.cold_s for side in sides]),
-        cold_row_s_L=np.array([side.cold_row_s for side in sides]),
+        hot_s_L=hot_s_L,
+        hot_row_s_L=hot_row_s_L,
+        cold_s_L=cold_s_L,
+        cold_row_s_L=cold_row_s_L,
         copy_row_s_L=copied_L * link_s,
         gather_row_s_L=copied_L * gather_s + SWAP_S * is_cached_L,
-        rest_s=_rest_seconds(problem, placement, is_cached_L),
+        rest_s=placement_seconds(problem, placement, counts_L=~is_cached_L),
         copy_s=gpu.copy_latency_s.best,
     )
 
 
-def cache_plan(costs: CacheCosts, reads_LF: np.ndarray, most_rows: int) -> CachePlan:
-    """The cache's section of a plan; `reads_LF` is from `expected_reads`."""
-    return CachePlan(most_rows=most_rows, costs=costs, frequency=tuple(reads_LF.astype(np.float32)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sides:
-    """The seconds of a layer's neurons on either side; zeros for a layer that is not cached."""
-
-    is_cached: bool = False
-    hot_s: float = 0.0
-    hot_row_s: float = 0.0
-    cold_s: float = 0.0
-    cold_row_s: float = 0.0
+def cached_layers(placement: Placement) -> np.ndarray:
+    """Whether a neuron cache serves each layer, bool [L]."""
+    num_neurons = placement.hot_LF.shape[1]
+    return np.array([is_cached(hot, num_neurons) for hot in placement.num_hot_L.tolist()])
 
 
 def _sides(
-    model: ModelFile,
-    machine: Machine,
-    mode: PlanMode,
-    problem: Problem,
-    placement: Placement,
-    reads_LF: np.ndarray,
-    layer: int,
-) -> _Sides:
+    inputs: Inputs, problem: Problem, placement: Placement, reads_LF: np.ndarray, layer: int
+) -> tuple[float, float, float, float]:
+    """hot_s, hot_row_s, cold_s and cold_row_s of a layer; zeros if it is not cached."""
     is_hot_F, reads_F = placement.hot_LF[layer], reads_LF[layer]
     if not is_cached(int(is_hot_F.sum()), len(is_hot_F)):
-        return _Sides()
+        return 0.0, 0.0, 0.0, 0.0
     touched_F = problem.touched_LF[layer]
     hot_s = touched_F[is_hot_F].sum() * problem.gpu_s_per_byte
     cold_s = touched_F[~is_hot_F].sum() * problem.cpu_s_per_byte_L[layer]
     num_hot, num_cold = reads_F[is_hot_F].sum(), reads_F[~is_hot_F].sum()
-    if mode == "exact":
-        sizes = layer_bytes(model, layer)
+    if inputs.mode == "exact":
+        sizes = layer_bytes(inputs.model, layer)
         hot_row_s = (sizes.up_row + sizes.down_row) * problem.gpu_s_per_byte
-        cold_row_s = _cpu_row_seconds(model, machine, layer, reads_F.mean())
+        cold_row_s = _cpu_row_seconds(inputs.model, inputs.machine, layer, reads_F.mean())
         if num_cold > 0:  # what is left of cold_s, for the gates, must not become negative
             cold_row_s = min(cold_row_s, cold_s / num_cold)
     else:
@@ -132,13 +103,9 @@ def _sides(
         hot_row_s = hot_s / num_hot if num_hot > 0 else row_bytes * problem.gpu_s_per_byte
         each_s = row_bytes * problem.cpu_s_per_byte_L[layer]
         cold_row_s = cold_s / num_cold if num_cold > 0 else each_s
-    return _Sides(
-        is_cached=True,
-        hot_s=problem.launch_s + max(0.0, hot_s - num_hot * hot_row_s),
-        hot_row_s=hot_row_s,
-        cold_s=problem.round_trip_s + max(0.0, cold_s - num_cold * cold_row_s),
-        cold_row_s=cold_row_s,
-    )
+    fixed_hot_s = problem.launch_s + max(0.0, hot_s - num_hot * hot_row_s)
+    fixed_cold_s = problem.round_trip_s + max(0.0, cold_s - num_cold * cold_row_s)
+    return fixed_hot_s, hot_row_s, fixed_cold_s, cold_row_s
 
 
 def _cpu_row_seconds(model: ModelFile, machine: Machine, layer: int, density: float) -> float:
@@ -146,12 +113,3 @@ def _cpu_row_seconds(model: ModelFile, machine: Machine, layer: int, density: fl
     sizes, tensors = layer_bytes(model, layer), layer_tensors(model, layer)
     up_s = sizes.up_row / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=density)
     return up_s + sizes.down_row / machine.cpu_rate(down_kind(model, layer), density=density)
-
-
-def _rest_seconds(problem: Problem, placement: Placement, is_cached_L: np.ndarray) -> float:
-    """Seconds of a token besides the neurons of cached layers."""
-    ffn_L = placement_ffn_seconds(problem, placement)
-    dense_L = np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
-    head_s = problem.head_gpu_s if placement.head else problem.head_cpu_s
-    visits_s = problem.visit_s * num_visits(placement.dense_L, placement.head)
-    return float(ffn_L[~is_cached_L].sum() + dense_L.sum() + head_s + visits_s)

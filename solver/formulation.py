@@ -46,19 +46,15 @@ the CPU alone, and the unit of bytes the largest neuron. In each layer, the boun
 start's hot and cold neurons are also boundaries between groups, so that the start is a feasible
 point of the program.
 
-Measured (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two cores busy with other
-work). To a gap of 0.1 %, without the start's boundaries: 0.9-7.9 s with 1,000 groups and 1.7-31 s
-with 2,000; with one summed row instead of a row per group for the two indicator rules, 1.1-16 s and
-1.8-31 s. To a gap of 0.01 % with 2,000 groups, no variant finished within 30 s at every budget:
-integer counts per group, or continuous groups, were faster at some budgets, but ended with gaps of
-15 % and 3 % at 12 GiB, binary groups never above 0.3 %. Hence binary groups, a row per group, 1,000
-groups. With the start's boundaries it takes 0.4-1.3 s, and 0.7-1.0 s for a 70B shape (80 layers of
-28,672 neurons).
+Measured to a gap of 0.1 % (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two cores
+busy with other work): 0.9-7.9 s with 1,000 groups and 1.7-31 s with 2,000; 1.1-16 s and 1.8-31 s
+with one summed row instead of a row per group for the two indicator rules. Integer counts per group,
+or continuous groups, ended with gaps of 15 % and 3 % at 12 GiB. Hence binary groups, a row per
+group, 1,000 groups; with the start's boundaries that takes 0.4-1.3 s, and 0.7-1.0 s for a 70B shape
+(80 layers of 28,672 neurons).
 
-In a variant with a binary for "anything is on the GPU", whose coefficient in the budget was the
-workspace, HiGHS 1.15.1 once called a placement optimal that was 0.07 % slower than the best, in
-1,200 solves of tiny random models; with the program above, never in the same 1,200. So HiGHS's
-bound is not a certificate.
+HiGHS's bound is not a certificate: it once called a placement of a variant of this program optimal
+that was 0.07 % slower than the best, in 1,200 solves of tiny random models (HiGHS 1.15.1).
 
 Bounds for single neurons are left to `lagrangian` and `knapsack`."""
 
@@ -67,7 +63,7 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, cpu_only_plan, plan_seconds
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, cpu_only_plan, plan_seconds
 
 # Over all layers and GPUs, but at least one per layer; the start's boundaries add more.
 MAX_GROUPS = 1000

@@ -17,8 +17,8 @@ from math import gcd
 
 import numpy as np
 
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, joined
-from hotsplit.solver.problem import Placement, Problem, of_counts
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, joined
+from hotsplit.solver.problem import Placement, Problem, held_bytes, of_counts
 
 Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending and disjoint
 
@@ -59,28 +59,21 @@ def emptiest(run: Problem, need_bytes: int) -> Placement | None:
     return _placement(run, classes, counts)
 
 
-def bytes_of(run: Problem, placement: Placement) -> int:
-    """GPU bytes of a placement, workspace excluded."""
-    neurons = int(placement.num_hot_L @ run.neuron_bytes_L)
-    return (
-        neurons + int(run.dense_bytes_L[placement.dense_L].sum()) + run.head_bytes * placement.head
-    )
-
-
 def fullest_plan(pipeline: Pipeline) -> PipelinePlacement:
     """The plan that leaves the fewest bytes to main memory."""
     best: PipelinePlacement | None = None
     best_bytes = -1
     known: dict[tuple[int, int, int], Placement] = {}
-    for most, cut in _cuts_by_room(pipeline):
-        if most <= best_bytes:
+    cut_CK, most_CK = _most(pipeline)
+    for less, cut in _in_order(cut_CK, -most_CK.sum(axis=1)):
+        if -less <= best_bytes:
             break
         keys = [(gpu, cut[gpu], cut[gpu + 1]) for gpu in range(pipeline.num_gpus)]
         for key in keys:
             if key not in known:
                 run = pipeline.run(*key)
                 known[key] = fullest(run, run.room_bytes)
-        held = sum(bytes_of(pipeline.run(*key), known[key]) for key in keys)
+        held = sum(held_bytes(pipeline.run(*key), known[key]) for key in keys)
         if held > best_bytes:
             best_bytes, best = held, joined(pipeline, np.array(cut), [known[k] for k in keys])
     assert best is not None
@@ -91,36 +84,26 @@ def least_room(pipeline: Pipeline, gpu: int) -> int | None:
     """The least room of one GPU, above 0, with which some plan fits all memories if the other GPUs'
     room stays as it is; None if no room suffices."""
     best: int | None = None
-    for least, cut in _cuts_by_need(pipeline, gpu):
+    cut_CK, most_CK = _most(pipeline)
+    others_C = most_CK.sum(axis=1) - most_CK[:, gpu]
+    for least, cut in _in_order(cut_CK, np.maximum(1, pipeline.need_bytes - others_C)):
         if best is not None and least >= best:
             break
         others = 0
         for other in set(range(pipeline.num_gpus)) - {gpu}:
             run = pipeline.run(other, cut[other], cut[other + 1])
-            others += bytes_of(run, fullest(run, run.room_bytes))
+            others += held_bytes(run, fullest(run, run.room_bytes))
         run = pipeline.run(gpu, cut[gpu], cut[gpu + 1])
         found = emptiest(run, max(1, pipeline.need_bytes - others))
-        if found is not None and (best is None or bytes_of(run, found) < best):
-            best = bytes_of(run, found)
+        if found is not None and (best is None or held_bytes(run, found) < best):
+            best = held_bytes(run, found)
     return best
 
 
-def _cuts_by_room(pipeline: Pipeline) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yields every row of cuts with the most bytes that it could hold, the most first."""
-    cut_CK, most_CK = _most(pipeline)
-    most_C = most_CK.sum(axis=1)
-    for row in np.argsort(-most_C, kind="stable"):
-        yield int(most_C[row]), tuple(cut_CK[row].tolist())
-
-
-def _cuts_by_need(pipeline: Pipeline, gpu: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yields every row of cuts with the fewest bytes that `gpu` would have to hold, the fewest
-    first."""
-    cut_CK, most_CK = _most(pipeline)
-    others_C = most_CK.sum(axis=1) - most_CK[:, gpu]
-    least_C = np.maximum(1, pipeline.need_bytes - others_C)
-    for row in np.argsort(least_C, kind="stable"):
-        yield int(least_C[row]), tuple(cut_CK[row].tolist())
+def _in_order(cut_CK: np.ndarray, key_C: np.ndarray) -> Iterator[tuple[int, list[int]]]:
+    """Yields every row of cuts with its key, the least key first."""
+    for row in np.argsort(key_C, kind="stable"):
+        yield int(key_C[row]), cut_CK[row].tolist()
 
 
 def _most(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray]:

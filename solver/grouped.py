@@ -9,8 +9,8 @@ import numpy as np
 import pulp
 
 from hotsplit.solver.formulation import MAX_GROUPS, Program, build_program
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
-from hotsplit.solver.problem import Placement, ffn_seconds
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
+from hotsplit.solver.problem import Placement, head_seconds, layer_seconds
 
 GROUPED_GAP = 1e-3  # a smaller gap is lost in the error of grouping
 NEURON_GAP = 1e-6  # if every group is one neuron
@@ -99,7 +99,7 @@ def _set_start(pipeline: Pipeline, program: Program, start: PipelinePlacement) -
     # A GPU without variables holds nothing, so its layers may be assigned to any other GPU.
     usable = np.array(program.gpus)
     home_I = usable[np.searchsorted(usable, start.home_I).clip(max=len(usable) - 1)]
-    touched_L = (model.touched_LF * placement.hot_LF).sum(axis=1)
+    seconds_by_gpu = {gpu: layer_seconds(pipeline.problems[gpu], placement) for gpu in program.gpus}
     for index, layer in enumerate(program.layers):
         num_hot, dense, home = int(num_hot_L[index]), bool(dense_L[index]), int(home_I[index])
         is_split = num_hot < model.num_neurons if dense else num_hot > 0
@@ -110,14 +110,10 @@ def _set_start(pipeline: Pipeline, program: Program, start: PipelinePlacement) -
             side.has_hot.varValue = int(is_home and num_hot > 0)
             side.dense.varValue = int(is_home and dense)
             side.split.varValue = int(is_home and is_split)
-        problem = pipeline.problems[home]
-        ffn_L = ffn_seconds(problem, hot_touched_L=touched_L, num_hot_L=num_hot_L, dense_L=dense_L)
-        dense_s = (problem.dense_gpu_s_L if dense else problem.dense_cpu_s_L)[index]
-        layer.seconds.varValue = float(ffn_L[index] + dense_s) * program.second
+        layer.seconds.varValue = float(seconds_by_gpu[home][index]) * program.second
     for gpu, head in zip(program.gpus, program.heads, strict=True):
         head.varValue = int(placement.head and home_I[-1] == gpu)
-    problem = pipeline.problems[int(home_I[-1])]
-    head_s = problem.head_gpu_s if placement.head else problem.head_cpu_s
+    head_s = head_seconds(pipeline.problems[int(home_I[-1])], placement)
     program.head_seconds.varValue = head_s * program.second
     for item, home_K in enumerate(program.homes):
         for gpu, variable in zip(program.gpus, home_K, strict=True):

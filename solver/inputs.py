@@ -23,7 +23,7 @@ from hotsplit.costs.mode_choice import mode_meant
 from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.solver.pipeline import Pipeline
+from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem_builder import build_problem
 
 # Computes the bytes of a pass besides weights and KV cache, for a model, a context and a mode.
@@ -61,26 +61,17 @@ class Inputs:
         return (self.machine.gpus or (NO_GPU,))[: len(self.budgets)]
 
     def pipeline(self) -> Pipeline:
-        size = self.cache_size
-        cache_bytes = 0 if size is None else size.most_gpu_bytes(self.model)
-        problems = tuple(
-            build_problem(
-                model=self.model,
-                profile=self.profile,
-                machine=self.machine,
-                vram_budget_bytes=budget,
-                context_length=self.context_length,
-                mode=self.mode,
-                gpu=gpu,
-                workspace=self.workspace + cache_bytes,
-                num_sequences=self.num_sequences,
-                cache_types=self.cache_types,
-            )
-            for gpu, budget in zip(self.gpus, self.budgets, strict=True)
-        )
+        pairs = zip(self.gpus, self.budgets, strict=True)
+        problems = tuple(build_problem(self, gpu, budget) for gpu, budget in pairs)
         for_host = self.host_budget - self.always_on_host
         need_bytes = max(0, problems[0].placeable_bytes - for_host)
         return Pipeline(problems=problems, need_bytes=0 if self.swapped_rows else need_bytes)
+
+    @property
+    def gpu_workspace(self) -> int:
+        """The workspace, and the most bytes that a neuron cache takes beside the hot neurons."""
+        size = self.cache_size
+        return self.workspace + (0 if size is None else size.most_gpu_bytes(self.model))
 
     @property
     def cache_types(self) -> CacheTypes:
@@ -121,10 +112,6 @@ class Inputs:
             for layer in range(self.model.spec.num_layers)
         )
 
-    def with_budget(self, budget: int) -> "Inputs":
-        """The same inputs with one GPU of this budget."""
-        return replace(self, budgets=(budget,))
-
 
 def load_inputs(
     *,
@@ -145,24 +132,23 @@ def load_inputs(
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
     if kv_offload is not None:
         kv_offload.check_windows(model, file.spec)
-    files = (file, Profile.load(profile), Machine.load(machine))
+    profile_file, machine_file = Profile.load(profile), Machine.load(machine)
     inputs = Inputs(
-        model=files[0],
-        profile=files[1],
-        machine=files[2],
+        model=file,
+        profile=profile_file,
+        machine=machine_file,
         paths=(model, profile, machine),
-        context_length=context_length or min(files[0].spec.context_length, DEFAULT_CONTEXT),
-        mode=mode or mode_meant(files[0]),
+        context_length=context_length or min(file.spec.context_length, DEFAULT_CONTEXT),
+        mode=mode or mode_meant(file),
         workspace=0,
         budgets=budgets,
-        host_budget=files[2].memory_bytes if host_budget is None else host_budget,
+        host_budget=machine_file.memory_bytes if host_budget is None else host_budget,
         swapped_rows=swapped_rows,
         num_sequences=num_sequences,
         kv_offload=kv_offload,
     )
-    model, profile, _ = inputs.paths
     again = "run hotsplit profile on this model"
-    check_made_with(inputs.profile.limits, profile, inputs.model.limits, model, again)
+    check_made_with(profile_file.limits, profile, file.limits, model, again)
     _check_profile(inputs)
     _check_machine(inputs)
     return replace(inputs, workspace=workspace(inputs.model, inputs.pass_context, inputs.mode))

@@ -28,12 +28,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.solver.problem import Placement, Problem, of_counts, on_one_device, placement_seconds
+from hotsplit.solver.problem import (
+    ROUNDING,
+    Placement,
+    Problem,
+    of_counts,
+    on_one_device,
+    placement_seconds,
+)
 
 BOUND_UNITS = 16384  # maximum units of memory for the bound
 PLACEMENT_UNITS = 4096  # and for a placement, which stores every choice
-# The sums behind a bound have up to a few thousand terms in f64.
-ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,24 +132,13 @@ def _layer_item(problem: Problem, layer: int, is_relaxed: bool) -> _Item:
     )
     sides = []
     for dense in (False, True):
-        seconds_C = _hottest_seconds(problem, layer, count_C, dense)
+        seconds_C = problem.hottest_s_2LN[int(dense), layer, count_C]
         if is_relaxed:
             seconds_C[1:-1] = problem.least_split_s_LN[layer, count_C[1:-1]]
         dense_s = (problem.dense_gpu_s_L if dense else problem.dense_cpu_s_L)[layer]
         num_bytes = count_C * problem.neuron_bytes_L[layer] + problem.dense_bytes_L[layer] * dense
         sides.append(_Side(bytes_O=num_bytes, seconds_O=seconds_C + dense_s, num_hot_O=count_C))
     return sides[0], sides[1]
-
-
-def _hottest_seconds(problem: Problem, layer: int, count_C: np.ndarray, dense: bool) -> np.ndarray:
-    """M_l with the n hottest neurons on the GPU, for every n of `count_C`."""
-    prefix_N = problem.prefix_LN[layer]
-    hot_C, cold_C = prefix_N[count_C], prefix_N[-1] - prefix_N[count_C]
-    has_hot_C, has_cold_C = count_C > 0, count_C < problem.num_neurons
-    gpu_C = hot_C * problem.gpu_s_per_byte + problem.launch_s * has_hot_C
-    is_split_C = has_cold_C if dense else has_hot_C
-    cpu_C = cold_C * problem.cpu_s_per_byte_L[layer] + problem.round_trip_s * is_split_C
-    return np.maximum(gpu_C, cpu_C)
 
 
 def _add_side(

@@ -46,9 +46,9 @@ from typing import Self
 import numpy as np
 
 from hotsplit.solver.problem import (
+    ROUNDING,
     Placement,
     Problem,
-    ffn_seconds,
     is_feasible,
     of_counts,
     on_one_device,
@@ -60,8 +60,6 @@ FIRST_PRICES = 500
 LEAST_SHARE = 1e-6  # the lowest price above 0, as a share of the seconds to read a byte on the CPU
 ZOOM_PRICES, ZOOM_ROUNDS = 32, 5
 MAX_BRANCHES_TRIED = 16  # branches for which a placement is made, best bound first
-# The sums behind a bound have up to a few thousand terms in f64.
-ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +134,9 @@ def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np
     for layer in range(problem.num_layers):
         bytes_K = price_K * problem.neuron_bytes_L[layer]
         split_K, split_count_K = _split_layer(problem, layer, bytes_K)
-        gpu_s = problem.touched_L[layer] * problem.gpu_s_per_byte + problem.launch_s
-        cpu_s = problem.touched_L[layer] * problem.cpu_s_per_byte_L[layer]
         for dense in (0, 1):
-            none_s = cpu_s + problem.round_trip_s * dense
-            all_K = max(gpu_s, problem.round_trip_s * (1 - dense)) + problem.num_neurons * bytes_K
+            none_s, all_s = problem.hottest_s_2LN[dense, layer, [0, -1]]
+            all_K = all_s + problem.num_neurons * bytes_K
             least_K = np.minimum(np.minimum(none_s, split_K), all_K)
             cost_2KL[dense, :, layer] = least_K
             count_2KL[dense, :, layer] = np.select(
@@ -385,12 +381,10 @@ def _trimmed(
 def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:
     """The counts, with one neuron fewer or none in layers where that is no slower: near the balance
     of the two sides, `least_split_s_LN` is below what the hottest neurons take."""
-
-    def seconds_L(count_L: np.ndarray) -> np.ndarray:
-        touched_L = np.take_along_axis(problem.prefix_LN, count_L[:, None], axis=1)[:, 0]
-        return ffn_seconds(problem, hot_touched_L=touched_L, num_hot_L=count_L, dense_L=dense_L)
-
+    layer_L, side_L = np.arange(problem.num_layers), dense_L.astype(int)
     fewer_L = np.where(num_hot_L > problem.min_hot_L, num_hot_L - 1, num_hot_L)
     for other_L in (fewer_L, 0 * num_hot_L):
-        num_hot_L = np.where(seconds_L(other_L) <= seconds_L(num_hot_L), other_L, num_hot_L)
+        other_s_L = problem.hottest_s_2LN[side_L, layer_L, other_L]
+        now_s_L = problem.hottest_s_2LN[side_L, layer_L, num_hot_L]
+        num_hot_L = np.where(other_s_L <= now_s_L, other_L, num_hot_L)
     return num_hot_L

@@ -18,18 +18,16 @@ The rates of llama.cpp's own kernels are not modelled.
 
 Letters: L layers, F neurons, I = L + 1 items (the head is the last)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from hotsplit.costs.budget import FLOAT_BYTES, head_bytes, is_predictor, kv_read, layer_tensors
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
-from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.solver.inputs import Inputs
-from hotsplit.solver.pipeline import PipelinePlacement
+from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
-from hotsplit.solver.problem_builder import copy_seconds, head_launches_s, layer_seconds
+from hotsplit.solver.problem_builder import copy_seconds, cpu_seconds, head_launches_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +78,7 @@ def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
     fit."""
     model, homes = inputs.model, list[int]()
     layers = range(first, model.spec.num_layers)
-    sizes = [
-        inputs.kv_bytes(layer) + sum(e.num_bytes for e in _weights(inputs, layer))
-        for layer in layers
-    ]
+    sizes = [inputs.kv_bytes(layer) + _weight_bytes(inputs, layer) for layer in layers]
     sizes += [head_bytes(model)] * has_head
     gpu, room = -1, -1
     for size in sizes:
@@ -99,11 +94,14 @@ def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
 
 def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> float:
     model, machine = inputs.model, inputs.machine
-    total = machine.costs.token_s.best + sum(_cpu_seconds(inputs, layer) for layer in range(first))
+    total = machine.costs.token_s.best + sum(
+        cpu_seconds(model, machine, layer, kv_read(model, layer, inputs.context_length), "dense",
+                    _is_read)
+        for layer in range(first)
+    )  # fmt: skip
     for layer, home in zip(range(first, model.spec.num_layers), homes, strict=False):
         gpu = inputs.gpus[home]
-        read = kv_read(model, layer, inputs.context_length)
-        read += sum(entry.num_bytes for entry in _weights(inputs, layer))
+        read = kv_read(model, layer, inputs.context_length) + _weight_bytes(inputs, layer)
         kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
         total += read / (gpu.bandwidth_gb_per_s.best * 1e9) + kernels * gpu.launch_s.best
     if has_head:
@@ -117,18 +115,11 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
     return total + sum(2 * copy_seconds(inputs.gpus[home], hidden) for home in set(homes))
 
 
-def _cpu_seconds(inputs: Inputs, layer: int) -> float:
-    """CPU seconds of a whole layer."""
-    machine, costs = inputs.machine, inputs.machine.costs
-    read = kv_read(inputs.model, layer, inputs.context_length)
-    total = layer_seconds(machine, "dense") + read / (costs.kv_gb_per_s.best * 1e9)
-    for entry in _weights(inputs, layer):
-        total += entry.num_bytes / machine.cpu_rate(entry.kind)
-    return total
+def _weight_bytes(inputs: Inputs, layer: int) -> int:
+    """Bytes of a layer, without its predictor's."""
+    tensors = layer_tensors(inputs.model, layer)
+    return sum(entry.num_bytes for name, entry in tensors.items() if _is_read(name))
 
 
-def _weights(inputs: Inputs, layer: int) -> Iterator[TensorEntry]:
-    """The tensors of a layer, without its predictor's."""
-    for name, entry in layer_tensors(inputs.model, layer).items():
-        if not is_predictor(name):
-            yield entry
+def _is_read(name: str) -> bool:
+    return not is_predictor(name)

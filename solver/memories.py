@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.fullest import fullest_plan, least_room
 from hotsplit.solver.inputs import Inputs
-from hotsplit.solver.pipeline import Pipeline, held_bytes
+from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus
 
 MIB = 1 << 20
 
@@ -49,7 +49,7 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
         max(p.budget_bytes, p.minimum_bytes) if p.budget_bytes > 0 else 0 for p in pipeline.problems
     )
     raised = pipeline if usable == inputs.budgets else replace(inputs, budgets=usable).pipeline()
-    missing = raised.need_bytes - sum(held_bytes(raised, fullest_plan(raised)))
+    missing = raised.need_bytes - sum(bytes_of_gpus(raised, fullest_plan(raised)))
     host = inputs.host_budget + missing
     if usable == inputs.budgets:
         context = _context(inputs, missing)

@@ -16,8 +16,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.layer_split import as_plan, layer_split
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
 from hotsplit.solver.optimise import Answer, find_plan
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
 from hotsplit.solver.with_cache import check_host
 
 AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]

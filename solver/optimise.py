@@ -1,7 +1,7 @@
 """Finds the best placement of a problem by several methods, with a bound.
 
 For one GPU, or one run of layers on it, the Lagrangian search comes first, then a dynamic program
-if it leaves a gap. For several GPUs, rows of cuts (`pipeline`) are tried in order of their bounds,
+if it leaves a gap. For several GPUs, rows of cuts (`multi_gpu`) are tried in order of their bounds,
 until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. The grouped
 integer program starts from there, and its answer is refined to single neurons. The fastest plan
 wins. The bound is that of the numpy methods, which can be recomputed by adding up; the integer
@@ -18,14 +18,15 @@ from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.grouped import GROUPED_GAP, GroupedResult, solve_grouped
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
 from hotsplit.solver.lagrangian import place_neurons, search
-from hotsplit.solver.pipeline import (
+from hotsplit.solver.multi_gpu import (
     Pipeline,
     PipelinePlacement,
+    bytes_of_gpus,
     cpu_only_plan,
-    held_bytes,
     joined,
     plan_is_feasible,
     plan_seconds,
+    with_one_home,
 )
 from hotsplit.solver.problem import (
     Placement,
@@ -73,13 +74,6 @@ class Answer:
     @property
     def gap(self) -> float:
         return 1 - self.bound_s / self.objective_s
-
-
-def find_placement(problem: Problem, *, time_limit_s: float) -> Answer | None:
-    """`find_plan` for one GPU."""
-    alone = replace(problem, need_bytes=0)
-    pipeline = Pipeline(problems=(alone,), need_bytes=problem.need_bytes)
-    return find_plan(pipeline, time_limit_s=time_limit_s)
 
 
 def find_plan(
@@ -141,8 +135,7 @@ def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
     if pipeline.num_gpus == 1:
         problem = replace(pipeline.model, need_bytes=pipeline.need_bytes)
         placements, bound_s = start_run(problem)
-        home_I = np.zeros(problem.num_layers + 1, np.int64)
-        return [PipelinePlacement(placement=p, home_I=home_I) for p in placements], bound_s
+        return [with_one_home(placement) for placement in placements], bound_s
     return _start_of_cuts(pipeline)
 
 
@@ -161,12 +154,7 @@ def start_run(problem: Problem) -> tuple[list[Placement], float]:
 
 def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
     """Placements of a run without layers, which has the head or nothing, and their bound."""
-    both = [
-        Placement(
-            hot_LF=np.zeros(problem.touched_LF.shape, bool), dense_L=np.zeros(0, bool), head=on
-        )
-        for on in (False, True)
-    ]
+    both = [on_one_device(problem, gpu=on) for on in (False, True)]
     fitting = [both[0]] + both[1:] * (0 < problem.head_bytes <= problem.room_bytes)
     return fitting, min(placement_seconds(problem, placement) for placement in fitting)
 
@@ -191,8 +179,9 @@ def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
             if key not in known:
                 known[key] = start_run(pipeline.run(*key))
             placements, run_bound_s = known[key]
-            run = pipeline.run(*key)
-            parts.append(_fastest_run(run, placements))
+            fastest = _fastest_run(pipeline.run(*key), placements)
+            assert fastest is not None, "nothing on the GPU is feasible"
+            parts.append(fastest)
             sum_s += run_bound_s
         bound_s = min(bound_s, max(float(quick_s), sum_s))
         plan = _for_host(pipeline, cut_K, joined(pipeline, cut_K, parts))
@@ -201,9 +190,9 @@ def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
     return ([] if best is None else [best]), bound_s
 
 
-def _fastest_run(run: Problem, placements: list[Placement]) -> Placement:
+def _fastest_run(run: Problem, placements: list[Placement]) -> Placement | None:
     feasible = [p for p in placements if is_feasible(run, p)]
-    return min(feasible, key=lambda placement: placement_seconds(run, placement))
+    return min(feasible, key=lambda placement: placement_seconds(run, placement), default=None)
 
 
 def _for_host(
@@ -212,7 +201,7 @@ def _for_host(
     """The plan if the host can hold the rest, else a plan with more on the GPUs; None if none was
     found for these cuts. How the surplus is distributed over the GPUs is a heuristic, on which the
     bound does not depend."""
-    held = held_bytes(pipeline, plan)
+    held = bytes_of_gpus(pipeline, plan)
     missing = pipeline.need_bytes - sum(held)
     if missing <= 0:
         return plan
@@ -241,16 +230,16 @@ def _with_more(
     """A plan for the same cuts with at least this many more bytes on each GPU; None if none is
     found."""
     parts = []
-    for gpu, (held, more) in enumerate(zip(held_bytes(pipeline, plan), more_K, strict=True)):
+    for gpu, (held, more) in enumerate(zip(bytes_of_gpus(pipeline, plan), more_K, strict=True)):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
         if more == 0:
-            parts.append(_part(plan.on_gpu(pipeline, gpu), start, stop))
+            parts.append(_part(plan.on_gpu(gpu), start, stop))
             continue
         run = pipeline.run(gpu, start, stop, need_bytes=held + more)
-        feasible = [p for p in start_run(run)[0] if is_feasible(run, p)]
-        if not feasible:
+        fastest = _fastest_run(run, start_run(run)[0])
+        if fastest is None:
             return None
-        parts.append(_fastest_run(run, feasible))
+        parts.append(fastest)
     found = joined(pipeline, cut_K, parts)
     return found if plan_is_feasible(pipeline, found) else None
 
@@ -280,9 +269,7 @@ def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
     """The plan with everything on one GPU."""
     problem = pipeline.problems[gpu]
     everything = on_one_device(problem, gpu=True)
-    plan = PipelinePlacement(
-        placement=everything, home_I=np.full(problem.num_layers + 1, gpu, np.int64)
-    )
+    plan = with_one_home(everything, gpu)
     bound_s = min(_start(pipeline)[1], plan_seconds(pipeline, plan))
     answer = _answer(pipeline, "fits", plan, bound_s)
     size = format_bytes(placement_bytes(problem, everything))
@@ -304,14 +291,13 @@ def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelineP
     choices = []
     for gpu in range(pipeline.num_gpus):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
-        part = _part(plan.on_gpu(pipeline, gpu), start, stop)
+        part = _part(plan.on_gpu(gpu), start, stop)
         if start >= pipeline.model.num_layers:
-            choices.append([part] * 3)
+            choices.append([part] * 2)
             continue
         need = 0 if pipeline.num_gpus > 1 else pipeline.need_bytes
         run = pipeline.run(gpu, start, stop, need_bytes=need)
-        found = [p for p in refined(run, part) if is_feasible(run, p)]
-        choices.append([part, _fastest_run(run, found or [part])])
+        choices.append([part, _fastest_run(run, refined(run, part)) or part])
     plans = [joined(pipeline, cut_K, [c[n] for c in choices]) for n in (0, 1)]
     return [plan, *plans]
 

@@ -63,11 +63,7 @@ def plot_sweep(found: Sweep, path: Path) -> None:
 
 def plot_heat_map(config: SolveConfig, path: Path) -> None:
     """Plots the plan at the config's output: layers by ranks of hotness, coloured by device."""
-    draw_heat_map(Split.load(config.output), Profile.load(config.profile), config.model.name, path)
-
-
-def draw_heat_map(split: Split, profile: Profile, name: str, path: Path) -> None:
-    """Plots a loaded plan; `name` is the model's."""
+    split, profile = Split.load(config.output), Profile.load(config.profile)
     device_LR = device_of_ranks(split, profile)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
@@ -97,7 +93,7 @@ def draw_heat_map(split: Split, profile: Profile, name: str, path: Path) -> None
     figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=9)
     head = f"GPU {split.home[-1] if split.home else 0}" if split.head_on_gpu else "the CPU"
     figure.suptitle(
-        f"{name}: {1 / split.objective_s:,.1f} tokens/s predicted; output head on {head}\n"
+        f"{config.model.name}: {1 / split.objective_s:,.1f} tokens/s predicted; output head on {head}\n"
         "(a dense block is attention, norms, predictor and KV cache of a layer)",
         fontsize=10,
     )

@@ -54,15 +54,19 @@ The GPU holds at most its budget, including a workspace if it holds anything. Th
 its budget if at least `need_bytes` are on the GPU.
 
 Ignored: the one row of the embedding matrix per token, and the bytes (not the fixed cost) that a
-round trip copies. Several GPUs are modelled in `pipeline`; the search is in `optimise`.
+round trip copies. Several GPUs are modelled in `multi_gpu`; the search is in `optimise`.
 
 Letters: L layers, F neurons of a layer, N = F + 1 counts of hot neurons. Neurons are addressed by
 rank: 0 is the hottest."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
+
+ALL = slice(None)
+# A bound's sums have up to a few thousand terms in f64: relative, what rounding may change.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,19 @@ class Problem:
         seconds_LN[:, [0, -1]] = np.inf
         return seconds_LN
 
+    @cached_property
+    def hottest_s_2LN(self) -> np.ndarray:
+        """M_l with the n hottest neurons on the GPU, n = 0..F; the first index is 1 for a dense
+        block on the GPU. f64 [2, L, F + 1]."""
+        sides = [
+            ffn_seconds(
+                self, hot_touched_L=self.prefix_LN.T,
+                num_hot_L=np.arange(self.num_neurons + 1)[:, None], dense_L=np.array(dense),
+            ).T
+            for dense in (False, True)
+        ]  # fmt: skip
+        return np.stack(sides)
+
     @property
     def placeable_bytes(self) -> int:
         """Bytes of everything that can be on the GPU, workspace excluded."""
@@ -177,7 +194,7 @@ def on_one_device(problem: Problem, *, gpu: bool) -> Placement:
 def ffn_seconds(
     problem: Problem, *, hot_touched_L: np.ndarray, num_hot_L: np.ndarray, dense_L: np.ndarray
 ) -> np.ndarray:
-    """M_l of every layer, f64 [L]."""
+    """M_l of every layer, f64 [L] or, for several numbers of hot neurons, [N, L]."""
     has_hot_L, has_cold_L = num_hot_L > 0, num_hot_L < problem.num_neurons
     is_split_L = np.where(dense_L, has_cold_L, has_hot_L)
     cold_touched_L = np.where(has_cold_L, problem.touched_L - hot_touched_L, 0.0)
@@ -202,38 +219,55 @@ def num_visits(dense_L: np.ndarray, head: bool) -> int:
     return int((np.diff(on_I, prepend=0) == 1).sum())
 
 
-def placement_seconds(problem: Problem, placement: Placement) -> float:
-    """T, the expected seconds of one token."""
-    ffn_L = placement_ffn_seconds(problem, placement)
-    dense_L = np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
-    head = problem.head_gpu_s if placement.head else problem.head_cpu_s
+def placement_seconds(
+    problem: Problem, placement: Placement, *, counts_L: np.ndarray | slice = ALL
+) -> float:
+    """T, the expected seconds of one token; of the neurons, only those of the layers `counts_L`."""
+    ffn_L = placement_ffn_seconds(problem, placement)[counts_L]
     visits_s = problem.visit_s * num_visits(placement.dense_L, placement.head)
-    return float(ffn_L.sum() + dense_L.sum() + head + visits_s)
+    dense_L, head_s = dense_seconds(problem, placement), head_seconds(problem, placement)
+    return float(ffn_L.sum() + dense_L.sum() + head_s + visits_s)
+
+
+def dense_seconds(problem: Problem, placement: Placement) -> np.ndarray:
+    """D_l of every layer, f64 [L]."""
+    return np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
+
+
+def layer_seconds(problem: Problem, placement: Placement) -> np.ndarray:
+    """T_l of every layer, f64 [L]."""
+    return placement_ffn_seconds(problem, placement) + dense_seconds(problem, placement)
+
+
+def head_seconds(problem: Problem, placement: Placement) -> float:
+    return problem.head_gpu_s if placement.head else problem.head_cpu_s
+
+
+def held_bytes(problem: Problem, placement: Placement) -> int:
+    """GPU bytes of a placement, workspace excluded."""
+    neurons = int(placement.num_hot_L @ problem.neuron_bytes_L)
+    dense = int(problem.dense_bytes_L[placement.dense_L].sum())
+    return neurons + dense + problem.head_bytes * placement.head
 
 
 def placement_bytes(problem: Problem, placement: Placement) -> int:
     """GPU bytes of a placement, workspace included."""
-    neurons = int((placement.num_hot_L * problem.neuron_bytes_L).sum())
-    dense = int(problem.dense_bytes_L[placement.dense_L].sum())
-    head = problem.head_bytes if placement.head else 0
-    return neurons + dense + head + problem.workspace_bytes * placement.uses_gpu
+    return held_bytes(problem, placement) + problem.workspace_bytes * placement.uses_gpu
 
 
 def is_feasible(problem: Problem, placement: Placement) -> bool:
     """True if the placement respects both memories and every layer has no hot neurons or at least
     C_l."""
-    num_hot_L, num_bytes = placement.num_hot_L, placement_bytes(problem, placement)
+    num_hot_L = placement.num_hot_L
     has_enough = ((num_hot_L == 0) | (num_hot_L >= problem.min_hot_L)).all()
-    held = num_bytes - problem.workspace_bytes * placement.uses_gpu
-    return bool(has_enough) and num_bytes <= problem.budget_bytes and held >= problem.need_bytes
+    fits = placement_bytes(problem, placement) <= problem.budget_bytes
+    return bool(has_enough) and fits and held_bytes(problem, placement) >= problem.need_bytes
 
 
 def segment(problem: Problem, start: int, stop: int, *, has_head: bool, need_bytes: int) -> Problem:
     """The problem of the layers start..stop-1 alone; without `has_head` the head costs nothing."""
-    part = slice(start, stop)
-    names = ("order_LF", "touched_LF", "neuron_bytes_L", "min_hot_L", "dense_bytes_L",
-             "dense_gpu_s_L", "dense_cpu_s_L", "cpu_s_per_byte_L")  # fmt: skip
-    changes = {name: getattr(problem, name)[part] for name in names}
+    names = [field.name for field in fields(problem) if field.name.endswith(("_L", "_LF"))]
+    changes = {name: getattr(problem, name)[start:stop] for name in names}
     if not has_head:
         changes |= {"head_bytes": 0, "head_gpu_s": 0.0, "head_cpu_s": 0.0}
     return replace(problem, need_bytes=need_bytes, **changes)

@@ -3,6 +3,9 @@ docstring of `problem` defines them.
 
 Letters: L layers, F neurons of a layer."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from hotsplit.artifacts.machine_file import Gpu, Machine
@@ -15,8 +18,6 @@ from hotsplit.costs.budget import (
     head_bytes,
     is_dense,
     is_predictor,
-    kv_bytes,
-    kv_positions,
     kv_read,
     layer_bytes,
     layer_tensors,
@@ -24,36 +25,22 @@ from hotsplit.costs.budget import (
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Attention
-from hotsplit.options.cache_types import CacheTypes
 from hotsplit.solver.problem import Problem
 
+if TYPE_CHECKING:
+    from hotsplit.solver.inputs import Inputs
 
-def build_problem(
-    *,
-    model: ModelFile,
-    profile: Profile,
-    machine: Machine,
-    vram_budget_bytes: int,
-    context_length: int,
-    mode: PlanMode,
-    gpu: Gpu | None = None,
-    workspace: int = 0,
-    num_sequences: int = 1,
-    cache_types: CacheTypes | None = None,
-) -> Problem:
-    """The numbers of a problem, with every byte count from `hotsplit.costs.budget`.
 
-    The profile must be of this model. `gpu` defaults to the machine's first. A token reads the keys
-    and values of one of `num_sequences` texts. `cache_types` with a selection put them into main
-    memory; None is the model's own type."""
-    gpu = machine.gpus[0] if gpu is None else gpu
+def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
+    """The numbers of the problem with one GPU, with every byte count from `hotsplit.costs.budget`.
+
+    A token reads the keys and values of one of the texts that are computed at a time."""
+    model, machine, mode = inputs.model, inputs.machine, inputs.mode
     gpu_s, spec = 1e-9 / gpu.bandwidth_gb_per_s.best, model.spec
     layers = range(spec.num_layers)
     sizes = [layer_bytes(model, layer) for layer in layers]
-    is_offloaded = cache_types is not None and cache_types.selection is not None
-    read_kv_L = np.array([kv_read(model, layer, context_length, cache_types) for layer in layers])
-    positions = kv_positions(context_length, num_sequences)
-    kv_L = np.array([kv_bytes(model, layer, positions, cache_types) for layer in layers])
+    types, is_offloaded = inputs.cache_types, inputs.kv_offload is not None
+    read_kv_L = np.array([kv_read(model, layer, inputs.context_length, types) for layer in layers])
     of_attention = [s.attention - s.head_norms * is_offloaded for s in sizes]
     attend_s_L = np.zeros(spec.num_layers)
     if is_offloaded:
@@ -61,6 +48,7 @@ def build_problem(
             attend_seconds(spec.layers[layer].attention, machine, gpu, read_kv_L[layer])
             for layer in layers
         ]
+    profile = inputs.profile
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
     frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
     if mode == "dense":
@@ -68,7 +56,7 @@ def build_problem(
     has_predictor = mode == "predicted"
     read_L = np.array(of_attention) + read_kv_L * (not is_offloaded)
     named_LF = np.ones_like(frequency_LF)
-    if mode == "predicted":
+    if has_predictor:
         read_L += np.array([s.predictor for s in sizes])
         named_LF = np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
     gate_LF = named_LF * np.array([s.gate_row for s in sizes])[:, None]
@@ -87,6 +75,12 @@ def build_problem(
     head = head_bytes(model)
     head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind)
     token_s = machine.costs.token_s.best
+    options = {"has_predictor": has_predictor, "has_cache": not is_offloaded}
+    kernels_L = np.array([dense_kernels(model, layer, **options) for layer in layers])
+
+    def is_read(name: str) -> bool:
+        return is_dense(name) or (has_predictor and is_predictor(name))
+
     return Problem(
         order_LF=order_LF,
         touched_LF=touched_LF,
@@ -94,19 +88,24 @@ def build_problem(
         min_hot_L=np.minimum(num_too_few_L + 1, [layer.neurons.number for layer in spec.layers]),
         dense_bytes_L=np.array(
             [
-                num_bytes + s.predictor * has_predictor + kv * (not is_offloaded)
-                for num_bytes, s, kv in zip(of_attention, sizes, kv_L.tolist(), strict=True)
+                of_attention[layer]
+                + sizes[layer].predictor * has_predictor
+                + inputs.kv_bytes(layer) * (not is_offloaded)
+                for layer in layers
             ]
         ),
-        dense_gpu_s_L=read_L * gpu_s
-        + _dense_launches(model, mode, has_cache=not is_offloaded) * gpu.launch_s.best
-        + attend_s_L,
-        dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, read_kv_L),
+        dense_gpu_s_L=read_L * gpu_s + kernels_L * gpu.launch_s.best + attend_s_L,
+        dense_cpu_s_L=np.array(
+            [
+                cpu_seconds(model, machine, layer, read_kv_L[layer], mode, is_read)
+                for layer in layers
+            ]
+        ),
         head_bytes=head,
         head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
         head_cpu_s=head_cpu_s + token_s,
-        workspace_bytes=workspace,
-        budget_bytes=vram_budget_bytes,
+        workspace_bytes=inputs.gpu_workspace,
+        budget_bytes=budget_bytes,
         gpu_s_per_byte=gpu_s,
         cpu_s_per_byte_L=cpu_s_per_byte_L,
         launch_s=launch_s,
@@ -124,13 +123,6 @@ def head_launches_s(model: ModelFile, gpu: Gpu) -> float:
     """Fixed costs of the head on a GPU: its kernels, and the logits' copy on top of a visit's."""
     logits = FLOAT_BYTES * model.spec.vocab_size
     return HEAD_KERNELS * gpu.launch_s.best + logits * 1e-9 / gpu.host_to_device_gb_per_s.best
-
-
-def _dense_launches(model: ModelFile, mode: PlanMode, *, has_cache: bool) -> np.ndarray:
-    """Kernels of each dense block, int [L]."""
-    options = {"has_predictor": mode == "predicted", "has_cache": has_cache}
-    layers = range(model.spec.num_layers)
-    return np.array([dense_kernels(model, layer, **options) for layer in layers])
 
 
 def attend_seconds(attention: Attention, machine: Machine, gpu: Gpu, kv_read: float) -> float:
@@ -164,24 +156,22 @@ def _neuron_seconds(
     return np.array(seconds)
 
 
-def _dense_cpu_seconds(
-    model: ModelFile, machine: Machine, mode: PlanMode, kv_read_L: np.ndarray
-) -> np.ndarray:
-    """D_l on the CPU, f64 [L]."""
-    seconds = []
-    for layer in range(model.spec.num_layers):
-        total = kv_read_L[layer] / (machine.costs.kv_gb_per_s.best * 1e9)
-        total += layer_seconds(machine, mode)
-        for name, entry in layer_tensors(model, layer).items():
-            if is_dense(name) or (mode == "predicted" and is_predictor(name)):
-                total += entry.num_bytes / machine.cpu_rate(entry.kind)
-        seconds.append(total)
-    return np.array(seconds)
-
-
-def layer_seconds(machine: Machine, mode: PlanMode) -> float:
-    """Seconds of a layer on the CPU besides its bytes."""
-    return machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
+def cpu_seconds(
+    model: ModelFile,
+    machine: Machine,
+    layer: int,
+    kv_read: float,
+    mode: PlanMode,
+    is_read: Callable[[str], bool],
+) -> float:
+    """Seconds on the CPU of a layer's keys and values, of the tensors whose names are read, and of
+    the layer itself."""
+    total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9)
+    total += machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
+    for name, entry in layer_tensors(model, layer).items():
+        if is_read(name):
+            total += entry.num_bytes / machine.cpu_rate(entry.kind)
+    return total
 
 
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:

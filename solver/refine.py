@@ -42,38 +42,26 @@ class _Layer:
     """One layer's number of hot neurons, and what adding more would save."""
 
     def __init__(self, problem: Problem, layer: int, num_hot: int, is_dense_on_gpu: bool) -> None:
-        self.problem = problem
-        self.cpu_s_per_byte = float(problem.cpu_s_per_byte_L[layer])
         self.num_hot = num_hot
-        self.dense = is_dense_on_gpu
         self.least = int(problem.min_hot_L[layer])
         self.neuron_bytes = int(problem.neuron_bytes_L[layer])
-        self.prefix_N = problem.prefix_LN[layer]
+        self.seconds_N = problem.hottest_s_2LN[int(is_dense_on_gpu), layer]
         self.touched_F = problem.touched_LF[layer]
-
-    def seconds(self, num_hot: int) -> float:
-        """M_l with this many hot neurons."""
-        p, total = self.problem, self.prefix_N[-1]
-        has_cold = num_hot < p.num_neurons
-        is_split = has_cold if self.dense else num_hot > 0
-        gpu_s = self.prefix_N[num_hot] * p.gpu_s_per_byte + p.launch_s * (num_hot > 0)
-        cold = (total - self.prefix_N[num_hot]) * has_cold
-        return float(max(gpu_s, cold * self.cpu_s_per_byte + p.round_trip_s * is_split))
 
     def best_step(self, room_bytes: int) -> tuple[float, int]:
         """Seconds saved per byte, and neurons added, of the best step that fits; (0, 0) if none."""
-        now_s, best = self.seconds(self.num_hot), (0.0, 0)
+        now_s, best = self.seconds_N[self.num_hot], (0.0, 0)
         for count in self._steps():
             num_bytes = count * self.neuron_bytes
             if 0 < num_bytes <= room_bytes:
-                saved = (now_s - self.seconds(self.num_hot + count)) / num_bytes
-                best = max(best, (saved, count))
+                saved = (now_s - self.seconds_N[self.num_hot + count]) / num_bytes
+                best = max(best, (float(saved), count))
         return best
 
     def _steps(self) -> Iterator[int]:
         """Sizes of steps to try: all the rest; C_l from none; else one neuron, or a run of equally
         hot ones, or part of it."""
-        left = self.problem.num_neurons - self.num_hot
+        left = len(self.touched_F) - self.num_hot
         yield left
         if self.num_hot == 0:
             yield self.least

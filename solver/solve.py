@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
-
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
@@ -27,7 +25,6 @@ from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.modes import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
-from hotsplit.solver.problem import Placement, Problem
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (
     advice_line,
@@ -161,14 +158,14 @@ def solve(config: SolveConfig, workspace: Workspace) -> SolveReport:
     )
     inputs = inputs_of(config, workspace)
     began = time.perf_counter()
-    found = find_as_asked(config, inputs, workspace)
+    found = _find_as_asked(config, inputs, workspace)
     split = split_of(found, solve_s=time.perf_counter() - began)
     verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
     split.save(config.output)
     return _report(config, split, found)
 
 
-def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace) -> Found:
+def _find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace) -> Found:
     """The best plan of the mode asked for, or of all allowed modes.
 
     Raises HotsplitError if none fits, with the smallest memory that works, and for a neuron cache
@@ -177,10 +174,7 @@ def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace) -> 
         found = find(inputs, time_limit_s=config.time_limit_s)
     else:
         found = find_fastest(
-            inputs,
-            max_loss=config.max_loss,
-            time_limit_s=config.time_limit_s,
-            workspace=workspace,
+            inputs, max_loss=config.max_loss, time_limit_s=config.time_limit_s, workspace=workspace
         )
     check_divided(found.inputs, found.answer.placement)
     return found
@@ -215,24 +209,19 @@ def check(config: SolveConfig) -> Split:
     return split
 
 
-def hot_ids(problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
-    """Per layer: int32 ids of the hot neurons, hottest first, ties by id."""
-    pairs = zip(problem.order_LF, placement.hot_LF, strict=True)
-    return tuple(order_F[is_hot_F] for order_F, is_hot_F in pairs)
-
-
 def split_of(found: Found, *, solve_s: float) -> Split:
     """The answer as the content of a plan file."""
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     placement, plan = answer.placement, answer.plan
     has_many = len(inputs.budgets) > 1
+    ranks = zip(pipeline.model.order_LF, placement.hot_LF, strict=True)  # hottest first
     _, profile_path, machine_path = inputs.paths
     empty = Split(
         model_id=inputs.model.model_id,
         mode=inputs.mode,
         vram_budget_bytes=sum(inputs.budgets),
         context_length=inputs.context_length,
-        hot=hot_ids(pipeline.model, placement),
+        hot=tuple(order_F[is_hot_F] for order_F, is_hot_F in ranks),
         dense_on_gpu=tuple(placement.dense_L.tolist()),
         head_on_gpu=placement.head,
         gpu_bytes={},

@@ -2,20 +2,20 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.solver.advice import advise
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.modes import allowed_modes, in_mode, whole_layers
+from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.optimise import Answer, find_plan
-from hotsplit.solver.pipeline import Pipeline
 from hotsplit.solver.problem import placement_bytes
 from hotsplit.solver.solve import SolveConfig, inputs_of
 
@@ -79,43 +79,19 @@ def sweep(
     inputs = inputs_of(config, workspace)
     if not inputs.machine.gpus:
         raise HotsplitError(f"{config.machine}: no GPU, so there is no curve over its memory")
-    modes = (inputs.mode,) if config.mode else tuple(allowed_modes(inputs, config.max_loss)[0])
-    return sweep_of(inputs, first=first, last=last, num_budgets=num_budgets, modes=modes,
-                    workspace=workspace)  # fmt: skip
-
-
-def sweep_of(
-    inputs: Inputs,
-    *,
-    first: int,
-    last: int,
-    num_budgets: int,
-    modes: tuple[PlanMode, ...] = (),
-    workspace: Workspace,
-    is_proven: bool = True,
-) -> Sweep:
-    """`sweep` for loaded inputs; each plan is the fastest of `modes` (by default the inputs' own).
-    Unless `is_proven`, the integer program, which stops at a time limit, is left out: the same
-    inputs then give the same curve, of plans that may be slower."""
-    sizes: dict[PlanMode, int] = {}
-
-    def known_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
-        if mode not in sizes:
-            sizes[mode] = workspace(model, context_length, mode)
-        return sizes[mode]
-
-    if not modes:
-        modes, sizes = (inputs.mode,), {inputs.mode: inputs.workspace}
-    return _sweep(inputs, modes, known_workspace, first, last, num_budgets, is_proven)
+    modes = [inputs.mode] if config.mode else allowed_modes(inputs, config.max_loss)[0]
+    return sweep_of(
+        inputs, modes, first=first, last=last, num_budgets=num_budgets, workspace=workspace
+    )
 
 
 def _best(
-    inputs: Inputs, modes: tuple[PlanMode, ...], workspace: Workspace, is_proven: bool
+    inputs_of_modes: Sequence[Inputs], budget: int, is_proven: bool
 ) -> tuple[Inputs, Pipeline, Answer] | None:
     """The fastest plan in this budget; None if none is found."""
     best: tuple[Inputs, Pipeline, Answer] | None = None
-    for mode in modes:
-        of_mode = in_mode(inputs, mode, workspace)
+    for inputs in inputs_of_modes:
+        of_mode = replace(inputs, budgets=(budget,))
         pipeline = of_mode.pipeline()
         beat_s = np.inf if best is None else best[2].objective_s
         answer = find_plan(
@@ -127,17 +103,27 @@ def _best(
     return best
 
 
-def _sweep(
-    inputs: Inputs, modes: tuple[PlanMode, ...], workspace: Workspace,
-    first: int, last: int, num_budgets: int, is_proven: bool,
-) -> Sweep:  # fmt: skip
+def sweep_of(
+    inputs: Inputs,
+    modes: Sequence[PlanMode],
+    *,
+    first: int,
+    last: int,
+    num_budgets: int,
+    workspace: Workspace,
+    is_proven: bool = True,
+) -> Sweep:
+    """`sweep` for loaded inputs; each plan is the fastest of `modes`. Unless `is_proven`, the
+    integer program, which stops at a time limit, is left out: the same inputs then give the same
+    curve, of plans that may be slower."""
     if num_budgets < 2:
         raise HotsplitError(f"{num_budgets} budgets; wanted 2 or more")
     began = time.perf_counter()
+    inputs_of_modes = [in_mode(inputs, mode, workspace) for mode in modes]
     points, advice = [], None
     for number in range(num_budgets):
         budget = first + (last - first) * number // (num_budgets - 1)
-        best = _best(inputs.with_budget(budget), modes, workspace, is_proven)
+        best = _best(inputs_of_modes, budget, is_proven)
         if best is None:
             continue  # main memory does not hold the rest
         of_budget, pipeline, answer = best

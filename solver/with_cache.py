@@ -14,13 +14,13 @@ import numpy as np
 
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.split_file import Split, without_predictors
-from hotsplit.costs.budget import CacheSize, copied_bytes, is_cached, plan_bytes
+from hotsplit.costs.budget import CacheSize, copied_bytes, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.options.neuron_cache import CacheOptions
-from hotsplit.solver.cache_costs import cache_costs, cache_plan, expected_reads
+from hotsplit.solver.cache_costs import cache_costs, cached_layers, expected_reads
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.memories import Smallest, TooSmallError
-from hotsplit.solver.pipeline import Pipeline
+from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem import Placement
 from hotsplit.system.sizes import format_bytes
 
@@ -51,7 +51,7 @@ def check_host(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> None
 
 def check_divided(inputs: Inputs, placement: Placement) -> None:
     """Raises HotsplitError if a neuron cache was asked for and no layer is divided."""
-    if inputs.swapped_rows and not _is_cached_L(placement).any():
+    if inputs.swapped_rows and not cached_layers(placement).any():
         raise HotsplitError(
             f"{inputs.paths[0]}: with this budget the best plan divides no layer's neurons between"
             " GPU and CPU, so a neuron cache has nothing to swap; leave --neuron-cache out, or give"
@@ -63,23 +63,15 @@ def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> C
     """The cache's section of a plan; None if no cache was asked for."""
     if not inputs.swapped_rows:
         return None
-    reads_LF = expected_reads(inputs.model, inputs.profile, inputs.mode)
-    costs = cache_costs(
-        model=inputs.model,
-        profile=inputs.profile,
-        machine=inputs.machine,
-        mode=inputs.mode,
-        problem=pipeline.model,
-        placement=placement,
-        gpu=inputs.gpus[0],
-    )
-    return cache_plan(costs, reads_LF, inputs.swapped_rows)
+    costs = cache_costs(inputs, pipeline.model, placement)
+    frequency = tuple(expected_reads(inputs).astype(np.float32))
+    return CachePlan(most_rows=inputs.swapped_rows, costs=costs, frequency=frequency)
 
 
 def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: float) -> str:
     """A line on the bytes of a plan's cache. `without_s`: seconds per token of the plan without a
     cache."""
-    num_layers = int(_is_cached_L(placement).sum())
+    num_layers = int(cached_layers(placement).sum())
     copies = copied_bytes(inputs.model, placement.num_hot_L.tolist())
     return (
         f"the neuron cache of {num_layers} layers takes"
@@ -97,7 +89,7 @@ def advice_line(
     several GPUs, if the cache would take more than SMALL_SHARE on the GPU or more main memory than
     is free, and if no swap is expected to make a token faster, because no layer is divided or none
     waits for the CPU."""
-    if len(inputs.budgets) > 1 or inputs.mode == "dense" or not _is_cached_L(placement).any():
+    if len(inputs.budgets) > 1 or inputs.mode == "dense" or not cached_layers(placement).any():
         return None
     size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=inputs.mode == "exact")
     on_gpu = size.most_gpu_bytes(inputs.model)
@@ -119,12 +111,7 @@ def _waits_for_cpu(pipeline: Pipeline, placement: Placement) -> bool:
     hot_L = (problem.touched_LF * placement.hot_LF).sum(axis=1)
     gpu_L = hot_L * problem.gpu_s_per_byte + problem.launch_s
     cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.round_trip_s
-    return bool((_is_cached_L(placement) & (cpu_L > gpu_L)).any())
-
-
-def _is_cached_L(placement: Placement) -> np.ndarray:
-    num_neurons = placement.hot_LF.shape[1]
-    return np.array([is_cached(hot, num_neurons) for hot in placement.num_hot_L.tolist()])
+    return bool((cached_layers(placement) & (cpu_L > gpu_L)).any())
 
 
 def _host_bytes(inputs: Inputs, placement: Placement) -> dict[str, int]:

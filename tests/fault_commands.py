@@ -141,7 +141,7 @@ def prepare() -> None:
     import hotsplit.commands.solve
     import hotsplit.export.powerinfer
     import hotsplit.measure.calibrate.calibrate as calibrate
-    import hotsplit.measure.evaluate.verify
+    import hotsplit.measure.evaluate.verify_conversion
     import hotsplit.profile.collect
     import hotsplit.profile.count.run
     import hotsplit.profile.report.plots

@@ -34,6 +34,15 @@ from hotsplit.model.spec import (
     Rotary,
 )
 from hotsplit.model.weight_types import NAMES as KINDS
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.problem import Problem
+
+WORKSPACE = 1 << 16  # bytes of temporaries in plans of these models
+
+
+def take_workspace(*given: object) -> int:
+    """What `solve` takes to count the bytes of temporaries."""
+    return WORKSPACE
 
 
 def make_sizes(
@@ -442,7 +451,34 @@ def save_solver_files(folder: Path, model: ModelFile | None = None, **machines: 
     return folder
 
 
+def make_inputs(
+    model: ModelFile, profile: Profile, machine: Machine, *budgets: int, **options: Any
+) -> Inputs:
+    """Inputs of the solver with WORKSPACE and more main memory than is needed, in mode
+    exact for the model's whole context."""
+    values = {
+        "mode": "exact", "workspace": WORKSPACE, "host_budget": 1 << 60,
+        "context_length": model.spec.context_length,
+    } | options  # fmt: skip
+    paths = (model.path,) * 3
+    return Inputs(
+        model=model, profile=profile, machine=machine, paths=paths, budgets=budgets, **values
+    )
+
+
+def make_problem(
+    model: ModelFile, profile: Profile, machine: Machine, budget: int, **options: Any
+) -> Problem:
+    """The placement problem of `make_inputs`, for one GPU."""
+    return make_inputs(model, profile, machine, budget, **options).pipeline().model
+
+
+def solver_files(folder: Path) -> dict[str, Any]:
+    """The inputs of a SolveConfig in a folder of `save_solver_files`."""
+    return {"model": folder / "m.gguf", "profile": folder / "p", "machine": folder / "c"}
+
+
 def load_solver_files(folder: Path) -> dict[str, Any]:
     """What `verify` takes, from a folder of `save_solver_files`."""
-    files = {"model": (ModelFile, "m.gguf"), "profile": (Profile, "p"), "machine": (Machine, "c")}
-    return {name: kind.load(folder / file) for name, (kind, file) in files.items()}
+    kinds = {"model": ModelFile, "profile": Profile, "machine": Machine}
+    return {name: kinds[name].load(path) for name, path in solver_files(folder).items()}

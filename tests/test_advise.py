@@ -20,7 +20,8 @@ from hotsplit.commands.advise import _Files
 from hotsplit.commands.all_commands import cli
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.advise import advise as advise_module
-from hotsplit.measure.advise.turns import Rounds, TextDecoder, Timings, Turns
+from hotsplit.measure.advise.timings import Rounds, Timings
+from hotsplit.measure.advise.turns import TextDecoder, Turns
 from hotsplit.profile.sparsity.limit_meter import LimitMeter
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system import progress
@@ -208,21 +209,15 @@ def test_impossible_requests_for_advice_are_refused(files, tokens):
     assert isinstance(done.exception, HotsplitError), done.output
 
 
-def test_a_model_that_is_sparse_by_itself_is_refused(files):
-    model = make_model(activation="relu")
-    dataclasses.replace(model, path=files / "r.gguf").save(files / "r.gguf")
-    done = run(files / "r.gguf", "--corpus", files / "t.txt")
-    assert "sparse by itself" in str(done.exception) or "rules cannot be tried" in str(
-        done.exception
-    )
-
-
-def test_a_model_with_predictors_is_refused_before_anything_is_measured(files):
-    """convert refuses to add limits to a model whose predictors were trained without them."""
-    model = make_model(activation="silu", predictor_rank=8)
-    dataclasses.replace(model, path=files / "p.gguf").save(files / "p.gguf")
-    done = run(files / "p.gguf", "--corpus", files / "t.txt")
-    assert "give the model without them" in str(done.exception), done.output
+@pytest.mark.parametrize(("options", "words"), [
+    ({"activation": "relu"}, "sparse by itself"),
+    # convert refuses to add limits to a model whose predictors were trained without them.
+    ({"activation": "silu", "predictor_rank": 8}, "give the model without them"),
+])  # fmt: skip
+def test_a_model_that_no_limits_suit_is_refused(files, options, words):
+    make_model(**options).save(files / "x.gguf")
+    done = run(files / "x.gguf", "--corpus", files / "t.txt")
+    assert words in str(done.exception), done.output
 
 
 def test_trial_files_are_removed_when_a_signal_ends_the_process(tmp_path):

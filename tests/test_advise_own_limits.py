@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from advice_models import chain, every_neuron_works, most_neurons_idle
 from click.testing import CliRunner
+from test_advise import run
 
 from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import ModelFile
@@ -16,8 +17,9 @@ from hotsplit.commands import advise as command
 from hotsplit.commands.all_commands import cli
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.measure.advise.turns import Rounds, Timings, Turns
-from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.advise.timings import Rounds, Timings
+from hotsplit.measure.advise.turns import Turns
+from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.kernels.cpu import library
@@ -50,10 +52,6 @@ def timed(monkeypatch, exact_over_dense: float) -> None:
         turns.timings = Timings((*turns.timings.groups, found))
 
     monkeypatch.setattr(Turns, "rounds", rounds)
-
-
-def run(*words):
-    return CliRunner().invoke(cli, ["advise", *map(str, words)], catch_exceptions=True)
 
 
 def advice_of(made, *words):

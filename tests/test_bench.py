@@ -20,10 +20,18 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.config import BenchTest
 from hotsplit.measure.bench.fields import to_json
-from hotsplit.measure.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
+from hotsplit.measure.bench.parts import (
+    CACHE,
+    COLD,
+    HEAD,
+    HOT,
+    NEURONS,
+    PREDICTOR,
+    bytes_by_part,
+    part_ns,
+)
 from hotsplit.measure.bench.result import Times
 from hotsplit.measure.bench.runner import Runner, Sample
-from hotsplit.measure.bench.step_bytes import step_bytes
 from hotsplit.measure.bench.tables import lines_of, markdown_of
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
@@ -78,7 +86,7 @@ def by_hand(path: Path, start: int, count: int) -> float:
 def test_bytes_are_those_of_the_tensor_table(bench_files, name, depth):
     with Engine.load(bench_files / name, mode="dense", device="cpu") as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6, depth=depth))
-        read = step_bytes(engine, None, sample.steps)
+        read = bytes_by_part(engine, None, sample.steps)
     assert read.total == by_hand(bench_files / name, depth, 6)
     assert read.total != by_hand(bench_files / name, depth, 5)
     assert read.by_role == {"cpu": read.total}
@@ -89,7 +97,7 @@ def test_a_plan_divides_the_bytes(bench_files):
     """The total stays the same. Hot neurons, and the caches of two of the three layers, are read on
     the GPU."""
     with planned(bench_files) as (plan, engine, sample):
-        read = step_bytes(engine, plan, sample.steps)
+        read = bytes_by_part(engine, plan, sample.steps)
         neuron = 3 * engine.model.tensors["blk.0.ffn_gate.weight"].row_bytes
     assert read.total == by_hand(bench_files / "predicted.gguf", 0, 6)
     assert read.of_part(HOT) == (40 + 0 + 96) * neuron
@@ -103,7 +111,7 @@ def test_a_plan_divides_the_bytes(bench_files):
 def test_steps_layer_by_layer_on_the_cpu_are_not_divided_by_a_plan(bench_files):
     """Their counters do not say which side of the plan a neuron is on."""
     with planned(bench_files) as (plan, engine, sample):
-        read = step_bytes(engine, plan, replace(sample.steps, counts_LP2=None))
+        read = bytes_by_part(engine, plan, replace(sample.steps, counts_LP2=None))
     assert read.by_role == {"cpu": read.total}
     assert read.total == by_hand(bench_files / "predicted.gguf", 0, 6)
 
@@ -112,7 +120,7 @@ def test_steps_layer_by_layer_on_the_cpu_are_not_divided_by_a_plan(bench_files):
 def test_a_sparse_step_reads_fewer_neurons_and_the_predictors(bench_files):
     with Engine.load(bench_files / "predicted.gguf", mode="predicted", device="cpu") as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6))
-        read = step_bytes(engine, None, sample.steps)
+        read = bytes_by_part(engine, None, sample.steps)
         sizes = {n: e.num_bytes for n, e in engine.model.tensors.items()}
     predictors = sum(size for name, size in sizes.items() if "ffn_pred_" in name)
     neurons = sum(
@@ -128,13 +136,13 @@ def test_a_sparse_step_reads_fewer_neurons_and_the_predictors(bench_files):
 def test_the_bytes_that_a_gpu_reads_follow_from_shapes(bench_files):
     """Bytes computed from shapes equal those that the CPU counts for the same plan."""
     with planned(bench_files) as (plan, engine, sample):
-        counted = step_bytes(engine, plan, sample.steps)
+        counted = bytes_by_part(engine, plan, sample.steps)
         engine.device = torch.device("cuda", 0)
         cold = Traffic(gate=round(6 * counted.of_part(COLD)))
-        found = step_bytes(engine, plan, replace(sample.steps, counts_LP2=None, traffic=cold))
+        found = bytes_by_part(engine, plan, replace(sample.steps, counts_LP2=None, traffic=cold))
         assert found.by_part == {key: size for key, size in counted.by_part.items() if size}
         engine.mode = "predicted"
-        found = step_bytes(engine, plan, replace(sample.steps, counts_LP2=None, traffic=cold))
+        found = bytes_by_part(engine, plan, replace(sample.steps, counts_LP2=None, traffic=cold))
         engine.device = torch.device("cpu")
     assert found.unknown and found.total is None and set(found.by_role.values()) == {None}
     assert found.of_part(PREDICTOR) > 0

@@ -167,18 +167,8 @@ def test_a_plan_whose_context_is_too_short_is_refused(bench_files, small_buffer)
 
 @needs_kernels
 def test_the_command(bench_files, capsys, small_buffer):
-    given = [
-        "bench",
-        str(bench_files / "dense.gguf"),
-        "-p",
-        "4,6",
-        "-n",
-        "2",
-        "-r",
-        "1",
-        "--device",
-        "cpu",
-    ]
+    given = ["bench", str(bench_files / "dense.gguf")]
+    given += ["-p", "4,6", "-n", "2", "-r", "1", "--device", "cpu"]
     assert main([*given, "--json"]) == 0
     out = capsys.readouterr()
     assert [t["test"] for t in json.loads(out.out)["tests"]] == ["pp4", "pp6", "tg2"]

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import make_machine, make_model, make_profile, make_sizes, power_law_frequencies
+from models import (
+    make_inputs,
+    make_machine,
+    make_model,
+    make_profile,
+    make_sizes,
+    power_law_frequencies,
+)
 from test_runtime import make_split
 
 from hotsplit.artifacts.cache_plan import CachePlan
@@ -15,33 +22,23 @@ from hotsplit.files.gguf_file import array_entry, read_gguf, write_gguf
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.cache_costs import cache_costs, expected_reads
 from hotsplit.solver.problem import of_counts, placement_seconds
-from hotsplit.solver.problem_builder import build_problem
 
 CLOSE = 1e-9
 S = "hotsplit.split."
 
 
 def made(mode: str, *, density: float | None = None, machine=None, hot=(20, 0, 96, 50)):
-    """(model, profile, machine, problem, placement) with two layers divided; the dense block of one
-    of them is on the GPU."""
+    """(inputs, problem, placement) with two layers divided; the dense block of one of them is on the
+    GPU."""
     rank = 8 if mode == "predicted" else 0
     shape = make_sizes(num_layers=4)
     model = make_model(sizes=shape, kind="f16", predictor_rank=rank, predictor_density=density)
     profile = make_profile(model, power_law_frequencies(4, 96, density=0.3))
     machine = machine or make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, chosen_share=0.5)
-    problem = build_problem(
-        model=model, profile=profile, machine=machine, vram_budget_bytes=1 << 30,
-        context_length=32, mode=mode,
-    )  # fmt: skip
+    inputs = make_inputs(model, profile, machine, 1 << 30, mode=mode)
+    problem = inputs.pipeline().model
     placement = of_counts(problem, np.array(hot), np.array([True, True, False, False]), True)
-    return model, profile, machine, problem, placement
-
-
-def costs_of(mode: str, model, profile, machine, problem, placement) -> CacheCosts:
-    return cache_costs(
-        model=model, profile=profile, machine=machine, mode=mode, problem=problem,
-        placement=placement,
-    )  # fmt: skip
+    return inputs, problem, placement
 
 
 def seconds(costs: CacheCosts, hot_rows_L: np.ndarray, cold_rows_L: np.ndarray) -> float:
@@ -59,12 +56,9 @@ SLOW_GPU = make_machine(cpu_gb_per_s=0.5, gpu_gb_per_s=0.01, launch_s=1e-7, roun
     "mode, density", [("exact", None), ("predicted", None), ("predicted", 0.4)]
 )
 def test_the_expected_step_takes_the_plans_seconds(mode, density, machine):
-    parts = made(mode, density=density, machine=machine)
-    model, profile, _, problem, placement = parts
-    costs = costs_of(mode, *parts)
-    reads_LF = np.take_along_axis(
-        expected_reads(model, profile, mode), problem.order_LF.astype(int), axis=1
-    )
+    inputs, problem, placement = made(mode, density=density, machine=machine)
+    costs = cache_costs(inputs, problem, placement)
+    reads_LF = np.take_along_axis(expected_reads(inputs), problem.order_LF.astype(int), axis=1)
     hot_L = (reads_LF * placement.hot_LF).sum(axis=1)
     cold_L = (reads_LF * ~placement.hot_LF).sum(axis=1)
     want = placement_seconds(problem, placement)
@@ -81,7 +75,7 @@ def test_the_times_of_a_row_by_hand():
     half the CPU's rate; it reads and writes every byte and spends 10 us on each swap."""
     parts = made("exact", machine=make_machine(cpu_gb_per_s=2.0, gpu_gb_per_s=100.0, launch_s=3e-6,
                                                round_trip_s=7e-6, copy_latency_s=5e-6))  # fmt: skip
-    costs, machine = costs_of("exact", *parts), parts[2]
+    costs, machine = cache_costs(*parts), parts[0].machine
     link = machine.gpus[0].host_to_device_gb_per_s.best * 1e9
     gather = machine.cpu_bandwidth_gb_per_s[min(machine.cpu_bandwidth_gb_per_s)].best * 1e9
     assert costs.copy_s == 5e-6
@@ -97,11 +91,11 @@ def test_the_times_of_a_row_by_hand():
 def test_a_row_at_the_rate_of_chosen_rows():
     """All gates are read, other rows are chosen: a chosen row takes longer per byte than the
     layer's mean."""
-    model, profile, machine, problem, placement = parts = made("exact")
-    costs = costs_of("exact", *parts)
+    inputs, problem, placement = made("exact")
+    costs = cache_costs(inputs, problem, placement)
     for layer in (0, 3):
-        density = profile.frequency_LF[layer].mean()
-        want = 2 * 128 / machine.cpu_rate("f16", density=density)
+        density = inputs.profile.frequency_LF[layer].mean()
+        want = 2 * 128 / inputs.machine.cpu_rate("f16", density=density)
         assert costs.cold_row_s_L[layer] == pytest.approx(want)
         assert want > 2 * 128 * problem.cpu_s_per_byte_L[layer] * 1.01
 

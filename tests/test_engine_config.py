@@ -11,8 +11,7 @@ from hotsplit.commands.all_commands import cli
 from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.config import BenchConfig
-from hotsplit.measure.evaluate.eval_config import EvalConfig
-from hotsplit.measure.evaluate.tasks_config import TasksConfig
+from hotsplit.measure.evaluate.config import EvalConfig, TasksConfig
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.run.choice import Wishes
 from hotsplit.runtime.engine import Engine

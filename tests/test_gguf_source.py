@@ -29,7 +29,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
 from hotsplit.files.written import Written
-from hotsplit.measure.evaluate.verify import verify
+from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.spec import Neurons, Rotary
 from hotsplit.model.weight_types import NAMES
 from hotsplit.profile.predictors.check import check_predictors

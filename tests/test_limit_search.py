@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.advise.choice import Point, choose, timed_points, to_time, with_front
-from hotsplit.measure.advise.turns import Rounds, Timings
+from hotsplit.measure.advise.timings import Rounds, Timings
 from hotsplit.profile.sparsity.limit_meter import Closeness, _closeness, _compare
 from hotsplit.profile.sparsity.limit_search import (
     PROBE,

@@ -19,7 +19,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry, write_gguf
 from hotsplit.files.safetensors_file import save_arrays
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.measure.evaluate.verify import verify
+from hotsplit.measure.evaluate.verify_conversion import verify
 
 D, F = 64, 96
 SHAPE = make_sizes(width=D, num_neurons=F)

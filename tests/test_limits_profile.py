@@ -26,7 +26,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.budget import plan_bytes
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.measure.evaluate.eval_file import eval_content
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.options.engine_config import EngineConfig

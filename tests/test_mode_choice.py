@@ -6,7 +6,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import make_machine, make_model, make_profile, make_sizes, power_law_frequencies
+from models import (
+    make_inputs,
+    make_machine,
+    make_model,
+    make_profile,
+    make_sizes,
+    power_law_frequencies,
+)
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
@@ -22,11 +29,11 @@ from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.model.spec import SMOOTH
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.resolved_options import mode_of
+from hotsplit.runtime.engine_options import mode_of
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import as_plan, layer_split
 from hotsplit.solver.modes import find, find_fastest, in_mode
-from hotsplit.solver.pipeline import cpu_only_plan, plan_is_feasible, plan_seconds
+from hotsplit.solver.multi_gpu import cpu_only_plan, plan_is_feasible, plan_seconds
 from hotsplit.solver.solve import SolveConfig, solve, split_of
 from hotsplit.solver.verify import verify
 from hotsplit.system.log_lines import lines_on_stderr
@@ -327,11 +334,8 @@ def planned(model, mode, hot, dense_on_gpu) -> Split:
 
 
 def inputs_of(model, frequency_LF, machine, *budgets: int) -> Inputs:
-    return Inputs(
-        model=model, profile=make_profile(model, frequency_LF), machine=machine,
-        paths=(model.path,) * 3, context_length=32, mode="exact", workspace=1000,
-        budgets=budgets, host_budget=1 << 40,
-    )  # fmt: skip
+    profile = make_profile(model, frequency_LF)
+    return make_inputs(model, profile, machine, *budgets, context_length=32, workspace=1000)
 
 
 def workspace(model, context_length, mode) -> int:

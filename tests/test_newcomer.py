@@ -37,7 +37,7 @@ from hotsplit.convert.encode import TensorTypes
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.families.table import read_blueprint
-from hotsplit.measure.evaluate.verify import verify
+from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.spec import Neurons
 from hotsplit.profile.corpus.sources import find_sources
 from hotsplit.serve.config import ServeConfig

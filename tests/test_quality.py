@@ -145,14 +145,19 @@ def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
     assert mean_bytes(model, mode, shares) - others == pytest.approx(read, rel=0.04)
 
 
-def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
-    """Shares of neurons also equal plain sums over tokens."""
+@pytest.fixture
+def evaluated(tmp_path) -> list[str]:
+    """The command `eval` for a model with predictors and a text."""
     keys, vocab_size = byte_level_keys()
     shape = make_sizes(vocab_size=vocab_size, context_length=64)
     make_model(sizes=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
     (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    words = ["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "t.txt")]
-    assert main([*words, "--mode", "predicted", "--json"]) == 0
+    return ["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "t.txt")]
+
+
+def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, evaluated, capsys):
+    """Shares of neurons also equal plain sums over tokens."""
+    assert main([*evaluated, "--mode", "predicted", "--json"]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "e.json").write_text(printed)
     found = load_eval(tmp_path / "e.json")
@@ -194,14 +199,8 @@ def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
     "words, is_itself",
     [(("--mode", "dense"), True), ((), False), (("--mode", "dense", "-ctk", "bf16"), False)],
 )
-def test_a_model_compared_with_itself_is_noted(tmp_path, capsys, words, is_itself):
-    keys, vocab_size = byte_level_keys()
-    shape = make_sizes(vocab_size=vocab_size, context_length=64)
-    make_model(sizes=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
-    (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    assert (
-        main(["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "t.txt"), *words]) == 0
-    )
+def test_a_model_compared_with_itself_is_noted(evaluated, capsys, words, is_itself):
+    assert main([*evaluated, *words]) == 0
     lines = [
         x for x in capsys.readouterr().err.splitlines() if "compares the model with itself" in x
     ]

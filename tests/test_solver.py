@@ -3,18 +3,25 @@
 import json
 import math
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from models import (
+    WORKSPACE,
+    load_solver_files,
+    make_inputs,
     make_machine,
     make_model,
+    make_problem,
     make_profile,
     make_sizes,
     power_law_frequencies,
+    save_solver_files,
     shape_only,
+    solver_files,
+    take_workspace,
 )
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -23,10 +30,11 @@ from hotsplit.costs import budget
 from hotsplit.costs.kernel_counts import HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.grouped import solve_grouped
+from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
 from hotsplit.solver.lagrangian import search
-from hotsplit.solver.optimise import find_placement
-from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
+from hotsplit.solver.multi_gpu import Pipeline, cpu_only_plan
+from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import (
     Problem,
     is_feasible,
@@ -35,28 +43,43 @@ from hotsplit.solver.problem import (
     placement_bytes,
     placement_seconds,
 )
-from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import verify
 
 CLOSE = 1e-9  # relative: f64 sums in another order
 HIGHS = 1e-6  # relative: HiGHS's own tolerance
 NUM_NEURONS = 40  # per layer, in the small model on disk
-WORKSPACE = 1 << 16
-
-
-def take_workspace(*given: object) -> int:
-    return WORKSPACE
+CONTEXT = 8  # of random models
+SLOW = {"cpu_gb_per_s": 0.005, "gpu_gb_per_s": 0.5}
 
 
 # --- brute force ---------------------------------------------------------------------------------
 
 
-def tiny(seed: int, num_neurons: int | None = None):
-    """A random model, profile, machine and budget, with two or three layers of a few neurons.
+def random_gpu(random: np.random.Generator, cpu: float) -> dict[str, float]:
+    """A launch or a round trip takes 1 ns to 4 us, and the link copies at a fifth or twice the
+    CPU's rate, so that each of these decides some plans."""
+    return {
+        "gpu_gb_per_s": cpu * random.choice([0.7, 1.5, 3, 20]),
+        "link_gb_per_s": cpu * random.choice([0.2, 2]),
+        "launch_s": random.choice([1e-9, 5e-7, 2e-6]),
+        "round_trip_s": random.choice([1e-9, 1e-6, 4e-6]),
+        "copy_latency_s": random.choice([1e-9, 5e-7, 2e-6]),
+    }
 
-    The CPU reads a whole neuron in 0.5 to 80 us, a launch or a round trip takes 1 ns to 4 us, and
-    the link copies at a fifth or twice the CPU's rate, so that each of these decides some plans."""
+
+def whole_plan(model: ModelFile, context_length: int, **options) -> dict[str, int]:
+    """The GPU's bytes with everything there."""
+    num_layers = model.spec.num_layers
+    return budget.plan_bytes(
+        model, context_length=context_length, num_hot=[model.spec.most_neurons] * num_layers,
+        dense_on_gpu=[True] * num_layers, head_on_gpu=True, **options,
+    )[0]  # fmt: skip
+
+
+def tiny(seed: int, num_neurons: int | None = None) -> Inputs:
+    """A random model, profile, machine and budget, with two or three layers of a few neurons. The
+    CPU reads a whole neuron in 0.5 to 80 us."""
     random = np.random.default_rng(seed)
     num_layers = int(random.integers(2, 4))
     num_neurons = num_neurons or int(random.integers(2, 7 if num_layers == 2 else 5))
@@ -68,7 +91,7 @@ def tiny(seed: int, num_neurons: int | None = None):
         num_kv_heads=1,
         head_width=16 if seed % 3 == 2 else 2,  # q8_0 needs rows of 32
         vocab_size=int(random.integers(4, 30)),
-        context_length=8,
+        context_length=CONTEXT,
     )
     has_predictor = seed % 3 == 0
     model = make_model(
@@ -80,36 +103,28 @@ def tiny(seed: int, num_neurons: int | None = None):
     cpu = 10 ** random.uniform(-2.3, -0.7)
     machine = make_machine(
         cpu_gb_per_s=cpu,
-        gpu_gb_per_s=cpu * random.choice([0.7, 1.5, 3, 20]),
-        link_gb_per_s=cpu * random.choice([0.2, 2]),
-        launch_s=random.choice([1e-9, 5e-7, 2e-6]),
-        round_trip_s=random.choice([1e-9, 1e-6, 4e-6]),
-        copy_latency_s=random.choice([1e-9, 5e-7, 2e-6]),
+        **random_gpu(random, cpu),
         chosen_share=random.choice([1.0, 0.6]),
         layer_s=random.choice([1e-9, 3e-6]),
         token_s=2e-6,
     )
     profile = make_profile(model, random.beta(0.5, 1.0, (num_layers, num_neurons)))
-    whole = budget.plan_bytes(
-        model,
-        context_length=8,
-        num_hot=[num_neurons] * num_layers,
-        dense_on_gpu=[True] * num_layers,
-        head_on_gpu=True,
-    )[0]
+    whole = whole_plan(model, CONTEXT)
     limit = WORKSPACE + int(random.uniform(0.05, 0.999) * sum(whole.values()))
-    return model, profile, machine, limit, "predicted" if has_predictor else "exact"
+    mode = "predicted" if has_predictor else "exact"
+    return make_inputs(model, profile, machine, limit, mode=mode)
 
 
-def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
+def layer_options(inputs: Inputs, layer: int, subsets, gpu_number: int):
     """(GPU bytes, seconds, whether the dense block is on the GPU) of every allowed placement of one
     layer with hot neurons from `subsets`, by the definition, in plain loops."""
+    model, profile, machine, mode = inputs.model, inputs.profile, inputs.machine, inputs.mode
     sizes, gpu = budget.layer_bytes(model, layer), machine.gpus[gpu_number]
     gpu_rate, cpu_rate = (
         gpu.bandwidth_gb_per_s.best * 1e9,
         max(f.best for f in machine.cpu_bandwidth_gb_per_s.values()) * 1e9,
     )
-    kv = budget.kv_bytes(model, 0, 8)
+    kv = budget.kv_bytes(model, 0, CONTEXT)
     fired = [count / profile.num_tokens for count in profile.active_count_LF[layer]]
     gate, costs = [1.0] * len(fired), machine.cpu_costs
     if mode == "predicted":
@@ -167,7 +182,7 @@ def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
     return np.array(options)
 
 
-def head_options(model, machine, gpu_number=0):
+def head_options(model, machine, gpu_number):
     """The same for the head: a norm, a product, and the copy of the logits to the CPU."""
     head, gpu = budget.head_bytes(model), machine.gpus[gpu_number]
     gpu_s = head / (gpu.bandwidth_gb_per_s.best * 1e9) + 2 * gpu.launch_s.best
@@ -187,51 +202,63 @@ def all_subsets(units):
         yield tuple(j for unit, is_in in zip(units, chosen, strict=True) if is_in for j in unit)
 
 
-def brute_force(model, profile, machine, limit, mode, units_of_layer):
-    """Fewest seconds per token over all placements of whole units within the budget."""
-    gpu = machine.gpus[0]
-    num_bytes = seconds = is_there = np.zeros(1)
-    items = []
-    for layer in range(model.spec.num_layers):
-        subsets = list(all_subsets(units_of_layer(layer)))
-        items.append(layer_options(model, profile, machine, mode, layer, subsets))
-    items.append(head_options(model, machine))
-    for options in items:
-        # Each run of GPU blocks costs a copy of the hidden state to the GPU and back.
-        enters = np.logical_and.outer(is_there == 0, options[:, 2] == 1).ravel()
-        seconds = np.add.outer(seconds, options[:, 1]).ravel() + enters * visit_seconds(model, gpu)
-        num_bytes = np.add.outer(num_bytes, options[:, 0]).ravel()
-        is_there = np.add.outer(0 * is_there, options[:, 2]).ravel()
-    seconds = seconds + machine.cpu_costs.token_s.best
-    num_bytes = num_bytes + WORKSPACE * (num_bytes > 0)
-    return seconds[num_bytes <= limit].min()
-
-
-def solve_alone(problem: Problem, start, **changes):
-    """Solves the integer program for one GPU."""
-    home_I = np.zeros(problem.num_layers + 1, np.int64)
-    pipeline = Pipeline(problems=(problem,), need_bytes=0)
-    plan = PipelinePlacement(placement=start, home_I=home_I)
-    return solve_grouped(pipeline=pipeline, start=plan, **changes)
-
-
-def problem_of(model, profile, machine, limit, mode, context_length=8) -> Problem:
-    return build_problem(
-        model=model,
-        profile=profile,
-        machine=machine,
-        vram_budget_bytes=limit,
-        context_length=context_length,
-        mode=mode,
-        workspace=WORKSPACE,
+def brute_force(inputs: Inputs, units_of_layer=None) -> float:
+    """Fewest seconds per token over all homes and placements of whole units, by default neurons;
+    infinite if none fits."""
+    model, machine, num_gpus = inputs.model, inputs.machine, len(inputs.budgets)
+    num_layers, num_neurons = model.spec.num_layers, model.spec.most_neurons
+    units_of_layer = units_of_layer or (lambda layer: [(j,) for j in range(num_neurons)])
+    options = {
+        (layer, gpu): layer_options(inputs, layer, list(all_subsets(units_of_layer(layer))), gpu)
+        for layer in range(num_layers)
+        for gpu in range(num_gpus)
+    }
+    head, costs = budget.head_bytes(model), machine.cpu_costs
+    everything = sum(
+        budget.layer_bytes(model, layer).attention
+        + budget.layer_bytes(model, layer).predictor
+        + budget.kv_bytes(model, 0, CONTEXT)
+        + num_neurons * budget.layer_bytes(model, layer).neuron
+        for layer in range(num_layers)
     )
+    everything += head + budget.embedding_bytes(model) + inputs.workspace
+    best = np.inf
+    for home in combinations_with_replacement(range(num_gpus), num_layers + 1):
+        seconds, is_there, before = np.array([costs.token_s.best]), np.zeros(1), 0
+        held_KN = [np.array([0]) for _ in range(num_gpus)]
+        items = [options[layer, home[layer]] for layer in range(num_layers)]
+        items.append(head_options(model, machine, home[-1]))
+        for gpu, item in zip(home, items, strict=True):
+            # The hidden state is copied to the GPU and back, unless that GPU has the block before.
+            enters = np.logical_and.outer((is_there == 0) | (gpu != before), item[:, 2] == 1)
+            seconds = np.add.outer(seconds, item[:, 1]).ravel()
+            seconds = seconds + enters.ravel() * visit_seconds(model, machine.gpus[gpu])
+            is_there, before = np.add.outer(0 * is_there, item[:, 2]).ravel(), gpu
+            for k in range(num_gpus):
+                more = item[:, 0] if k == gpu else 0 * item[:, 0]
+                held_KN[k] = np.add.outer(held_KN[k], more).ravel()
+        fits = everything - sum(held_KN) <= inputs.host_budget
+        for held, limit in zip(held_KN, inputs.budgets, strict=True):
+            fits &= (held == 0) | (held + inputs.workspace <= limit)
+        best = min(best, seconds[fits].min(initial=np.inf))
+    return float(best)
+
+
+def solve_alone(problem: Problem, **changes):
+    """Solves the integer program for one GPU, from everything on the CPU."""
+    pipeline = Pipeline(problems=(problem,), need_bytes=0)
+    return solve_grouped(pipeline=pipeline, start=cpu_only_plan(pipeline), **changes)
+
+
+def find_placement(problem: Problem, time_limit_s: float):
+    """The best plan for one GPU."""
+    return find_plan(Pipeline(problems=(problem,), need_bytes=0), time_limit_s=time_limit_s)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_agrees_with_brute_force_over_all_subsets(seed):
-    case = tiny(seed)
-    problem = problem_of(*case)
-    best = brute_force(*case, lambda layer: [(j,) for j in range(problem.num_neurons)])
+    inputs = tiny(seed)
+    problem, best = inputs.pipeline().model, brute_force(inputs)
     coarse = search(problem)
     assert coarse.bound_s <= best * (1 + CLOSE) and coarse.objective_s >= best * (1 - CLOSE)
     assert coarse.objective_s == placement_seconds(problem, coarse.placement)
@@ -249,17 +276,16 @@ def test_agrees_with_brute_force_over_all_subsets(seed):
 
 @pytest.mark.parametrize("seed", range(15))
 def test_groups_agree_with_brute_force_over_groups(seed):
-    case = tiny(seed, num_neurons=5)
-    problem = problem_of(*case)
-    start = on_one_device(problem, gpu=False)
-    grouped = solve_alone(problem, start, time_limit_s=20, max_groups=2 * problem.num_layers)
+    inputs = tiny(seed, num_neurons=5)
+    problem = inputs.pipeline().model
+    grouped = solve_alone(problem, time_limit_s=20, max_groups=2 * problem.num_layers)
     assert not grouped.is_neuron_granular and grouped.num_groups == 2 * problem.num_layers
 
     def units_of_layer(layer):
         ids = problem.order_LF[layer].tolist()
         return [tuple(ids[:3]), tuple(ids[3:])]  # the last group is smaller
 
-    best = brute_force(*case, units_of_layer)
+    best = brute_force(inputs, units_of_layer)
     assert best * (1 - HIGHS) <= grouped.objective_s <= best * (1 + 1e-3)
     assert grouped.bound_s <= best * (1 + HIGHS)
     assert problem.budget_bytes >= placement_bytes(problem, grouped.plan.placement)
@@ -332,8 +358,7 @@ def test_hand_solved(changes, seconds, hot, dense, head):
     assert (answer.placement.dense_L[0], answer.placement.head) == (dense, head)
     assert answer.bound_s <= answer.objective_s
     # The integer program finds the same when it starts with everything on the CPU.
-    start = on_one_device(problem, gpu=False)
-    grouped = solve_alone(problem, start, time_limit_s=5)
+    grouped = solve_alone(problem, time_limit_s=5)
     assert grouped.objective_s == pytest.approx(seconds, rel=CLOSE)
 
 
@@ -385,7 +410,7 @@ def test_least_number_of_hot_neurons():
     profile = make_profile(model, np.ones((2, 8)))
     for round_trip_s, least in ((1.5e-6, 3), (1e-3, 8)):
         machine = make_machine(cpu_gb_per_s=0.384, launch_s=1e-6 / 3, round_trip_s=round_trip_s)
-        problem = problem_of(model, profile, machine, 0, "exact")
+        problem = make_problem(model, profile, machine, 0)
         assert problem.min_hot_L.tolist() == [least, least]
 
 
@@ -396,12 +421,12 @@ def test_touched_bytes_of_both_modes():
     model = make_model(sizes=shape, predictor_rank=4, predictor_density=0.9)
     profile = make_profile(model, np.array([[0.1, 0.5]]))
     touched = {
-        mode: problem_of(model, profile, make_machine(), 0, mode).touched_LF[0].tolist()
+        mode: make_problem(model, profile, make_machine(), 0, mode=mode).touched_LF[0].tolist()
         for mode in ("exact", "predicted")
     }
     assert touched["exact"] == pytest.approx([256 + 256, 256 + 51.2])
     assert touched["predicted"] == pytest.approx([256 + 256, 0.3 * 256 + 51.2])
-    problem = problem_of(model, profile, make_machine(), 0, "exact")
+    problem = make_problem(model, profile, make_machine(), 0)
     assert problem.order_LF.tolist() == [[1, 0]]
 
 
@@ -410,43 +435,22 @@ def test_touched_bytes_of_both_modes():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """model.gguf, profile.safetensors and machine.json of a small model with predictors."""
-    folder = tmp_path_factory.mktemp("solver")
+    """Files of a small model with predictors, for a CPU slow enough that every block is worth its
+    place, even with a layer's round trip."""
     shape = make_sizes(num_layers=3, num_neurons=NUM_NEURONS)
     model = make_model(sizes=shape, kind="f16", predictor_rank=8, predictor_density=0.3)
-    model.save(folder / "model.gguf")
-    make_profile(model).save(folder / "profile.safetensors")
-    # A CPU slow enough that every block is worth its place, even with a layer's round trip.
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5).save(folder / "machine.json")
-    return folder
+    return save_solver_files(tmp_path_factory.mktemp("solver"), model, c=make_machine(**SLOW))
 
 
 def config_of(folder: Path, output: Path, budget_bytes: int, **changes) -> SolveConfig:
-    files = {
-        "model": folder / "model.gguf",
-        "profile": folder / "profile.safetensors",
-        "machine": folder / "machine.json",
-    }
-    return SolveConfig(**(files | changes), output=output, vram_budget_bytes=budget_bytes)
-
-
-def everything_bytes(model: ModelFile, context_length: int) -> int:
-    num_layers = model.spec.num_layers
-    gpu, _ = budget.plan_bytes(
-        model,
-        context_length=context_length,
-        num_hot=[model.spec.most_neurons] * num_layers,
-        dense_on_gpu=[True] * num_layers,
-        head_on_gpu=True,
-        workspace=WORKSPACE,
-    )
-    return sum(gpu.values())
+    values = solver_files(folder) | {"output": output, "vram_budget_bytes": budget_bytes}
+    return SolveConfig(**values | changes)
 
 
 def test_every_budget_from_nothing_to_everything(folder, tmp_path):
-    model = ModelFile.load(folder / "model.gguf")
+    model = ModelFile.load(folder / "m.gguf")
     context = model.spec.context_length
-    most = everything_bytes(model, context)
+    most = sum(whole_plan(model, context, workspace=WORKSPACE).values())
     limits = [0, *np.linspace(WORKSPACE + 40_000, most, 12).astype(int).tolist(), 2 * most]
     before = np.inf
     for number, limit in enumerate(limits):
@@ -460,7 +464,6 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
             num_hot=[len(ids) for ids in split.hot],
             dense_on_gpu=split.dense_on_gpu,
             head_on_gpu=split.head_on_gpu,
-            workspace=WORKSPACE,
         )
         assert (
             (gpu, cpu) == (split.gpu_bytes, split.cpu_bytes) == (report.gpu_bytes, report.cpu_bytes)
@@ -485,9 +488,9 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
 
 
 def middle_budget(folder: Path) -> int:
-    model = ModelFile.load(folder / "model.gguf")
+    model = ModelFile.load(folder / "m.gguf")
     context = model.spec.context_length
-    return WORKSPACE + 3 * (everything_bytes(model, context) - WORKSPACE) // 4
+    return WORKSPACE + 3 * sum(whole_plan(model, context).values()) // 4
 
 
 def test_plan_is_deterministic_and_hottest_first(folder, tmp_path):
@@ -495,7 +498,7 @@ def test_plan_is_deterministic_and_hottest_first(folder, tmp_path):
     for name in "ab":
         solve(config_of(folder, tmp_path / name, middle_budget(folder)), take_workspace)
         plans.append(Split.load(tmp_path / name))
-    profile = make_profile(ModelFile.load(folder / "model.gguf"))
+    profile = make_profile(ModelFile.load(folder / "m.gguf"))
     assert any(0 < len(ids) < NUM_NEURONS for ids in plans[0].hot)
     for layer, (ids, again) in enumerate(zip(plans[0].hot, plans[1].hot, strict=True)):
         np.testing.assert_array_equal(ids, again)
@@ -541,9 +544,7 @@ def corruptions(split: Split):
 def test_verify_refuses_every_wrong_plan(folder, tmp_path):
     solve(config_of(folder, tmp_path / "plan", middle_budget(folder)), take_workspace)
     split = Split.load(tmp_path / "plan")
-    model = ModelFile.load(folder / "model.gguf")
-    machine = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5)
-    files = {"model": model, "profile": make_profile(model), "machine": machine}
+    files = load_solver_files(folder)
     verify(split, **files)
     for what, wrong in corruptions(split):
         with pytest.raises(HotsplitError):
@@ -551,14 +552,14 @@ def test_verify_refuses_every_wrong_plan(folder, tmp_path):
             pytest.fail(f"accepted a plan with a mistake: {what}")
     with pytest.raises(HotsplitError, match="s a token"):
         verify(split, **(files | {"machine": make_machine(cpu_gb_per_s=0.006, gpu_gb_per_s=0.5)}))
-    slow_launch = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, round_trip_s=10.0)
+    slow_launch = make_machine(**SLOW, round_trip_s=10.0)
     with pytest.raises(HotsplitError, match="hot neurons, which save"):
         verify(split, **(files | {"machine": slow_launch}))
 
 
 def refusals(folder: Path, tmp_path: Path):
     """(changes to a good request, its budget, words of the refusal) for each."""
-    model = ModelFile.load(folder / "model.gguf")
+    model = ModelFile.load(folder / "m.gguf")
     other = make_model(spec=model.bare_spec, seed=1)
     make_profile(other).save(tmp_path / "other.safetensors")
     smaller = replace(make_profile(make_model(sizes=make_sizes())), model_id=model.model_id)
@@ -601,17 +602,11 @@ def test_refusals_leave_no_file(folder, tmp_path):
         {"context_length": 0},
         {"mode": "sparse"},
         {"time_limit_s": 0.0},
-        {"output": Path("m")},
+        {"output": Path("m.gguf")},
     ],
 )
 def test_config_is_checked(changes):
-    good = {
-        "model": Path("m"),
-        "profile": Path("p"),
-        "machine": Path("c"),
-        "output": Path("o"),
-        "vram_budget_bytes": 0,
-    }
+    good = solver_files(Path()) | {"output": Path("o"), "vram_budget_bytes": 0}
     SolveConfig(**good)
     with pytest.raises(HotsplitError):
         SolveConfig(**(good | changes))
@@ -629,16 +624,13 @@ def test_the_smallest_budget_named_by_the_refusal_works(folder, tmp_path):
 
 def test_notes_say_what_the_figures_leave_open(folder, tmp_path):
     model = make_model(predictor_rank=8)
-    model.save(tmp_path / "m.gguf")
-    profile = make_profile(model)
-    replace(profile, threshold_L=(0.5, 0.5)).save(tmp_path / "p")
-    make_machine(num_gpus=2, memory_bytes=1 << 20).save(tmp_path / "c")
-    files = {"model": tmp_path / "m.gguf", "profile": tmp_path / "p", "machine": tmp_path / "c"}
-    report = solve(config_of(folder, tmp_path / "plan", 1 << 30, **files), take_workspace)
+    save_solver_files(tmp_path, model, c=make_machine(num_gpus=2, memory_bytes=1 << 20))
+    replace(make_profile(model), threshold_L=(0.5, 0.5)).save(tmp_path / "p")
+    report = solve(config_of(tmp_path, tmp_path / "plan", 1 << 30), take_workspace)
     for words in ("2 GPUs", "not measured here", "above the", "unknown", "other activation"):
         assert any(words in note for note in report.notes), words
     assert report.mode == "predicted"
-    files = {"profile": folder / "profile.safetensors", "mode": "exact"}
+    files = {"profile": folder / "p", "mode": "exact"}
     report = solve(config_of(folder, tmp_path / "exact", 0, **files), take_workspace)
     words = ("not measured here", "helps on this machine (by 1 % or more); everything fits from")
     assert report.mode == "exact" and len(report.notes) == len(words)
@@ -674,7 +666,7 @@ def seven_billion(gib: float) -> Problem:
     )
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(32, 11008))
-    return problem_of(model, profile, make_machine(), int(gib * 2**30), "exact", 4096)
+    return make_problem(model, profile, make_machine(), int(gib * 2**30))
 
 
 def test_seven_billion_parameters():
@@ -697,8 +689,7 @@ def test_a_time_limit_still_gives_a_plan_and_says_so():
     assert answer.status == "optimal", "proven by the Lagrangian bound"
     assert any("was stopped after" in note for note in answer.notes)
     assert answer.bound_s <= answer.objective_s <= answer.bound_s * 1.005
-    start = on_one_device(problem, gpu=False)
-    grouped = solve_alone(problem, start, time_limit_s=1e-3)
+    grouped = solve_alone(problem, time_limit_s=1e-3)
     assert grouped.status == "time_limit" and grouped.gap > 0.1
     assert is_feasible(problem, grouped.plan.placement)
 
@@ -710,17 +701,13 @@ def test_few_layers_with_large_fixed_costs():
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(8, 1024))
     machine = make_machine(round_trip_s=5e-6)
-    whole = placement_bytes_of_everything(model, profile, machine)
+    nothing = make_problem(model, profile, machine, 0)
+    whole = placement_bytes(nothing, on_one_device(nothing, gpu=True))
     for share in (0.3, 0.6):
-        problem = problem_of(model, profile, machine, int(share * whole), "exact", 32)
+        problem = make_problem(model, profile, machine, int(share * whole))
         coarse = search(problem)
         bound_s = max(coarse.bound_s, knapsack_bound(problem))
         placement = knapsack_placement(problem)
         best_s = min(coarse.objective_s, placement_seconds(problem, placement))
         assert is_feasible(problem, placement)
         assert bound_s <= best_s <= bound_s * (1 + 1e-3)
-
-
-def placement_bytes_of_everything(model, profile, machine) -> int:
-    problem = problem_of(model, profile, machine, 0, "exact", 32)
-    return placement_bytes(problem, on_one_device(problem, gpu=True))

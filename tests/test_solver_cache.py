@@ -14,6 +14,7 @@ from models import (
     make_profile,
     make_sizes,
     save_solver_files,
+    solver_files,
 )
 from test_cache_plan import a_cache
 from test_neuron_cache_hybrid import Cached, weights_of
@@ -49,10 +50,9 @@ def files(tmp_path_factory):
 
 
 def config(files, output, **changes) -> SolveConfig:
-    values = {
-        "model": files / "m.gguf", "profile": files / "p", "machine": files / "c", "force": True,
+    values = solver_files(files) | {
         "vram_budget_bytes": WORKSPACE + (110 << 10), "mode": "exact", "output": output,
-        "neuron_cache": CacheOptions(most_rows=3),
+        "neuron_cache": CacheOptions(most_rows=3), "force": True,
     }  # fmt: skip
     return SolveConfig(**values | changes)
 

@@ -6,13 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from models import (
+    make_inputs,
     make_machine,
     make_model,
+    make_problem,
     make_profile,
     make_sizes,
     power_law_frequencies,
+    save_solver_files,
     shape_only,
+    solver_files,
 )
+from test_solver import SLOW
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -25,22 +30,25 @@ from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import layer_split
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
-from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.solve import SolveConfig, solve
 
 
 @pytest.fixture
 def folder(tmp_path):
-    model = make_model(sizes=make_sizes(num_layers=3), kind="f16", predictor_rank=8)
-    model.save(tmp_path / "m.gguf")
-    make_profile(model).save(tmp_path / "p")
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5).save(tmp_path / "c")
-    return tmp_path
+    return save_solver_files(tmp_path, c=make_machine(**SLOW))
 
 
 def arguments(folder, *more) -> list[str]:
     files = ["solve", folder / "m.gguf", "--profile", folder / "p", "--machine", folder / "c"]
     return [str(part) for part in (*files, *more)]
+
+
+def refusal(folder, capsys, *more) -> str:
+    """The error of a command that fails with one line."""
+    capsys.readouterr()
+    assert main(arguments(folder, "-o", folder / "plan", *more)) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
 
 
 def test_a_plan_is_explained_and_drawn_and_checked(folder, capsys):
@@ -58,9 +66,7 @@ def test_a_plan_is_explained_and_drawn_and_checked(folder, capsys):
     assert advice["limit_s"] <= report["objective_s"] <= advice["cpu_only_s"]
     assert main(arguments(folder, *output, "--check")) == 0
     make_machine(cpu_gb_per_s=0.006, gpu_gb_per_s=0.5).save(folder / "c")
-    capsys.readouterr()
-    assert main(arguments(folder, *output, "--check")) == 1
-    assert "another machine file" in capsys.readouterr().err
+    assert "another machine file" in refusal(folder, capsys, "--check")
 
 
 @pytest.mark.parametrize("more, outputs", [
@@ -107,8 +113,7 @@ def test_absurd_inputs_are_refused(folder, capsys):
     model = make_model(predictor_rank=8, predictor_density=float("nan"))
     profile = make_profile(model)
     with pytest.raises(HotsplitError, match="wanted shares from 0 to 1"):
-        build_problem(model=model, profile=profile, machine=make_machine(), vram_budget_bytes=0,
-                      context_length=8, mode="predicted")  # fmt: skip
+        make_problem(model, profile, make_machine(), 0, mode="predicted")
     counts = profile.active_count_LF.astype(np.float64)
     counts[0, 0] = np.nan
     with pytest.raises(HotsplitError, match="wanted int64"):
@@ -122,12 +127,10 @@ def test_absurd_inputs_are_refused(folder, capsys):
         Machine.load(folder / "zero")
     del content["cpu_costs"]["all_rows_gb_per_s"]["f16"]
     (folder / "c").write_text(json.dumps(content))
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "1MiB")) == 1
-    assert "no rate for matrices of f16" in capsys.readouterr().err
+    assert "no rate for matrices of f16" in refusal(folder, capsys, "-vb", "1MiB")
     content["cpu_costs"] = None
     (folder / "c").write_text(json.dumps(content))
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "1MiB")) == 1
-    assert "describes only a GPU" in capsys.readouterr().err
+    assert "describes only a GPU" in refusal(folder, capsys, "-vb", "1MiB")
     assert main(arguments(folder, "-o", folder / "plan")) == 2
     assert not (folder / "plan").exists()
 
@@ -172,9 +175,7 @@ def test_impossible_figures_of_a_machine_give_one_line(folder, capsys, value, pl
     else:
         content["cpu_costs"]["layer_s"]["predicted"]["best"] = value
     (folder / "c").write_text(json.dumps(content))
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "run hotsplit calibrate again" in lines[0]
+    assert "run hotsplit calibrate again" in refusal(folder, capsys, "-vb", "700KiB")
     assert not (folder / "plan").exists()
 
 
@@ -182,17 +183,15 @@ def test_impossible_figures_of_a_machine_give_one_line(folder, capsys, value, pl
 @pytest.mark.parametrize("left", [0, 100])
 def test_truncated_files_give_one_line(folder, capsys, name, left):
     (folder / name).write_bytes((folder / name).read_bytes()[:left])
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and str(folder / name) in lines[0] and "wanted a" in lines[0]
+    line = refusal(folder, capsys, "-vb", "700KiB")
+    assert str(folder / name) in line and "wanted a" in line
     assert not (folder / "plan").exists()
 
 
 def test_profiles_in_which_neurons_never_fire(folder, capsys):
     model = ModelFile.load(folder / "m.gguf")
     make_profile(model, np.zeros((3, 96))).save(folder / "p")
-    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
-    assert "no neuron fired in 10,000 tokens" in capsys.readouterr().err
+    assert "no neuron fired in 10,000 tokens" in refusal(folder, capsys, "-vb", "700KiB")
     frequency_LF = np.full((3, 96), 0.2)
     frequency_LF[1] = 0
     make_profile(model, frequency_LF).save(folder / "p")
@@ -204,11 +203,10 @@ def test_a_check_for_other_budgets_and_a_curve_named_like_its_picture(folder, ca
     output = ("-o", folder / "plan")
     assert main(arguments(folder, *output, "-vb", "330KiB")) == 0
     assert main(arguments(folder, *output, "-vb", "330KiB", "--check")) == 0
-    assert main(arguments(folder, *output, "-vb", "331KiB", "--check")) == 1
-    assert "is for budgets of 330.00 KiB, not 331.00 KiB" in capsys.readouterr().err
-    curve = ("-o", folder / "s.png", "--sweep", "200KiB:2MiB")
-    assert main(arguments(folder, *curve)) == 1
-    assert "would have the same name" in capsys.readouterr().err
+    line = refusal(folder, capsys, "-vb", "331KiB", "--check")
+    assert "is for budgets of 330.00 KiB, not 331.00 KiB" in line
+    line = refusal(folder, capsys, "-o", folder / "s.png", "--sweep", "200KiB:2MiB")
+    assert "would have the same name" in line
     assert not (folder / "s.png").exists()
 
 
@@ -233,19 +231,15 @@ def test_the_lines_that_the_command_prints(folder, capsys):
 def test_a_layer_in_which_nothing_fires_has_a_plan():
     model = make_model(predictor_rank=8)
     profile = make_profile(model, np.zeros((2, 96)))
-    problem = build_problem(model=model, profile=profile, machine=make_machine(),
-                            vram_budget_bytes=1 << 30, context_length=8, mode="predicted")  # fmt: skip
+    problem = make_problem(model, profile, make_machine(), 1 << 30, mode="predicted")
     assert np.isfinite(problem.cpu_s_per_byte_L).all() and (problem.min_hot_L == 96).all()
 
 
 def inputs_of(budget: int) -> Inputs:
     model = shape_only(make_sizes(num_layers=4, width=256, num_neurons=1024, vocab_size=512))
     profile = make_profile(model, power_law_frequencies(4, 1024))
-    return Inputs(
-        model=model, profile=profile, machine=make_machine(round_trip_s=1e-6, launch_s=1e-6),
-        paths=(model.path,) * 3, context_length=32, mode="exact", workspace=1000,
-        budgets=(budget,), host_budget=1 << 40,
-    )  # fmt: skip
+    machine = make_machine(round_trip_s=1e-6, launch_s=1e-6)
+    return make_inputs(model, profile, machine, budget, workspace=1000)
 
 
 def test_below_the_budget_that_helps_nothing_does():
@@ -325,15 +319,10 @@ def test_the_heat_map_matches_the_plan(folder):
 
 
 def test_rates_that_varied_are_noted(tmp_path):
-    model = make_model(kind="f16")
-    model.save(tmp_path / "m.gguf")
-    make_profile(model).save(tmp_path / "p")
-    machine = make_machine()
+    machine, output = make_machine(), tmp_path / "plan"
+    save_solver_files(tmp_path, make_model(kind="f16"))
     assert machine.cpu_costs is not None
-    config = SolveConfig(
-        model=tmp_path / "m.gguf", profile=tmp_path / "p", machine=tmp_path / "c",
-        output=tmp_path / "plan", vram_budget_bytes=0, force=True,
-    )  # fmt: skip
+    config = SolveConfig(**solver_files(tmp_path), output=output, vram_budget_bytes=0, force=True)
     for spread, is_told in ((0.1, False), (2.0, True)):
         rates = {
             kind: replace(rate, quartiles=(1.0, 1.0, 1.0 + spread), rounds=5)
@@ -352,8 +341,8 @@ def test_room_that_stays_unused_is_explained(folder):
     told = []
     for budget in (70 << 10, 80 << 10, 200 << 10, 400 << 10, 500 << 10):
         config = SolveConfig(
-            model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
-            output=folder / "plan", vram_budget_bytes=budget, time_limit_s=5.0, force=True,
+            **solver_files(folder), output=folder / "plan", vram_budget_bytes=budget,
+            time_limit_s=5.0, force=True,
         )  # fmt: skip
         report = solve(config, lambda *given: 1 << 16)
         used = sum(report.gpu_bytes.values())

@@ -6,16 +6,17 @@ from itertools import product
 
 import numpy as np
 import pytest
-from test_solver_gpus import brute_force, tiny_inputs
+from test_solver import brute_force
+from test_solver_gpus import tiny_inputs
 
 from hotsplit.errors import HotsplitError
 from hotsplit.solver import optimise
-from hotsplit.solver.fullest import bytes_of, emptiest, fullest, fullest_plan, least_room
+from hotsplit.solver.fullest import emptiest, fullest, fullest_plan, least_room
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.memories import TooSmallError, least_of
 from hotsplit.solver.modes import find, find_fastest
-from hotsplit.solver.pipeline import held_bytes, plan_is_feasible
-from hotsplit.solver.problem import Problem, is_feasible
+from hotsplit.solver.multi_gpu import bytes_of_gpus, plan_is_feasible
+from hotsplit.solver.problem import Problem, held_bytes, is_feasible
 
 
 def random_run(rng: np.random.Generator) -> Problem:
@@ -61,12 +62,12 @@ def test_fullest_and_emptiest_agree_with_all_sums(seed):
     sums = all_sums(run)
     for limit in rng.integers(0, max(sums) + 9, 12).tolist():
         full, few = fullest(run, limit), emptiest(run, limit)
-        assert bytes_of(run, full) == max(s for s in sums if s <= limit)
+        assert held_bytes(run, full) == max(s for s in sums if s <= limit)
         assert is_feasible(replace(run, budget_bytes=limit + run.workspace_bytes), full)
         enough = [s for s in sums if s >= limit]
         assert (few is None) == (not enough)
         if few is not None:
-            assert bytes_of(run, few) == min(enough)
+            assert held_bytes(run, few) == min(enough)
             assert ((few.num_hot_L == 0) | (few.num_hot_L >= run.min_hot_L)).all()
 
 
@@ -85,10 +86,10 @@ def test_sums_of_a_model_of_many_sizes_are_found_at_once():
         head_bytes=128 << 20,
     )
     room = 12 << 30
-    full = bytes_of(run, fullest(run, room))
+    full = held_bytes(run, fullest(run, room))
     few = emptiest(run, room)
     assert few is not None
-    assert room - 256 < full <= room <= bytes_of(run, few) < room + 256
+    assert room - 256 < full <= room <= held_bytes(run, few) < room + 256
 
 
 def refusal_of(inputs: Inputs, max_loss: float | None) -> TooSmallError | None:
@@ -158,16 +159,10 @@ def check_named(inputs: Inputs, max_loss: float | None) -> int:
     return named
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [*range(24), *(pytest.param(n, marks=pytest.mark.slow) for n in range(1000, 1500))]
+)
 def test_the_named_size_works_and_one_byte_less_does_not(seed, tmp_path):
-    inputs = refused_inputs(seed, tmp_path)
-    assert check_named(inputs, None)
-    assert check_named(inputs, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1500))
-def test_the_named_size_works_for_500_problems(seed, tmp_path):
     inputs = refused_inputs(seed, tmp_path)
     assert check_named(inputs, None)
     assert check_named(inputs, 1.0)
@@ -201,7 +196,7 @@ def test_a_refusal_comes_before_the_search(tmp_path, monkeypatch):
     monkeypatch.setattr(optimise, "_start", lambda pipeline: pytest.fail("searched"))
     inputs = tiny_inputs(4, 2, tmp_path)
     pipeline = replace(inputs.pipeline(), need_bytes=1)
-    most = sum(held_bytes(pipeline, fullest_plan(pipeline)))
+    most = sum(bytes_of_gpus(pipeline, fullest_plan(pipeline)))
     assert most > 0
     assert optimise.find_plan(replace(pipeline, need_bytes=most + 1), time_limit_s=30) is None
     with pytest.raises(pytest.fail.Exception, match="searched"):

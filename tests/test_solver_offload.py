@@ -4,7 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
-from models import load_solver_files, make_machine, make_model, make_sizes, save_solver_files
+from models import (
+    load_solver_files,
+    make_machine,
+    make_model,
+    make_sizes,
+    save_solver_files,
+    solver_files,
+)
 
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split
@@ -36,9 +43,8 @@ def solved(files, output, **changes):
         asked.append(context_length)
         return WORKSPACE
 
-    values = {
-        "model": files / "m.gguf", "profile": files / "p", "machine": files / "c", "force": True,
-        "vram_budget_bytes": WORKSPACE + (110 << 10), "mode": "exact", "output": output,
+    values = solver_files(files) | {
+        "force": True, "vram_budget_bytes": WORKSPACE + (110 << 10), "mode": "exact", "output": output,
         "context_length": CONTEXT, "kv_offload": RULE,
     }  # fmt: skip
     return solve(SolveConfig(**values | changes), workspace), asked

@@ -18,8 +18,8 @@ from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
+from hotsplit.measure.evaluate.config import TasksConfig
 from hotsplit.measure.evaluate.tasks import Score, TasksReport, _load
-from hotsplit.measure.evaluate.tasks_config import TasksConfig
 from hotsplit.options.engine_config import EngineConfig
 
 needs_lm_eval = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile

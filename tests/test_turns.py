@@ -9,8 +9,9 @@ from test_limit_search import point
 
 from hotsplit.measure.advise import turns as module
 from hotsplit.measure.advise.advise import timed
-from hotsplit.measure.advise.choice import Gain, choose
-from hotsplit.measure.advise.turns import FEW, MORE, STEPS, Rounds, Timings, Turns
+from hotsplit.measure.advise.choice import choose
+from hotsplit.measure.advise.timings import Gain, Rounds, Timings
+from hotsplit.measure.advise.turns import FEW, MORE, STEPS, Turns
 
 SLOWER = 1.8
 OWN = point("f16", "dense", 0, 2000, 0.0)

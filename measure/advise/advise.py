@@ -23,27 +23,18 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.advise.choice import (
     Point,
-    Trial,
     choose,
     contenders,
     timed_points,
     to_time,
     with_front,
 )
-from hotsplit.measure.advise.config import AdviseConfig
-from hotsplit.measure.advise.turns import (
-    FEW,
-    MORE,
-    MOST_POSITIONS,
-    STEPS,
-    Rounds,
-    TextDecoder,
-    Timings,
-    Turns,
-)
+from hotsplit.measure.advise.config import MIN_TOKENS, AdviseConfig
+from hotsplit.measure.advise.timings import Rounds, Timings, Trial
+from hotsplit.measure.advise.turns import FEW, MORE, MOST_POSITIONS, STEPS, TextDecoder, Turns
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.model.spec import SMOOTH
-from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.corpus.corpus import Windows, read_windows
 from hotsplit.profile.sparsity.limit_meter import LimitMeter, fitting
 from hotsplit.profile.sparsity.limit_search import (
     Allocation,
@@ -97,11 +88,7 @@ class Adviser:
     def _texts(self) -> tuple[list[Tensor], list[Tensor]]:
         """A third of the text, to choose limits on, and as much of the rest as `fitting` allows, to
         measure on."""
-        windows = read_windows(
-            self.config.corpora, self.engine.codec, context_length=self.engine.context_length,
-            max_tokens=self.config.max_tokens, seed=self.config.seed,
-        )  # fmt: skip
-        self.config.check_text(windows.num_tokens)
+        windows = windows_of(self.config, self.engine)
         self.text_sha256 = windows.sha256
         cut = max(1, len(windows.ids) // 3)
         check = fitting(windows.ids[cut:], self.model.spec.vocab_size)
@@ -291,6 +278,21 @@ def advice_of(points: Sequence[Point], times: Timings, max_loss: float, num_toke
     best = next(point for point in points if point.trial == best.trial)
     return Advice(points=tuple(points), best=best, why=why, num_tokens=num_tokens,
                   reference=times.reference, rounds=times.groups)  # fmt: skip
+
+
+def windows_of(config: AdviseConfig, engine: Engine) -> Windows:
+    """The text's windows. Raises HotsplitError for a text that is too short to tell points
+    apart."""
+    windows = read_windows(
+        config.corpora, engine.codec, context_length=engine.context_length,
+        max_tokens=config.max_tokens, seed=config.seed,
+    )  # fmt: skip
+    if windows.num_tokens < MIN_TOKENS:
+        raise HotsplitError(
+            f"{config.corpora[0]}: {windows.num_tokens} tokens, wanted {MIN_TOKENS} or more; give a"
+            " longer text"
+        )
+    return windows
 
 
 def text_to_time(windows: Sequence[Tensor], engine: Engine) -> list[int]:

@@ -3,52 +3,17 @@
 A point is a weight type, dense or with a rule that saves a share of the bytes. The quality of all
 points is measured against one dense model, so that types and rules are comparable. A point is on
 the Pareto front unless another is at least as good in both KL and speed, and better in one.
-Measurements are left to measure.advise.advise and profile.advise_own_limits."""
+Measurements are left to `advise` and `own_limits`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from hotsplit.measure.advise.timings import Gain, Timings, Trial
 from hotsplit.profile.sparsity.limit_meter import Closeness
 
 LEAST_GAIN = 0.03  # smallest gain in speed that is worth a rule's loss
 LEAST_SPEED = 0.9  # a rule's least speed, relative to what the bytes that it saves promise
 NEAR = 1.25  # points that take up to this many times as long as the fastest get further rounds
-Trial = tuple[str, str, float]  # type, rule, share
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gain:
-    """A relative gain in tokens/s, 0.1 for 10 % more: the median of the rounds and its 95 %
-    interval. If the gain is estimated, all three are equal."""
-
-    median: float
-    low: float
-    high: float
-
-    @property
-    def is_clear(self) -> bool:
-        """True if the whole interval is above 0."""
-        return self.low > 0
-
-    @property
-    def line(self) -> str:
-        if self.low == self.high:
-            return f"{self.median:+.0%}"
-        return f"{self.median:+.0%} (95%: {self.low:+.0%} to {self.high:+.0%})"
-
-
-class Times(Protocol):
-    """The timings of profile.turns."""
-
-    @property
-    def reference(self) -> Trial: ...
-
-    def num_rounds(self, trial: Trial) -> int: ...
-
-    def seconds(self, trial: Trial) -> float: ...
-
-    def gain(self, trial: Trial, over: Trial) -> Gain: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +62,7 @@ def to_time(points: Sequence[Point], max_loss: float) -> list[Point]:
     return list(chosen.values())
 
 
-def timed_points(points: Sequence[Point], times: Times) -> list[Point]:
+def timed_points(points: Sequence[Point], times: Timings) -> list[Point]:
     """The points with their seconds. Those that were not timed are extrapolated by bytes from the
     timed point of their type and rule with the nearest share, or else from their type's dense
     point; all dense points must have been timed."""
@@ -146,7 +111,7 @@ def with_front(points: Sequence[Point]) -> list[Point]:
     return [replace(point, is_on_front=not is_beaten(point)) for point in points]
 
 
-def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Point, str]:
+def choose(points: Sequence[Point], max_loss: float, times: Timings) -> tuple[Point, str]:
     """The recommended point, and the reason in a sentence or two.
 
     Only points whose `least_increase` is within `max_loss` count. A rule pays if it beats every
@@ -180,7 +145,7 @@ def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Poin
     return dense, _why_dense(dense, whole[0], why, list(dense_of.values()), times)
 
 
-def _gain(point: Point, over: Point, times: Times) -> Gain:
+def _gain(point: Point, over: Point, times: Timings) -> Gain:
     """The gain of `point` over another, estimated unless both are timed."""
     if point.is_timed and over.is_timed:
         return times.gain(point.trial, over.trial)
@@ -188,7 +153,7 @@ def _gain(point: Point, over: Point, times: Times) -> Gain:
     return Gain(median=gain, low=gain, high=gain)
 
 
-def _beats(rule: Point, dense: Point, times: Times) -> bool:
+def _beats(rule: Point, dense: Point, times: Timings) -> bool:
     """True if the rule is clearly faster, by more than LEAST_GAIN in the median, or if its median
     is faster and its KL smaller."""
     gain = _gain(rule, dense, times)
@@ -197,7 +162,7 @@ def _beats(rule: Point, dense: Point, times: Times) -> bool:
     return gain.median > 0 and rule.close.kl < dense.close.kl
 
 
-def _closest_of_fastest(points: Sequence[Point], times: Times) -> Point:
+def _closest_of_fastest(points: Sequence[Point], times: Timings) -> Point:
     """The point with the smallest KL among the first and, if it is timed, the timed ones that it is
     not clearly faster than."""
     first = points[0]
@@ -206,7 +171,7 @@ def _closest_of_fastest(points: Sequence[Point], times: Times) -> Point:
     return min(alike, key=lambda p: p.close.kl)
 
 
-def _why_rule(rule: Point, dense: Point, own: Point, limit: str, times: Times) -> str:
+def _why_rule(rule: Point, dense: Point, own: Point, limit: str, times: Timings) -> str:
     gain = _gain(rule, dense, times)
     small = "" if gain.is_clear else " not distinguishable from 0, but its loss is smaller,"
     over = "" if own is dense else f" {_gain(rule, own, times).line} over {own.name};"
@@ -217,7 +182,7 @@ def _why_rule(rule: Point, dense: Point, own: Point, limit: str, times: Times) -
     )
 
 
-def _why_no_rule(rule: Point, fastest: Point, own: Point, limit: str, times: Times) -> str:
+def _why_no_rule(rule: Point, fastest: Point, own: Point, limit: str, times: Timings) -> str:
     """`rule` is the fastest rule within the limit, `fastest` the fastest dense point within it, and
     `own` the dense point of the rule's type."""
     gain = _gain(rule, fastest, times)
@@ -231,7 +196,7 @@ def _why_no_rule(rule: Point, fastest: Point, own: Point, limit: str, times: Tim
 
 
 def _why_dense(
-    dense: Point, fastest: Point, why_no_rule: str, types: Sequence[Point], times: Times
+    dense: Point, fastest: Point, why_no_rule: str, types: Sequence[Point], times: Timings
 ) -> str:
     """`fastest` is the fastest dense point within the limit."""
     more = ""

@@ -28,11 +28,3 @@ class AdviseConfig:
             raise HotsplitError(
                 f"max loss is {self.max_loss}, wanted 0 or more and less than 10, e.g. 0.01"
             )
-
-    def check_text(self, num_tokens: int) -> None:
-        """Raises HotsplitError for a text that is too short to tell points apart."""
-        if num_tokens < MIN_TOKENS:
-            raise HotsplitError(
-                f"{self.corpora[0]}: {num_tokens} tokens, wanted {MIN_TOKENS} or more; give a longer"
-                " text"
-            )

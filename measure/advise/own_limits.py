@@ -16,11 +16,17 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import head_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import row_bytes
-from hotsplit.measure.advise.advise import Advice, advice_of, line_of, text_to_time, timed
+from hotsplit.measure.advise.advise import (
+    Advice,
+    advice_of,
+    line_of,
+    text_to_time,
+    timed,
+    windows_of,
+)
 from hotsplit.measure.advise.choice import Point
 from hotsplit.measure.advise.config import AdviseConfig
 from hotsplit.measure.advise.turns import TextDecoder, Turns
-from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.sparsity.limit_meter import LimitMeter, fitting
 from hotsplit.profile.sparsity.limit_search import Bytes
 from hotsplit.runtime.engine import Engine
@@ -44,7 +50,7 @@ def advise_own_limits(
     Raises HotsplitError for a dense model with another vocabulary size, with limits or in a
     smaller type than the file, and for a text that is too short."""
     reference = config.model if dense is None else dense
-    own = _own_type(reference)
+    own = ModelFile.load(reference).own_type
     _check_reference(config.model, reference)
     sparse = {kind: config.model if kind == types[0] else file_of(config.model, kind)
               for kind in types}  # fmt: skip
@@ -52,7 +58,7 @@ def advise_own_limits(
     files = {kind: reference if kind == own else file_of(reference, kind) for kind in alike}
     points: list[Point] = []
     with Engine.load(reference, mode="dense", device="cpu") as engine:
-        windows = _windows(config, engine)
+        windows = fitting(windows_of(config, engine).ids, engine.model.spec.vocab_size)
         meter = LimitMeter(engine, windows)
         whole = {kind: Bytes.of(ModelFile.load(file)).total for kind, file in files.items()}
         for kind, file in files.items():
@@ -85,10 +91,6 @@ def advise_own_limits(
     return advice_of(points, times, config.max_loss, meter.num_tokens)
 
 
-def _own_type(path: Path) -> str:
-    return ModelFile.load(path).own_type
-
-
 def _check_reference(path: Path, dense: Path) -> None:
     model, other = ModelFile.load(path), ModelFile.load(dense)
     if dense != path and other.has_limits:
@@ -100,22 +102,13 @@ def _check_reference(path: Path, dense: Path) -> None:
             f"{dense}: has a vocabulary of {other.spec.vocab_size:,}, but {path} has one of"
             f" {model.spec.vocab_size:,}; --dense must be the model that {path} was trained from"
         )
-    own, kind = _own_type(path), _own_type(dense)
+    own, kind = model.own_type, other.own_type
     if row_bytes(WHOLE_BLOCKS, kind) < row_bytes(WHOLE_BLOCKS, own):
         raise HotsplitError(
             f"{dense}: is in {kind}, less precise than the {own} of {path}, so its rounding would"
             f" count as a fault of that file; give the model that it was trained from in {own} or a"
             " larger type"
         )
-
-
-def _windows(config: AdviseConfig, engine: Engine) -> list[Tensor]:
-    windows = read_windows(
-        config.corpora, engine.codec, context_length=engine.context_length,
-        max_tokens=config.max_tokens, seed=config.seed,
-    )  # fmt: skip
-    config.check_text(windows.num_tokens)
-    return fitting(windows.ids, engine.model.spec.vocab_size)
 
 
 def _bytes_per_token(engine: Engine, ids_T: Tensor) -> float:

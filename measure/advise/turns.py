@@ -16,13 +16,12 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Protocol, Self
 
-from hotsplit.measure.advise.choice import Gain, Point, Trial
+from hotsplit.measure.advise.choice import Point
+from hotsplit.measure.advise.timings import Rounds, Timings, Trial
 from hotsplit.measure.timing.rounds import take_turns
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.engine import Engine
@@ -32,65 +31,7 @@ STEPS = 8  # tokens of a model's turn; one more comes first and is not counted
 FEW, MORE = 5, 20  # rounds for all models, and further ones for those that may be recommended
 MOST_POSITIONS = 512  # at most, tokens of the text that are decoded again and again
 MEMORY_SHARE = 0.5  # of the free memory, for models that are open at once
-NORMAL_95 = 1.96
 COPIES = 2  # an open model takes at most twice the bytes of its file: mapped, and packed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """Seconds per token of the models of one group, in the order of `trials`; a row is a round."""
-
-    trials: tuple[Trial, ...]  # the reference is the first
-    seconds: tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class Timings:
-    """All rounds, and the figures derived from them."""
-
-    groups: tuple[Rounds, ...] = ()
-
-    @property
-    def reference(self) -> Trial:
-        return self.groups[0].trials[0]
-
-    def num_rounds(self, trial: Trial) -> int:
-        return sum(len(group.seconds) for group in self.groups if trial in group.trials)
-
-    def seconds(self, trial: Trial) -> float:
-        """Seconds per token: the reference's median, divided by one plus the gain over it."""
-        own = [row[0] for group in self.groups for row in group.seconds]
-        return median(own) / (1 + self.gain(trial, self.reference).median)
-
-    def gain(self, trial: Trial, over: Trial) -> Gain:
-        """How much faster `trial` is, relative to `over`; both must have been timed."""
-        if trial == over:
-            return Gain(median=0.0, low=0.0, high=0.0)
-        ratios = [
-            row[group.trials.index(over)] / row[group.trials.index(trial)]
-            for group in self.groups
-            if trial in group.trials and over in group.trials
-            for row in group.seconds
-        ]
-        if ratios:
-            return _gain(ratios)
-        assert self.reference not in (trial, over), (trial, over)
-        one, other = (self.gain(each, self.reference) for each in (trial, over))
-        return Gain(
-            median=(1 + one.median) / (1 + other.median) - 1,
-            low=(1 + one.low) / (1 + other.high) - 1,
-            high=(1 + one.high) / (1 + other.low) - 1,
-        )
-
-
-def _gain(ratios: Sequence[float]) -> Gain:
-    """The interval is between two of the sorted ratios, by the normal approximation of the number
-    of ratios below the median; with seven or fewer, between the first and the last."""
-    ordered, count = sorted(ratios), len(ratios)
-    first = max(0, int((count - NORMAL_95 * math.sqrt(count)) / 2))
-    return Gain(
-        median=median(ordered) - 1, low=ordered[first] - 1, high=ordered[count - 1 - first] - 1
-    )
 
 
 class Decoder(Protocol):

@@ -12,7 +12,7 @@ import torch
 
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.measure.calibrate.calibrate import buffer_bytes
-from hotsplit.measure.calibrate.gpu import READ_BYTES
+from hotsplit.measure.calibrate.gpu import READ_BYTES, event_seconds
 from hotsplit.measure.timing.rounds import seconds_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.matrix import matrix_of
@@ -44,13 +44,8 @@ def gpu_bandwidth(device: torch.device) -> Bandwidth:
     free, _ = torch.cuda.mem_get_info(device)
     values = torch.ones(min(READ_BYTES, free // 4) // 4, device=device)
 
-    def seconds() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def measure() -> float:
         with torch.cuda.device(device):
-            begin.record()
-            values.sum()
-            end.record()
-            end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+            return values.nbytes / min(event_seconds(values.sum) for _ in range(TRIES))
 
-    return lambda: values.nbytes / min(seconds() for _ in range(TRIES))
+    return measure

@@ -80,15 +80,8 @@ def _result(result: Result) -> dict[str, Any]:
 
 
 def _times(times: Times) -> dict[str, Any]:
-    return {
-        "avg_ns": times.avg_ns,
-        "stddev_ns": times.stddev_ns,
-        "avg_ts": times.avg_ts,
-        "stddev_ts": times.stddev_ts,
-        "samples_ns": list(times.samples_ns),
-        "samples_ts": list(times.samples_ts),
-        "median_ts": times.median_ts,
-    }
+    names = ("avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts", "median_ts")
+    return {name: getattr(times, name) for name in names}
 
 
 def _rival(report: BenchReport) -> dict[str, Any]:

@@ -1,8 +1,21 @@
-"""The parts of a step as reported, and how the native step's parts map to them."""
+"""The parts of a decode step: their time, and the bytes that each reads, by side of the plan.
+
+On the CPU, the step itself counts the weights of attention, predictors and neurons as it runs; keys
+and values, the head, norms and biases are computed from shapes. With a GPU everything is
+computed from shapes except cold neurons, which the CPU counts; how many rows of hot neurons a
+sparse mode reads is unknown.
+
+Letters: L layers, P parts of runtime.step.step_times."""
+
+from collections import defaultdict
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import head_bytes, is_dense, is_predictor, layer_bytes, layer_tensors
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.step_times import PARTS
 
 PROJECTIONS, CACHE, PREDICTOR, HEAD = "projections", "cache", "predictor", "head"
@@ -27,6 +40,8 @@ _OF_NATIVE = {
     "head": HEAD,
     "other": OTHER,
 }
+Bytes = dict[tuple[str, str], float]  # per token, by part and role
+ROLES = ("gpu", "cpu")
 
 
 def neuron_parts(plan: Split | None, layer: int) -> dict[str, str]:
@@ -53,3 +68,156 @@ def part_ns(counts_LP2: Tensor, plan: Split | None, wall_ns: int) -> dict[str, i
                 found[names[name]] += ns
     found[OUTSIDE] = wall_ns - sum(found.values())
     return {part: ns for part, ns in found.items() if ns}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The number, first position and counters of consecutive decode steps."""
+
+    num_steps: int
+    start: int
+    counts_LP2: Tensor | None  # None unless steps are native
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """The bytes read for an average token."""
+
+    by_part: Bytes
+    unknown: str | None  # the reason, if a part is missing
+
+    @property
+    def total(self) -> float | None:
+        """Bytes of all parts; None if one is missing."""
+        return None if self.unknown else sum(self.by_part.values())
+
+    def of_part(self, part: str) -> float:
+        return sum(num_bytes for (name, _), num_bytes in self.by_part.items() if name == part)
+
+    def of_role(self, role: str) -> float | None:
+        """Bytes of one side of the plan; None if a part is missing."""
+        if self.unknown:
+            return None
+        return sum(num_bytes for (_, side), num_bytes in self.by_part.items() if side == role)
+
+    @property
+    def by_role(self) -> dict[str, float | None]:
+        sides = {side for _, side in self.by_part}
+        return {role: self.of_role(role) for role in ROLES if role in sides}
+
+
+def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
+    """Average bytes per token of these steps."""
+    is_by_layer = steps.counts_LP2 is None and engine.device.type == "cpu"
+    # Steps that run layer by layer on the CPU count no sides of a plan.
+    sides = Sides.of(engine, None if is_by_layer else plan)
+    found: Bytes = defaultdict(float)
+    _add_outside_layers(found, engine, sides)
+    _add_vectors(found, engine, sides)
+    unknown = _add_cache(found, engine, sides, steps)
+    if steps.counts_LP2 is not None:
+        _add_counted(found, sides, steps, plan)
+    elif is_by_layer:
+        _add_traffic(found, steps)
+    else:
+        _add_projections(found, engine, sides)
+        unknown = unknown or _add_neurons(found, engine, plan, steps)
+    return StepBytes(dict(found), unknown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The sides of the plan that hold each layer's attention, the head and the embedding."""
+
+    layers: tuple[str, ...]
+    head: str
+    embedding: str
+
+    @classmethod
+    def of(cls, engine: Engine, plan: Split | None) -> "Sides":
+        whole = "cpu" if engine.device.type == "cpu" else "gpu"
+        if plan is None:
+            layers, head = (whole,) * engine.model.spec.num_layers, whole
+        else:
+            layers = tuple("gpu" if on_gpu else "cpu" for on_gpu in plan.dense_on_gpu)
+            head = "gpu" if plan.head_on_gpu else "cpu"
+        return cls(layers=layers, head=head, embedding=head if engine.model.is_tied else "cpu")
+
+
+def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
+    model = engine.model
+    found[HEAD, sides.head] += head_bytes(model)
+    found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
+    if positions := model.tensors.get("position_embd.weight"):
+        found[OTHER, "cpu"] += positions.row_bytes
+
+
+def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
+    """Adds norms and biases, and limits outside mode dense; leaves out those of predictors."""
+    for layer, side in enumerate(sides.layers):
+        for name, entry in layer_tensors(engine.model, layer).items():
+            is_used = engine.mode != "dense" or not name.endswith(".limit")
+            is_used &= not is_predictor(name)
+            if len(entry.shape) == 1 and is_used:
+                found[OTHER, side] += entry.num_bytes
+
+
+def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str | None:
+    """Adds the keys and values that tokens attend to; returns the reason if they are unknown."""
+    types = engine.cache_types
+    last = steps.start + steps.num_steps
+    if types.selection is not None and last > types.selection.longest - types.selection.block:
+        return "the keys that a token reads with --kv-offload are not counted"
+    positions = steps.start + (steps.num_steps + 1) / 2
+    for layer, side in zip(engine.model.spec.layers, sides.layers, strict=True):
+        attention = layer.attention
+        read = min(positions, attention.window or positions)
+        found[CACHE, side] += read * attention.num_kv_heads * types.row_bytes(attention.head_dim)
+    return None
+
+
+def _add_counted(found: Bytes, sides: Sides, steps: Steps, plan: Split | None) -> None:
+    assert steps.counts_LP2 is not None
+    for layer, side in enumerate(sides.layers):
+        counted = steps.counts_LP2[layer, :, 1]
+        read = {name: counted[i].item() / steps.num_steps for i, name in enumerate(PARTS)}
+        found[PROJECTIONS, side] += read["inputs"] + read["output"]
+        if read["predictor"]:
+            found[PREDICTOR, side] += read["predictor"]
+        for name, part in neuron_parts(plan, layer).items():
+            found[part, "gpu" if part == HOT else "cpu"] += read[name]
+
+
+def _add_traffic(found: Bytes, steps: Steps) -> None:
+    """Adds the counters of CPU steps that run layer by layer."""
+    traffic, count = steps.traffic, steps.num_steps
+    found[PROJECTIONS, "cpu"] += traffic.attention / count
+    found[NEURONS, "cpu"] += (traffic.gate + traffic.up + traffic.down) / count
+    if traffic.predictor:
+        found[PREDICTOR, "cpu"] += traffic.predictor / count
+
+
+def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
+    """Adds all projections and predictors in full: there are no limits on a GPU."""
+    for layer, side in enumerate(sides.layers):
+        for name, entry in layer_tensors(engine.model, layer).items():
+            if len(entry.shape) == 2 and is_dense(name):
+                found[PROJECTIONS, side] += entry.num_bytes
+            elif is_predictor(name) and engine.mode == "predicted":
+                found[PREDICTOR, side] += entry.num_bytes
+
+
+def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:
+    """Adds neurons; returns the reason if the bytes of those on the GPU are unknown."""
+    model, num_neurons = engine.model, engine.model.spec.most_neurons
+    num_hot = [num_neurons] * len(engine.layers) if plan is None else list(map(len, plan.hot))
+    traffic = steps.traffic
+    cold = traffic.gate + traffic.up + traffic.down
+    if cold:
+        found[COLD, "cpu"] += cold / steps.num_steps
+    if engine.mode != "dense" and any(num_hot):
+        return "the rows that a GPU reads in a sparse mode are not counted"
+    for layer, count in enumerate(num_hot):
+        found[HOT if plan else NEURONS, "gpu"] += count * layer_bytes(model, layer).neuron
+    return None

@@ -1,25 +1,29 @@
-"""Runs tests on our engine, through the code path that generates text, but without sampling."""
+"""Runs all tests in turn, round by round, so that a slow round affects both sides alike; on our
+engine, through the code path that generates text, but without sampling."""
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
-from hotsplit.measure.bench.config import BenchTest
-from hotsplit.measure.bench.step_bytes import Steps
+from hotsplit.measure.bench.bandwidth import Bandwidth
+from hotsplit.measure.bench.config import BenchConfig, BenchTest
+from hotsplit.measure.bench.parts import Steps
+from hotsplit.measure.bench.rival import Rival
+from hotsplit.measure.timing.rounds import in_turn
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.step.step_times import timed_parts
 
+WARM_UP = 4  # tokens generated in a warm-up
 FIRST_ID = 3  # lower ids are special tokens in Llama's vocabulary
 
 
@@ -89,33 +93,82 @@ class Runner:
         """Runs a test after the cached tokens; the cache is unchanged afterwards."""
         text = self._text
         assert text is not None and text.length == test.depth, test
-        before = replace(self.engine.traffic)
+        before = asdict(self.engine.traffic)
         pieces = [list(ids)] if test.kind == "pp" else [[token] for token in ids]
-        with self._timed() as counts_LP2:
+        with nullcontext() if self.native is None else timed_parts(self.native) as counts_LP2:
             began = time.perf_counter_ns()
             for piece in pieces:
                 text.extend(piece)
             ns = time.perf_counter_ns() - began
         text.rollback(test.depth)
-        read = _difference(self.engine.traffic, before)
+        now = asdict(self.engine.traffic)
+        read = Traffic(**{part: count - before[part] for part, count in now.items()})
         steps = Steps(num_steps=len(ids), start=test.depth, counts_LP2=counts_LP2, traffic=read)
         return Sample(ns=ns, steps=steps)
-
-    @contextmanager
-    def _timed(self) -> Iterator[Tensor | None]:
-        with nullcontext() if self.native is None else timed_parts(self.native) as counts_LP2:
-            yield counts_LP2
 
     def close(self) -> None:
         if self._text is not None:
             self._text.close()
 
 
-def _difference(now: Traffic, before: Traffic) -> Traffic:
-    return Traffic(
-        gate=now.gate - before.gate,
-        up=now.up - before.up,
-        down=now.down - before.down,
-        predictor=now.predictor - before.predictor,
-        attention=now.attention - before.attention,
-    )
+@dataclass
+class Measured:
+    """The samples of one test, one per round."""
+
+    began: str = ""  # UTC
+    ours: list[Sample] = field(default_factory=list)
+    theirs: list[int] = field(default_factory=list)
+    bandwidths: list[dict[str, float]] = field(default_factory=list)  # by device
+
+
+class Rounds:
+    """The rounds of a benchmark; each runs every test of a depth once on both sides."""
+
+    def __init__(
+        self,
+        config: BenchConfig,
+        runner: Runner,
+        tokens: Tokens,
+        rival: Rival | None,
+        probes: dict[str, Bandwidth],
+        on_test: Callable[[float], None],
+    ) -> None:
+        self.config, self.runner, self.tokens, self.rival = config, runner, tokens, rival
+        self.probes, self.on_test = probes, on_test
+        self.bandwidths: list[dict[str, float]] = []  # bytes per second by device, for each round
+        self.measured = {test: Measured() for test in config.tests}
+
+    def run(self) -> None:
+        for depth in sorted({test.depth for test in self.measured}):
+            tests = [test for test in self.measured if test.depth == depth]
+            ids = self.tokens.take(depth)
+            self.runner.go_to(ids)
+            if self.rival is not None:
+                self.rival.go_to(ids)
+            for test in tests:
+                self._warm_up(test)
+            for number in range(self.config.repetitions):
+                bandwidth = {name: measure() for name, measure in self.probes.items()}
+                self.bandwidths.append(bandwidth)
+                for test in tests:
+                    self._measure(test, number, bandwidth)
+
+    def _warm_up(self, test: BenchTest) -> None:
+        length = test.length if test.kind == "pp" else min(test.length, WARM_UP)
+        short = BenchTest(kind=test.kind, length=length, depth=test.depth)
+        ids = self.tokens.take(length)
+        self.runner.run(short, ids)
+        if self.rival is not None:
+            self.rival.run(short, ids)
+        self.on_test(1)
+
+    def _measure(self, test: BenchTest, number: int, bandwidth: dict[str, float]) -> None:
+        measured, ids = self.measured[test], self.tokens.take(test.length)
+        measured.began = measured.began or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        measured.bandwidths.append(bandwidth)
+        for side in in_turn((self.runner, self.rival), number):
+            if side is self.runner:
+                measured.ours.append(self.runner.run(test, ids))
+            elif self.rival is not None:
+                measured.theirs.append(self.rival.run(test, ids))
+        self.on_test(1)

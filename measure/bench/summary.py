@@ -4,12 +4,10 @@ import statistics
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.measure.bench.config import BenchConfig, BenchTest
-from hotsplit.measure.bench.parts import ORDER, part_ns
+from hotsplit.measure.bench.parts import ORDER, StepBytes, bytes_by_part, part_ns
 from hotsplit.measure.bench.result import BenchReport, Limit, Part, Result, Setting, Times
-from hotsplit.measure.bench.rounds import Measured, Rounds
-from hotsplit.measure.bench.runner import Sample
+from hotsplit.measure.bench.runner import Measured, Rounds, Sample
 from hotsplit.measure.bench.setting import format_count
-from hotsplit.measure.bench.step_bytes import StepBytes, step_bytes
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.sizes import format_bytes
 
@@ -24,7 +22,7 @@ def report_of(
     results, unknown = [], None
     for test, measured in rounds.measured.items():
         texts = measured.ours if test.kind == "tg" else []
-        reads = [step_bytes(engine, plan, sample.steps) for sample in texts]
+        reads = [bytes_by_part(engine, plan, sample.steps) for sample in texts]
         unknown = unknown or (reads[0].unknown if reads else None)
         results.append(_result(test, measured, reads, plan, setting))
     rival = None if rounds.rival is None else rounds.rival.about

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from hotsplit.measure.bench.fields import backend
 from hotsplit.measure.bench.parts import MEANINGS
-from hotsplit.measure.bench.result import BenchReport, Result
+from hotsplit.measure.bench.result import BenchReport, Result, Times
 from hotsplit.measure.bench.setting import format_count
 from hotsplit.system.sizes import format_bytes
 
@@ -33,11 +33,7 @@ def _heading(report: BenchReport) -> list[str]:
     config, setting = report.config, report.setting
     where = f"by {config.split}, " if config.split else ""
     level = f" ({setting.level})" if setting.level else ""
-    types = (
-        setting.type_k
-        if setting.type_k == setting.type_v
-        else f"{setting.type_k}, {setting.type_v}"
-    )
+    types = ", ".join(dict.fromkeys((setting.type_k, setting.type_v)))
     lines = [
         f"{config.model}: {setting.model_type}, {format_bytes(setting.model_size)}, mode"
         f" {setting.mode}, {where}on {setting.device}, {setting.num_threads} threads, cache {types}",
@@ -63,15 +59,9 @@ def _speeds(report: BenchReport) -> list[Row]:
         low, high = result.ours.range_ts
         median, limit = result.ours.median_ts, result.limit
         row = [result.test.name, *(f"{value:.2f}" for value in (median, low, high, 1e3 / median))]
-        row += (
-            ["", "", ""]
-            if limit is None
-            else [
-                f"{limit.bytes_a_token / MB:.2f}",
-                f"{limit.tokens_per_s:.2f}",
-                f"{limit.share:.0%}",
-            ]
-        )
+        numbers = () if limit is None else (limit.bytes_a_token / MB, limit.tokens_per_s)
+        row += [f"{number:.2f}" for number in numbers] or ["", ""]
+        row.append("" if limit is None else f"{limit.share:.0%}")
         if result.theirs is not None:
             low, high = min(result.ratios), max(result.ratios)
             row += [f"{result.theirs.median_ts:.2f}", f"{result.ratio:.2f}x"]
@@ -117,41 +107,39 @@ def _aligned(rows: Sequence[Row]) -> list[str]:
 
 def markdown_of(report: BenchReport) -> str:
     """A Markdown table of llama-bench's columns (mean and standard deviation), followed by ours."""
-    setting = report.setting
+    setting, rival = report.setting, report.rival
     has_types = {setting.type_k, setting.type_v} != {"f16"}
     heading = ["model", "size", "params", "backend", "threads"]
     heading += ["type_k", "type_v"] * has_types + ["test", "t/s", "mode", "MB/token", "of limit"]
-    fixed = [format_bytes(setting.model_size), format_count(setting.model_n_params)]
-    fixed += [backend(setting), str(setting.num_threads)]
-    fixed += [setting.type_k, setting.type_v] * has_types
-    rows: list[Row] = [heading + ["times llama.cpp"] * bool(report.rival)]
+    alike = [backend(setting), str(setting.num_threads)]
+    alike += [setting.type_k, setting.type_v] * has_types
+    rows: list[Row] = [heading + ["times llama.cpp"] * bool(rival)]
     for result in report.results:
-        limit = result.limit
-        speed = f"{result.ours.avg_ts:.2f} ± {result.ours.stddev_ts:.2f}"
-        row = [setting.model_type, *fixed, result.test.name, speed, setting.mode]
+        test, limit = result.test.name, result.limit
+        ours = _model_cells(setting.model_type, setting.model_size, setting.model_n_params)
+        row = [*ours, *alike, test, _mean(result.ours), setting.mode]
         row += (
             ["", ""] if limit is None else [f"{limit.bytes_a_token / MB:.2f}", f"{limit.share:.0%}"]
         )
-        if result.theirs is None:
-            rows.append(row)
-            continue
-        rows.append([*row, f"{result.ratio:.2f}"])
-        theirs = f"{result.theirs.avg_ts:.2f} ± {result.theirs.stddev_ts:.2f}"
-        assert report.rival is not None
-        other = _rival_cells(report)
-        rows.append([*other, result.test.name, theirs, "", "", "", ""])
+        rows.append(row if result.ratio is None else [*row, f"{result.ratio:.2f}"])
+        if result.theirs is not None and rival is not None:
+            name = f"{rival.model_type} ({rival.tool})".strip()
+            theirs = _model_cells(name, rival.model_size, rival.model_n_params)
+            rows.append([*theirs, *alike, test, _mean(result.theirs), "", "", "", ""])
     return "\n".join(_piped(rows, left=("model", "backend", "mode")))
 
 
-def _rival_cells(report: BenchReport) -> list[str]:
-    """llama.cpp's cells for the columns before the test's name."""
-    rival, setting = report.rival, report.setting
-    assert rival is not None
-    name = f"{rival.model_type} ({rival.tool})".strip()
-    size = format_bytes(rival.model_size) if rival.model_size else ""
-    params = format_count(rival.model_n_params) if rival.model_n_params else ""
-    cells = [name, size, params, backend(setting), str(setting.num_threads)]
-    return cells + [setting.type_k, setting.type_v] * ({setting.type_k, setting.type_v} != {"f16"})
+def _model_cells(name: str, size: int, num_params: int) -> list[str]:
+    """A model's cells; empty where a number is 0, which is unknown."""
+    return [
+        name,
+        format_bytes(size) if size else "",
+        format_count(num_params) if num_params else "",
+    ]
+
+
+def _mean(times: Times) -> str:
+    return f"{times.avg_ts:.2f} ± {times.stddev_ts:.2f}"
 
 
 def _piped(rows: Sequence[Row], left: Sequence[str]) -> list[str]:

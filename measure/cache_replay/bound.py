@@ -34,11 +34,10 @@ LINK_WEIGHTS = 7  # steps of the search for the link's weight
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The bound in seconds per step, and the hits and copies per step of its relaxed solution."""
+    """The bound in seconds per step, and the copies per step of its relaxed solution."""
 
     seconds: float
     link_weight: float
-    num_hits: float
     num_copies: float
 
 
@@ -91,7 +90,8 @@ class _Search:
             if not norm:
                 break
             gap_s = max(0.0, self.known_s - bound.seconds * self.case.num_tokens)
-            earned_s = self._saved(link_weight).mean() or 1.0
+            # Slots can stay empty, so a hit costs nothing.
+            earned_s = np.maximum(0.0, self._weights(link_weight)[2]).mean() or 1.0
             step = 0.5 * scale * gap_s / earned_s / norm
             self.price_LT = np.maximum(0.0, self.price_LT + step * slope_LT)
             turn = 0.1 * scale / np.sqrt(1 + number)
@@ -101,24 +101,23 @@ class _Search:
         self.num_rounds = LATER_ROUNDS
         return best
 
-    def _saved(self, link_weight: float) -> np.ndarray:
-        """Seconds that a hit saves, [L]; at least 0, since slots can stay empty."""
+    def _weights(self, link_weight: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """a and b of each layer, and the seconds that a hit saves, [L]."""
         costs, rest = self.case.costs, 1.0 - link_weight
         cold_L, hot_L = rest * (1.0 - self.hot_share_L), rest * self.hot_share_L
-        return np.maximum(0.0, cold_L * costs.cold_row_s_L - hot_L * costs.hot_row_s_L)
+        return cold_L, hot_L, cold_L * costs.cold_row_s_L - hot_L * costs.hot_row_s_L
 
     def _evaluate(self, link_weight: float) -> tuple[Bound, np.ndarray, np.ndarray]:
         """The bound at these weights and prices; its subgradient in the prices, which is the slots
         used minus those available [L, T]; and +1 for layers whose hot side takes longer, -1 for
         those whose cold side does [L]."""
         case, costs = self.case, self.case.costs
-        num_tokens, rest = case.num_tokens, 1.0 - link_weight
-        cold_L, hot_L = rest * (1.0 - self.hot_share_L), rest * self.hot_share_L
-        earned_L = cold_L * costs.cold_row_s_L - hot_L * costs.hot_row_s_L
+        num_tokens = case.num_tokens
+        cold_L, hot_L, earned_L = self._weights(link_weight)
         fetch_L = link_weight * costs.copy_row_s_L
-        total = num_tokens * rest * costs.rest_s
+        total = num_tokens * (1.0 - link_weight) * costs.rest_s
         slope_LT, lean_L = np.zeros_like(self.price_LT), np.zeros(len(earned_L))
-        all_hits = all_copies = 0
+        all_copies = 0
         for layer, slots_N in enumerate(case.slots_LN):
             fixed = cold_L[layer] * costs.cold_s_L[layer] + hot_L[layer] * costs.hot_s_L[layer]
             missed = cold_L[layer] * costs.cold_row_s_L[layer] * self.read_L[layer]
@@ -129,11 +128,10 @@ class _Search:
             hot_s = num_tokens * costs.hot_s_L[layer] + hits * costs.hot_row_s_L[layer]
             cold_s = num_tokens * costs.cold_s_L[layer] + misses * costs.cold_row_s_L[layer]
             lean_L[layer] = np.sign(hot_s - cold_s)
-            all_hits, all_copies = all_hits + hits, all_copies + copies
+            all_copies += copies
         bound = Bound(
             seconds=total / num_tokens,
             link_weight=link_weight,
-            num_hits=all_hits / num_tokens,
             num_copies=all_copies / num_tokens,
         )
         return bound, slope_LT, lean_L

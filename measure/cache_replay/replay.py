@@ -14,9 +14,15 @@ from hotsplit.costs.budget import is_cached
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 from hotsplit.measure.cache_replay.bound import Bound, lower_bound
-from hotsplit.measure.cache_replay.policies import POLICIES, Case, belady, hindsight
+from hotsplit.measure.cache_replay.policies import (
+    POLICIES,
+    Case,
+    Outcome,
+    belady,
+    hindsight,
+    seconds_T,
+)
 from hotsplit.measure.cache_replay.recording import Trace, record
-from hotsplit.measure.cache_replay.times import Outcome, seconds_T
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.engine import Engine
 
@@ -130,15 +136,13 @@ def num_stages() -> int:
     return len(POLICIES) + 2
 
 
-def case_of(
-    plan: Split, trace: Trace, options: CacheOptions, costs: CacheCosts | None = None
-) -> Case:
-    """The cached layers of a plan, with its costs unless others are given."""
+def case_of(plan: Split, trace: Trace, options: CacheOptions) -> Case:
+    """The cached layers of a plan."""
     assert plan.cache is not None
-    costs = plan.cache.costs if costs is None else costs
     chosen = [layer for layer, ids in enumerate(plan.hot) if is_cached(len(ids), trace.num_neurons)]
     times = {
-        name: value[chosen] if name.endswith("_L") else value for name, value in vars(costs).items()
+        name: value[chosen] if name.endswith("_L") else value
+        for name, value in vars(plan.cache.costs).items()
     }
     return Case(
         trace=trace.layers(chosen),

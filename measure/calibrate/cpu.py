@@ -12,7 +12,7 @@ Letters: N rows, D row width, A chosen rows, L layers, W words of a bit mask."""
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +41,10 @@ CPU = torch.device("cpu")
 ROW_VALUES = 4096
 FEW, MANY = 2, 10
 STEPS = 20
-CONTEXT = 64
+SMALL = Sizes(
+    num_layers=FEW, hidden_size=64, num_neurons=64, num_heads=8, num_kv_heads=2, head_dim=8,
+    vocab_size=512, context_length=64,
+)  # fmt: skip
 CACHE_STEPS = 8
 # Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
 CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
@@ -53,12 +56,7 @@ def measure_costs(
     """Measures with all threads that the runtime uses; matrices take up to `buffer_bytes` each."""
     probes = [p for kind in NAMES for p in _row_probes(kind, buffer_bytes)]
     engines = {
-        (mode, n): _small_engine(
-            _small_sizes(
-                num_layers=n, context_length=CONTEXT, num_heads=8, num_kv_heads=2, head_width=8
-            ),
-            has_predictors=mode == "predicted",
-        )  # fmt: skip
+        (mode, n): _small_engine(replace(SMALL, num_layers=n), has_predictors=mode == "predicted")
         for mode in ("exact", "predicted")
         for n in (FEW, MANY)
     }
@@ -80,23 +78,24 @@ def measure_costs(
 
 
 def _difference(many: Figure, few: Figure) -> Figure:
-    """Seconds per layer, from the MANY - FEW layers that only one of the models has; at least
-    1e-7."""
+    """Seconds per layer, from the MANY - FEW layers that only one of the models has."""
     count = MANY - FEW
-    best = max(1e-7, (many.best - few.best) / count)
     assert many.quartiles is not None and few.quartiles is not None
     values = [(m - f) / count for m, f in zip(many.quartiles, few.quartiles, strict=True)]
-    low, median, high = sorted(max(1e-7, value) for value in values)
-    return Figure(best=best, quartiles=(low, median, high), rounds=many.rounds)
+    return _positive((many.best - few.best) / count, values, many.rounds)
 
 
 def _rest(few: Figure, layer: Figure) -> Figure:
-    """Seconds of a step of FEW layers, less those of its layers; at least 1e-7."""
+    """Seconds of a step of FEW layers, less those of its layers."""
     assert few.quartiles is not None and layer.quartiles is not None
-    best = max(1e-7, few.best - FEW * layer.best)
-    values = [max(1e-7, f - FEW * layer.quartiles[1]) for f in few.quartiles]
-    low, median, high = sorted(values)
-    return Figure(best=best, quartiles=(low, median, high), rounds=few.rounds)
+    values = [f - FEW * layer.quartiles[1] for f in few.quartiles]
+    return _positive(few.best - FEW * layer.best, values, few.rounds)
+
+
+def _positive(best: float, quartiles: Sequence[float], rounds: int) -> Figure:
+    """The figure of a difference; each number is at least 1e-7."""
+    low, median, high = sorted(max(1e-7, value) for value in quartiles)
+    return Figure(best=max(1e-7, best), quartiles=(low, median, high), rounds=rounds)
 
 
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
@@ -185,9 +184,9 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
 
 def _cache_probe() -> Probe:
     """The time of steps at the end of a context, less that of steps at its beginning."""
-    sizes = _small_sizes(
-        num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
-        num_kv_heads=CACHE_HEADS, head_width=CACHE_WIDTH,
+    sizes = replace(
+        SMALL, num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
+        num_kv_heads=CACHE_HEADS, head_dim=CACHE_WIDTH,
     )  # fmt: skip
     engine = _small_engine(sizes, has_predictors=False)
     end = CACHE_TOKENS - CACHE_STEPS
@@ -208,16 +207,6 @@ def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
         return engine.decode_seconds(steps=STEPS) / STEPS
 
     return Probe(name=f"{mode} step, {num_layers} layers", seconds=seconds)
-
-
-def _small_sizes(
-    *, num_layers: int, context_length: int, num_heads: int, num_kv_heads: int, head_width: int
-) -> Sizes:
-    return Sizes(
-        num_layers=num_layers, hidden_size=64, num_neurons=64, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, head_dim=head_width, vocab_size=512,
-        context_length=context_length,
-    )  # fmt: skip
 
 
 def _small_engine(sizes: Sizes, *, has_predictors: bool) -> Engine:

@@ -11,8 +11,7 @@ pinned memory, and the CPU polls an event and launches the second graph, which c
 state back. The runtime has a host function inside one graph instead, so the measured time is
 neither an upper nor a lower bound on its round trip."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -62,10 +61,10 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
 
     copies, launches = _captured(copy_one, NUM_NODES), _captured(lambda: one.mul_(1.0), NUM_NODES)
     return [
-        Probe(name="bandwidth", seconds=lambda: _event_seconds(many.sum), num_bytes=many.nbytes),
+        Probe(name="bandwidth", seconds=lambda: event_seconds(many.sum), num_bytes=many.nbytes),
         Probe(
             name="pinned",
-            seconds=lambda: _event_seconds(lambda: into.copy_(pinned, non_blocking=True)),
+            seconds=lambda: event_seconds(lambda: into.copy_(pinned, non_blocking=True)),
             num_bytes=into.nbytes,
         ),
         Probe(
@@ -73,8 +72,8 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
             seconds=lambda: seconds_of(lambda: _waited(lambda: into.copy_(pageable))),
             num_bytes=into.nbytes,
         ),
-        Probe(name="copy", seconds=lambda: _event_seconds(copies.replay) / NUM_NODES),
-        Probe(name="launch", seconds=lambda: _event_seconds(launches.replay) / NUM_NODES),
+        Probe(name="copy", seconds=lambda: event_seconds(copies.replay) / NUM_NODES),
+        Probe(name="launch", seconds=lambda: event_seconds(launches.replay) / NUM_NODES),
         Probe(name="round trip", seconds=_round_trip(device)),
     ]
 
@@ -108,21 +107,15 @@ def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _event_seconds(run: Callable[[], object]) -> float:
-    """Seconds between two events around the submitted work."""
-    with _events() as (begin, end):
-        run()
-    return begin.elapsed_time(end) / 1e3
-
-
-@contextmanager
-def _events() -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
+def event_seconds(run: Callable[[], object]) -> float:
+    """Seconds between two events around the work that is submitted to the current device."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    yield begin, end
+    run()
     end.record()
     torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def _waited(run: Callable[[], object]) -> None:

@@ -7,6 +7,7 @@ Letters: T tokens, V vocabulary."""
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -170,11 +171,8 @@ def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
     """The score of `more` after `context`. The part of the context that the previous text also
     begins with is not run again, except for the context's last token."""
     wanted = context + more[:-1]
-    same = 0
-    for ours, theirs in zip(place.ids, wanted, strict=False):
-        if ours != theirs:
-            break
-        same += 1
+    pairs = zip(place.ids, wanted, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     # The logits after the context's last token are needed, and only new tokens have logits.
     place.rollback(min(same, len(context) - 1))
     new = wanted[place.length :]

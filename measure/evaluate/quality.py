@@ -21,7 +21,7 @@ from hotsplit.measure.evaluate.comparison import (
     increase_of,
     perplexity_of,
 )
-from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.model.modes import Mode
 from hotsplit.profile.corpus.corpus import read_chat_windows, read_windows
@@ -252,8 +252,8 @@ def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> f
     bytes_T = torch.zeros((), dtype=torch.float64)
     for layer in range(model.spec.num_layers):
         sizes = layer_bytes(model, layer)
-        bytes_T = bytes_T + sizes.up_row * shares.per_token("ffn_hidden", layer)
-        bytes_T = bytes_T + sizes.down_row * shares.per_token("ffn_hidden", layer)
+        fired_bytes = sizes.up_row + sizes.down_row
+        bytes_T = bytes_T + fired_bytes * shares.per_token("ffn_hidden", layer)
         if mode == "predicted":
             bytes_T = bytes_T + sizes.gate_row * shares.per_token("ffn_predicted", layer)
     return batch_mean(bytes_T, [len(bytes_T)]).half_width

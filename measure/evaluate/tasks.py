@@ -10,7 +10,7 @@ from typing import Any
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import one_line, shown
-from hotsplit.measure.evaluate.tasks_config import TasksConfig
+from hotsplit.measure.evaluate.config import TasksConfig
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.engine import Engine, load_engine
 from hotsplit.runtime.resolved_options import device_of
@@ -54,11 +54,13 @@ def run_tasks(
     """Runs the tasks. Raises HotsplitError if lm-eval, a task or its data is unavailable, and if
     lm-eval cannot prepare the tasks."""
     lm_eval = _library()
+    from hotsplit.measure.evaluate.lm_eval_model import EngineModel  # imports lm_eval
+
     manager = _manager(config)
     is_plain = config.split is None and device_of(config.engine.device).type == "cpu"
     num_texts = NUM_TEXTS if is_plain else 1
     with _load(config, num_texts) as engine:
-        model = _model(engine, num_texts, config.seed, on_requests)
+        model = EngineModel(engine, num_texts=num_texts, seed=config.seed, on_requests=on_requests)
         try:
             found = lm_eval.simple_evaluate(
                 model=model, tasks=list(config.tasks), num_fewshot=config.num_fewshot,
@@ -124,12 +126,6 @@ def _manager(config: TasksConfig) -> Any:
 def _load(config: TasksConfig, num_texts: int) -> Engine:
     asked = replace(config.engine, num_sequences=num_texts)
     return load_engine(config.model, config.split, asked)
-
-
-def _model(engine: Engine, num_texts: int, seed: int, on_requests: Callable[[float], None]) -> Any:
-    from hotsplit.measure.evaluate.lm_eval_model import EngineModel
-
-    return EngineModel(engine, num_texts=num_texts, seed=seed, on_requests=on_requests)
 
 
 def _scores(found: Any) -> tuple[Score, ...]:

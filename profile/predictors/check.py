@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.measure.evaluate.verify import text_token_ids
+from hotsplit.measure.evaluate.verify_conversion import text_token_ids
 from hotsplit.model.modes import Mode
 from hotsplit.profile.count.counting import gates_of
 from hotsplit.runtime.engine import Engine

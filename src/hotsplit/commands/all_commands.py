@@ -115,7 +115,7 @@ def convert(
     from hotsplit.system.progress import progress
 
     def verify(written: Written) -> list[str]:
-        from hotsplit.measure.evaluate.verify import verify as compare
+        from hotsplit.measure.evaluate.verify_conversion import verify as compare
         from hotsplit.profile.predictors.check import check_predictors
 
         advance.begin("verifying")

@@ -25,7 +25,7 @@ from hotsplit.commands.options.shared import (
 )
 
 if TYPE_CHECKING:
-    from hotsplit.measure.evaluate.eval_config import EvalConfig
+    from hotsplit.measure.evaluate.config import EvalConfig
     from hotsplit.measure.evaluate.quality import EvalReport
 
 ONLY_TEXT = (
@@ -84,7 +84,7 @@ def evaluate(
 
 
 def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> None:
-    from hotsplit.measure.evaluate.eval_config import EvalConfig
+    from hotsplit.measure.evaluate.config import EvalConfig
 
     # Refuses wrong options before the imports, which take seconds.
     config = EvalConfig(engine=take_engine_options(options), **options)
@@ -134,7 +134,7 @@ def _by_tasks(
 ) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; we show our own progress
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from hotsplit.measure.evaluate.tasks_config import TasksConfig
+    from hotsplit.measure.evaluate.config import TasksConfig
 
     folder: Path | None = options.pop("task_folder")
     # Refuses wrong options before the imports, which take seconds.

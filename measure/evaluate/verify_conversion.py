@@ -69,11 +69,7 @@ def verify(written: Written) -> Verification:
         for _ in written.restored():  # the values can be checked in any case
             pass
         return Verification(relative_error=None, line=f"values verified, logits not: {reason}")
-    with Engine.of(
-        _in_f32(model), mode="dense", device="cpu", context_length=len(ids), is_resident=False
-    ) as engine:
-        got_TV = engine.logits(ids)
-    error = _relative_error(got_TV, want_TV)
+    error = _relative_error(_logits(_in_f32(model), ids), want_TV)
     if not error <= BOUND:
         raise HotsplitError(
             f"{written.output.name}: its logits differ from {name} by"
@@ -226,8 +222,12 @@ def _source_logits(written: Written, ids: list[int]) -> Tensor:
     keys["hotsplit.ffn.threshold"] = list(own.threshold_L)
     entries = {r.source: array_entry(r.values, "f32") for r in written.restored()}
     entries |= {n: e for n, e in tensors.items() if "ffn_pred_" in n}
-    source = ModelFile.of(written.source, keys, entries)
+    return _logits(ModelFile.of(written.source, keys, entries), ids)
+
+
+def _logits(model: ModelFile, ids: list[int]) -> Tensor:
+    """The runtime's logits [T, V] in mode dense."""
     with Engine.of(
-        source, mode="dense", device="cpu", context_length=len(ids), is_resident=False
+        model, mode="dense", device="cpu", context_length=len(ids), is_resident=False
     ) as engine:
         return engine.logits(ids)

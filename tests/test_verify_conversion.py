@@ -17,7 +17,7 @@ from hotsplit.convert import convert as convert_module
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.evaluate.verify import BOUND, Verification, verify
+from hotsplit.measure.evaluate.verify_conversion import BOUND, Verification, verify
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 from hotsplit.model.spec import Neurons, Norm, Rotary
 

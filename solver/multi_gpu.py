@@ -33,17 +33,19 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.lagrangian import block_costs, chain_costs, first_prices
 from hotsplit.solver.problem import (
+    ROUNDING,
     Placement,
     Problem,
+    head_seconds,
+    held_bytes,
+    is_feasible,
+    layer_seconds,
     num_visits,
     on_one_device,
-    placement_ffn_seconds,
     segment,
 )
 
 NUM_REWARDS = 60
-# The sums behind a bound have up to a few thousand terms in f64.
-ROUNDING = 1e-12
 MAX_CUTS = 3_000_000  # most rows of cuts to compare; 4 GPUs and 80 layers have 95,284
 
 
@@ -129,7 +131,7 @@ class PipelinePlacement:
     placement: Placement
     home_I: np.ndarray
 
-    def on_gpu(self, pipeline: Pipeline, gpu: int) -> Placement:
+    def on_gpu(self, gpu: int) -> Placement:
         """The same placement, with everything whose home is another GPU moved to the CPU."""
         is_home_I = self.home_I == gpu
         return Placement(
@@ -152,29 +154,20 @@ def joined(pipeline: Pipeline, cut_K: np.ndarray, parts: list[Placement]) -> Pip
     )
 
 
-def held_bytes(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
+def bytes_of_gpus(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
     """Bytes on each GPU, workspaces excluded."""
-    found = []
-    for gpu, problem in enumerate(pipeline.problems):
-        part = plan.on_gpu(pipeline, gpu)
-        neurons = int(part.num_hot_L @ problem.neuron_bytes_L)
-        dense = int(problem.dense_bytes_L[part.dense_L].sum())
-        found.append(neurons + dense + problem.head_bytes * part.head)
-    return found
+    return [held_bytes(problem, plan.on_gpu(gpu)) for gpu, problem in enumerate(pipeline.problems)]
 
 
 def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
     """True if the plan respects all memories, the order of homes, and every layer's minimum."""
-    held = held_bytes(pipeline, plan)
-    if (np.diff(plan.home_I) < 0).any() or sum(held) < pipeline.need_bytes:
+    if (np.diff(plan.home_I) < 0).any():
         return False
-    for gpu, problem in enumerate(pipeline.problems):
-        num_hot_L = plan.on_gpu(pipeline, gpu).num_hot_L
-        if ((num_hot_L > 0) & (num_hot_L < problem.min_hot_L)).any():
-            return False
-        if held[gpu] and held[gpu] > problem.room_bytes:
-            return False
-    return True
+    if sum(bytes_of_gpus(pipeline, plan)) < pipeline.need_bytes:
+        return False
+    return all(
+        is_feasible(problem, plan.on_gpu(gpu)) for gpu, problem in enumerate(pipeline.problems)
+    )
 
 
 def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
@@ -182,12 +175,10 @@ def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
     placement, total = plan.placement, 0.0
     for gpu, problem in enumerate(pipeline.problems):
         is_home_L = plan.home_I[:-1] == gpu
-        ffn_L = placement_ffn_seconds(problem, placement)
-        dense_L = np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
-        total += float((ffn_L + dense_L)[is_home_L].sum())
+        total += float(layer_seconds(problem, placement)[is_home_L].sum())
         if plan.home_I[-1] == gpu:
-            total += problem.head_gpu_s if placement.head else problem.head_cpu_s
-        part = plan.on_gpu(pipeline, gpu)
+            total += head_seconds(problem, placement)
+        part = plan.on_gpu(gpu)
         total += problem.visit_s * num_visits(part.dense_L, part.head)
     return total
 
@@ -198,7 +189,7 @@ def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
     num_items = problem.num_layers + 1
     bound_NSS = np.full((len(reward_N), num_items + 1, num_items + 1), np.inf)
     if problem.room_bytes < 0:
-        cpu_L = problem.touched_L * problem.cpu_s_per_byte_L + problem.dense_cpu_s_L
+        cpu_L = layer_seconds(problem, on_one_device(problem, gpu=False))
         cpu_S = np.concatenate([[0.0], np.cumsum(np.append(cpu_L, problem.head_cpu_s))])
         bound_SS = np.where(np.tri(num_items + 1, k=-1, dtype=bool), np.inf, cpu_S - cpu_S[:, None])
         return np.broadcast_to(np.maximum(bound_SS, 0.0), bound_NSS.shape)
@@ -217,7 +208,9 @@ def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
 
 
 def cpu_only_plan(pipeline: Pipeline) -> PipelinePlacement:
-    return PipelinePlacement(
-        placement=on_one_device(pipeline.model, gpu=False),
-        home_I=np.zeros(pipeline.model.num_layers + 1, np.int64),
-    )
+    return with_one_home(on_one_device(pipeline.model, gpu=False))
+
+
+def with_one_home(placement: Placement, gpu: int = 0) -> PipelinePlacement:
+    home_I = np.full(len(placement.dense_L) + 1, gpu, np.int64)
+    return PipelinePlacement(placement=placement, home_I=home_I)
