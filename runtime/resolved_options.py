@@ -145,13 +145,13 @@ def bytes_by_role_of(
 ) -> dict[str, Items]:
     """Itemised bytes by role; without a plan, temporaries are those of `mode`. With neither a plan nor
     `cpu_ffn`, everything has the device's role. With `cpu_ffn`, neurons are on the CPU, with
-    everything else that a plan leaves there too (budget.plan_bytes_of_gpus), and the rest is on the
+    everything else that a plan leaves there too (budget.plan_bytes), and the rest is on the
     GPU."""
     if plan is not None:
         gpus, cpu_bytes = plan.items_of_gpus(model)
         return {"gpu": {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, "cpu": cpu_bytes}
     num_layers = model.spec.num_layers
-    gpu_bytes, cpu_bytes = plan_bytes(
+    (gpu_bytes,), cpu_bytes = plan_bytes(
         model,
         context_length=context_length,
         num_hot=[0] * num_layers,

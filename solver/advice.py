@@ -19,6 +19,7 @@ import numpy as np
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import head_bytes, kv_read, layer_bytes
+from hotsplit.model.modes import runs_predictors
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.lagrangian import first_prices, least_costs
 from hotsplit.solver.layer_split import layer_split
@@ -75,7 +76,7 @@ def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -
     layers = range(model.spec.num_layers)
     types, sizes = inputs.cache_types, [layer_bytes(model, layer) for layer in layers]
     kv_L = np.array([kv_read(model, layer, inputs.context_length, types) for layer in layers])
-    is_predicted = inputs.mode == "predicted"
+    is_predicted = runs_predictors(inputs.mode)
     dense_L = np.array([s.attention + s.predictor * is_predicted for s in sizes])
     dense_L = dense_L + kv_L * (not is_offloaded)
     touched_LF, head = pipeline.model.touched_LF, head_bytes(model)

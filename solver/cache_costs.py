@@ -31,6 +31,7 @@ import numpy as np
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import down_kind, is_cached, layer_bytes, layer_tensors
+from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Placement, Problem, placement_seconds
@@ -42,9 +43,9 @@ SWAP_S = 1e-5
 
 def expected_reads(inputs: Inputs) -> np.ndarray:
     """How often a token reads each neuron, by id; f64 [L, F]."""
-    assert inputs.mode != "dense", "mode dense reads every neuron"
+    assert not computes_all(inputs.mode), "every neuron is read"
     frequency_LF = inputs.profile.frequency_LF
-    if inputs.mode == "exact":
+    if not runs_predictors(inputs.mode):
         return frequency_LF
     return np.minimum(1.0, frequency_LF * overfetch(inputs.model, inputs.profile)[:, None])
 
@@ -92,7 +93,7 @@ def _sides(
     hot_s = touched_F[is_hot_F].sum() * problem.gpu_s_per_byte
     cold_s = touched_F[~is_hot_F].sum() * problem.cpu_s_per_byte_L[layer]
     num_hot, num_cold = reads_F[is_hot_F].sum(), reads_F[~is_hot_F].sum()
-    if inputs.mode == "exact":
+    if not runs_predictors(inputs.mode):
         sizes = layer_bytes(inputs.model, layer)
         hot_row_s = (sizes.up_row + sizes.down_row) * problem.gpu_s_per_byte
         cold_row_s = _cpu_row_seconds(inputs.model, inputs.machine, layer, reads_F.mean())

@@ -9,7 +9,6 @@ from hotsplit.artifacts.limits_file import check_made_with
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.budget import (
     DEFAULT_CONTEXT,
     CacheSize,
@@ -21,13 +20,14 @@ from hotsplit.costs.budget import (
 )
 from hotsplit.costs.mode_choice import mode_meant
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem_builder import build_problem
 
 # Computes the bytes of a pass besides weights and KV cache, for a model, a context and a mode.
-Workspace = Callable[[ModelFile, int, PlanMode], int]
+Workspace = Callable[[ModelFile, int, Mode], int]
 _NONE = Figure(best=1.0)
 # Stands in for the GPU of a machine without one; with a budget of 0 its figures do not matter.
 NO_GPU = Gpu(
@@ -48,7 +48,7 @@ class Inputs:
     machine: Machine
     paths: tuple[Path, Path, Path]
     context_length: int
-    mode: PlanMode
+    mode: Mode
     workspace: int
     budgets: tuple[int, ...]  # of each GPU used
     host_budget: int
@@ -92,7 +92,7 @@ class Inputs:
     def cache_size(self) -> CacheSize | None:
         if not self.swapped_rows:
             return None
-        return CacheSize(most_rows=self.swapped_rows, packs_bits=self.mode == "exact")
+        return CacheSize(most_rows=self.swapped_rows, packs_bits=not runs_predictors(self.mode))
 
     @property
     def always_on_host(self) -> int:
@@ -121,7 +121,7 @@ def load_inputs(
     budgets: tuple[int, ...],
     host_budget: int | None,
     context_length: int | None,
-    mode: PlanMode | None,
+    mode: Mode | None,
     workspace: Workspace,
     swapped_rows: int = 0,
     num_sequences: int = 1,

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.mode_choice import refusal, sparse_modes
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.layer_split import as_plan, layer_split
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
@@ -88,16 +88,16 @@ def find_fastest(
     return replace(best, others=tuple(others))
 
 
-def in_mode(inputs: Inputs, mode: PlanMode, workspace: Workspace) -> Inputs:
+def in_mode(inputs: Inputs, mode: Mode, workspace: Workspace) -> Inputs:
     """The same inputs for another mode."""
     size = workspace(inputs.model, inputs.pass_context, mode)
     return replace(inputs, mode=mode, workspace=size)
 
 
-def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[PlanMode], list[Alternative]]:
+def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[Mode], list[Alternative]]:
     """The modes to plan for, and those refused because they lose too much quality or an unknown
     amount."""
-    allowed: list[PlanMode] = []
+    allowed: list[Mode] = []
     others = []
     for mode in sparse_modes(inputs.model):
         why_not = refusal(inputs.model, mode, max_loss)
@@ -108,10 +108,10 @@ def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[PlanMode], list
     return [*allowed, "dense"], others
 
 
-def _cached_modes(inputs: Inputs, allowed: list[PlanMode], max_loss: float) -> list[PlanMode]:
+def _cached_modes(inputs: Inputs, allowed: list[Mode], max_loss: float) -> list[Mode]:
     """The modes in which a neuron cache has something to follow. Raises HotsplitError if there
     are none."""
-    found: list[PlanMode] = [mode for mode in allowed if mode != "dense"]
+    found: list[Mode] = [mode for mode in allowed if mode != "dense"]
     if not found:
         raise HotsplitError(
             f"{inputs.paths[0]}: no mode but dense costs at most {max_loss:.2%} of the perplexity by"

@@ -3,8 +3,9 @@
 import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.split_file import PlanMode, Split
+from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.mode_choice import choose_mode, loss_line
+from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs
 from hotsplit.system.sizes import format_bytes
@@ -91,7 +92,7 @@ def _offload_notes(inputs: Inputs, split: Split) -> list[str]:
 
 
 def mode_notes(
-    asked: PlanMode | None, max_loss: float, split: Split, advice: Advice, model: ModelFile
+    asked: Mode | None, max_loss: float, split: Split, advice: Advice, model: ModelFile
 ) -> tuple[str, ...]:
     """Notes for a user who asked for this mode (None: for none) and allowed this loss."""
     notes = []

@@ -11,7 +11,6 @@ import numpy as np
 from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.budget import (
     FLOAT_BYTES,
     down_kind,
@@ -24,6 +23,7 @@ from hotsplit.costs.budget import (
 )
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.spec import Attention
 from hotsplit.solver.problem import Problem
 
@@ -51,9 +51,9 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
     profile = inputs.profile
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
     frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
-    if mode == "dense":
+    if computes_all(mode):
         frequency_LF = np.ones_like(frequency_LF)
-    has_predictor = mode == "predicted"
+    has_predictor = runs_predictors(mode)
     read_L = np.array(of_attention) + read_kv_L * (not is_offloaded)
     named_LF = np.ones_like(frequency_LF)
     if has_predictor:
@@ -161,13 +161,13 @@ def cpu_seconds(
     machine: Machine,
     layer: int,
     kv_read: float,
-    mode: PlanMode,
+    mode: Mode,
     is_read: Callable[[str], bool],
 ) -> float:
     """Seconds on the CPU of a layer's keys and values, of the tensors whose names are read, and of
     the layer itself."""
     total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9)
-    total += machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
+    total += machine.costs.layer_s["predicted" if runs_predictors(mode) else "exact"].best
     for name, entry in layer_tensors(model, layer).items():
         if is_read(name):
             total += entry.num_bytes / machine.cpu_rate(entry.kind)

@@ -6,17 +6,17 @@ finds a plan, `verify` checks it, `advice` and `notes` comment on it, and this m
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.artifacts.split_file import PlanMode, Split
+from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import Items
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
 from hotsplit.model.mode_quality import MAX_LOSS
+from hotsplit.model.modes import MODES, Mode
 from hotsplit.model.rope import check_scaling
 from hotsplit.options.engine_config import MAX_SEQUENCES
 from hotsplit.options.key_selection import KeySelection
@@ -48,7 +48,7 @@ class SolveConfig:
     vram_budget_bytes: int | tuple[int, ...]  # for the first GPU, or for each
     host_budget_bytes: int | None = None  # None: the machine's main memory
     context_length: int | None = None  # None: the model's, up to DEFAULT_CONTEXT
-    mode: PlanMode | None = None  # None: the fastest that costs at most `max_loss`
+    mode: Mode | None = None  # None: the fastest that costs at most `max_loss`
     max_loss: float = MAX_LOSS  # of the perplexity, by the model file's record
     time_limit_s: float = 30.0  # for the integer program
     neuron_cache: CacheOptions | None = None  # None: hot neurons stay as planned
@@ -70,8 +70,8 @@ class SolveConfig:
             raise HotsplitError(
                 f"a plan for {self.num_sequences} sequences; wanted 1 to {MAX_SEQUENCES}"
             )
-        if self.mode is not None and self.mode not in get_args(PlanMode):
-            raise HotsplitError(f"mode {self.mode!r}; wanted one of {get_args(PlanMode)}")
+        if self.mode is not None and self.mode not in MODES:
+            raise HotsplitError(f"mode {self.mode!r}; wanted one of {MODES}")
         if not self.max_loss >= 0:
             raise HotsplitError(f"max loss is {self.max_loss}; wanted 0 or more")
         if not self.time_limit_s > 0:
@@ -123,7 +123,7 @@ class SolveReport:
 
     output: str
     status: str  # see optimise.Answer
-    mode: PlanMode
+    mode: Mode
     context_length: int
     num_sequences: int  # texts at a time
     kv_offload: str | None  # which keys a token reads, where all are in main memory

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
+from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import advise
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.modes import allowed_modes, in_mode, whole_layers
@@ -28,7 +28,7 @@ class Point:
     """A budget in bytes, the mode of its plan, and seconds per token with it."""
 
     budget_bytes: int
-    mode: PlanMode
+    mode: Mode
     used_bytes: int
     objective_s: float
     bound_s: float
@@ -105,7 +105,7 @@ def _best(
 
 def sweep_of(
     inputs: Inputs,
-    modes: Sequence[PlanMode],
+    modes: Sequence[Mode],
     *,
     first: int,
     last: int,

@@ -25,6 +25,7 @@ from hotsplit.costs.budget import (
 )
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import computes_all, runs_predictors
 
 # For a sum taken in another order: f64 with up to millions of terms of one sign.
 TOLERANCE = 1e-9
@@ -67,7 +68,7 @@ def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Prof
     seconds, costs = cache.costs.rest_s, cache.costs
     for layer, ids in enumerate(split.hot):
         named_F, fired_F = _shares(split, model, profile, layer)
-        read_F = named_F if split.mode == "predicted" else fired_F
+        read_F = named_F if runs_predictors(split.mode) else fired_F
         if not np.allclose(cache.frequency[layer], read_F, rtol=1e-6, atol=0):
             raise HotsplitError(
                 f"the plan is wrong: the cache's frequencies of layer {layer} are not the profile's"
@@ -145,9 +146,9 @@ def _dense_seconds(
     read = {
         name: entry
         for name, entry in layer_tensors(model, layer).items()
-        if is_dense(name) or (is_predictor(name) and split.mode == "predicted")
+        if is_dense(name) or (is_predictor(name) and runs_predictors(split.mode))
     }
-    is_predicted = split.mode == "predicted"
+    is_predicted = runs_predictors(split.mode)
     if split.dense_on_gpu[layer] and types.selection is not None:
         gpu, heads = machine.gpus[home], attention.num_heads + attention.num_kv_heads
         there = {n: e for n, e in read.items() if not n.startswith(("attn_q_norm", "attn_k_norm"))}
@@ -194,9 +195,9 @@ def _shares(
     """How often each neuron's gate row is read, and how often its up and down rows are; by id,
     f64 [F]."""
     fired_F = profile.active_count_LF[layer] / profile.num_tokens
-    if split.mode == "dense":
+    if computes_all(split.mode):
         return np.ones_like(fired_F), np.ones_like(fired_F)
-    if split.mode == "exact":
+    if not runs_predictors(split.mode):
         return np.ones_like(fired_F), fired_F
     named_per_fired = 1.0
     if model.predictor is not None and model.predictor.density_L and fired_F.any():

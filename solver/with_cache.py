@@ -13,9 +13,10 @@ from dataclasses import fields
 import numpy as np
 
 from hotsplit.artifacts.cache_plan import CachePlan
-from hotsplit.artifacts.split_file import Split, without_predictors
+from hotsplit.artifacts.split_file import Split, held_in
 from hotsplit.costs.budget import CacheSize, copied_bytes, plan_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import runs_predictors
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.cache_costs import cache_costs, cached_layers, expected_reads
 from hotsplit.solver.inputs import Inputs
@@ -91,7 +92,7 @@ def advice_line(
     waits for the CPU."""
     if len(inputs.budgets) > 1 or inputs.mode == "dense" or not cached_layers(placement).any():
         return None
-    size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=inputs.mode == "exact")
+    size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=not runs_predictors(inputs.mode))
     on_gpu = size.most_gpu_bytes(inputs.model)
     on_host = size.host_bytes(inputs.model, placement.num_hot_L.tolist())
     free = min(inputs.host_budget, inputs.machine.free_bytes) - sum(split.cpu_bytes.values())
@@ -115,9 +116,8 @@ def _waits_for_cpu(pipeline: Pipeline, placement: Placement) -> bool:
 
 
 def _host_bytes(inputs: Inputs, placement: Placement) -> dict[str, int]:
-    is_predicted = inputs.mode == "predicted"
     return plan_bytes(
-        inputs.model if is_predicted else without_predictors(inputs.model),
+        held_in(inputs.model, inputs.mode),
         context_length=inputs.context_length,
         num_sequences=inputs.num_sequences,
         num_hot=placement.num_hot_L.tolist(),

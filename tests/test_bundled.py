@@ -165,7 +165,7 @@ def test_predictors_are_precise_small_and_miss_little(made):
 
 def test_a_split_keeps_its_budget_and_changes_no_logits(made, tmp_path, held_out_ids):
     model = ModelFile.load(made / "model.gguf")
-    whole, _ = plan_bytes(model, context_length=1024, num_hot=[1024] * 6,
+    (whole,), _ = plan_bytes(model, context_length=1024, num_hot=[1024] * 6,
                           dense_on_gpu=[True] * 6, head_on_gpu=True)  # fmt: skip
     budget = sum(whole.values()) - whole["neurons"] // 2
     report = solve(
@@ -176,7 +176,7 @@ def test_a_split_keeps_its_budget_and_changes_no_logits(made, tmp_path, held_out
     )  # fmt: skip
     split = Split.load(tmp_path / "split.gguf")
     assert sum(split.gpu_bytes.values()) <= budget
-    gpu, cpu = plan_bytes(
+    (gpu,), cpu = plan_bytes(
         model, context_length=split.context_length, num_hot=[len(ids) for ids in split.hot],
         dense_on_gpu=split.dense_on_gpu, head_on_gpu=split.head_on_gpu,
     )  # fmt: skip

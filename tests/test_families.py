@@ -349,7 +349,7 @@ def test_a_plan_gives_the_logits_of_the_whole_model(checkpoints, tmp_path, case,
             if part is not None
         ]
         assert sum(part.num_bytes for part in parts) == split.gpu_bytes["neurons"]
-    whole, _ = plan_bytes(model, context_length=length, num_hot=[num] * 3,
+    (whole,), _ = plan_bytes(model, context_length=length, num_hot=[num] * 3,
                           dense_on_gpu=[True] * 3, head_on_gpu=True)  # fmt: skip
     in_layers = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("blk."))
     assert whole["attention"] + whole["neurons"] == in_layers

@@ -167,7 +167,7 @@ def test_a_split(tmp_path, capsys):
     split = make_split(model, [[4, 2, 9], []], dense_on_gpu=False, head_on_gpu=True)
     dataclasses.replace(split, objective_s=0.002, bound_s=0.001).save(tmp_path / "s")
     found = inspected(tmp_path / "s", capsys)
-    gpu, cpu = plan_bytes(model, context_length=32, num_hot=[3, 0], dense_on_gpu=[False] * 2,
+    (gpu,), cpu = plan_bytes(model, context_length=32, num_hot=[3, 0], dense_on_gpu=[False] * 2,
                           head_on_gpu=True)  # fmt: skip
     assert (found["gpu_bytes"], found["cpu_bytes"]) == (gpu, cpu)
     assert found["vram_budget_bytes"] == split.vram_budget_bytes

@@ -360,7 +360,7 @@ def half_of_the_neurons(path: Path) -> str:
     """A VRAM budget for all of a model but half of its neurons."""
     model = ModelFile.load(path)
     count, context = model.spec.num_layers, model.spec.context_length
-    whole, _ = plan_bytes(model, context_length=context, num_hot=[model.spec.most_neurons] * count,
+    (whole,), _ = plan_bytes(model, context_length=context, num_hot=[model.spec.most_neurons] * count,
                           dense_on_gpu=[True] * count, head_on_gpu=True)  # fmt: skip
     whole |= {"workspace": workspace_bytes(model, context, "exact")}
     return f"{sum(whole.values()) - whole['neurons'] // 2}B"

@@ -19,7 +19,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.artifacts.split_file import Split, without_predictors
+from hotsplit.artifacts.split_file import Split, held_in
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
@@ -234,7 +234,7 @@ def artifacts(tmp_path):
     """A base file without thresholds and predictors, and the profile and predictors of one run."""
     model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8))
     zeros = (0.0,) * model.spec.num_layers
-    base = dataclasses.replace(without_predictors(model), quality={}, threshold_L=zeros)
+    base = dataclasses.replace(held_in(model, "exact"), quality={}, threshold_L=zeros)
     base.save(tmp_path / "base.gguf")
     dataclasses.replace(make_profile(model), quality=model.quality).save(tmp_path / "p")
     predictors_of(model).save(tmp_path / "pred" / FILE_NAME)

@@ -327,7 +327,7 @@ def test_every_command_of_the_pipeline(tmp_path, random_model):
     for step in steps:
         if step[0] == "solve":
             model = ModelFile.load(tmp_path / "m.gguf")
-            whole, _ = plan_bytes(model, context_length=128, num_hot=[160] * 3,
+            (whole,), _ = plan_bytes(model, context_length=128, num_hot=[160] * 3,
                                   dense_on_gpu=[True] * 3, head_on_gpu=True)  # fmt: skip
             whole |= {"workspace": workspace_bytes(model, 128, "predicted")}
             half = f"{sum(whole.values()) - whole['neurons'] // 2}B"

@@ -12,7 +12,7 @@ from reference import Bounds, logits_ref, rel_error
 
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import ITEMS, CacheSize, kv_kind, plan_bytes_of_gpus
+from hotsplit.costs.budget import ITEMS, CacheSize, kv_kind, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.options.cache_types import CacheTypes
@@ -38,7 +38,7 @@ def make_split(
     is_one = isinstance(dense_on_gpu, bool)
     dense = (dense_on_gpu,) * num_layers if is_one else tuple(map(bool, dense_on_gpu))
     is_exact = model.predictor is None
-    gpus, cpu = plan_bytes_of_gpus(
+    gpus, cpu = plan_bytes(
         model,
         context_length=context_length,
         num_hot=[len(ids) for ids in hot],

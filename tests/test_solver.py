@@ -74,7 +74,7 @@ def whole_plan(model: ModelFile, context_length: int, **options) -> dict[str, in
     return budget.plan_bytes(
         model, context_length=context_length, num_hot=[model.spec.most_neurons] * num_layers,
         dense_on_gpu=[True] * num_layers, head_on_gpu=True, **options,
-    )[0]  # fmt: skip
+    )[0][0]  # fmt: skip
 
 
 def tiny(seed: int, num_neurons: int | None = None) -> Inputs:
@@ -458,7 +458,7 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
         report = solve(config_of(folder, output, limit, mode="predicted"), take_workspace)
         split = Split.load(output)
         split.check_against(model, output)
-        gpu, cpu = budget.plan_bytes(
+        (gpu,), cpu = budget.plan_bytes(
             model,
             context_length=context,
             num_hot=[len(ids) for ids in split.hot],

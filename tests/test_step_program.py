@@ -17,7 +17,7 @@ from test_runtime import IDS, make_split
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.cli import main
-from hotsplit.costs.budget import plan_bytes_of_gpus
+from hotsplit.costs.budget import plan_bytes
 from hotsplit.model.spec import Predict
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library
@@ -199,7 +199,7 @@ def test_weights_of_each_device_are_the_bytes_that_plans_count(tmp_path, family,
     summary = summarise_program(model.path, None if split is None else tmp_path / "s.gguf")
     none = [NONE] * 3, [0] * 3, False, None
     hot, dense, head, home = PLANS[plan] or none
-    gpus, host = plan_bytes_of_gpus(
+    gpus, host = plan_bytes(
         model,
         context_length=32,
         num_hot=[len(ids) for ids in hot],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import head_bytes, is_dense, is_predictor, layer_bytes, layer_tensors
+from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.step_times import PARTS
@@ -157,7 +158,7 @@ def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
     """Adds norms and biases, and limits outside mode dense; leaves out those of predictors."""
     for layer, side in enumerate(sides.layers):
         for name, entry in layer_tensors(engine.model, layer).items():
-            is_used = engine.mode != "dense" or not name.endswith(".limit")
+            is_used = not computes_all(engine.mode) or not name.endswith(".limit")
             is_used &= not is_predictor(name)
             if len(entry.shape) == 1 and is_used:
                 found[OTHER, side] += entry.num_bytes
@@ -204,7 +205,7 @@ def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
         for name, entry in layer_tensors(engine.model, layer).items():
             if len(entry.shape) == 2 and is_dense(name):
                 found[PROJECTIONS, side] += entry.num_bytes
-            elif is_predictor(name) and engine.mode == "predicted":
+            elif is_predictor(name) and runs_predictors(engine.mode):
                 found[PREDICTOR, side] += entry.num_bytes
 
 
@@ -216,7 +217,7 @@ def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps)
     cold = traffic.gate + traffic.up + traffic.down
     if cold:
         found[COLD, "cpu"] += cold / steps.num_steps
-    if engine.mode != "dense" and any(num_hot):
+    if not computes_all(engine.mode) and any(num_hot):
         return "the rows that a GPU reads in a sparse mode are not counted"
     for layer, count in enumerate(num_hot):
         found[HOT if plan else NEURONS, "gpu"] += count * layer_bytes(model, layer).neuron

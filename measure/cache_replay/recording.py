@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.neuron_cache.policy import packed
 
@@ -53,12 +54,12 @@ def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
     In mode predicted a neuron is read if the predictor names it; in mode exact, if its hidden value
     is not 0, so that its `down` row is read. Raises HotsplitError in mode dense, which reads every
     neuron."""
-    if engine.mode == "dense":
+    if computes_all(engine.mode):
         raise HotsplitError(
             f"{engine.model.path}: runs in mode dense, which reads every neuron for every token: there is"
             " nothing to cache; give --mode exact or predicted"
         )
-    name = "ffn_predicted" if engine.mode == "predicted" else "ffn_hidden"
+    name = "ffn_predicted" if runs_predictors(engine.mode) else "ffn_hidden"
     parts: dict[int, list[np.ndarray]] = {}
 
     def see(_: str, layer: int | None, value: Tensor) -> None:

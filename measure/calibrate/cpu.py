@@ -21,11 +21,11 @@ from torch import Tensor
 
 from hotsplit.artifacts.machine_file import CHOSEN_SHARE, CpuCosts, Figure
 from hotsplit.artifacts.random_model import random_model
-from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.families.llama import llama_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.measure.timing.rounds import Probe, run_rounds, seconds_of
+from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import Rotary
 from hotsplit.model.weight_types import BY_NAME, NAMES
 from hotsplit.runtime.device.bits import pack_bits
@@ -56,7 +56,7 @@ def measure_costs(
     """Measures with all threads that the runtime uses; matrices take up to `buffer_bytes` each."""
     probes = [p for kind in NAMES for p in _row_probes(kind, buffer_bytes)]
     engines = {
-        (mode, n): _small_engine(replace(SMALL, num_layers=n), has_predictors=mode == "predicted")
+        (mode, n): _small_engine(replace(SMALL, num_layers=n), has_predictors=runs_predictors(mode))
         for mode in ("exact", "predicted")
         for n in (FEW, MANY)
     }
@@ -214,5 +214,5 @@ def _small_engine(sizes: Sizes, *, has_predictors: bool) -> Engine:
     that is not in f32."""
     spec = llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
     model = random_model(spec, predictor_rank=8 if has_predictors else None)
-    mode: PlanMode = "predicted" if has_predictors else "exact"
+    mode: Mode = "predicted" if has_predictors else "exact"
     return Engine.of(model, mode=mode, device="cpu")

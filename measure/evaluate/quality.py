@@ -23,7 +23,7 @@ from hotsplit.measure.evaluate.comparison import (
 )
 from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
-from hotsplit.model.modes import Mode
+from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.profile.corpus.corpus import read_chat_windows, read_windows
 from hotsplit.runtime.engine import Engine, load_engine
 
@@ -238,23 +238,23 @@ def mean_bytes(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
     return round(
         bytes_read(
             model,
-            shares.named_share_L if mode == "predicted" else None,
-            None if mode == "dense" else shares.hidden_share_L,
-            has_predictor=mode == "predicted",
+            shares.named_share_L if runs_predictors(mode) else None,
+            None if computes_all(mode) else shares.hidden_share_L,
+            has_predictor=runs_predictors(mode),
         )
     )
 
 
 def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
     """Half-width of mean_bytes, in which only the numbers of neurons vary from token to token."""
-    if mode == "dense":
+    if computes_all(mode):
         return 0.0
     bytes_T = torch.zeros((), dtype=torch.float64)
     for layer in range(model.spec.num_layers):
         sizes = layer_bytes(model, layer)
         fired_bytes = sizes.up_row + sizes.down_row
         bytes_T = bytes_T + fired_bytes * shares.per_token("ffn_hidden", layer)
-        if mode == "predicted":
+        if runs_predictors(mode):
             bytes_T = bytes_T + sizes.gate_row * shares.per_token("ffn_predicted", layer)
     return batch_mean(bytes_T, [len(bytes_T)]).half_width
 

@@ -25,7 +25,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import DEFAULT_CONTEXT, SHORT_CHUNK, is_predictor, layer_tensors
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
-from hotsplit.model.modes import Mode
+from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.layer_trainer import Choices
@@ -108,7 +108,7 @@ class LayerStream:
         mode: Mode = "dense",
     ) -> None:
         self.model, self.plan, self.say = model, plan, say
-        info = model.predictor if mode == "predicted" else None
+        info = model.predictor if runs_predictors(mode) else None
         self.input_layer_offset = info.input_layer_offset if info else 0
         self.context_length = min(model.spec.context_length, DEFAULT_CONTEXT)
         self.codec = TextCodec.of(model)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
-from hotsplit.model.modes import Mode, computes_all, runs_predictors
+from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
@@ -95,8 +95,7 @@ class Builder:
     @cached_property
     def spec(self) -> ModelSpec:
         """The model's spec, with predictors only if they are run."""
-        spec = self.model.spec
-        return spec if runs_predictors(self.mode) else spec.without_predictors()
+        return self.model.spec.in_mode(self.mode)
 
     @cached_property
     def table(self) -> BlockTable:

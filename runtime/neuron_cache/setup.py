@@ -9,6 +9,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import OwnPolicy
 from hotsplit.options.neuron_cache import OFF, CacheOptions, Off
 from hotsplit.runtime.kernels.cpu import library
@@ -74,9 +75,9 @@ class CacheSetup:
             cache.use(JoinedSlots(blocks, residency, self.copy_bytes_per_s))
         return cache
 
-    def check(self, model: ModelFile, plan: Split | None, mode: str, *, is_resident: bool) -> None:
+    def check(self, model: ModelFile, plan: Split | None, mode: Mode, *, is_resident: bool) -> None:
         """Raises HotsplitError for a model, mode or memory that the cache does not support."""
-        if mode == "dense":
+        if computes_all(mode):
             raise HotsplitError(
                 f"{model.path}: mode dense reads every neuron for every token, so a neuron cache has"
                 " nothing to follow; use mode exact or predicted, or leave --neuron-cache out"
@@ -99,7 +100,7 @@ class CacheSetup:
 
 
 def setup_of(
-    asked: CacheOptions | OwnPolicy | Off | None, plan: Split | None, mode: str
+    asked: CacheOptions | OwnPolicy | Off | None, plan: Split | None, mode: Mode
 ) -> CacheSetup | None:
     """The requested setup; None: no cache. By default, a plan's cache is used if the mode is the
     plan's."""

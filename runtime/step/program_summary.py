@@ -8,8 +8,9 @@ from itertools import groupby
 from pathlib import Path
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.split_file import Split, without_predictors
+from hotsplit.artifacts.split_file import Split, held_in
 from hotsplit.costs.mode_choice import mode_meant
+from hotsplit.model.modes import computes_all
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of, step_program
 from hotsplit.system.sizes import format_bytes
@@ -69,8 +70,8 @@ def summarise_program(path: Path, split_path: Path | None) -> ProgramSummary:
     if split is not None and split_path is not None:
         split.check_against(model, split_path)
     mode = mode_meant(model) if split is None else split.mode
-    held = model if mode == "predicted" else without_predictors(model)
-    is_by_output = split is None and mode == "dense" and model.layout == "stock"
+    held = held_in(model, mode)
+    is_by_output = split is None and computes_all(mode) and model.layout == "stock"
     ops = step_program(file_form(held, split, is_by_output=is_by_output))
     devices = dict.fromkeys([HOST, *sorted({op.device for op in ops} - {HOST})])
     return ProgramSummary(

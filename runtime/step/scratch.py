@@ -12,7 +12,7 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import budget
 from hotsplit.costs.budget import FLOAT_BYTES
-from hotsplit.model.modes import Mode, computes_all, runs_predictors
+from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.spec import SMOOTH, Attention, ModelSpec
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import FLOATS
@@ -47,8 +47,7 @@ class Pass:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        spec = self.model.spec
-        return spec if runs_predictors(self.mode) else spec.without_predictors()
+        return self.model.spec.in_mode(self.mode)
 
     def floats(self, values: float) -> int:
         """Bytes of f32 values, given for one token."""

@@ -7,26 +7,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from hotsplit.artifacts.cache_plan import KEYS, CachePlan
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
-from hotsplit.costs.budget import ITEMS, CacheSize, Items, is_predictor, kv_kind, plan_bytes_of_gpus
+from hotsplit.costs.budget import ITEMS, CacheSize, Items, is_predictor, kv_kind, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
 from hotsplit.files.typed import Fields, shown
-from hotsplit.model.modes import Mode
+from hotsplit.model.modes import MODES, Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 
 VERSION = 4
 # 3 has no neuron cache; the bytes in 2 include predictors in mode exact too.
 OLDER = (2, 3)
-PlanMode = Mode
 _PREFIX = "hotsplit.split."
 UNKNOWN = "unknown"
 
@@ -34,7 +33,7 @@ UNKNOWN = "unknown"
 @dataclass(frozen=True, kw_only=True)
 class Split:
     model_id: str
-    mode: PlanMode  # how the feed-forward layers run
+    mode: Mode  # how the feed-forward layers run
     vram_budget_bytes: int
     context_length: int
     hot: tuple[np.ndarray, ...]  # per layer: int32 ids of the neurons on the GPU, hottest first
@@ -195,13 +194,13 @@ class Split:
 
     def held(self, model: ModelFile) -> ModelFile:
         """The model as held in memory under this plan: with predictors only in mode predicted."""
-        return model if self.mode == "predicted" else without_predictors(model)
+        return held_in(model, self.mode)
 
     @property
     def cache_size(self) -> CacheSize | None:
         if self.cache is None:
             return None
-        return CacheSize(most_rows=self.cache.most_rows, packs_bits=self.mode == "exact")
+        return CacheSize(most_rows=self.cache.most_rows, packs_bits=not runs_predictors(self.mode))
 
     def cache_types(self, model: ModelFile) -> CacheTypes:
         """How keys and values are stored under this plan, and which of them a token reads."""
@@ -210,7 +209,7 @@ class Split:
     def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
         """Itemised bytes of each GPU, and of the CPU, recomputed from the model file; only the
         workspace is as the plan states it."""
-        return plan_bytes_of_gpus(
+        return plan_bytes(
             self.held(model),
             context_length=self.context_length,
             num_hot=[len(ids) for ids in self.hot],
@@ -281,7 +280,7 @@ class Split:
 # Fields that are one key each: the type that is stored, and how it is read.
 _SCALARS: dict[str, tuple[Callable[[Any], Value], Callable[[Fields, str], Any]]] = {
     "model_id": (str, Fields.line),
-    "mode": (str, lambda read, key: read.choice(key, get_args(PlanMode))),
+    "mode": (str, lambda read, key: read.choice(key, MODES)),
     "vram_budget_bytes": (np.uint64, Fields.count),
     "context_length": (np.uint32, partial(Fields.count, least=1)),
     "head_on_gpu": (bool, Fields.flag),
@@ -300,9 +299,9 @@ _SEQUENCES = "num_sequences"
 _OFFLOAD = "kv_offload"
 
 
-def without_predictors(model: ModelFile) -> ModelFile:
-    """The model as modes dense and exact hold it in memory."""
-    if model.predictor is None:
+def held_in(model: ModelFile, mode: Mode) -> ModelFile:
+    """The model as a mode holds it in memory: without predictors that it does not run."""
+    if model.predictor is None or runs_predictors(mode):
         return model
     kept = {
         name: entry

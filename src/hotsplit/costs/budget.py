@@ -313,37 +313,6 @@ def plan_bytes(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
     neuron_cache: CacheSize | None = None,
-) -> tuple[Items, Items]:
-    """Itemised bytes (all GPUs, CPU) of a plan, recomputed from the model file alone.
-
-    The arguments are those of `plan_bytes_of_gpus`."""
-    gpus, cpu = plan_bytes_of_gpus(
-        model,
-        context_length=context_length,
-        num_hot=num_hot,
-        dense_on_gpu=dense_on_gpu,
-        head_on_gpu=head_on_gpu,
-        workspace=workspace,
-        home=home,
-        num_sequences=num_sequences,
-        cache_types=cache_types,
-        neuron_cache=neuron_cache,
-    )
-    return {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, cpu
-
-
-def plan_bytes_of_gpus(
-    model: ModelFile,
-    *,
-    context_length: int,
-    num_hot: Sequence[int],
-    dense_on_gpu: Sequence[bool],
-    head_on_gpu: bool,
-    workspace: int = 0,
-    home: Sequence[int] = (),
-    num_sequences: int = 1,
-    cache_types: CacheTypes | None = None,
-    neuron_cache: CacheSize | None = None,
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU).
 

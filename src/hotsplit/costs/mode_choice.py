@@ -16,7 +16,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import layer_bytes
 from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, SparseMode
-from hotsplit.model.modes import Mode
+from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import SMOOTH
 from hotsplit.model.weight_types import LARGE_NAMES, SMALLEST
 
@@ -108,7 +108,7 @@ def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
     quality = model.quality.get(mode)
     if quality is None:
         return None
-    fixed = predictor_bytes(model) if mode == "predicted" else 0
+    fixed = predictor_bytes(model) if runs_predictors(mode) else 0
     scale = dense_bytes(model) / quality.dense_bytes_per_token
     return fixed + scale * (quality.bytes_per_token - fixed)
 

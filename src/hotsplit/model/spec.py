@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
+from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 
 Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
@@ -258,7 +259,10 @@ class ModelSpec:
     def rope_scaling(self) -> RopeScaling:
         return NO_SCALING if self.rotary is None else self.rotary.scaling
 
-    def without_predictors(self) -> "ModelSpec":
+    def in_mode(self, mode: Mode) -> "ModelSpec":
+        """The model without predictors that this mode does not run."""
+        if runs_predictors(mode):
+            return self
         return self.with_layers([layer.with_predict(None) for layer in self.layers])
 
     def with_layers(self, layers: Sequence[LayerSpec]) -> "ModelSpec":
