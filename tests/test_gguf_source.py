@@ -479,7 +479,7 @@ def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype
 
 
 def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
-    from hotsplit.measure.evaluate import verify as module
+    from hotsplit.measure.evaluate import verify_conversion as module
 
     def line(source: Path) -> str:
         config = ConvertConfig(source=source, output=tmp_path / "m", outtype="q8_0", force=True)

@@ -29,7 +29,7 @@ from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.model.spec import SMOOTH
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.engine_options import mode_of
+from hotsplit.runtime.resolved_options import mode_of
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import as_plan, layer_split
 from hotsplit.solver.modes import find, find_fastest, in_mode
