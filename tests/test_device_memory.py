@@ -667,8 +667,7 @@ def on_gpu(model, mode, tokens, context, *, has_flash=False):
     return Pass(model=model, mode=mode, num_tokens=tokens, context_length=context, way=way)
 
 
-@pytest.fixture
-def computes_nothing(as_on_a_gpu, monkeypatch):
+def allocate_as_on_cuda(monkeypatch):
     """Products, unpacking and rounding compute nothing and allocate only their results, as on CUDA.
     (Where a result's type differs, torch makes a copy on the CPU.)"""
 
@@ -681,6 +680,11 @@ def computes_nothing(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(
         gpu_products, "_in_f32", lambda left, right: torch.zeros(len(left), right.shape[1])
     )
+
+
+@pytest.fixture
+def computes_nothing(as_on_a_gpu, monkeypatch):
+    allocate_as_on_cuda(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])

@@ -168,7 +168,7 @@ def test_a_split(tmp_path, capsys):
     dataclasses.replace(split, objective_s=0.002, bound_s=0.001).save(tmp_path / "s")
     found = inspected(tmp_path / "s", capsys)
     (gpu,), cpu = plan_bytes(model, context_length=32, num_hot=[3, 0], dense_on_gpu=[False] * 2,
-                          head_on_gpu=True)  # fmt: skip
+                          head_on_gpu=True, workspace=2 << 20)  # fmt: skip
     assert (found["gpu_bytes"], found["cpu_bytes"]) == (gpu, cpu)
     assert found["vram_budget_bytes"] == split.vram_budget_bytes
     assert (found["num_hot_L"], found["dense_on_gpu"]) == ([3, 0], [False, False])

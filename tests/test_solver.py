@@ -464,6 +464,7 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
             num_hot=[len(ids) for ids in split.hot],
             dense_on_gpu=split.dense_on_gpu,
             head_on_gpu=split.head_on_gpu,
+            workspace=WORKSPACE,
         )
         assert (
             (gpu, cpu) == (split.gpu_bytes, split.cpu_bytes) == (report.gpu_bytes, report.cpu_bytes)
