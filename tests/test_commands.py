@@ -464,3 +464,18 @@ def test_a_name_that_is_too_long_gives_one_line(tmp_path, capsys, place):
         (line,) = lines_of(capsys)
         assert "File name too long" in line or "no such file" in line
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "passive"), ("active", "active")])
+def test_torchs_threads_sleep_unless_the_user_says_otherwise(given, wanted):
+    """For every command, and before torch is imported."""
+    script = (
+        "import os, sys; from hotsplit.cli import main; main(['--version']);"
+        "assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == wanted

@@ -17,7 +17,6 @@ from hotsplit.commands.options.shared import (
     finish,
     given,
     json_option,
-    let_threads_sleep,
     mode_option,
     take_engine_options,
     threads_option,
@@ -76,7 +75,6 @@ def evaluate(
     for param in given(ctx):
         if param.name in others:
             raise click.UsageError(f"{param.opts[-1]} has no effect with {chosen}.")
-    let_threads_sleep()
     if tasks is None:
         _on_text({k: v for k, v in options.items() if k not in ONLY_TASKS}, threads, as_json)
     else:

@@ -47,6 +47,16 @@ def run(argv: Sequence[str] | None = None) -> int:
             return _end(signals.instead_of(error), arguments)
 
 
+def _let_threads_sleep() -> None:
+    """Makes torch's threads sleep while they wait for work; must be called before torch is
+    imported.
+
+    Otherwise they spin, for milliseconds after every operation, on cores that the C++ kernels'
+    threads or another process would use. Counting 512 tokens of a 135 M model on two shared cores
+    took 22.8 s of processor time (108 s of wall-clock time), and 2.9 s (10 s) with this."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def _run(arguments: list[str], *, is_program: bool) -> int:
     import click
 
@@ -54,6 +64,7 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
     from hotsplit.commands.options.shared import say
     from hotsplit.system.log_lines import lines_on_stderr
 
+    _let_threads_sleep()
     if is_program:
         from hotsplit.files import mapped_files
 

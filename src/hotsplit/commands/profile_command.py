@@ -16,7 +16,6 @@ from hotsplit.commands.options.shared import (
     device_option,
     finish,
     given,
-    let_threads_sleep,
     mean,
     report_options,
     say,
@@ -102,7 +101,6 @@ def profile(
 
     If stopped, it leaves OUTPUT.resume, and the same command continues from there. With torchrun -m
     hotsplit profile ... several processes share the text."""
-    let_threads_sleep()
     if is_merge:
         for param in given(ctx):
             if param.name not in ("files", "output", "is_merge", "force", "as_json"):

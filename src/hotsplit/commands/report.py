@@ -11,7 +11,6 @@ from hotsplit.commands.options.shared import (
     FileCommand,
     OutputPath,
     finish,
-    let_threads_sleep,
     report_options,
 )
 from hotsplit.system.sizes import format_bytes
@@ -35,7 +34,6 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
     """Write what the given files say about a model to one HTML page.
 
     The page needs no network."""
-    let_threads_sleep()
     from hotsplit.artifacts.model_file import ModelFile
 
     ModelFile.load(options["model"])  # fails early: the other imports take seconds

@@ -23,7 +23,6 @@ from hotsplit.commands.options.shared import (
     finish,
     joined,
     json_option,
-    let_threads_sleep,
     running_options,
     say,
     take_engine_options,
@@ -97,7 +96,6 @@ def run(
 
     SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
     Everything made on the way is cached for the next run: hotsplit cache list."""
-    let_threads_sleep()
     _check_options(options, corpora, dry_run=dry_run)
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes

@@ -279,16 +279,6 @@ def texts_and_model(model: Path, texts: Iterable[Path]) -> list[Path]:
     return [model, *given, *found]
 
 
-def let_threads_sleep() -> None:
-    """Makes torch's threads sleep while they wait for work; must be called before torch is
-    imported.
-
-    Otherwise they spin, for milliseconds after every operation, on cores that the C++ kernels'
-    threads or another process would use. Counting 512 tokens of a 135 M model on two shared cores
-    took 22.8 s of processor time (108 s of wall-clock time), and 2.9 s (10 s) with this."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
 def say(line: str) -> None:
     """Writes a line, or a table of several, for people to stderr, wrapped on a terminal."""
     if sys.stderr is not None:
