@@ -29,8 +29,8 @@ import torch
 from machine import result_of, write_result
 
 from hotsplit.measure.timing.rounds import take_turns
-from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.options import SamplingOptions
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 
 SIZES = (32_000, 49_152, 151_936, 262_144)
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}

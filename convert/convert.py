@@ -22,10 +22,10 @@ from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import gguf_source, tensors
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.convert.encode import TensorTypes
 from hotsplit.convert.hub import find_folder
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
 from hotsplit.convert.predictors import add_predictors
+from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.families.table import ARCHITECTURES, read_blueprint

@@ -16,8 +16,9 @@ from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
-from hotsplit.convert.encode import TensorTypes, encode, not_finite, restore
+from hotsplit.convert.encode import encode, not_finite, restore
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tensors import DOWN, DOWN_T
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of

@@ -10,9 +10,11 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.convert.encode import TensorTypes, encode, restore
+from hotsplit.convert.encode import encode, restore
+from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Blueprint, Rows
+from hotsplit.families.blueprint import Blueprint
+from hotsplit.families.row_order import Rows
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.written import Restored
 from hotsplit.model.tensors import Layout, Shapes, layer_shapes, outer_shapes

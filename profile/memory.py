@@ -9,13 +9,8 @@ from pathlib import Path
 import torch
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import (
-    SHORT_CHUNK,
-    bytes_on_one_side,
-    is_predictor,
-    kv_bytes,
-    layer_tensors,
-)
+from hotsplit.costs.budget import bytes_on_one_side, is_predictor, kv_bytes, layer_tensors
+from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices

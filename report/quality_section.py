@@ -3,7 +3,7 @@ records given."""
 
 from dataclasses import dataclass
 
-from hotsplit.costs.mode_choice import is_smooth
+from hotsplit.costs.default_mode import is_smooth
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import ModeQuality
 from hotsplit.model.modes import Mode

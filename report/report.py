@@ -4,7 +4,7 @@ The sections are in `sections`, `quality_section` and `machine_section`, the HTM
 
 from importlib.metadata import version
 
-from hotsplit.costs.mode_choice import choose_mode
+from hotsplit.costs.default_mode import choose_mode
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file, sha256_of
 from hotsplit.files.outputs import check_outputs

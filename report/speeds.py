@@ -15,7 +15,7 @@ from hotsplit.report.config import ReportConfig
 from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, load_inputs
-from hotsplit.solver.modes import allowed_modes
+from hotsplit.solver.mode_choice import allowed_modes
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.sweep import Sweep, sweep_of

@@ -19,37 +19,25 @@ from hotsplit.costs.budget import (
     stored_neuron_bytes,
 )
 from hotsplit.costs.bytes_read import neurons_read
-from hotsplit.costs.mode_choice import can_silence, is_smooth
+from hotsplit.costs.default_mode import can_silence, is_smooth
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout
 from hotsplit.model.weight_types import BY_QUALITY, FLOAT_NAMES
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
+from hotsplit.run.memory_here import Room
 from hotsplit.run.source import Source
 from hotsplit.runtime.resolved_options import cache_types_of, device_of
 from hotsplit.runtime.resolved_options import context_of as longest_text
 from hotsplit.runtime.step.temporaries import workspace_bytes
 from hotsplit.system.sizes import format_bytes
-from hotsplit.system.system_memory import memory_limit_bytes
 
-# Shares of memory given to a model: of all that the process may use, and of what is free on a GPU.
-# The rest is for the process and the page cache.
-MAIN_SHARE, GPU_SHARE = 0.85, 0.9
-STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs get the same
 # Assumed until predictors are trained: the bytes of a whole gate matrix in 4-bit blocks relative to those
 # of its layer's neurons, by the neurons' type (docs/predictors.md); and a tenth more neurons named
 # than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
 LEAST_GAIN = 0.1  # share of a token's bytes saved that is worth minutes of training
-
-
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """Bytes of memory available to a model."""
-
-    main: int
-    gpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +76,6 @@ class Choice:
         if self.predictors:
             return wishes.tokens is None
         return self.predictors is None or bool(self.budgets)
-
-
-def room_here(wishes: Wishes) -> Room:
-    """This machine's memory for a model; a VRAM budget given by the user is taken as it is."""
-    main = int(MAIN_SHARE * memory_limit_bytes())
-    if not torch.cuda.is_available() or (wishes.engine.device or "cuda").startswith("cpu"):
-        return Room(main=main)
-    if wishes.vram is not None:
-        return Room(main=main, gpus=wishes.vram if any(wishes.vram) else ())
-    free = GPU_SHARE * torch.cuda.mem_get_info(torch.device(wishes.engine.device or "cuda"))[0]
-    return Room(main=main, gpus=(int(free) // STEP_BYTES * STEP_BYTES,))
 
 
 def choose(source: Source, wishes: Wishes, room: Room) -> Choice:

@@ -12,7 +12,7 @@ from hotsplit.profile.config import MIN_TRAINING_WINDOWS
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.run import stages
 from hotsplit.run.cache_folder import Cache, Entry
-from hotsplit.run.choice import Choice, Wishes, choose, room_here, worth
+from hotsplit.run.choice import Choice, Wishes, choose, worth
 from hotsplit.run.estimate import (
     Estimate,
     decided,
@@ -23,6 +23,7 @@ from hotsplit.run.estimate import (
     words,
 )
 from hotsplit.run.keys import digest
+from hotsplit.run.memory_here import room_here
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
 from hotsplit.run.stages import Job
@@ -128,7 +129,7 @@ def job_of(
 ) -> Job:
     """Decides everything that can be decided before any stage runs, and says why. Raises
     HotsplitError for a source that cannot be run with these options."""
-    choice = choose(source, wishes, room_here(wishes))
+    choice = choose(source, wishes, room_here(wishes.vram, wishes.engine.device))
     _check_tokens(choice, wishes)
     for line in choice.lines:
         cache.say(line)

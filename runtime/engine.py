@@ -24,8 +24,8 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
-from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.options import SamplingOptions
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.gpu_setup import set_aside
 from hotsplit.runtime.kernels.cpu import library

@@ -8,9 +8,9 @@ from functools import cached_property
 from tokenizers import pre_tokenizers
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
+from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import wrong

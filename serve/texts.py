@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.step.sequences import Sequence as TextSequence

@@ -18,7 +18,7 @@ from hotsplit.costs.budget import (
     kv_positions,
     layer_bytes,
 )
-from hotsplit.costs.mode_choice import mode_meant
+from hotsplit.costs.default_mode import mode_meant
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes

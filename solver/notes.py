@@ -4,7 +4,7 @@ import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.mode_choice import choose_mode, loss_line
+from hotsplit.costs.default_mode import choose_mode, loss_line
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs

@@ -23,7 +23,7 @@ from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
-from hotsplit.solver.modes import Alternative, Found, find, find_fastest
+from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (

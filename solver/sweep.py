@@ -13,7 +13,7 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import advise
 from hotsplit.solver.inputs import Inputs, Workspace
-from hotsplit.solver.modes import allowed_modes, in_mode, whole_layers
+from hotsplit.solver.mode_choice import allowed_modes, in_mode, whole_layers
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.problem import placement_bytes

@@ -38,6 +38,7 @@ from hotsplit.sparsify.student import load_student, matrix_names, whole_matrices
 from hotsplit.sparsify.texts import read_texts, up_to
 from hotsplit.sparsify.trained_checkpoint import read_trained, write_trained
 from hotsplit.sparsify.trainer import NotFinite, Trainer
+from hotsplit.system.save_schedule import SaveSchedule
 from hotsplit.system.signals import MESSAGE, NUMBERS, SAME_S
 
 
@@ -86,7 +87,6 @@ class Signals:
         )
 
 
-SAVE_SHARE = 0.05  # largest share of the time spent saving
 Say = Callable[[str], None]
 OnTokens = Callable[[float], None]
 
@@ -116,7 +116,7 @@ class Run:
         self.trainer = Trainer(plan.config, self.student, plan.schedule, ranks)
         self.best, self.record = Best(), Record()
         self.losses: list[float] = []  # of the steps since the last point of the curve
-        self.saved_at, self.save_s = time.monotonic(), 0.0
+        self.saves = SaveSchedule(plan.config.save_every_s)
 
     def begin(self, position: Position) -> None:
         """Continues from the position of an earlier run; without one, starts from a trained
@@ -241,26 +241,26 @@ class Run:
     def _pause(self, signals: Signals, must_save: bool) -> None:
         """Saves if a save is due or `must_save`; after a signal, saves and raises Interrupted. All
         processes do so at the same step."""
-        since = time.monotonic() - self.saved_at
-        is_due = since > max(self.config.save_every_s, self.save_s / SAVE_SHARE)
         is_stop = signals.wants_stop(self.ranks)
-        if is_stop or must_save or self.ranks.largest(int(is_due and self.ranks.is_first)):
+        if (
+            is_stop
+            or must_save
+            or self.ranks.largest(int(self.saves.is_due and self.ranks.is_first))
+        ):
             self.save()
         if is_stop:
             raise signals.interrupted(self.config.state_path)
 
     def save(self) -> None:
         """Saves the position of the run; the first process writes the file."""
-        began = time.monotonic()
-        self.ranks.first_only(
-            lambda: state.save(
-                self.config.state_path,
-                self.plan.settings,
-                state.position_of(self.trainer, self.best, self.record, self.losses),
+        with self.saves.save():
+            self.ranks.first_only(
+                lambda: state.save(
+                    self.config.state_path,
+                    self.plan.settings,
+                    state.position_of(self.trainer, self.best, self.record, self.losses),
+                )
             )
-        )
-        self.saved_at = time.monotonic()
-        self.save_s = self.saved_at - began
 
     def report(self) -> SparsifyReport:
         return SparsifyReport(

@@ -149,12 +149,13 @@ def prepare() -> None:
     import hotsplit.runtime.generate.prompt_cache
     import hotsplit.solver.plots
     import hotsplit.sparsify.run
+    import hotsplit.system.save_schedule
     from hotsplit.profile.config import ProfileConfig
     from hotsplit.sparsify.config import SparsifyConfig
 
     for config in (ProfileConfig, SparsifyConfig):
         config.__init__.__kwdefaults__["save_every_s"] = 0.01
-    hotsplit.profile.count.run.SAVE_SHARE = hotsplit.sparsify.run.SAVE_SHARE = 10.0
+    hotsplit.system.save_schedule.SAVE_SHARE = 10.0
     machine: Any = make_machine()
     calibrate.measure_cpu = lambda say, on_probe: (
         machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s

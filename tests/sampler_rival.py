@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hotsplit.runtime.generate.candidates import Candidates
-from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.options import SamplingOptions
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / "build/llamacpp-venv/bin/python"

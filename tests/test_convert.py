@@ -39,7 +39,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.convert.vocabulary import vocabulary_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import adjacent_pairs
+from hotsplit.families.row_order import adjacent_pairs
 from hotsplit.files.gguf_file import type_of
 from hotsplit.model.weight_types import BY_NAME
 

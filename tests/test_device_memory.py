@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from hotsplit import Engine
-from hotsplit.costs.budget import ITEMS, SHORT_CHUNK
+from hotsplit.costs.budget import ITEMS
+from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Activation

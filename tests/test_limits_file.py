@@ -274,7 +274,7 @@ def test_the_key_of_a_saved_prompt_covers_its_limits(tmp_path: Path) -> None:
 
 
 def test_a_model_file_keeps_trained_limits_and_their_cost(tmp_path: Path) -> None:
-    from hotsplit.costs.mode_choice import choose_mode
+    from hotsplit.costs.default_mode import choose_mode
     from hotsplit.model.mode_quality import ModeQuality
 
     model = make_model(path=tmp_path / "m.gguf", activation="silu")

@@ -23,7 +23,13 @@ from hotsplit.artifacts.split_file import Split, held_in
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.mode_choice import bytes_per_token, choose_mode, dense_bytes, loss_line, refusal
+from hotsplit.costs.default_mode import (
+    bytes_per_token,
+    choose_mode,
+    dense_bytes,
+    loss_line,
+    refusal,
+)
 from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
@@ -32,7 +38,7 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.resolved_options import mode_of
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import as_plan, layer_split
-from hotsplit.solver.modes import find, find_fastest, in_mode
+from hotsplit.solver.mode_choice import find, find_fastest, in_mode
 from hotsplit.solver.multi_gpu import cpu_only_plan, plan_is_feasible, plan_seconds
 from hotsplit.solver.solve import SolveConfig, solve, split_of
 from hotsplit.solver.verify import verify

@@ -33,8 +33,8 @@ from hotsplit.commands.options.llamacpp_flags import TABLE, translate
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.terminal.prompts import prompts_of
 from hotsplit.convert.convert import convert
-from hotsplit.convert.encode import TensorTypes
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.table import read_blueprint
 from hotsplit.measure.evaluate.verify_conversion import verify

@@ -334,7 +334,7 @@ def test_two_processes_take_the_same_steps(monkeypatch):
 
     from test_predictors import RELU, batch_of, inputs, start_of, weights
 
-    from hotsplit.costs.budget import SHORT_CHUNK
+    from hotsplit.costs.pass_length import SHORT_CHUNK
     from hotsplit.profile.predictors.low_rank import LowRank
     from hotsplit.profile.predictors.train import SharedSteps
 

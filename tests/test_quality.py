@@ -19,7 +19,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.mode_choice import choose_mode, dense_bytes
+from hotsplit.costs.default_mode import choose_mode, dense_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.comparison import (
     Comparison,

@@ -20,7 +20,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.errors import Interrupted
 from hotsplit.run import estimate, housekeeping, prepare, stages
-from hotsplit.run.choice import Room
+from hotsplit.run.memory_here import Room
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("cache")
 def gpu(monkeypatch):
     """A GPU with as much memory as --vram says."""
 
-    def room_here(wishes):
-        return Room(main=1 << 34, gpus=wishes.vram or ())
+    def room_here(vram, device):
+        return Room(main=1 << 34, gpus=vram or ())
 
     def calibrate(config, on_probe):
         machine = make_machine(launch_s=1e-9, round_trip_s=1e-9, copy_latency_s=1e-9,
@@ -250,7 +250,7 @@ def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
 
 
 def test_a_profile_continues_where_it_stopped(monkeypatch, capsys, relu, text, cache):
-    monkeypatch.setattr("hotsplit.profile.count.run.SAVE_SHARE", 1e9)  # saved after every window
+    monkeypatch.setattr("hotsplit.system.save_schedule.SAVE_SHARE", 1e9)  # saved after every window
     asked = (relu, "--corpus", text, "--no-verify", "--mode", "predicted", "--tokens", 1408)
     profile = stages.profile
     saved = lambda config: dataclasses.replace(config, save_every_s=0.0)  # noqa: E731

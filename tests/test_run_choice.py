@@ -16,7 +16,8 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.run import choice, estimate, prepare, stages
 from hotsplit.run.cache_folder import Cache
-from hotsplit.run.choice import Room, Wishes, choose, choose_predictors, choose_type, worth
+from hotsplit.run.choice import Wishes, choose, choose_predictors, choose_type, worth
+from hotsplit.run.memory_here import GPU_SHARE, STEP_BYTES, Room, room_here
 from hotsplit.run.source import look_at
 from hotsplit.system.sizes import format_bytes
 
@@ -104,10 +105,10 @@ def test_the_default_budget_is_that_of_the_gpu_asked_for(monkeypatch):
         choice.torch.cuda, "mem_get_info", lambda device: (free[device.index], 8 << 30)
     )
     for device, index in ((None, 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
-        (budget,) = choice.room_here(wishes_of(device=device)).gpus
-        wanted = choice.GPU_SHARE * free[index]
-        assert wanted - choice.STEP_BYTES < budget <= wanted, device
-    assert choice.room_here(wishes_of(device="cpu")).gpus == ()
+        (budget,) = room_here(None, device).gpus
+        wanted = GPU_SHARE * free[index]
+        assert wanted - STEP_BYTES < budget <= wanted, device
+    assert room_here(None, "cpu").gpus == ()
 
 
 def test_which_models_are_looked_at():

@@ -22,8 +22,8 @@ from sampler_formulas import (
 )  # fmt: skip
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.options import DEFAULT_SAMPLERS, SamplingOptions
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.chain import active_samplers
 from hotsplit.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
 from hotsplit.runtime.generate.options import (
     DEFAULT_SAMPLERS,
@@ -22,6 +21,7 @@ from hotsplit.runtime.generate.options import (
     samplers_of_letters,
     samplers_of_names,
 )
+from hotsplit.runtime.generate.sampler_chain import active_samplers
 from hotsplit.runtime.text.codec import TextCodec
 
 ROOT = Path(__file__).parent.parent

@@ -16,8 +16,8 @@ from hotsplit import Engine
 from hotsplit.commands.serve import _cache_bytes, _check_memory
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError

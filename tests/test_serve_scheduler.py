@@ -10,9 +10,9 @@ from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.chain import chain_of
 from hotsplit.runtime.generate.dry import cached_breakers
 from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
+from hotsplit.runtime.generate.sampler_chain import chain_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve import scheduler as scheduler_module
 from hotsplit.serve.prefix_cache import PrefixCache, common

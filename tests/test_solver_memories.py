@@ -14,7 +14,7 @@ from hotsplit.solver import optimise
 from hotsplit.solver.fullest import emptiest, fullest, fullest_plan, least_room
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.memories import TooSmallError, least_of
-from hotsplit.solver.modes import find, find_fastest
+from hotsplit.solver.mode_choice import find, find_fastest
 from hotsplit.solver.multi_gpu import bytes_of_gpus, plan_is_feasible
 from hotsplit.solver.problem import Problem, held_bytes, is_feasible
 

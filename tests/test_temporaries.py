@@ -12,7 +12,7 @@ from models import FAMILIES, differing_spec, family_model, make_model, make_size
 from test_device_memory import CARD, allocate_as_on_cuda, allocating_flash, as_on_a_gpu
 from test_runtime import make_split
 
-from hotsplit.costs.budget import LOGITS_CHUNK
+from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.loader import load_weights

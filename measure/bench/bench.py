@@ -15,7 +15,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandwidth
 from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.measure.bench.result import BenchReport
-from hotsplit.measure.bench.rival import Rival, RivalOptions, located, program_of, rival_of
+from hotsplit.measure.bench.rival import check_rival, start_rival
 from hotsplit.measure.bench.runner import RandomTokens, Rounds, Runner, TextTokens, Tokens
 from hotsplit.measure.bench.setting import load_now, setting_of
 from hotsplit.measure.bench.summary import report_of
@@ -32,7 +32,7 @@ def bench(
     load_before = load_now()
     file = ModelFile.load(config.model)
     _check_lengths(config, file)
-    _check_rival(config, file)
+    check_rival(config, file)
     plan = None if config.split is None else Split.load(config.split)
     threads = use_threads(config.threads)
     with ExitStack() as stack:
@@ -40,7 +40,7 @@ def bench(
         runner = Runner(engine)
         stack.callback(runner.close)
         tokens = _tokens(config, engine)
-        rival = _rival(config, engine, threads)
+        rival = start_rival(config, engine, threads)
         if rival is not None:
             stack.callback(rival.close)
         rounds = Rounds(config, runner, tokens, rival, _bandwidths(engine, plan), on_test)
@@ -60,20 +60,6 @@ def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
             )
 
 
-def _check_rival(config: BenchConfig, file: ModelFile) -> None:
-    """Refuses an impossible comparison before the engine is loaded."""
-    if config.compare is None:
-        return
-    program_of(config.compare)
-    if config.compare_model is None and file.layout != "stock":
-        raise HotsplitError(
-            f"{file.path}: llama.cpp cannot load the sparse layout; give the same weights in a form"
-            " that it loads with --compare-model FILE (hotsplit convert --layout stock writes one)"
-        )
-    if config.compare_model is not None and not config.compare_model.is_file():
-        raise HotsplitError(f"{config.compare_model}: no such file; wanted a GGUF for llama.cpp")
-
-
 def _load(config: BenchConfig, plan: Split | None) -> Engine:
     if plan is not None and plan.context_length < config.num_tokens:
         raise HotsplitError(
@@ -90,32 +76,6 @@ def _tokens(config: BenchConfig, engine: Engine) -> Tokens:
         return RandomTokens(config.seed, engine.model.spec.vocab_size)
     longest = max(max(test.depth, test.length) for test in config.tests)
     return TextTokens(config.text, engine, longest)
-
-
-def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
-    if config.compare is None:
-        return None
-    types = engine.cache_types
-    layers = config.compare_gpu_layers
-    rival = rival_of(
-        RivalOptions(
-            path=located(config.compare),
-            model=(config.compare_model or config.model).absolute(),
-            context_length=config.num_tokens,
-            type_k=types.key.kind,
-            type_v=types.value.kind,
-            threads=threads,
-            gpu_layers=0 if layers is None and engine.device.type == "cpu" else layers,
-        )
-    )
-    if rival.about.vocab_size not in (0, engine.model.spec.vocab_size):
-        rival.close()
-        raise HotsplitError(
-            f"{config.compare_model or config.model}: has {rival.about.vocab_size} tokens in"
-            f" llama.cpp, {config.model} has {engine.model.spec.vocab_size}: another model;"
-            " give the same one with --compare-model"
-        )
-    return rival
 
 
 def _bandwidths(engine: Engine, plan: Split | None) -> dict[str, Bandwidth]:

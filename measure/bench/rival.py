@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import type_of
-from hotsplit.measure.bench.config import BenchTest
+from hotsplit.measure.bench.config import BenchConfig, BenchTest
+from hotsplit.runtime.engine import Engine
 
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
 PROBE_S = 60.0  # timeout for --version and --help
@@ -239,3 +241,44 @@ class LlamaBench:
             f"{self._options.path}: cannot measure {test.name} of {self._options.model}{words}; give"
             " a file that it loads with --compare-model"
         )
+
+
+def check_rival(config: BenchConfig, file: ModelFile) -> None:
+    """Refuses an impossible comparison before the engine is loaded."""
+    if config.compare is None:
+        return
+    program_of(config.compare)
+    if config.compare_model is None and file.layout != "stock":
+        raise HotsplitError(
+            f"{file.path}: llama.cpp cannot load the sparse layout; give the same weights in a form"
+            " that it loads with --compare-model FILE (hotsplit convert --layout stock writes one)"
+        )
+    if config.compare_model is not None and not config.compare_model.is_file():
+        raise HotsplitError(f"{config.compare_model}: no such file; wanted a GGUF for llama.cpp")
+
+
+def start_rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
+    """Starts the llama.cpp that the options ask for, on the CPU if the engine is there."""
+    if config.compare is None:
+        return None
+    types = engine.cache_types
+    layers = config.compare_gpu_layers
+    rival = rival_of(
+        RivalOptions(
+            path=located(config.compare),
+            model=(config.compare_model or config.model).absolute(),
+            context_length=config.num_tokens,
+            type_k=types.key.kind,
+            type_v=types.value.kind,
+            threads=threads,
+            gpu_layers=0 if layers is None and engine.device.type == "cpu" else layers,
+        )
+    )
+    if rival.about.vocab_size not in (0, engine.model.spec.vocab_size):
+        rival.close()
+        raise HotsplitError(
+            f"{config.compare_model or config.model}: has {rival.about.vocab_size} tokens in"
+            f" llama.cpp, {config.model} has {engine.model.spec.vocab_size}: another model;"
+            " give the same one with --compare-model"
+        )
+    return rival

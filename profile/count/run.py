@@ -6,7 +6,6 @@ processes, and loads them again."""
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -21,9 +20,9 @@ from hotsplit.files.atomic import remove_stale
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.resume import Position, Settings, load_position, save_position
 from hotsplit.runtime.engine import Engine
+from hotsplit.system.save_schedule import SaveSchedule
 from hotsplit.system.signals import NUMBERS, put_back
 
-SAVE_SHARE = 0.05  # largest share of the time spent saving: larger states are saved less often
 _SAVE, _STOP = 1, 2
 
 
@@ -75,11 +74,10 @@ class Run:
         save_every_s: float,
     ) -> None:
         self.engine, self.ranks, self.path, self.settings = engine, ranks, path, settings
-        self.on_tokens, self.save_every_s = on_tokens, save_every_s
+        self.on_tokens, self._saves = on_tokens, SaveSchedule(save_every_s)
         self.position = load_position(path, settings, ranks, force=force)
         self.parts: dict[str, Part] = {}
         self._phase, self._done = -1, 0
-        self._saved_at, self._save_s = time.monotonic(), 0.0
         self._signal: int | None = None
         self._in_phase = False
 
@@ -131,9 +129,7 @@ class Run:
 
     def _pause(self, *, ends_phase: bool) -> None:
         """Saves when a save is due, and stops after a signal: all processes together."""
-        since = time.monotonic() - self._saved_at
-        is_late = self.ranks.is_first and since > max(self.save_every_s, self._save_s / SAVE_SHARE)
-        is_due = is_late or ends_phase
+        is_due = ends_phase or (self.ranks.is_first and self._saves.is_due)
         order = self.ranks.largest(_STOP if self._signal else _SAVE if is_due else 0)
         if order:
             self.save()
@@ -146,16 +142,14 @@ class Run:
         return Interrupted(f"interrupted; {saved}", number)
 
     def save(self) -> None:
-        began = time.monotonic()
-        arrays = {
-            f"{name}/{key}": array.detach().cpu().numpy()
-            for name in self.parts
-            for key, array in self.total(name).items()
-        }
-        position = Position(phase=self._phase, done=self._done, arrays=arrays)
-        self.ranks.first_only(lambda: save_position(self.path, self.settings, position))
-        self._saved_at = time.monotonic()
-        self._save_s = self._saved_at - began
+        with self._saves.save():
+            arrays = {
+                f"{name}/{key}": array.detach().cpu().numpy()
+                for name in self.parts
+                for key, array in self.total(name).items()
+            }
+            position = Position(phase=self._phase, done=self._done, arrays=arrays)
+            self.ranks.first_only(lambda: save_position(self.path, self.settings, position))
 
     def finish(self) -> None:
         """Removes the resume file; called when the outputs are written."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
-from hotsplit.costs.budget import SHORT_CHUNK, layer_bytes
+from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.processes import Ranks

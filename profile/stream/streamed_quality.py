@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import LOGITS_CHUNK
+from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.files.gguf_file import release
 from hotsplit.measure.evaluate.comparison import Comparison
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, report_of

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import DEFAULT_CONTEXT, SHORT_CHUNK, is_predictor, layer_tensors
+from hotsplit.costs.budget import DEFAULT_CONTEXT, is_predictor, layer_tensors
+from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode, runs_predictors

@@ -20,11 +20,11 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
-from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.generation import ENDLESS, Generation, Run, Token, num_common
 from hotsplit.runtime.generate.options import GenerationOptions
 from hotsplit.runtime.generate.reasoning import close_reasoning, opens_reasoning
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Sequence as TextSequence

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic

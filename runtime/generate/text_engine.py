@@ -12,7 +12,6 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
-from hotsplit.runtime.generate.chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
@@ -25,6 +24,7 @@ from hotsplit.runtime.generate.generation import (
 )
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
+from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement

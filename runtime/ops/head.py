@@ -5,7 +5,7 @@ Letters: T tokens, D model width, V vocabulary."""
 import torch
 from torch import Tensor
 
-from hotsplit.costs.budget import LOGITS_CHUNK
+from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.weights.matrix import Linear

@@ -10,7 +10,7 @@ from itertools import chain, groupby
 import torch
 from torch import Tensor
 
-from hotsplit.costs.budget import SHORT_CHUNK
+from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.kernels.gpu.kernels import ROWS

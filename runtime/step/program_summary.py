@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split, held_in
-from hotsplit.costs.mode_choice import mode_meant
+from hotsplit.costs.default_mode import mode_meant
 from hotsplit.model.modes import computes_all
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of, step_program

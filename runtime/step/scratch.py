@@ -12,6 +12,7 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import budget
 from hotsplit.costs.budget import FLOAT_BYTES
+from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.spec import SMOOTH, Attention, ModelSpec
 from hotsplit.runtime.kernels.cpu import library
@@ -177,7 +178,7 @@ def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
 
 def head(p: Pass) -> int:
     """A norm, logits, and the logits once more while pieces are joined."""
-    p = replace(p, num_tokens=min(p.num_tokens, budget.LOGITS_CHUNK))
+    p = replace(p, num_tokens=min(p.num_tokens, LOGITS_CHUNK))
     width, vocab_size = p.spec.hidden_size, p.spec.vocab_size
     kind = p.model.tensors[p.model.head_name].kind
     product = p.product(kind, width, vocab_size) if p.is_on_gpu else 0

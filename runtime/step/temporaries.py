@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import FLOAT_BYTES, PREFILL_CHUNK, SHORT_CHUNK, tile_rows
+from hotsplit.costs.budget import FLOAT_BYTES, tile_rows
+from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.device.device_memory import ALIGNMENT, SMALL_BYTES

@@ -13,7 +13,7 @@
 
 #include "cache_rows.h"
 #include "select.h"
-#include "work.h"
+#include "operands.h"
 
 // Positions per work item.
 constexpr int64_t PART = 256;

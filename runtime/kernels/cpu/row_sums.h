@@ -1,7 +1,7 @@
 // Weighted sums of the rows of a matrix, for one or several vectors of coefficients: the down projection of
 // neurons.
 #pragma once
-#include "work.h"
+#include "operands.h"
 
 // Places of rows are divided into groups of SUM_ROWS, and the groups into at most this many chunks,
 // whose sums are added in order. The division and the order depend only on the number of places,

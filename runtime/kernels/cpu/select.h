@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "cache_rows.h"
-#include "work.h"
+#include "operands.h"
 
 constexpr int64_t LINE = 64;       // bytes of a cache line
 constexpr int64_t TOUCHED = 8;     // blocks whose codes are loaded together

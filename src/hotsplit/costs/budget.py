@@ -16,14 +16,7 @@ ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "
 Items = dict[str, int]
 
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
-# Maximum tokens per forward pass. Weights are unpacked once per pass, and longer matrix products
-# are faster: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes of 256 and 13
-# in one (docs/log/prefill.md). Passes are short if both parts of a plan are on the CPU, and while
-# observed, when each pass is a batch of predictor training.
-PREFILL_CHUNK = 512
-SHORT_CHUNK = 128
 BLOCK_LENGTH = 64  # positions per block of the KV cache if an engine has several sequences
-LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
 FLOAT_BYTES = 4
 # A dense product unpacks its weights to f32 one tile of rows at a time. A tile has at most
 # UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.

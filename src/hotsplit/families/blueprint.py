@@ -7,22 +7,12 @@ from dataclasses import dataclass, field
 import gguf
 import numpy as np
 
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.row_order import Rows
 from hotsplit.model.spec import ModelSpec
 
 NameOf = Callable[[str], str | None]
 # Rotary frequencies stored by old versions of transformers; readers compute them from the config.
 IGNORED = ("rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Reorders the rows of a tensor: row r of the model file is row `order[r]` of the checkpoint's
-    tensor that `name_of` calls `source`, which has `num_rows` rows."""
-
-    source: str
-    order: np.ndarray
-    num_rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +41,3 @@ def gguf_names(arch: gguf.MODEL_ARCH, num_layers: int) -> NameOf:
     """The name map of llama.cpp's converter."""
     names = gguf.get_tensor_name_map(arch, num_layers)
     return lambda source: names.get_name(source, try_suffixes=(".weight", ".bias"))
-
-
-def adjacent_pairs(num_rows: int, num_heads: int) -> np.ndarray:
-    """The row order of a query or key projection (heads of 2P rows each) that makes the two rows of
-    a rotary pair adjacent: row r of the model file is row order[r] of the checkpoint.
-
-    transformers pairs row p of a head with row p + P, llama.cpp row 2p with row 2p + 1."""
-    return np.arange(num_rows).reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(-1)
-
-
-def rotary_rows(sizes: Sizes) -> dict[str, Rows]:
-    """The rows of queries and keys (and their biases) for a graph that rotates adjacent pairs."""
-    rows = {}
-    for name, heads in (("attn_q", sizes.num_heads), ("attn_k", sizes.num_kv_heads)):
-        count = heads * sizes.head_dim
-        order = adjacent_pairs(count, heads)
-        for part in (".weight", ".bias"):
-            rows[name + part] = Rows(source=name + part, order=order, num_rows=count)
-    return rows

@@ -9,9 +9,10 @@ import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Blueprint, NameOf, Rows, gguf_names
+from hotsplit.families.blueprint import Blueprint, NameOf, gguf_names
 from hotsplit.families.config_reader import UNGATED, ConfigReader
 from hotsplit.families.family import Architecture, Family
+from hotsplit.families.row_order import Rows
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation, ModelSpec, Rotary

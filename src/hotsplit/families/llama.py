@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import gguf
 
-from hotsplit.families.blueprint import IGNORED, Blueprint, gguf_names, rotary_rows
+from hotsplit.families.blueprint import IGNORED, Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.row_order import rotary_rows
 from hotsplit.families.sizes import Sizes
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
 

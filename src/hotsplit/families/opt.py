@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotsplit.families.blueprint import IGNORED, Blueprint, Rows
+from hotsplit.families.blueprint import IGNORED, Blueprint
 from hotsplit.families.config_reader import UNGATED, ConfigReader
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.row_order import Rows
 from hotsplit.families.sizes import Sizes
 from hotsplit.model.spec import Activation, ModelSpec
 

@@ -6,10 +6,11 @@ The model file is a `llama`, so everything that runs a `llama` runs this too."""
 import gguf
 import numpy as np
 
-from hotsplit.families.blueprint import Blueprint, Rows, adjacent_pairs, gguf_names
+from hotsplit.families.blueprint import Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import Family
 from hotsplit.families.llama import llama_sizes, llama_spec
+from hotsplit.families.row_order import Rows, adjacent_pairs
 
 
 def phi3(read: ConfigReader) -> Blueprint:

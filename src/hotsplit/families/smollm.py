@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 import gguf
 
-from hotsplit.families.blueprint import Blueprint, gguf_names, rotary_rows
+from hotsplit.families.blueprint import Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import llama_sizes
+from hotsplit.families.row_order import rotary_rows
 from hotsplit.families.sizes import Sizes
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
 

@@ -57,7 +57,7 @@ class EngineConfig:
 
     mode: "dense", "exact" or "predicted"; None takes the plan's. Without a plan it takes the mode
     that reads the fewest bytes among those that cannot change the output or cost at most `max_loss`
-    of the perplexity by the file's record (mode_choice has the details); with `thresholds` or
+    of the perplexity by the file's record (costs.default_mode has the details); with `thresholds` or
     `limits`, the mode that they and the predictors are for.
 
     device: "cpu" or "cuda[:n]", for everything that the plan does not put on the CPU; None takes

@@ -1,7 +1,7 @@
 """Chooses a plan's mode: the fastest by the solver's own model, among those within the loss limit.
 
 The best plan in the same memories is found for each mode that the model file supports and whose
-recorded loss is within the limit (hotsplit.costs.mode_choice). Mode dense is among them unless a neuron
+recorded loss is within the limit (hotsplit.costs.default_mode). Mode dense is among them unless a neuron
 cache is asked for; its plan is never slower than a split by whole layers that fits (`layer_split`).
 The fastest wins; the others' times are reported."""
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from hotsplit.costs.mode_choice import refusal, sparse_modes
+from hotsplit.costs.default_mode import refusal, sparse_modes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.solver.inputs import Inputs, Workspace

@@ -1,0 +1,85 @@
+"""The type that each tensor of a model file gets."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hotsplit.convert.options import check_outtype
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
+from hotsplit.files.typed import shown
+from hotsplit.model.weight_types import BY_NAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorTypes:
+    """Vectors are f32. Matrices are `outtype`, or q8_0 or f16 if their rows are not whole blocks,
+    unless an override says otherwise.
+
+    An override is "NAME=TYPE", where NAME is a regular expression that is searched for in the
+    tensor's name; the first override that matches counts (as in `--tensor-type` of llama.cpp's
+    quantiser). Overrides do not apply to vectors."""
+
+    outtype: str
+    overrides: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in self.overrides:
+            name, _, kind = text.rpartition("=")
+            if not name:
+                raise HotsplitError(f"tensor type {shown(text)}; wanted NAME=TYPE")
+            check_outtype(kind.lower(), f"tensor type {shown(text)}")
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise HotsplitError(
+                    f"tensor type {shown(text)}: {shown(name)} is not a regular expression ({error})"
+                ) from error
+
+    def override(self, name: str) -> str | None:
+        """The type that an override asks for; None if no override matches."""
+        for text in self.overrides:
+            pattern, _, kind = text.rpartition("=")
+            if re.search(pattern, name):
+                return kind.lower()
+        return None
+
+    def kind(self, name: str, shape: tuple[int, ...]) -> str:
+        """The type of a tensor. Raises HotsplitError for an override that its rows do not fit."""
+        if len(shape) == 1:
+            return "f32"
+        kind = self.override(name)
+        if kind is None:
+            kinds = (self.outtype, "q8_0")
+            return next((k for k in kinds if is_whole_blocks(shape[-1], k)), "f16")
+        if not is_whole_blocks(shape[-1], kind):
+            raise HotsplitError(
+                f"tensor type {kind} for {name}: rows of {shape[-1]} values are not whole blocks"
+                f" of {BY_NAME[kind].block_values}; leave it out for this tensor"
+            )
+        return kind
+
+    def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:
+        """A note on matrices of another type than asked for, because their rows do not fit it."""
+        block = BY_NAME[self.outtype].block_values
+        matrices = [(n, e) for n, e in tensors.items() if len(e.shape) == 2]
+        fallen = [(n, e) for n, e in matrices if e.shape[-1] % block and self.override(n) is None]
+        if not fallen:
+            return None
+        share = sum(e.num_bytes for _, e in fallen) / sum(e.num_bytes for e in tensors.values())
+        kinds = " or ".join(sorted({e.kind for _, e in fallen}, reverse=True))
+        names = ", ".join(n for n, _ in fallen[:3])
+        return (
+            f"{len(fallen)} of {len(matrices)} matrices, {share:.0%} of the bytes, are {kinds}, because"
+            f" their rows are not whole {self.outtype} blocks of {block}:"
+            f" {names}{', ...' if fallen[3:] else ''}"
+        )
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raises HotsplitError for an override that matches no tensor, most likely a typo."""
+        every = list(names)
+        for text in self.overrides:
+            if not any(re.search(text.rpartition("=")[0], name) for name in every):
+                raise HotsplitError(
+                    f"tensor type {shown(text)}: no tensor has such a name; the first is {every[0]}"
+                )
