@@ -43,7 +43,7 @@ from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.atomic import partial_file
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
 # The budget of a model entirely on the GPU: WHOLE times its bytes, plus BESIDE_BYTES for cache and

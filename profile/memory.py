@@ -14,7 +14,7 @@ from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes
 

@@ -12,7 +12,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import MAX_LOSS
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.config import ReportConfig
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.mode_choice import allowed_modes

@@ -29,7 +29,7 @@ from hotsplit.run.memory_here import Room
 from hotsplit.run.source import Source
 from hotsplit.runtime.resolved_options import cache_types_of, device_of
 from hotsplit.runtime.resolved_options import context_of as longest_text
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.system.sizes import format_bytes
 
 # Assumed until predictors are trained: the bytes of a whole gate matrix in 4-bit blocks relative to those

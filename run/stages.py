@@ -34,7 +34,7 @@ from hotsplit.run.choice import Choice, Wishes
 from hotsplit.run.keys import STAGES, conversion_key, identity_of_texts
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.system.progress import Advance, progress

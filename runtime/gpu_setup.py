@@ -36,7 +36,7 @@ from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.scratch import Pass
-from hotsplit.runtime.step.temporaries import GAPS, decode_bytes, pass_bytes
+from hotsplit.runtime.step.workspace import GAPS, decode_bytes, pass_bytes
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import PIECE_BYTES, Uploader

@@ -56,7 +56,7 @@ from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import Backend
-from hotsplit.runtime.step.temporaries import step_rows
+from hotsplit.runtime.step.workspace import step_rows
 
 log = logging.getLogger(__name__)
 

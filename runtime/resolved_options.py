@@ -19,7 +19,7 @@ from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system.system_memory import free_memory_bytes
 

@@ -1,6 +1,6 @@
 """The solve command: model + profile + machine -> model.split.gguf.
 
-`inputs` loads the files and checks that they belong together, `modes` chooses a mode, `optimise`
+`inputs` loads the files and checks that they belong together, `mode_choice` chooses a mode, `optimise`
 finds a plan, `verify` checks it, `advice` and `notes` comment on it, and this module writes it."""
 
 import time

@@ -104,7 +104,7 @@ def make_inputs(folder: Path) -> None:
     from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
 
     from hotsplit.artifacts.model_file import ModelFile
-    from hotsplit.runtime.step.temporaries import workspace_bytes
+    from hotsplit.runtime.step.workspace import workspace_bytes
     from hotsplit.solver.solve import SolveConfig, solve
 
     folder.mkdir()

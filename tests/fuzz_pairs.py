@@ -29,7 +29,7 @@ from hotsplit.export.export import ExportConfig, export
 from hotsplit.profile.count.merge import MergeConfig, merge
 from hotsplit.runtime.generate.draft_model import check_vocabulary
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
 

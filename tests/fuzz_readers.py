@@ -52,7 +52,7 @@ from hotsplit.profile.report.report import load_predictor_report
 from hotsplit.report.plots import plot_predictors, plot_quality
 from hotsplit.runtime.generate import constraints as made
 from hotsplit.runtime.generate.prompt_cache import restore_prompt
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.chat_template import chat_template_of
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve

@@ -25,7 +25,7 @@ from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
 ROOT = Path(__file__).parent.parent

@@ -42,7 +42,7 @@ from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.scratch import Pass
-from hotsplit.runtime.step.temporaries import (
+from hotsplit.runtime.step.workspace import (
     decode_bytes,
     pass_bytes,
     planned_bytes,

@@ -19,7 +19,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.step.sequences import Part
-from hotsplit.runtime.step.temporaries import decode_bytes
+from hotsplit.runtime.step.workspace import decode_bytes
 
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),

@@ -31,7 +31,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.budget import plan_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
 IDS = [5, 17, 300, 4, 99, 5, 5, 210, 33, 0, 250, 7]

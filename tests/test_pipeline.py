@@ -35,7 +35,7 @@ from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.predictors.options import PredictorOptions, Target
 from hotsplit.profile.sparsity.thresholds import thresholds_for
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 
 ROOT = Path(__file__).parent.parent
 RTX = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"

@@ -32,7 +32,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.row_copies import RowTable
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.step import hybrid_builder, temporaries
+from hotsplit.runtime.step import hybrid_builder, workspace
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.solver import with_cache
@@ -189,7 +189,7 @@ def test_a_plan_in_which_no_layer_is_divided_is_refused(files, tmp_path):
 
 
 def test_a_plan_is_explained_inspected_and_checked(files, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(temporaries, "workspace_bytes", lambda *given: WORKSPACE)
+    monkeypatch.setattr(workspace, "workspace_bytes", lambda *given: WORKSPACE)
     named = ["--profile", files / "p", "--machine", files / "c", "-o", tmp_path / "plan"]
     arguments = [str(part) for part in ("solve", files / "m.gguf", *named)]
     options = "-vb 210KiB --mode exact --neuron-cache most_rows=3 --explain --json"

@@ -23,7 +23,7 @@ from hotsplit.runtime.step import decoder, scratch
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.native_step import StepBuilder
 from hotsplit.runtime.step.scratch import Pass
-from hotsplit.runtime.step.temporaries import pass_bytes, workspace_bytes
+from hotsplit.runtime.step.workspace import pass_bytes, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
 

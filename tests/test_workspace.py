@@ -8,7 +8,7 @@ from models import make_machine, make_model, make_profile, make_sizes
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.step.temporaries import workspace_bytes
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
 CONTEXT = 256

@@ -5,7 +5,7 @@ disturbed least, and the quartiles, which show how much the rounds differ.
 
 CPU bandwidth is measured for several numbers of threads, with the runtime's own row products over
 an f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The CPU costs that plans
-are priced with are measured in `calibrate_cpu`."""
+are priced with are measured in `cpu`."""
 
 import os
 import platform

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate import adaptive, samplers
+from hotsplit.runtime.generate import adaptive_samplers, samplers
 from hotsplit.runtime.generate.candidates import (
     Candidates,
     all_ids,
@@ -61,7 +61,9 @@ class SamplerChain:
         self._random = random.Random(None if options.seed is None else options.seed % (1 << 64))
         self._coin = self._random.random()
         self._mu = 2 * options.mirostat_ent
-        self._drawn = adaptive.DrawnMean.start(options.adaptive_target, options.adaptive_decay)
+        self._drawn = adaptive_samplers.DrawnMean.start(
+            options.adaptive_target, options.adaptive_decay
+        )
 
     def sample(self, logits_V: Tensor, history: Sequence[int], mask_V: Tensor | None = None) -> int:
         """Draws and accepts a token; returns its id. Raises HotsplitError as `distribution`
@@ -96,7 +98,7 @@ class SamplerChain:
         if "xtc" in self.steps:
             self._coin = self._random.random()
         if self.options.mirostat:
-            self._mu = adaptive.next_mu(
+            self._mu = adaptive_samplers.next_mu(
                 self._mu,
                 candidates.probability_of(token_id),
                 target=self.options.mirostat_ent,
@@ -150,11 +152,11 @@ class SamplerChain:
                 spread = 0.0 if o.mirostat else o.dynatemp_range
                 return samplers.dynamic_temperature(c, o.temperature, spread, o.dynatemp_exponent)
             case "adaptive_p":
-                return adaptive.adaptive_p(c, o.adaptive_target, self._drawn)
+                return adaptive_samplers.adaptive_p(c, o.adaptive_target, self._drawn)
             case "mirostat_1":
-                return adaptive.mirostat_1(c, self._mu, self.vocab_size)
+                return adaptive_samplers.mirostat_1(c, self._mu, self.vocab_size)
             case "mirostat_2":
-                return adaptive.mirostat_2(c, self._mu)
+                return adaptive_samplers.mirostat_2(c, self._mu)
         raise AssertionError(name)
 
     def _array(self, logits_V: Tensor) -> np.ndarray:

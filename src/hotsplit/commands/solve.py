@@ -31,7 +31,7 @@ def run_solve(
     config: SolveConfig, *, explained: bool, heat_map: Path | None
 ) -> tuple[Any, list[str]]:
     """Writes a plan; returns (report for JSON, lines for the user)."""
-    from hotsplit.runtime.step.temporaries import workspace_bytes
+    from hotsplit.runtime.step.workspace import workspace_bytes
 
     outputs = [config.output] if heat_map is None else [config.output, heat_map]
     check_outputs(
@@ -68,7 +68,7 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
     """Writes the curve of predicted speed, and its plot; returns (JSON, lines for the user)."""
-    from hotsplit.runtime.step.temporaries import workspace_bytes
+    from hotsplit.runtime.step.workspace import workspace_bytes
     from hotsplit.solver.plots import plot_sweep
 
     first, last = parse_range(text)
