@@ -29,6 +29,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate import constraints
 from hotsplit.runtime.generate.constraints import (
     gbnf_constraint,
     json_schema_constraint,
@@ -153,15 +154,13 @@ def test_a_model_without_a_row_for_the_only_token_is_refused():
         regex_constraint("a", tiny_codec()).mask_V(a)
 
 
-def test_a_tokenizer_is_read_once_per_codec(monkeypatch):
-    import llguidance
-
+def test_a_tokenizer_is_read_once(monkeypatch):
     made = []
-    real = llguidance.LLTokenizer
-    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *a, **k: made.append(1) or real(*a, **k))
-    codec = TextCodec(tiny_codec().tokenizer, 0, frozenset({0, 4095}))  # not seen before
-    for regex in ("a", "b"):
-        regex_constraint(regex, codec)
+    real = constraints.GrammarProcess
+    monkeypatch.setattr(constraints, "GrammarProcess", lambda *a: made.append(1) or real(*a))
+    tokenizer = Tokenizer.from_str(tiny_codec().tokenizer.to_str())  # not seen before
+    for end_ids in ({0}, {0, 4095}):  # a chat's codec has more ends, and does not last
+        regex_constraint("a", TextCodec(tokenizer, 0, frozenset(end_ids)))
     assert len(made) == 1
 
 

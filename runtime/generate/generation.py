@@ -160,6 +160,10 @@ class Generation:
             self._step_s = seconds
         self._logits_RV = logits_RV
 
+    def can_draw(self, within_s: float) -> bool:
+        """Waits up to `within_s` for the mask; true if `draw` would not wait."""
+        return self._mask is None or self._mask.is_ready(within_s)
+
     def draw(self) -> list[Token]:
         """Draws the next token and returns the tokens to emit. At the end of the text, text that
         was held back follows as a token without an id; an end token is not emitted."""
