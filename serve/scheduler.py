@@ -179,9 +179,7 @@ class Scheduler:
 
     def _parts(self) -> list[tuple[Text, Part]]:
         """The parts of a step: one row of every generating text, then pieces of prompts."""
-        writing = [
-            text for text in self._running if text.is_writing and text not in self._undrawn
-        ]
+        writing = [text for text in self._running if text.is_writing and text not in self._undrawn]
         parts = [found for text in writing if (found := self._part(text, 1))]
         rows = STEP_ROWS - len(writing)
         if writing and self._row_s:

@@ -179,5 +179,3 @@ def _check_text(text: str, what: Kind) -> None:
     if "\0" in text:
         raise HotsplitError(f"the {what} holds a zero byte at character {text.index(chr(0))}")
     check_unicode(text, what)
-
-

@@ -1,5 +1,6 @@
 """Grammars in processes of their own (grammar_worker), with limits of time and memory."""
 
+import contextlib
 import json
 import selectors
 import socket
@@ -116,10 +117,8 @@ class _Channel:
                 self.states.pop(dropped, None)
         self.states.pop(number, None)
         self._asked.append(number)
-        try:
+        with contextlib.suppress(OSError):  # it has ended, as `state` will find
             send(self._connection, json.dumps([*operations, operation]).encode())
-        except OSError:  # it has ended, as `state` will find
-            pass
 
     def has_answered(self, number: int, within_s: float) -> bool:
         """An answer to another matcher uses up the wait."""

@@ -7,8 +7,10 @@ import re
 from typing import Literal
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import one_line
 from hotsplit.runtime.generate import gbnf, gbnf_parser
-from hotsplit.runtime.generate.json_schema import check_schema, parse_schema
+from hotsplit.runtime.generate.json_schema import check_schema, parse_schema, schemas_of
+from hotsplit.runtime.generate.json_unions import mark_unions
 
 Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar"]
 
@@ -33,6 +35,7 @@ def translated(kind: Kind, text: str) -> tuple[Literal["lark", "regex"], str]:
 
 def _lark_of_schema(text: str) -> str:
     schema = check_schema(parse_schema(text))
+    mark_unions(schemas_of(schema))
     options = {
         "lenient": False,
         "coerce_one_of": False,
@@ -43,18 +46,21 @@ def _lark_of_schema(text: str) -> str:
 
 
 def _of_gbnf(text: str) -> tuple[Literal["lark", "regex"], str]:
-    try:
-        rules = gbnf_parser.parse(text)
-        regex = gbnf.as_regex(rules)
-        return ("lark", gbnf.as_lark(rules)) if regex is None else ("regex", regex)
-    except RecursionError as error:
-        raise HotsplitError("GBNF grammar: its rules are nested about a thousand deep") from error
+    rules = gbnf_parser.parse(text)
+    regex = gbnf.as_regex(rules)
+    return ("lark", gbnf.as_lark(rules)) if regex is None else ("regex", regex)
 
 
-def message_of(kind: Kind, message: str) -> str:
-    """llguidance's message in one line."""
+def message_of(kind: Kind, text: str, message: str) -> str:
+    """llguidance's message on a constraint, in one line."""
+    if "failed to compile JSON schema: oneOf constraints" in message:
+        place = mark_unions(schemas_of(check_schema(parse_schema(text))))
+        return (
+            f"{kind}, {one_line(place or '#')}: 'oneOf': a document may match several of its"
+            " alternatives; use anyOf, or require a property whose const tells them apart"
+        )
     # The line numbers in messages on a Lark grammar are those of the user's text.
-    words = _one_line if kind in ("Lark grammar", "GBNF grammar") else _regex_error
+    words = _one_line if kind == "Lark grammar" else _without_place
     return f"{kind}: {words(message)}"
 
 
@@ -62,15 +68,17 @@ def _one_line(message: str) -> str:
     """llguidance's message without its source excerpt (lines of `3 | ...` and carets)."""
     if "panic" in message or "<backtrace>" in message:
         return "llguidance cannot handle it; make it smaller or simpler"
+    if "limits." in message or "too many" in message or "too large" in message:
+        return "its automaton is too large; make it smaller or simpler"
     lines = [line.strip() for line in message.splitlines()]
     kept = [line for line in lines if line.strip("^") and not line.split(" ")[0].isdigit()]
     text = " ".join(kept)
     return text.partition("failed to compile JSON schema: ")[2][:300] or text[:300]
 
 
-def _regex_error(message: str) -> str:
-    """llguidance's message on a regex or JSON schema: what is wrong, and if it says so, where.
-    Leaves out line numbers, which are those of the grammar that surrounds the regex."""
+def _without_place(message: str) -> str:
+    """llguidance's message on a text that was translated: what is wrong, and if it says so, where.
+    Leaves out line numbers, which are those of the translation."""
     lines = message.splitlines()
     marks = [i for i, line in enumerate(lines) if "^" in line and not line.strip(" ^")]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

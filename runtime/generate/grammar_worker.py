@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -24,6 +25,7 @@ from hotsplit.runtime.workers import inside
 # Of CPU time: for a grammar, of which a schema of 2,000 properties takes 0.3 s, and for a token.
 COMPILE_S, TOKEN_S = 2.0, 0.5
 MEMORY_BYTES = 256 << 20  # of a grammar; the same schema takes 25 MiB
+_MAX_CALLS = 20_000  # enough for gbnf_parser.MAX_NESTED
 _NICENESS = 10  # a costly grammar must not slow down the texts beside it
 # A mask of a grammar of single characters may exceed llguidance's default limit of 50,000 items,
 # and a row of a grammar with thousands of alternatives that of 2,000.
@@ -41,6 +43,7 @@ def main() -> None:
     """Answers the tokenizer with {"error": text} or {"num_tokens": count}, then forks a process for
     each connection that it is sent."""
     os.nice(_NICENESS)
+    sys.setrecursionlimit(_MAX_CALLS)
     with socket.socket(fileno=0) as parent:
         end_ids, text = json.loads(inside.receive(parent) or b"null")
         try:
@@ -52,7 +55,7 @@ def main() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
         gc.freeze()
         inside.send(parent, json.dumps({"num_tokens": tokenizer.vocab_size}).encode())
-        while (files := socket.recv_fds(parent, 1, 1)[1]):
+        while files := socket.recv_fds(parent, 1, 1)[1]:
             if os.fork() == 0:
                 parent.close()
                 _answer_all(tokenizer, files[0])
@@ -78,6 +81,7 @@ class _Grammar:
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer, self._matchers = tokenizer, dict[int, LLMatcher]()
         self._kind: Kind = "regex"
+        self._text = ""
 
     def answer(self, operations: list[Any]) -> bytes:
         try:
@@ -90,10 +94,10 @@ class _Grammar:
 
     def _apply(self, operation: str, number: int, given: list[Any]) -> None:
         if operation == "compile":
-            self._kind, text = given
-            matcher = self._matchers[number] = self._compiled(text)
+            self._kind, self._text = given
+            matcher = self._matchers[number] = self._compiled()
             if warnings := [] if matcher.is_error() else matcher.get_grammar_warnings():
-                raise HotsplitError(message_of(self._kind, warnings[0]))
+                raise HotsplitError(message_of(self._kind, self._text, warnings[0]))
         elif operation == "copy":
             self._matchers[number] = self._matchers[given[0]].deep_copy()
         elif operation == "take":
@@ -101,8 +105,8 @@ class _Grammar:
         elif operation == "drop":
             del self._matchers[number]
 
-    def _compiled(self, text: str) -> LLMatcher:
-        syntax, grammar = translated(self._kind, text)
+    def _compiled(self) -> LLMatcher:
+        syntax, grammar = translated(self._kind, self._text)
         if syntax == "regex":
             found = json.loads(LLMatcher.grammar_from_regex(grammar))
             grammar = found["grammars"][0]["lark_grammar"]
@@ -124,4 +128,4 @@ class _Grammar:
 
     def _check(self, matcher: LLMatcher) -> None:
         if matcher.is_error():
-            raise HotsplitError(message_of(self._kind, matcher.get_error()))
+            raise HotsplitError(message_of(self._kind, self._text, matcher.get_error()))
