@@ -31,12 +31,16 @@ class ConstraintError(HotsplitError):
 
 
 class Constraint:
-    """The state of one text in its grammar; `fork` copies it for another text.
+    """The state of one text in its grammar; `fork` copies it for another text. `grammar` is the text
+    of a grammar or regex, and empty for a JSON schema.
 
     End tokens are allowed only where the grammar may end."""
 
-    def __init__(self, matcher: Matcher, codec: TextCodec, num_tokens: int, what: Kind) -> None:
+    def __init__(
+        self, matcher: Matcher, codec: TextCodec, num_tokens: int, what: Kind, grammar: str
+    ) -> None:
         self._matcher, self._codec, self._what = matcher, codec, what
+        self.grammar = grammar
         self._num_tokens = num_tokens
         self._end_ids = [end for end in codec.end_ids if end < num_tokens]
         self._has_ended = False
@@ -77,7 +81,9 @@ class Constraint:
 
     def fork(self) -> "Constraint":
         """A copy with the same state."""
-        other = Constraint(self._matcher.copy(), self._codec, self._num_tokens, self._what)
+        other = Constraint(
+            self._matcher.copy(), self._codec, self._num_tokens, self._what, self.grammar
+        )
         other._has_ended, other._allowed = self._has_ended, self._allowed
         return other
 
@@ -153,7 +159,8 @@ def _constraint(what: Kind, text: str, codec: TextCodec) -> Constraint:
         _processes.pop(codec.tokenizer, None)
         process = _process(codec)
         matcher = process.matcher(what, text)
-    constraint = Constraint(matcher, codec, process.num_tokens, what)
+    grammar = "" if what == "JSON schema" else text
+    constraint = Constraint(matcher, codec, process.num_tokens, what, grammar)
     constraint.mask_V(process.num_tokens)  # raises if no text at all is allowed
     return constraint
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.reasoning import Mask
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
@@ -82,7 +82,7 @@ class Generation:
         chain: SamplerChain,
         options: GenerationOptions,
         traffic: Traffic,
-        mask: Constraint | None = None,
+        mask: Mask | None = None,
         drafts: Speculation | None = None,
     ) -> None:
         self.sequence, self.options = sequence, options

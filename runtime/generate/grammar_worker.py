@@ -24,6 +24,7 @@ from hotsplit.runtime.workers import inside
 
 # Of CPU time: for a grammar, of which a schema of 2,000 properties takes 0.3 s, and for a token.
 COMPILE_S, TOKEN_S = 2.0, 0.5
+WALL_S = 60.0  # at its low priority, on an overloaded machine
 MEMORY_BYTES = 256 << 20  # of a grammar; the same schema takes 25 MiB
 _MAX_CALLS = 20_000  # enough for gbnf_parser.MAX_NESTED
 _NICENESS = 10  # a costly grammar must not slow down the texts beside it
@@ -69,7 +70,8 @@ def _answer_all(tokenizer: LLTokenizer, file: int) -> None:
     with socket.socket(fileno=file) as connection:
         while (request := inside.receive(connection)) is not None:
             operations = json.loads(request)
-            with inside.limited(COMPILE_S if operations[-1][0] == "compile" else TOKEN_S):
+            cpu_s = COMPILE_S if operations[-1][0] == "compile" else TOKEN_S
+            with inside.limited(cpu_s, WALL_S):
                 answer = grammar.answer(operations)
             try:
                 inside.send(connection, answer)

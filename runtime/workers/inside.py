@@ -53,12 +53,12 @@ def confine(*, more_memory_bytes: int, open_files: int) -> None:
 
 
 @contextmanager
-def limited(cpu_s: float) -> Iterator[None]:
-    """Within the block, the process is ended after `cpu_s` of CPU time, or WALL_S."""
+def limited(cpu_s: float, wall_s: float = WALL_S) -> Iterator[None]:
+    """Within the block, the process is ended after `cpu_s` of CPU time, or `wall_s`."""
     for number in (signal.SIGPROF, signal.SIGALRM):  # the default action ends the process
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    signal.setitimer(signal.ITIMER_REAL, WALL_S)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
     try:
         yield
     finally:
