@@ -1,7 +1,6 @@
 """Constraints of answers that start inside their reasoning apply after it."""
 
 import json
-from contextlib import closing
 
 import pytest
 from constrained_texts import tiny_codec, token_bytes
@@ -82,7 +81,7 @@ def served(tmp_path_factory):
         tmp_path_factory.mktemp("serve"), tokenizer=codec.tokenizer.to_str(), template=text,
         vocab_size=4128,
     )  # fmt: skip
-    with closing(Served(model, "--parallel", "4")) as served:
+    with Served(model, "--parallel", "4") as served:
         yield served
 
 

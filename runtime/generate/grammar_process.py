@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
 from threading import Lock
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -106,12 +107,12 @@ class _Channel:
     def __init__(self, connection: socket.socket, num_tokens: int) -> None:
         self._connection, self._num_tokens = connection, num_tokens
         self.numbers = count()
-        self.waiting = deque[list[object]]()  # operations that the next request takes along
+        self.waiting = deque[list[Any]]()  # operations that the next request takes along
         self.states: dict[int, State] = {}
         self._asked = deque[int]()  # matchers whose answers have not come
         weakref.finalize(self, connection.close)
 
-    def ask(self, number: int, operation: list[object]) -> None:
+    def ask(self, number: int, operation: list[Any]) -> None:
         operations = [self.waiting.popleft() for _ in range(len(self.waiting))]
         for kind, dropped, *_ in operations:
             if kind == "drop":

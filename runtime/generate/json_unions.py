@@ -67,11 +67,8 @@ def _are_apart(
         return False
     shared = _properties(a).keys() & _properties(b).keys()
     always = shared & ((_required(a) & _required(b)) | {tag})
-    return any(
-        _are_apart(*(_resolved(_properties(x)[name], schemas) for x in (a, b)),
-                   None, schemas, depth - 1)
-        for name in always
-    )  # fmt: skip
+    parts = ([_resolved(_properties(x)[name], schemas) for x in (a, b)] for name in always)
+    return any(_are_apart(left, right, None, schemas, depth - 1) for left, right in parts)
 
 
 def _types(schema: Schema) -> set[str] | None:
