@@ -35,11 +35,11 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.text import worker
 from hotsplit.runtime.text.built_in_templates import BUILT_IN
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.template_process import TemplateProcess
-from hotsplit.runtime.workers import process as workers
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # What transformers raises for a template that rejects the messages.
@@ -196,7 +196,7 @@ def test_a_hostile_template_gives_one_line(name, process):
 
 
 def test_a_render_that_never_answers_is_ended(process, monkeypatch):
-    monkeypatch.setattr(workers, "WALL_S", 0.05)
+    monkeypatch.setattr(worker, "WALL_S", 0.05)
     process.close()  # the next one has the new limit
     with pytest.raises(HotsplitError, match="takes too long"):
         template(HOSTILE["endless"], process).render([USER])
@@ -206,7 +206,7 @@ def test_an_interrupted_render_does_not_answer_the_next(process, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(workers.inside, "receive", interrupted)
+    monkeypatch.setattr(worker.worker_inside, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         template("{{ 'old' }}", process).render([USER])
     monkeypatch.undo()
@@ -215,8 +215,8 @@ def test_an_interrupted_render_does_not_answer_the_next(process, monkeypatch):
 
 def test_a_worker_that_does_not_read_is_ended(process, monkeypatch):
     process.close()
-    monkeypatch.setattr(workers, "WALL_S", 0.3)
-    monkeypatch.setattr(workers, "_START", "import time; time.sleep(60)")
+    monkeypatch.setattr(worker, "WALL_S", 0.3)
+    monkeypatch.setattr(worker, "_START", "import time; time.sleep(60)")
     began = time.monotonic()
     with pytest.raises(HotsplitError, match="takes too long"):
         template("{{ 1 }}", process).render([{"role": "user", "content": "x" * (1 << 20)}])
@@ -233,14 +233,14 @@ def test_a_long_message_is_written_in_pieces(process):
 
 def test_close_waits_for_a_rendering(process, monkeypatch):
     process.render("it", "", {})
-    ask, asked, may_go = workers.exchange, Event(), Event()
+    ask, asked, may_go = worker.exchange, Event(), Event()
 
     def late(*given):
         asked.set()
         assert may_go.wait(30)
         return ask(*given)
 
-    monkeypatch.setattr(workers, "exchange", late)
+    monkeypatch.setattr(worker, "exchange", late)
     with ThreadPoolExecutor(2) as pool:
         text = pool.submit(process.render, "it", "{{ 1 }}", {})
         assert asked.wait(30)

@@ -132,6 +132,19 @@ SCHEMA_REFUSALS = [
     ('{"const": NaN}', "NaN is not a JSON number"),
     ('{"type": "string", "type": "null"}', "has the name 'type' twice"),
     ("[" * 100_000, "is not JSON"),
+    (
+        '{"items": ' * 130 + "true" + "}" * 130,
+        "#/items/.*: is nested over 120 deep; put parts of it",
+    ),
+    ('{"const": ' + "[" * 200 + "]" * 200 + "}", "JSON schema: a value in it is nested too deep"),
+    (
+        {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+        "#: 'oneOf': .* use anyOf, or require a",
+    ),
+    (
+        {"properties": {"a/b": {"oneOf": [{"const": "x"}, {"type": "string"}]}}},
+        "#/properties/a~1b: 'oneOf': a document may match several of its alternatives",
+    ),
 ]
 
 

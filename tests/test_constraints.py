@@ -164,6 +164,41 @@ def test_a_tokenizer_is_read_once(monkeypatch):
     assert len(made) == 1
 
 
+def tagged(kind, *, is_required=True, **properties):
+    return {
+        "type": "object", "title": kind, "required": ["kind"] * is_required + list(properties),
+        "properties": {"kind": {"const": kind, "default": kind, "type": "string"}, **properties},
+    }  # fmt: skip
+
+
+CAT, DOG = tagged("cat", meows={"type": "integer"}), tagged("dog", barks={"type": "boolean"})
+REFERENCES = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
+DISCRIMINATOR = {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}
+UNIONS = {
+    "pydantic": {"$defs": {"Cat": CAT, "Dog": DOG}, "type": "object", "required": ["pet"],
+                 "properties": {"pet": {"discriminator": DISCRIMINATOR, "oneOf": REFERENCES}}},
+    "no discriminator": {"$defs": {"Cat": CAT, "Dog": DOG}, "oneOf": REFERENCES},
+    "defaults": {
+        "$defs": {"Cat": tagged("cat", is_required=False), "Dog": tagged("dog", is_required=False)},
+        "discriminator": DISCRIMINATOR, "oneOf": REFERENCES,
+    },
+    "types": {"$defs": {"S": {"type": "string", "maxLength": 3}},
+              "oneOf": [{"$ref": "#/$defs/S"}, {"type": ["null", "boolean"]}, {"enum": [7]}]},
+    "enums": {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["c", None]}]},
+    "annotations": {"type": "boolean", "example": True, "xml": {"name": "x"},
+                    "externalDocs": {"url": "http://localhost"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_unions_whose_alternatives_exclude_each_other(name):
+    constraint = json_schema_constraint(UNIONS[name], tiny_codec())
+    documents = {written(constraint, seed) for seed in range(8)}
+    for document in documents:
+        jsonschema.validate(json.loads(document), UNIONS[name])
+    assert len(documents) > 1
+
+
 FORMATS = {
     "ipv4": ipaddress.IPv4Address,
     "ipv6": ipaddress.IPv6Address,

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.grammar_text import Kind
-from hotsplit.runtime.workers.inside import receive, send
-from hotsplit.runtime.workers.process import Worker
+from hotsplit.runtime.text.worker import Worker
+from hotsplit.runtime.text.worker_inside import receive, send
 
 # What grammar_worker's limits come to, in a user's words.
 WALL_S = 61.0

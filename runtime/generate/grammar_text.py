@@ -70,6 +70,8 @@ def _one_line(message: str) -> str:
         return "llguidance cannot handle it; make it smaller or simpler"
     if "limits." in message or "too many" in message or "too large" in message:
         return "its automaton is too large; make it smaller or simpler"
+    if "recursion limit exceeded" in message:
+        return "a value in it is nested too deep; make it flatter"
     lines = [line.strip() for line in message.splitlines()]
     kept = [line for line in lines if line.strip("^") and not line.split(" ")[0].isdigit()]
     text = " ".join(kept)

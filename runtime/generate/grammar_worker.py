@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.grammar_text import Kind, message_of, translated
-from hotsplit.runtime.workers import inside
+from hotsplit.runtime.text import worker_inside
 
 # Of CPU time: for a grammar, of which a schema of 2,000 properties takes 0.3 s, and for a token.
 COMPILE_S, TOKEN_S = 2.0, 0.5
@@ -46,16 +46,16 @@ def main() -> None:
     os.nice(_NICENESS)
     sys.setrecursionlimit(_MAX_CALLS)
     with socket.socket(fileno=0) as parent:
-        end_ids, text = json.loads(inside.receive(parent) or b"null")
+        end_ids, text = json.loads(worker_inside.receive(parent) or b"null")
         try:
             tokenizer = LLTokenizer(text, eos_token=end_ids)
         except ValueError as error:
-            inside.send(parent, json.dumps({"error": str(error)}).encode())
+            worker_inside.send(parent, json.dumps({"error": str(error)}).encode())
             return
         del text
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
         gc.freeze()
-        inside.send(parent, json.dumps({"num_tokens": tokenizer.vocab_size}).encode())
+        worker_inside.send(parent, json.dumps({"num_tokens": tokenizer.vocab_size}).encode())
         while files := socket.recv_fds(parent, 1, 1)[1]:
             if os.fork() == 0:
                 parent.close()
@@ -65,16 +65,16 @@ def main() -> None:
 
 
 def _answer_all(tokenizer: LLTokenizer, file: int) -> None:
-    inside.confine(more_memory_bytes=MEMORY_BYTES, open_files=file + 1)
+    worker_inside.confine(more_memory_bytes=MEMORY_BYTES, open_files=file + 1)
     grammar = _Grammar(tokenizer)
     with socket.socket(fileno=file) as connection:
-        while (request := inside.receive(connection)) is not None:
+        while (request := worker_inside.receive(connection)) is not None:
             operations = json.loads(request)
             cpu_s = COMPILE_S if operations[-1][0] == "compile" else TOKEN_S
-            with inside.limited(cpu_s, WALL_S):
+            with worker_inside.limited(cpu_s, WALL_S):
                 answer = grammar.answer(operations)
             try:
-                inside.send(connection, answer)
+                worker_inside.send(connection, answer)
             except BrokenPipeError:
                 return
 

@@ -32,6 +32,7 @@ _FORMATS = {
 _MAX_WHOLE = 1 << 53  # llguidance stores numbers as float64
 # Automata of multiples have a state for each remainder, except for factors that end decimal
 # numbers, and those of texts that match several patterns up to the product of all patterns' states.
+_MAX_DEPTH = 120  # llguidance's JSON reader has a limit of 128
 _MAX_REMAINDERS = 10_000
 _MAX_PATTERNS = 8
 
@@ -56,6 +57,11 @@ def check_schema(schema: object) -> dict[str, object]:
     schemas = schemas_of(schema)
     anchors = {f"#{found['$anchor']}" for found in schemas.values() if "$anchor" in found}
     for place, part in schemas.items():
+        if place.count("/") > _MAX_DEPTH:
+            raise HotsplitError(
+                f"JSON schema, {one_line(place)}: is nested over {_MAX_DEPTH} deep; put parts of it"
+                " into $defs"
+            )
         _check_keywords(place, part)
         _check_numbers(place, part)
         target = part.get("$ref", "#")

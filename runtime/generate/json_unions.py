@@ -74,8 +74,8 @@ def _are_apart(
 def _types(schema: Schema) -> set[str] | None:
     """The types of the schema's documents; an integer is a number. None if it does not say."""
     found = schema.get("type")
-    if (values := _values(schema)) is not None:
-        names = [_TYPES[type(json.loads(value))] for value in values]
+    if (values := _listed(schema)) is not None:
+        names = [_TYPES[type(value)] for value in values]
     elif isinstance(found, str):
         names = [found]
     elif isinstance(found, list):
@@ -89,16 +89,20 @@ _TYPES = {
     str: "string", int: "number", float: "number", bool: "boolean", type(None): "null",
     list: "array", dict: "object",
 }  # fmt: skip
+_NUMERIC = {"number", "array", "object"}  # may be, or contain, numbers
+
+
+def _listed(schema: Schema) -> list[object] | None:
+    """The only documents of the schema; None if it does not list them."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
 
 
 def _values(schema: Schema) -> set[str] | None:
-    """The only documents of the schema, as JSON; None if it names none, or one with numbers, whose
-    texts differ (1, 1.0)."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list):
-        return None
-    if any(isinstance(value, int | float | list | dict) and not isinstance(value, bool)
-           for value in values):  # fmt: skip
+    """The only documents of the schema, as JSON; None if it lists none, or one with numbers, which
+    can be written in several ways (1, 1.0)."""
+    values = _listed(schema)
+    if values is None or any(_TYPES[type(value)] in _NUMERIC for value in values):
         return None
     return {json.dumps(value) for value in values}
 

@@ -7,8 +7,8 @@ from signal import SIGALRM, SIGKILL, SIGPROF
 from threading import Lock
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.workers.inside import WALL_S
-from hotsplit.runtime.workers.process import Worker
+from hotsplit.runtime.text.worker import Worker
+from hotsplit.runtime.text.worker_inside import WALL_S
 
 _REASONS = {
     "syntax": "is not a valid Jinja template",

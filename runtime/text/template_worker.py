@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from hotsplit.runtime.workers import inside
+from hotsplit.runtime.text import worker_inside
 
 CPU_S = 0.5
 MEMORY_BYTES = 1 << 30
@@ -79,10 +79,10 @@ class _Dict:
 def main() -> None:
     """Answers requests until its input ends."""
     datetime.now().strftime("%c")  # reads the time zone while files can be opened
-    inside.confine(more_memory_bytes=MEMORY_BYTES, open_files=3)  # stdin, stdout and stderr
+    worker_inside.confine(more_memory_bytes=MEMORY_BYTES, open_files=3)  # stdin, stdout and stderr
     with socket.socket(fileno=0) as connection:
-        while (request := inside.receive(connection)) is not None:
-            inside.send(connection, json.dumps(_answer(json.loads(request))).encode())
+        while (request := worker_inside.receive(connection)) is not None:
+            worker_inside.send(connection, json.dumps(_answer(json.loads(request))).encode())
 
 
 def _reason(error: Exception) -> str:
@@ -98,7 +98,7 @@ def _reason(error: Exception) -> str:
 
 def _answer(request: dict) -> dict[str, str]:
     try:
-        with inside.limited(CPU_S):
+        with worker_inside.limited(CPU_S):
             text = _compiled(request["template"]).render(**request["variables"])
     except TemplateSyntaxError as error:
         return {"kind": "syntax", "error": _one_line(f"{error.message} (line {error.lineno})")}

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from hotsplit.runtime.workers import inside
+from hotsplit.runtime.text import worker_inside
 
 # A worker limits its own time; this limit is for one that is stopped, or hangs in the kernel.
-WALL_S = inside.WALL_S + 1.0
+WALL_S = worker_inside.WALL_S + 1.0
 # Modules of hotsplit are found without running its __init__, or reading the site's .pth files.
 _START = """\
 import json, sys, types
@@ -67,8 +67,8 @@ class Worker:
 def exchange(connection: socket.socket, message: bytes) -> bytes | None:
     """The other side's answer; None if it has ended, or has taken longer than WALL_S."""
     try:
-        inside.send(connection, message)
-        return inside.receive(connection)
+        worker_inside.send(connection, message)
+        return worker_inside.receive(connection)
     except OSError:
         return None
 
