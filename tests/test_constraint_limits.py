@@ -129,6 +129,7 @@ LARGE = {
     "alternatives": 'root ::= "x" (' + " | ".join(f'"{i}"' for i in range(3000)) + ")",
     "recursive": 'root ::= "(" root ")" | ' + " | ".join(f'"{i}."' for i in range(1500)),
     "groups": "root ::= " + "(" * 190 + '"a" root?' + ")" * 190,
+    "optional groups": "root ::= " + '("a" ' * 150 + '"b"' + ")?" * 150,
     "chain": "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(990))
              + '\nr990 ::= "b"',
 }  # fmt: skip
@@ -139,6 +140,7 @@ LARGE = {
     [
         ("alternatives", ["x0", "x2999"], ["x", "x3000"]),
         ("recursive", ["(1499.)", "7."], ["(1499.", "1500."]),
+        ("optional groups", ["", "a", "aaaa", "a" * 150 + "b"], ["b", "ab", "a" * 151]),
         ("groups", ["a", "aaaa"], ["", "ab"]),
         ("chain", ["a" * 990 + "b"], ["a" * 989 + "b"]),
     ],

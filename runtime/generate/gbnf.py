@@ -9,9 +9,9 @@ characters show where they end, and no other terminal starts with the same chara
 string is such a terminal: a mask of a JSON grammar then takes 57 us instead of 1,700 (49,152 tokens,
 one core)."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from hotsplit.runtime.generate.gbnf_parser import (
     Character,
@@ -26,10 +26,11 @@ from hotsplit.runtime.generate.gbnf_parser import (
     references,
 )
 
+MAX_LARK_DEPTH = 20  # of groups in a line of Lark; llguidance has a limit
 MAX_PARTS = 40  # longer sequences are not searched for lexemes of several parts
 MAX_ROUNDS = 8  # of withdrawing lexemes that start like others; then all are withdrawn
 MAX_NODES = 20_000  # of an expansion
-MAX_DEPTH = 200  # of groups in a regex; Rust's regex has a limit of 250
+MAX_DEPTH = 80  # of groups in a regex, each of which is up to 3 of the 250 levels of Rust's regex
 MAX_POSITIONS = 400  # of a part that is analysed character by character
 
 
@@ -42,23 +43,37 @@ def as_regex(rules: dict[str, Node]) -> str | None:
 def as_lark(rules: dict[str, Node]) -> str:
     """The grammar in llguidance's Lark."""
     found = _with_lexemes(rules)
-    numbers = {name: f"r{number}" for number, name in enumerate(found)}
-    lines = [f"{numbers[name]}: {_lark(node, numbers)}" for name, node in found.items()]
-    return "\n".join([f"start: {numbers['root']}", *lines]) + "\n"
+    writer = _LarkWriter({name: f"r{number}" for number, name in enumerate(found)})
+    for name, node in found.items():
+        writer.add(writer.numbers[name], node)
+    return "\n".join([f"start: {writer.numbers['root']}", *writer.lines]) + "\n"
 
 
-def _lark(node: Node, numbers: dict[str, str]) -> str:
-    match node:
-        case Character() | Lexeme():
-            return f"/{node.regex}/"
-        case Reference():
-            return numbers[node.name]
-        case Sequence():
-            return " ".join(_lark(part, numbers) for part in node.nodes) or '""'
-        case Choice():
-            return "(" + " | ".join(_lark(part, numbers) for part in node.nodes) + ")"
-        case Repeat():
-            return f"({_lark(node.node, numbers)}){times(node)}"
+class _LarkWriter:
+    def __init__(self, numbers: dict[str, str]) -> None:
+        self.numbers = numbers  # names in Lark, by rule
+        self.lines: list[str] = []
+        self._groups = itertools.count()
+
+    def add(self, name: str, node: Node) -> None:
+        self.lines.append(f"{name}: {self._written(node, 0)}")
+
+    def _written(self, node: Node, depth: int) -> str:
+        if depth == MAX_LARK_DEPTH and isinstance(node, Choice | Repeat):
+            name = f"g{next(self._groups)}"
+            self.add(name, node)
+            return name
+        match node:
+            case Character() | Lexeme():
+                return f"/{node.regex}/"
+            case Reference():
+                return self.numbers[node.name]
+            case Sequence():
+                return " ".join(self._written(part, depth) for part in node.nodes) or '""'
+            case Choice():
+                return f"({' | '.join(self._written(part, depth + 1) for part in node.nodes)})"
+            case Repeat():
+                return f"({self._written(node.node, depth + 1)}){times(node)}"
 
 
 def _with_lexemes(rules: dict[str, Node]) -> dict[str, Node]:
@@ -310,7 +325,9 @@ class _Positions:
 
     def are_apart(self, positions: frozenset[int]) -> bool:
         """True if no character belongs to two of the positions."""
-        return all(left[1] < right[0] for left, right in pairwise(self.ordered(positions)))
+        return all(
+            left[1] < right[0] for left, right in itertools.pairwise(self.ordered(positions))
+        )
 
 
 def overlapping(groups: list[Ranges]) -> set[int]:
