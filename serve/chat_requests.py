@@ -3,10 +3,10 @@ text, reasoning and tool calls."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.reasoning import BEGIN, END, opens_reasoning
+from hotsplit.runtime.generate.reasoning import BEGIN, END, AfterReasoning, opens_reasoning
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.fields import Fields
@@ -51,14 +51,17 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextR
     fields.finish()
     served.check_length(rendering.text, "messages")
     ids = served.encode_plain(rendering.text, "messages")
+    begins_reasoning = opens_reasoning(rendering.text, rendering.continued)
     syntax = Syntax(
         form=form,
         most_calls=MAX_CALLS if is_parallel else 1,
         splits_reasoning=reasoning != "none",
-        begins_reasoning=opens_reasoning(rendering.text, rendering.continued),
+        begins_reasoning=begins_reasoning,
         marks=served.hidden_marks([*(form.marks if form else ()), BEGIN, END]),
     )
     jobs = jobs_of(served, ids, wanted, codec, "messages")
+    if begins_reasoning and (constraint := wanted.constraint) is not None:
+        jobs = [replace(job, mask=AfterReasoning.of(constraint.fork(), codec)) for job in jobs]
     return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
 
 

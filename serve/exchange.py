@@ -13,7 +13,8 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hotsplit.serve.api_error import ApiError, unavailable
+from hotsplit.runtime.generate.constraints import ConstraintError
+from hotsplit.serve.api_error import ApiError, unavailable, wrong
 from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.texts import Ended, Event, Failed, Job, Late, Said, Stopping, Text
 
@@ -93,8 +94,10 @@ def error_of(error: Exception) -> ApiError:
                         param="timeout" if is_field else None, code="timeout")  # fmt: skip
     if isinstance(error, Stopping):
         return unavailable("the server is stopping")
-    log.error("a text failed", exc_info=error)
     message = " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, ConstraintError):
+        return wrong(None, message, "constraint_failed")
+    log.error("a text failed", exc_info=error)
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 

@@ -28,6 +28,8 @@ Batch = list[tuple[Text, Event]]
 STEP_ROWS = 128
 LEAST_ROWS = 16  # of a step, left for prompts however many texts generate
 READ_S = 0.25  # that more than LEAST_ROWS prompt rows may add to a step in which texts generate
+# Wait for masks after a step, as a share of it; texts whose masks take longer sit out further steps.
+MASK_SHARE, MASK_S = 0.25, 0.01  # MASK_S if there is no step
 WORTH_WAITING = 64  # a text waits for another if at least this many more tokens become reusable
 
 
@@ -55,6 +57,7 @@ class Scheduler:
         self.parallel, self.queue = parallel, queue
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
+        self._undrawn: list[Text] = []  # of those running: texts with logits, but perhaps no mask
         self._change = threading.Condition()
         self._is_stopped = False
         self._row_s = 0.0  # seconds per row of recent steps with many rows; 0 before the first
@@ -114,8 +117,11 @@ class Scheduler:
         self._sweep()
         self._admit()
         parts = self._parts()
+        began = time.perf_counter()
         if parts:
             self._compute(parts)
+        wait_s = MASK_SHARE * (time.perf_counter() - began) if parts else MASK_S
+        self._draw_all(time.perf_counter() + wait_s)
         self._flush()
 
     def _fail_all(self, error: Exception) -> None:
@@ -173,7 +179,7 @@ class Scheduler:
 
     def _parts(self) -> list[tuple[Text, Part]]:
         """The parts of a step: one row of every generating text, then pieces of prompts."""
-        writing = [text for text in self._running if text.is_writing]
+        writing = [text for text in self._running if text.is_writing and text not in self._undrawn]
         parts = [found for text in writing if (found := self._part(text, 1))]
         rows = STEP_ROWS - len(writing)
         if writing and self._row_s:
@@ -240,7 +246,7 @@ class Scheduler:
         seconds = time.perf_counter() - began
         self._learn(parts, seconds)
         for (text, part), logits_RV in zip(parts, found, strict=True):
-            self._draw(text, part, logits_RV, seconds)
+            self._take(text, part, logits_RV, seconds)
 
     def _compute_alone(self, parts: list[tuple[Text, Part]]) -> None:
         """Computes the parts one by one. A failed step adds nothing to any sequence, so only the
@@ -249,7 +255,7 @@ class Scheduler:
             began = time.perf_counter()
             with self._failing(text):
                 (logits_RV,) = self.engine.run([part])
-                self._draw(text, part, logits_RV, time.perf_counter() - began)
+                self._take(text, part, logits_RV, time.perf_counter() - began)
 
     def _learn(self, parts: list[tuple[Text, Part]], seconds: float) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
@@ -258,12 +264,26 @@ class Scheduler:
             row_s = seconds / rows
             self._row_s = row_s if not self._row_s else 0.7 * self._row_s + 0.3 * row_s
 
-    def _draw(self, text: Text, part: Part, logits_RV: Tensor, seconds: float) -> None:
+    def _take(self, text: Text, part: Part, logits_RV: Tensor, seconds: float) -> None:
         if part.wanted == "none":
             return
         assert text.generation is not None
+        text.generation.take(logits_RV, seconds)
+        self._undrawn.append(text)
+
+    def _draw_all(self, deadline_s: float) -> None:
+        """Draws a token of every text whose mask is known by the deadline, of time.perf_counter."""
+        texts, self._undrawn = self._undrawn, []
+        for text in texts:
+            if text.generation is None:  # it has been cancelled
+                continue
+            if text.generation.can_draw(max(0.0, deadline_s - time.perf_counter())):
+                self._draw(text)
+            else:
+                self._undrawn.append(text)
+
+    def _draw(self, text: Text) -> None:
         with self._failing(text):
-            text.generation.take(logits_RV, seconds)
             if tokens := text.draw():
                 self._batch.append((text, Said(tokens)))
         if text.is_over:

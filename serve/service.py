@@ -20,7 +20,7 @@ from hotsplit.serve.texts import Job, Report
 
 log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
-NUM_PREPARING = 2  # threads that render and tokenise
+NUM_PREPARING = 8  # threads that tokenise, and wait for the processes of templates and grammars
 MAX_RETRY_S = 60
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
+from hotsplit.runtime.generate.reasoning import Mask
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
@@ -27,7 +27,7 @@ class Job:
     codec: TextCodec
     draws: SamplerChain
     options: GenerationOptions
-    mask: Constraint | None = None
+    mask: Mask | None = None
     deadline: float = inf
     deadline_by: DeadlineBy = "--timeout"
     reuses: bool = True

@@ -31,6 +31,7 @@ Requests to the server are in test_serve_guard and its neighbours."""
 import contextlib
 
 import fuzz_further as further
+from constrained_texts import is_finished
 from fuzz_further import PROMPT
 from fuzz_kind import Case, Kind, codec_of
 
@@ -170,7 +171,7 @@ def follow_grammar(case: Case) -> None:
     for _ in range(4):
         allowed = constraint.mask_V(300).nonzero().flatten().tolist()
         constraint.accept(allowed[-1])
-        if constraint.is_finished:
+        if is_finished(constraint):
             break
 
 

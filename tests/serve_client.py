@@ -59,7 +59,7 @@ class ServerProcess:
 
     def rss_bytes(self) -> int:
         """Resident memory of the process and its descendants (the chat template runs in one)."""
-        return sum(_rss_bytes(pid) for pid in _family(self.process.pid))
+        return sum(_rss_bytes(pid) for pid in family(self.process.pid))
 
     def end(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
@@ -80,7 +80,7 @@ class ServerProcess:
         self.port = urlsplit(self.url).port or 0
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     found = [pid]
     for each in found:
         for task in Path(f"/proc/{each}/task").glob("*/children"):

@@ -245,6 +245,36 @@ def bad_constraint(draw: random.Random) -> Case:
     )
 
 
+EXPLOSIVE: tuple[dict[str, Any], ...] = (
+    {"json_schema": {"type": "integer", "multipleOf": 123456789}},
+    {"json_schema": {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(20)]}},
+    {"json_schema": {"allOf": [{"type": "integer", "multipleOf": m} for m in (9973, 9967)]}},
+    {"json_schema": {"type": "string", "minLength": 10**9}},
+    {"json_schema": {"type": "string", "pattern": "(a|b)*a(a|b){60}(.*c.*){9}"}},
+    {"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": {}}} for i in range(900)]}},
+    {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}},
+    {"json_schema": {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(900)}
+                     | {"a900": {"type": "null"}}, "$ref": "#/$defs/a0"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+        "oneOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}}}},
+    {"grammar": "root ::= " + "(" * 4 + '"a"' + "{1,1000})" * 4},
+    {"grammar": "root ::= " + " | ".join(f'"x{i}" root?' for i in range(3000))},
+    {"grammar": "root ::= " + " ".join(['"a"?'] * 3000)},
+    {"grammar": "root ::= r0\n" + "\n".join(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(900))
+                + '\nr900 ::= "b"'},
+    {"grammar": 'root ::= root root root | "a" | ""', "max_tokens": 16},
+    {"grammar": 'root ::= ("a" | "b")* "a" ' + '("a" | "b") ' * 40, "max_tokens": 16},
+)  # fmt: skip
+
+
+def explosive(draw: random.Random) -> Case:
+    """Automata of any size: refused, or followed."""
+    more = draw.choice(EXPLOSIVE)
+    return Case(
+        name="explosive", data=request_bytes(CHAT, {**HONEST, **more}), right=frozenset({200, 400})
+    )
+
+
 def own_template(draw: random.Random) -> Case:
     text = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     return Case(
@@ -381,7 +411,7 @@ def _path(draw: random.Random) -> str:
 
 
 KINDS: tuple[Make, ...] = (
-    no_json, deep, bad_constraint, out_of_place, own_template, long_prompt, too_long, odd_head, wrong_place, wrong_method,
+    no_json, deep, bad_constraint, explosive, out_of_place, own_template, long_prompt, too_long, odd_head, wrong_place, wrong_method,
     wrong_kind, wrong_host, unfinished, half_closed, gone, slow,
 )  # fmt: skip
 

@@ -310,6 +310,9 @@ def test_each_answer_has_its_own_constraint(engine):
     with talk(engine, new_mask=new_mask) as chat:
         assert text_of(chat.say("Hello")) == text_of(chat.say("And?")) == "z" * LENGTH
     assert [mask.can_end for mask in made] == [True, True]  # each has taken the whole answer
+    with talk(engine, CHATML + "<think>", new_mask=new_mask) as chat:
+        assert text_of(chat.say("Hello")) != "z" * LENGTH
+        assert chat.is_reasoning_open and not made[-1].can_end
 
 
 # ---- reasoning -----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate import constraints
 from hotsplit.runtime.generate.constraints import (
     gbnf_constraint,
     json_schema_constraint,
@@ -153,16 +154,49 @@ def test_a_model_without_a_row_for_the_only_token_is_refused():
         regex_constraint("a", tiny_codec()).mask_V(a)
 
 
-def test_a_tokenizer_is_read_once_per_codec(monkeypatch):
-    import llguidance
-
+def test_a_tokenizer_is_read_once(monkeypatch):
     made = []
-    real = llguidance.LLTokenizer
-    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *a, **k: made.append(1) or real(*a, **k))
-    codec = TextCodec(tiny_codec().tokenizer, 0, frozenset({0, 4095}))  # not seen before
-    for regex in ("a", "b"):
-        regex_constraint(regex, codec)
+    real = constraints.GrammarProcess
+    monkeypatch.setattr(constraints, "GrammarProcess", lambda *a: made.append(1) or real(*a))
+    tokenizer = Tokenizer.from_str(tiny_codec().tokenizer.to_str())  # not seen before
+    for end_ids in ({0}, {0, 4095}):  # a chat's codec has more ends, and does not last
+        regex_constraint("a", TextCodec(tokenizer, 0, frozenset(end_ids)))
     assert len(made) == 1
+
+
+def tagged(kind, *, is_required=True, **properties):
+    return {
+        "type": "object", "title": kind, "required": ["kind"] * is_required + list(properties),
+        "properties": {"kind": {"const": kind, "default": kind, "type": "string"}, **properties},
+    }  # fmt: skip
+
+
+CAT, DOG = tagged("cat", meows={"type": "integer"}), tagged("dog", barks={"type": "boolean"})
+REFERENCES = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
+DISCRIMINATOR = {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}
+UNIONS = {
+    "pydantic": {"$defs": {"Cat": CAT, "Dog": DOG}, "type": "object", "required": ["pet"],
+                 "properties": {"pet": {"discriminator": DISCRIMINATOR, "oneOf": REFERENCES}}},
+    "no discriminator": {"$defs": {"Cat": CAT, "Dog": DOG}, "oneOf": REFERENCES},
+    "defaults": {
+        "$defs": {"Cat": tagged("cat", is_required=False), "Dog": tagged("dog", is_required=False)},
+        "discriminator": DISCRIMINATOR, "oneOf": REFERENCES,
+    },
+    "types": {"$defs": {"S": {"type": "string", "maxLength": 3}},
+              "oneOf": [{"$ref": "#/$defs/S"}, {"type": ["null", "boolean"]}, {"enum": [7]}]},
+    "enums": {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["c", None]}]},
+    "annotations": {"type": "boolean", "example": True, "xml": {"name": "x"},
+                    "externalDocs": {"url": "http://localhost"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_unions_whose_alternatives_exclude_each_other(name):
+    constraint = json_schema_constraint(UNIONS[name], tiny_codec())
+    documents = {written(constraint, seed) for seed in range(8)}
+    for document in documents:
+        jsonschema.validate(json.loads(document), UNIONS[name])
+    assert len(documents) > 1
 
 
 FORMATS = {

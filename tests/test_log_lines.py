@@ -35,7 +35,6 @@ PRINTING = {
     "src/hotsplit/system/signals.py",
     "src/hotsplit/system/log_lines.py",
     "src/hotsplit/doctor/probes.py",
-    "runtime/text/template_worker.py",
     "measure/bench/llamacpp_worker.py",
 }
 WRITERS = {"sys.stderr.write", "sys.stdout.write", "sys.stderr.writelines", "click.echo",

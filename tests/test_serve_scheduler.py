@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
@@ -214,11 +215,51 @@ def test_a_failed_constraint_fails_only_its_own_text(bench):
         def accept(self, token_id):
             raise AssertionError
 
+        def is_ready(self, within_s):
+            return True
+
     bench.submit("stuck", [1, 2], mask=Stuck())
     bench.submit("free", [1, 2, 3])
     bench.finish()
     assert isinstance(bench.failed["stuck"], HotsplitError)
     assert bench.tokens["free"] == bench.alone([1, 2, 3], SAMPLINGS[0])
+
+
+class Slow:
+    """A mask that allows everything, after `waits` looks at it for every token."""
+
+    def __init__(self, waits):
+        self.waits = self.left = waits
+
+    def mask_V(self, vocab_size):
+        assert self.left == 0
+        return torch.ones(vocab_size, dtype=torch.bool)
+
+    def accept(self, token_id):
+        self.left = self.waits
+
+    def is_ready(self, within_s):
+        assert within_s <= max(scheduler_module.MASK_S, 1.0)
+        self.left = max(0, self.left - 1)
+        return self.left == 0
+
+
+def test_a_slow_mask_holds_up_only_its_own_text(bench):
+    bench.submit("slow", [1, 2, 3], SAMPLINGS[1], mask=Slow(waits=4), max_tokens=5)
+    bench.submit("free", [1, 2], SAMPLINGS[2], max_tokens=17)
+    bench.submit("gone", [4, 5], mask=Slow(waits=10**9))
+    bench.scheduler.step()
+    assert [len(bench.tokens[key]) for key in ("slow", "free", "gone")] == [0, 1, 0]
+    for steps in range(2, 18):
+        bench.scheduler.step()
+        assert len(bench.tokens["free"]) == steps, "a step without a token for the other"
+    assert len(bench.tokens["slow"]) >= 3 and not bench.tokens["gone"]
+    (gone,) = (text for text in bench.scheduler._running if text.sequence.ids[0] == 4)
+    bench.scheduler.cancel([gone])
+    bench.finish()
+    assert bench.tokens["slow"] == bench.alone([1, 2, 3], SAMPLINGS[1], max_tokens=5)
+    assert bench.tokens["free"] == bench.alone([1, 2], SAMPLINGS[2], max_tokens=17)
+    assert not bench.scheduler._undrawn and not bench.failed
 
 
 def test_the_queue_is_bounded(model):

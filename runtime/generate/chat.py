@@ -23,7 +23,12 @@ from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.generation import ENDLESS, Generation, Run, Token, num_common
 from hotsplit.runtime.generate.options import GenerationOptions
-from hotsplit.runtime.generate.reasoning import close_reasoning, opens_reasoning
+from hotsplit.runtime.generate.reasoning import (
+    AfterReasoning,
+    Mask,
+    close_reasoning,
+    opens_reasoning,
+)
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -117,7 +122,7 @@ class Conversation:
             self._chain,
             self._generation,
             self._traffic,
-            None if self._new_mask is None else self._new_mask(),
+            self._mask(),
             self._drafts,
         )
         self.run = generation.run
@@ -132,6 +137,12 @@ class Conversation:
                 text = close_reasoning(text, is_open=self.is_reasoning_open)
             if text or generation.is_over:
                 self.messages.append({"role": "assistant", "content": text})
+
+    def _mask(self) -> Mask | None:
+        if self._new_mask is None:
+            return None
+        mask = self._new_mask()
+        return AfterReasoning.of(mask, self._codec) if self.is_reasoning_open else mask
 
     def regenerate(self) -> Generator[Token, None, None]:
         """Yields another answer in place of the last one, which is kept if the new one is stopped

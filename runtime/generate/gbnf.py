@@ -9,9 +9,9 @@ characters show where they end, and no other terminal starts with the same chara
 string is such a terminal: a mask of a JSON grammar then takes 57 us instead of 1,700 (49,152 tokens,
 one core)."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from hotsplit.runtime.generate.gbnf_parser import (
     Character,
@@ -24,12 +24,13 @@ from hotsplit.runtime.generate.gbnf_parser import (
     Sequence,
     inside,
     references,
-    without,
 )
 
+MAX_LARK_DEPTH = 20  # of groups in a line of Lark; llguidance has a limit
 MAX_PARTS = 40  # longer sequences are not searched for lexemes of several parts
 MAX_ROUNDS = 8  # of withdrawing lexemes that start like others; then all are withdrawn
 MAX_NODES = 20_000  # of an expansion
+MAX_DEPTH = 80  # of groups in a regex, each of which is up to 3 of the 250 levels of Rust's regex
 MAX_POSITIONS = 400  # of a part that is analysed character by character
 
 
@@ -42,58 +43,72 @@ def as_regex(rules: dict[str, Node]) -> str | None:
 def as_lark(rules: dict[str, Node]) -> str:
     """The grammar in llguidance's Lark."""
     found = _with_lexemes(rules)
-    numbers = {name: f"r{number}" for number, name in enumerate(found)}
-    lines = [f"{numbers[name]}: {_lark(node, numbers)}" for name, node in found.items()]
-    return "\n".join([f"start: {numbers['root']}", *lines]) + "\n"
+    writer = _LarkWriter({name: f"r{number}" for number, name in enumerate(found)})
+    for name, node in found.items():
+        writer.add(writer.numbers[name], node)
+    return "\n".join([f"start: {writer.numbers['root']}", *writer.lines]) + "\n"
 
 
-def _lark(node: Node, numbers: dict[str, str]) -> str:
-    match node:
-        case Character() | Lexeme():
-            return f"/{node.regex}/"
-        case Reference():
-            return numbers[node.name]
-        case Sequence():
-            return " ".join(_lark(part, numbers) for part in node.nodes) or '""'
-        case Choice():
-            return "(" + " | ".join(_lark(part, numbers) for part in node.nodes) + ")"
-        case Repeat():
-            return f"({_lark(node.node, numbers)}){times(node)}"
+class _LarkWriter:
+    def __init__(self, numbers: dict[str, str]) -> None:
+        self.numbers = numbers  # names in Lark, by rule
+        self.lines: list[str] = []
+        self._groups = itertools.count()
+
+    def add(self, name: str, node: Node) -> None:
+        self.lines.append(f"{name}: {self._written(node, 0)}")
+
+    def _written(self, node: Node, depth: int) -> str:
+        if depth == MAX_LARK_DEPTH and isinstance(node, Choice | Repeat):
+            name = f"g{next(self._groups)}"
+            self.add(name, node)
+            return name
+        match node:
+            case Character() | Lexeme():
+                return f"/{node.regex}/"
+            case Reference():
+                return self.numbers[node.name]
+            case Sequence():
+                return " ".join(self._written(part, depth) for part in node.nodes) or '""'
+            case Choice():
+                return f"({' | '.join(self._written(part, depth + 1) for part in node.nodes)})"
+            case Repeat():
+                return f"({self._written(node.node, depth + 1)}){times(node)}"
 
 
 def _with_lexemes(rules: dict[str, Node]) -> dict[str, Node]:
     """The rules reachable from `root`, with terminals as long as possible."""
-    refused: set[str] = set()
+    finder = _Finder(rules)
     for _ in range(MAX_ROUNDS):
-        finder = _Finder(rules, refused)
         found = _reached({name: finder.of(node) for name, node in rules.items()})
-        terminals = {
-            part
-            for node in found.values()
-            for part in inside(node)
-            if isinstance(part, Character | Lexeme)
-        }
+        terminals = list(
+            {
+                part
+                for node in found.values()
+                for part in inside(node)
+                if isinstance(part, Character | Lexeme)
+            }
+        )
+        starts = [part.starts if isinstance(part, Lexeme) else part.ranges for part in terminals]
         mistaken = {
             lexeme.regex
-            for lexeme in terminals
+            for lexeme in (terminals[index] for index in overlapping(starts))
             if isinstance(lexeme, Lexeme)
-            and any(
-                overlap(lexeme.starts, other.starts if isinstance(other, Lexeme) else other.ranges)
-                for other in terminals - {lexeme}
-            )
         }
         if not mistaken:
             return found
-        refused |= mistaken
+        finder.refused |= mistaken
     return _reached(dict(rules))
 
 
 class _Finder:
-    def __init__(self, rules: dict[str, Node], refused: set[str]) -> None:
-        self._written_out, self._refused = WrittenOut(rules), refused
+    def __init__(self, rules: dict[str, Node]) -> None:
+        self.refused: set[str] = set()  # regexes of lexemes
+        self._written_out = WrittenOut(rules)
+        self._known: dict[tuple[int, ...], Lexeme | None] = {}  # by nodes of the rules
 
     def of(self, node: Node) -> Node:
-        lexeme = self._lexeme(node)
+        lexeme = self._lexeme(node, id(node))
         if lexeme is not None:
             return lexeme
         match node:
@@ -111,7 +126,7 @@ class _Finder:
         while start < len(nodes):
             ends = range(len(nodes), start + 1, -1) if len(nodes) <= MAX_PARTS else ()
             for end in ends:
-                lexeme = self._lexeme(Sequence(nodes=nodes[start:end]))
+                lexeme = self._lexeme(Sequence(nodes=nodes[start:end]), id(nodes), start, end)
                 if lexeme is not None:
                     yield lexeme
                     start = end
@@ -120,15 +135,20 @@ class _Finder:
                 yield self.of(nodes[start])
                 start += 1
 
-    def _lexeme(self, node: Node) -> Lexeme | None:
+    def _lexeme(self, node: Node, *key: int) -> Lexeme | None:
+        if key not in self._known:
+            self._known[key] = self._new_lexeme(node)
+        found = self._known[key]
+        return None if found is None or found.regex in self.refused else found
+
+    def _new_lexeme(self, node: Node) -> Lexeme | None:
         if isinstance(node, Reference):
             return None  # the referenced rule is examined by itself
         written_out = self._written_out.of(node)
         starts = None if written_out is None else starts_if_unmistakable(written_out)
         if written_out is None or starts is None:
             return None
-        regex = regex_of(written_out)
-        return None if regex in self._refused else Lexeme(regex=regex, starts=starts)
+        return Lexeme(regex=regex_of(written_out), starts=starts)
 
 
 def _reached(rules: dict[str, Node]) -> dict[str, Node]:
@@ -142,41 +162,50 @@ def _reached(rules: dict[str, Node]) -> dict[str, Node]:
     return found
 
 
+@dataclass(frozen=True)
+class _WrittenOut:
+    node: Node
+    size: int  # nodes
+    depth: int
+
+
 class WrittenOut:
     """Expands nodes by replacing references with the rules' bodies."""
 
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules
-        self._known: dict[str, tuple[Node, int] | None] = {}
+        self._known: dict[str, _WrittenOut | None] = {}
 
     def of(self, node: Node) -> Node | None:
-        """The expansion; None if a rule is recursive or the whole would be too large."""
-        found = self._sized(node)
-        return None if found is None else found[0]
+        """The expansion; None if a rule is recursive or the whole would be too large or deep."""
+        found = self._expanded(node)
+        return None if found is None else found.node
 
-    def _sized(self, node: Node) -> tuple[Node, int] | None:
+    def _expanded(self, node: Node) -> _WrittenOut | None:
         match node:
             case Character():
-                return node, 1
+                return _WrittenOut(node, 1, 1)
             case Reference():
                 if node.name not in self._known:
-                    self._known[node.name] = (
-                        None  # a reference to it from its own body is recursive
-                    )
-                    self._known[node.name] = self._sized(self._rules[node.name])
+                    self._known[node.name] = None  # for a reference from its own body: recursive
+                    self._known[node.name] = self._expanded(self._rules[node.name])
                 return self._known[node.name]
             case Repeat():
-                inner = self._sized(node.node)
-                if inner is None:
+                inner = self._expanded(node.node)
+                if inner is None or inner.depth == MAX_DEPTH:
                     return None
-                return Repeat(node=inner[0], least=node.least, most=node.most), inner[1] + 1
+                expanded = Repeat(node=inner.node, least=node.least, most=node.most)
+                return _WrittenOut(expanded, inner.size + 1, inner.depth + 1)
             case Sequence() | Choice():
-                parts = [self._sized(part) for part in node.nodes]
+                parts = [self._expanded(part) for part in node.nodes]
                 found = [part for part in parts if part is not None]
-                size = 1 + sum(size for _, size in found)
-                if len(found) < len(parts) or size > MAX_NODES:
+                size = 1 + sum(part.size for part in found)
+                depth = max((part.depth for part in found), default=0) + isinstance(node, Choice)
+                if len(found) < len(parts) or size > MAX_NODES or depth > MAX_DEPTH:
                     return None
-                return type(node)(nodes=tuple(part for part, _ in found)), size
+                return _WrittenOut(
+                    type(node)(nodes=tuple(part.node for part in found)), size, depth
+                )
             case Lexeme():
                 raise AssertionError(node)
 
@@ -296,8 +325,19 @@ class _Positions:
 
     def are_apart(self, positions: frozenset[int]) -> bool:
         """True if no character belongs to two of the positions."""
-        return all(left[1] < right[0] for left, right in pairwise(self.ordered(positions)))
+        return all(
+            left[1] < right[0] for left, right in itertools.pairwise(self.ordered(positions))
+        )
 
 
-def overlap(left: Ranges, right: Ranges) -> bool:
-    return without(left, right) != left
+def overlapping(groups: list[Ranges]) -> set[int]:
+    """The indices of the groups that share a character with another one."""
+    ordered = sorted(
+        (low, high, index) for index, ranges in enumerate(groups) for low, high in ranges
+    )
+    found, reach = set[int](), (-1, -1)  # (the last character of those before, its group)
+    for low, high, index in ordered:
+        if low <= reach[0]:
+            found |= {index, reach[1]}
+        reach = max(reach, (high, index))
+    return found

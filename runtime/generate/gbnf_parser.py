@@ -2,6 +2,7 @@
 
 The syntax is that of llama.cpp's grammars/README.md, without tokens (`<think>`)."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ MAX_DEPTH = 200  # of nested groups
 MAX_RULES = 1_000
 MAX_RANGES = 1_000  # of a class
 MAX_LITERAL = 10_000  # characters
+MAX_REPETITIONS = 100  # of one symbol, such as those of "a"?+*
+MAX_NESTED = 4_000  # nodes from a rule to the end of a chain of references
+MAX_COPIES = 1_000_000  # of a symbol in nested repetitions
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -74,6 +78,7 @@ def parse(text: str) -> dict[str, Node]:
                 raise HotsplitError(
                     f"line {reference.line} of the grammar: no rule is called {shown(reference.name)}"
                 )
+    _check_nesting(rules)
     if "root" not in _ending(rules):
         raise HotsplitError(
             "the grammar can never end: every alternative of rule 'root' recurses without end"
@@ -109,6 +114,37 @@ def inside(node: Node) -> Iterator[Node]:
 
 def references(node: Node) -> list[Reference]:
     return [part for part in inside(node) if isinstance(part, Reference)]
+
+
+def _check_nesting(rules: dict[str, Node]) -> None:
+    """Raises HotsplitError for groups and rules that are nested too deep, and for repetitions within
+    each other that come to over MAX_COPIES, across rules too."""
+    copies: dict[str, int] = {}
+
+    def most(node: Node, depth: int, line: int) -> int:
+        if depth > MAX_NESTED:
+            raise HotsplitError(
+                f"line {line} of the grammar: its rules are nested over {MAX_NESTED:,} deep here,"
+                " their groups included; flatten some"
+            )
+        match node:
+            case Reference():
+                if node.name not in copies:
+                    copies[node.name] = 1  # of a recursive reference, which is not copied
+                    copies[node.name] = most(rules[node.name], depth + 1, node.line)
+                return copies[node.name]
+            case Sequence() | Choice():
+                return max((most(part, depth + 1, line) for part in node.nodes), default=1)
+            case Repeat():
+                return max(node.most or node.least, 1) * most(node.node, depth + 1, line)
+        return 1
+
+    for name, node in rules.items():
+        if most(node, 0, 1) > MAX_COPIES:
+            raise HotsplitError(
+                f"rule {shown(name)} of the grammar repeats a symbol over {MAX_COPIES:,} times, by"
+                " repetitions within each other; lower them"
+            )
 
 
 def _ending(rules: dict[str, Node]) -> set[str]:
@@ -171,7 +207,11 @@ class _Parser:
         self._skip(across_lines=depth > 0)
         while (found := self._symbol(depth)) is not None:
             self._skip(across_lines=depth > 0)
-            while (times := self._repetition()) is not None:
+            for count in itertools.count():
+                if (times := self._repetition()) is None:
+                    break
+                if count == MAX_REPETITIONS:
+                    raise self._error(f"over {MAX_REPETITIONS} repetitions of one symbol")
                 found = Repeat(node=found, least=times[0], most=times[1])
                 self._skip(across_lines=depth > 0)
             nodes.append(found)

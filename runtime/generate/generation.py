@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.reasoning import Mask
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
@@ -82,7 +82,7 @@ class Generation:
         chain: SamplerChain,
         options: GenerationOptions,
         traffic: Traffic,
-        mask: Constraint | None = None,
+        mask: Mask | None = None,
         drafts: Speculation | None = None,
     ) -> None:
         self.sequence, self.options = sequence, options
@@ -159,6 +159,10 @@ class Generation:
             self.run.drafted += len(self._draft)
             self._step_s = seconds
         self._logits_RV = logits_RV
+
+    def can_draw(self, within_s: float) -> bool:
+        """Waits up to `within_s` for the mask; true if `draw` would not wait."""
+        return self._mask is None or self._mask.is_ready(within_s)
 
     def draw(self) -> list[Token]:
         """Draws the next token and returns the tokens to emit. At the end of the text, text that

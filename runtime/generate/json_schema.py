@@ -4,7 +4,9 @@ llguidance raises for some unknown keywords and ignores others ("nullable", miss
 of numbers), so this module lists the keywords that a schema may contain."""
 
 import json
+import math
 from collections.abc import Iterator
+from decimal import Decimal
 from urllib.parse import unquote
 
 from hotsplit.errors import HotsplitError
@@ -13,6 +15,7 @@ from hotsplit.files.typed import json_kind, one_line, shown
 _ANNOTATIONS = {
     "$schema", "$comment", "title", "description", "default", "examples", "deprecated",
     "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema",
+    "discriminator", "example", "externalDocs", "xml",  # OpenAPI's
 }  # fmt: skip
 _SCHEMA = {"items", "additionalProperties"}
 _SCHEMAS = {"anyOf", "allOf", "oneOf", "prefixItems"}
@@ -27,6 +30,11 @@ _FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 }  # fmt: skip
 _MAX_WHOLE = 1 << 53  # llguidance stores numbers as float64
+# Automata of multiples have a state for each remainder, except for factors that end decimal
+# numbers, and those of texts that match several patterns up to the product of all patterns' states.
+_MAX_DEPTH = 120  # llguidance's JSON reader has a limit of 128
+_MAX_REMAINDERS = 10_000
+_MAX_PATTERNS = 8
 
 
 def parse_schema(text: str) -> object:
@@ -46,9 +54,14 @@ def check_schema(schema: object) -> dict[str, object]:
     if not isinstance(schema, dict):
         kind = "false, which allows no document" if schema is False else json_kind(schema)
         raise HotsplitError(f"the JSON schema is {kind}; wanted an object")
-    schemas = dict(_schemas(schema))
+    schemas = schemas_of(schema)
     anchors = {f"#{found['$anchor']}" for found in schemas.values() if "$anchor" in found}
     for place, part in schemas.items():
+        if place.count("/") > _MAX_DEPTH:
+            raise HotsplitError(
+                f"JSON schema, {one_line(place)}: is nested over {_MAX_DEPTH} deep; put parts of it"
+                " into $defs"
+            )
         _check_keywords(place, part)
         _check_numbers(place, part)
         target = part.get("$ref", "#")
@@ -61,8 +74,12 @@ def check_schema(schema: object) -> dict[str, object]:
     return schema
 
 
+def schemas_of(root: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Every subschema except true and false, by JSON pointer."""
+    return dict(_schemas(root))
+
+
 def _schemas(root: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
-    """(JSON pointer, schema) of every subschema except true and false."""
     waiting: list[tuple[str, object]] = [("#", root)]
     while waiting:
         place, schema = waiting.pop()
@@ -93,6 +110,7 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
             raise _refused(place, keyword, "this keyword is not supported; leave it out")
     if "$id" in schema and place != "#":
         raise _refused(place, "$id", "only the whole schema may have one")
+    _check_automata(place, schema)
     found = schema.get("format", "date")
     if not isinstance(found, str) or found not in _FORMATS:
         raise _refused(place, "format", f"{shown(found)} is none of {', '.join(sorted(_FORMATS))}")
@@ -107,6 +125,28 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
         raise _refused(
             place, "minProperties", "at most one more than there are names in 'required'"
         )
+
+
+def _check_automata(place: str, schema: dict[str, object]) -> None:
+    """Refuses the keywords whose automata are known to be too large."""
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, int | float) and math.isfinite(multiple) and multiple > 0:
+        remainders = Decimal(repr(multiple)).as_integer_ratio()[0]
+        for factor in (2, 5):
+            while remainders % factor == 0:
+                remainders //= factor
+        if remainders > _MAX_REMAINDERS:
+            raise _refused(
+                place, "multipleOf",
+                f"is {shown(multiple)}, wanted at most {_MAX_REMAINDERS:,} apart from factors 2 and 5",
+            )  # fmt: skip
+    parts = schema.get("allOf")
+    if isinstance(parts, list):
+        patterns = sum(isinstance(part, dict) and "pattern" in part for part in parts)
+        if patterns > _MAX_PATTERNS:
+            raise _refused(
+                place, "allOf", f"has {patterns} patterns, wanted at most {_MAX_PATTERNS} at once"
+            )
 
 
 def _check_numbers(place: str, schema: dict[str, object]) -> None:

@@ -1,20 +1,17 @@
-"""The process that renders chat templates: requests on its stdin, answers on its stdout.
+"""The process that renders chat templates.
 
 A template is a program by the author of the model file. jinja2's sandbox keeps it from Python's
 internals, and the operating system enforces further limits: the process has limited memory, and
-limited CPU time per rendering, and cannot open files or (unless it is root) start processes. An
-input line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":
-"syntax" | "template" | "other" | "size", "error": ...}.
+limited CPU time per rendering, and cannot open files or (unless it is root) start processes. A
+request is {"template": text, "variables": {...}}, its answer {"text": ...} or {"kind": "syntax" |
+"template" | "other" | "size", "error": ...}.
 
 Environment, filters and globals match transformers' apply_chat_template
-(utils/chat_template_utils.py), so that the outputs are equal. template_process starts a Python that
-imports this module alone; it imports only jinja2 and the standard library."""
+(utils/chat_template_utils.py), so that the outputs are equal."""
 
 import encodings.unicode_escape  # noqa: F401  imported now, because later no file can be opened
 import json
-import resource
-import signal
-import sys
+import socket
 import textwrap  # noqa: F401
 from collections.abc import Callable
 from datetime import datetime
@@ -28,6 +25,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from hotsplit.runtime.text import worker_inside
 
 CPU_S = 0.5
 MEMORY_BYTES = 1 << 30
@@ -79,9 +78,11 @@ class _Dict:
 
 def main() -> None:
     """Answers requests until its input ends."""
-    _confine()
-    for line in sys.stdin.buffer:
-        print(json.dumps(_answer(json.loads(line))), flush=True)
+    datetime.now().strftime("%c")  # reads the time zone while files can be opened
+    worker_inside.confine(more_memory_bytes=MEMORY_BYTES, open_files=3)  # stdin, stdout and stderr
+    with socket.socket(fileno=0) as connection:
+        while (request := worker_inside.receive(connection)) is not None:
+            worker_inside.send(connection, json.dumps(_answer(json.loads(request))).encode())
 
 
 def _reason(error: Exception) -> str:
@@ -95,26 +96,10 @@ def _reason(error: Exception) -> str:
     return str(error) or "it uses an operation that its values do not support"
 
 
-def _confine() -> None:
-    datetime.now().strftime("%c")  # reads the time zone while files can be opened
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process
-    limits = {
-        resource.RLIMIT_AS: MEMORY_BYTES,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NOFILE: 3,  # stdin, stdout and stderr are open
-        resource.RLIMIT_NPROC: 0,
-    }
-    for kind, most in limits.items():
-        _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
-
-
 def _answer(request: dict) -> dict[str, str]:
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
-        text = _compiled(request["template"]).render(**request["variables"])
+        with worker_inside.limited(CPU_S):
+            text = _compiled(request["template"]).render(**request["variables"])
     except TemplateSyntaxError as error:
         return {"kind": "syntax", "error": _one_line(f"{error.message} (line {error.lineno})")}
     except TemplateError as error:
@@ -123,8 +108,6 @@ def _answer(request: dict) -> dict[str, str]:
         return {"kind": "other", "error": f"they need more than {MEMORY_BYTES >> 20} MiB"}
     except ERRORS as error:
         return {"kind": "other", "error": _one_line(_reason(error))}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
     if len(text) > MOST_CHARACTERS:
         return {"kind": "size", "error": f"{len(text)} characters"}
     return {"text": text}

@@ -1,0 +1,114 @@
+"""A server under hostile requests of every kind, beside one honest client: its answer goes on at its
+pace, memory comes back, and nothing stays busy."""
+
+import asyncio
+import random
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import serve_hostile
+from models import make_model, make_sizes
+from serve_client import CHAT, Answer, ServerProcess, ask, family, gauges, request_bytes, stream
+from test_chat import chat_keys
+
+from hotsplit.runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
+HONEST = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "ignore_eos": True,
+          "max_tokens": 100}  # fmt: skip
+NUM_HOSTILE, AT_ONCE = 200, 8
+MOST_S = 1.0  # without a token; 0.13 s on a machine that two other programs keep busy
+
+
+def model_with_slow_steps(path):
+    """33 million weights: a token takes some milliseconds, beside which a request takes little."""
+    keys, vocab_size = chat_keys()
+    sizes = make_sizes(
+        num_layers=8, width=512, num_neurons=2048, vocab_size=vocab_size, context_length=1024
+    )
+    make_model(sizes=sizes, kind="q8_0", extra_keys=keys).save(path)
+    return path
+
+
+def hostile_cases():
+    """Every explosive constraint, and draws of all kinds."""
+    draw = random.Random(3)
+    cases = [
+        serve_hostile.Case(
+            name="explosive", right=frozenset({200, 400}),
+            data=request_bytes(CHAT, {**serve_hostile.HONEST, **more}),
+        )
+        for more in serve_hostile.EXPLOSIVE
+    ]  # fmt: skip
+    kinds = [make for make in serve_hostile.KINDS if make is not serve_hostile.explosive]
+    cases += [kinds[i % len(kinds)](draw) for i in range(NUM_HOSTILE - len(cases))]
+    draw.shuffle(cases)
+    return cases
+
+
+def cpu_s(pids):
+    """Processor time of processes, in seconds (fields 14 and 15 of proc(5) stat)."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / 100
+
+
+async def gaps_while(port, is_over):
+    """Seconds between tokens of answers, one after the other, until `is_over()`."""
+    gaps = []
+    while True:
+        answer: Answer = await stream(port, CHAT, HONEST)
+        assert answer.finish == "length"
+        gaps += answer.gaps_s
+        if is_over():
+            return gaps
+
+
+async def watch(server):
+    await ask(server.port, CHAT, {**HONEST, "json_schema": {"type": "null"}})  # starts processes
+    before = await gaps_while(server.port, lambda: True)
+    cases, rss, failures = hostile_cases(), 0, []
+    honest = asyncio.create_task(gaps_while(server.port, lambda: not cases))
+
+    async def attack():
+        nonlocal rss
+        while cases:
+            if len(cases) < 0.7 * NUM_HOSTILE and not rss:
+                rss = server.rss_bytes()
+            case = cases.pop()
+            status = await serve_hostile._try(server, case)
+            if status not in case.right:
+                failures.append((case.name, status, case.data[:300]))
+
+    await asyncio.gather(*(attack() for _ in range(AT_ONCE)))
+    during = await honest
+    after = await gaps_while(server.port, lambda: True)
+    return before, during, after, rss, failures
+
+
+async def until_idle(server):
+    while any(await gauges(server.port, "running", "waiting")):
+        await asyncio.sleep(0.02)
+
+
+def test_hostile_requests_beside_an_honest_client(tmp_path):
+    model = model_with_slow_steps(tmp_path / "model.gguf")
+    with ServerProcess(model, tmp_path / "log", *serve_hostile.OPTIONS, "--max-tokens", "100",
+                       "--parallel", "4", "--queue", "64") as server:  # fmt: skip
+        before, during, after, rss, failures = asyncio.run(watch(server))
+        assert not failures
+        own = max(statistics.fmean(before), statistics.fmean(after))
+        print(f"{len(during)} tokens, {own:.4f} s alone, {statistics.fmean(during):.4f} s beside,"
+              f" at most {max(during):.3f} s")  # fmt: skip
+        assert statistics.fmean(during) < 2 * own and max(during) < MOST_S
+        asyncio.run(asyncio.wait_for(until_idle(server), 20))
+        deadline = time.monotonic() + 20  # for grammars that a gone client has left
+        while len(family(server.process.pid)) > 3:  # the server, its template's, its tokenizer's
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        began = cpu_s(family(server.process.pid))
+        time.sleep(0.5)
+        assert cpu_s(family(server.process.pid)) - began < 0.1
+        assert server.rss_bytes() / rss - 1 < 0.05
+        assert "Traceback" not in server.log.read_text()
