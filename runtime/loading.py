@@ -35,6 +35,7 @@ from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
+from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.setup import first_residents, setup_of, slot_bytes
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -193,6 +194,16 @@ class Loaded:
         if plan is None or plan.cache is None:
             self.bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(model, self.resident_LN)
 
+    @property
+    def has_joined_slots(self) -> bool:
+        """True if the neuron cache's slots are in main memory, in one block with all neurons."""
+        return self.setup is not None and self.device.type == "cpu"
+
+    @property
+    def summed_placement(self) -> Placement:
+        """The placement that decides in which order a layer's neurons are summed."""
+        return replace(self.placement, hot=None) if self.has_joined_slots else self.placement
+
     def _take_memory(self) -> None:
         set_for_this_processor()
         model, plan, check = self.model, self.plan, self.check
@@ -232,7 +243,7 @@ class Loaded:
                 self.model, self.placement, self.mode, self.context_length, notice=self.notice,
                 traffic=self.traffic, residence=self.residence, uploaders=uploaders,
                 num_sequences=self.num_sequences, cache_types=self.cache_types,
-                resident_LN=self.resident_LN, are_slots_joined=self.device.type == "cpu",
+                resident_LN=self.resident_LN, are_slots_joined=self.has_joined_slots,
             )  # fmt: skip
         if not library.is_available():
             self.warn("the C++ kernels are not built; torch is used instead and is many"
@@ -252,9 +263,8 @@ class Loaded:
     def _make_neuron_cache(self) -> None:
         self.neuron_cache: NeuronCache | None = None
         if self.setup is not None and self.resident_LN is not None:
-            is_joined = self.device.type == "cpu"
             self.neuron_cache = self.setup.cache(
-                self.weights, self.resident_LN, is_joined=is_joined
+                self.weights, self.resident_LN, is_joined=self.has_joined_slots
             )
 
     def _make_decoder(self) -> None:

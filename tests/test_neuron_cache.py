@@ -172,6 +172,25 @@ def test_a_plan_says_which_neurons_have_slots_at_first(tmp_path, mode):
         assert engine.neuron_cache.num_swaps > 20
 
 
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
+def test_a_plan_sums_apart_unless_its_cache_is_on(tmp_path, kind):
+    """With the cache on the bits are those without a plan, and with it off the plan's own, which
+    differ by rounding. A text that was saved with the one sum is refused by the other."""
+    model = saved(tmp_path, kind)
+    split, found, keys = planned(tmp_path, model), {}, {}
+    for name, options in (
+        ("no plan", {}),
+        ("on", {"split": split, "neuron_cache": random_setup()}),
+        ("off", {"split": split, "neuron_cache": "off"}),
+    ):
+        with Engine.load(model.path, mode="exact", **options) as engine:
+            found[name], keys[name] = decoded(engine, IDS), engine.prompt_key()
+    assert torch.equal(found["on"], found["no plan"]) and keys["on"] == keys["no plan"]
+    assert not torch.equal(found["on"], found["off"]) and keys["on"] != keys["off"]
+    difference = (found["on"] - found["off"]).double().norm() / found["off"].double().norm()
+    assert difference < (1e-5 if kind == "f32" else 1e-3)
+
+
 def test_biases_move_with_their_rows(tmp_path):
     from checkpoints import random_model, save_tokenizer
     from test_families import CASES, converted
