@@ -115,7 +115,7 @@ def room_notes(advice: Advice, split: Split, model: ModelFile) -> list[str]:
 
 
 def _budget_notes(advice: Advice, split: Split) -> list[str]:
-    if split.status == "fits":
+    if max(split.budgets) >= advice.fits_from_bytes:
         return []
     fits = f"everything fits from {format_bytes(advice.fits_from_bytes)} on"
     if len(split.budgets) > 1:
@@ -130,7 +130,7 @@ def _unused_notes(advice: Advice, split: Split, model: ModelFile) -> list[str]:
     """Notes on why a GPU has room left: by the plan's bound, no other plan for these budgets,
     however full, is faster by more than the gap."""
     helps, budget = advice.helps_from_bytes, sum(split.budgets)
-    if split.status == "fits" or helps is None or budget < helps:
+    if split.is_whole or helps is None or budget < helps:
         return []  # nothing is left to place, or `_budget_notes` says why nothing is placed
     used = [sum(items.values()) for items in split.items_of_gpus(model)[0]]
     used += [0] * (len(split.budgets) - len(used))

@@ -36,7 +36,7 @@ first whose next step changes M by at least -price * bytes: one binary search in
 prices. n = 0 and n = F are compared separately.
 
 Letters: L layers, F neurons, N = F + 1 counts of hot neurons, K prices, m number of dense blocks on
-the GPU, q is 1 if the head is on the GPU, S first ranks of a window."""
+the GPU, q is 1 if the head is on the GPU."""
 
 import heapq
 from collections.abc import Iterator
@@ -45,6 +45,7 @@ from typing import Self
 
 import numpy as np
 
+from hotsplit.solver.balance import balanced
 from hotsplit.solver.problem import (
     ROUNDING,
     Placement,
@@ -59,6 +60,7 @@ from hotsplit.solver.refine import fill
 FIRST_PRICES = 500
 LEAST_SHARE = 1e-6  # the lowest price above 0, as a share of the seconds to read a byte on the CPU
 ZOOM_PRICES, ZOOM_ROUNDS = 32, 5
+WORTH_IT = 1e-7  # of a token: for less, the hottest neurons are kept
 MAX_BRANCHES_TRIED = 16  # branches for which a placement is made, best bound first
 
 
@@ -285,8 +287,8 @@ def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Place
     """A placement of neurons for these dense blocks; None if none is found that fits both memories.
 
     Takes the neurons chosen at the lowest price >= 0 at which they fit or, if they are too few for
-    the host, at the highest price <= 0 at which they suffice; then calls `fill`. If the host needs
-    neurons on the GPU, the placement of `_balanced` is taken instead where it is faster."""
+    the host, at the highest price <= 0 at which they suffice; then calls `fill`. The same numbers
+    of neurons, but `balanced`, are taken instead where that is faster."""
     room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
     room -= problem.head_bytes * head
     if room < 0:
@@ -295,34 +297,15 @@ def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Place
     num_hot_L = _priced_counts(problem, dense_L, room, least)
     if num_hot_L is None:
         return None
+    left = room - int(num_hot_L @ problem.neuron_bytes_L)
+    even = balanced(problem, num_hot_L, dense_L, head, left)
     if least <= 0:
         num_hot_L = _without_harm(problem, num_hot_L, dense_L)
     left = room - int(num_hot_L @ problem.neuron_bytes_L)
     filled_L = fill(problem, num_hot_L=num_hot_L, dense_L=dense_L, room_bytes=left)
     filled = of_counts(problem, filled_L, dense_L, head)
-    if least <= 0:
-        return filled
-    balanced = _balanced(problem, num_hot_L, dense_L, head)
-    return min(filled, balanced, key=lambda placement: placement_seconds(problem, placement))
-
-
-def _balanced(
-    problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool
-) -> Placement:
-    """The same numbers of neurons per layer, in each a window of consecutive ranks that balances
-    the two sides best: shifting it by one rank changes the touched bytes by at most a neuron's. It
-    helps if the host can hold so few neurons that more are on the GPU than pay off."""
-    hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
-    for layer, count in enumerate(num_hot_L.tolist()):
-        if 0 < count < problem.num_neurons:
-            prefix_N = problem.prefix_LN[layer]
-            touched_S = prefix_N[count:] - prefix_N[: len(prefix_N) - count]
-            cold_S = prefix_N[-1] - touched_S
-            hot_s_S = touched_S * problem.gpu_s_per_byte + problem.launch_s
-            cold_s_S = cold_S * problem.cpu_s_per_byte_L[layer] + problem.round_trip_s
-            start = int(np.maximum(hot_s_S, cold_s_S).argmin())
-            hot_LF[layer] = np.roll(hot_LF[layer], start)
-    return Placement(hot_LF=hot_LF, dense_L=dense_L, head=head)
+    filled_s, even_s = (placement_seconds(problem, placement) for placement in (filled, even))
+    return even if even_s < filled_s * (1 - WORTH_IT) else filled
 
 
 def _priced_counts(

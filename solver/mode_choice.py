@@ -27,7 +27,7 @@ AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
 class Alternative:
     """Another way to run the model in the same memories: seconds per token, or why there are none.
 
-    `is_unproven`: the search ended early, so this mode may have a faster plan."""
+    `is_unproven`: by its bound this mode may have a faster plan."""
 
     name: AlternativeName
     seconds: float | None
@@ -146,5 +146,5 @@ def _told(found: Found) -> Alternative:
     return Alternative(
         name=found.inputs.mode,
         seconds=answer.objective_s,
-        is_unproven=answer.status == "time_limit",
+        is_unproven=answer.status not in ("optimal", "cpu_only"),
     )

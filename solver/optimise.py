@@ -1,9 +1,11 @@
 """Finds the best placement of a problem by several methods, with a bound.
 
-For one GPU, or one run of layers on it, the Lagrangian search comes first, then a dynamic program
+A small problem has all its choices tried (`exhaustive`) if the bounds below leave a gap. For one
+GPU, or one run of layers on it, the Lagrangian search comes first, then a dynamic program
 if it leaves a gap. For several GPUs, rows of cuts (`multi_gpu`) are tried in order of their bounds,
-until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. The grouped
-integer program starts from there, and its answer is refined to single neurons. The fastest plan
+until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. Unless
+that is proven to HIGHS_SLACK, the grouped integer program starts from there, and its answer is
+refined to single neurons. The fastest plan
 wins. The bound is that of the numpy methods, which can be recomputed by adding up; the integer
 program's own is only compared with it, since it depends on HiGHS's tolerances."""
 
@@ -14,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from hotsplit.solver.exhaustive import best_of_all
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.grouped import GROUPED_GAP, GroupedResult, solve_grouped
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
@@ -29,6 +32,7 @@ from hotsplit.solver.multi_gpu import (
     with_one_home,
 )
 from hotsplit.solver.problem import (
+    ROUNDING,
     Placement,
     Problem,
     is_feasible,
@@ -40,10 +44,9 @@ from hotsplit.solver.problem import (
 from hotsplit.solver.refine import fill
 from hotsplit.system.sizes import format_bytes
 
-Status = Literal["optimal", "time_limit", "fits", "cpu_only"]
+Status = Literal["optimal", "bounded", "time_limit", "cpu_only"]
 # Shares of the objective.
 HIGHS_SLACK = 1e-6  # by which HiGHS's own tolerances may be off
-NOTED_GAP = 5e-3
 KNAPSACK_GAP = 1e-4  # with 32 or more layers the Lagrangian search leaves less
 CUT_GAP = 5e-4
 # If a plan is already proven to the integer program's own gap, that program is only a second
@@ -57,9 +60,9 @@ CUTS_S = 4.0  # time for rows of cuts; goes on until one row has a plan
 class Answer:
     """A plan, its seconds per token, and a lower bound on those of any placement.
 
-    Status: `optimal` (proven to 0.1 %, or the integer program was solved to its gap), `time_limit`
-    (the search ended early, at its time limit or at `beat_s` of find_plan; the bound holds anyway),
-    `fits` (everything is on one GPU), `cpu_only` (no budget holds anything)."""
+    Status: `cpu_only` (no budget holds anything, so there is no other plan), `optimal` (the bound
+    proves that no plan takes 0.1 % less), else `time_limit` (the search ended early, at its time
+    limit or at `beat_s` of find_plan) or `bounded` (it ended by itself); the bound always holds."""
 
     status: Status
     plan: PipelinePlacement
@@ -83,17 +86,12 @@ def find_plan(
     known: Sequence[PipelinePlacement] = (),
     beat_s: float = np.inf,
 ) -> Answer | None:
-    """Everything on one GPU, if it fits there and the CPU alone is not faster or cannot hold it;
-    else the fastest plan found, no slower than the feasible ones in `known`. If the bound shows
-    that no plan takes less than `beat_s`, the search stops and returns the best plan so far.
+    """The fastest plan found, no slower than the feasible ones in `known`, than everything on one
+    GPU, or than nothing on any. If the bound shows that no plan takes less than `beat_s`, the
+    search stops and returns the best plan so far.
 
     None if no plan fits all memories."""
     nothing = cpu_only_plan(pipeline)
-    for gpu, problem in enumerate(pipeline.problems):
-        if problem.placeable_bytes <= problem.room_bytes:
-            answer = _whole_plan(pipeline, gpu)
-            if pipeline.need_bytes or answer.objective_s <= plan_seconds(pipeline, nothing):
-                return answer
     if all(p.budget_bytes < p.minimum_bytes for p in pipeline.problems):
         if pipeline.need_bytes > 0:
             return None
@@ -104,14 +102,20 @@ def find_plan(
         # The sums are exact. They take 0.1 s for a 7B shape; a search that finds no plan takes 90 s.
         return None
     plans, bound_s = _start(pipeline)
-    plans = [*plans, *known]
+    plans = [*_whole_plans(pipeline), *plans, *known]
     start = _fastest(pipeline, plans)
     if start is None:  # the memories are almost full
         plans = _refined_plan(pipeline, fullest)
         start = _fastest(pipeline, plans) or fullest
+    start_s = plan_seconds(pipeline, start)
+    best = best_of_all(pipeline) if bound_s < start_s * (1 - HIGHS_SLACK) else None
+    if best is not None:
+        plans, start, start_s = [best, *plans], best, plan_seconds(pipeline, best)
+        bound_s = start_s * (1 - ROUNDING)
     if bound_s >= beat_s:
         return _answer(pipeline, "time_limit", start, bound_s)
-    start_s = plan_seconds(pipeline, start)
+    if bound_s >= start_s * (1 - HIGHS_SLACK):  # beyond that HiGHS cannot tell
+        return _answer(pipeline, "optimal", start, bound_s, _memory_notes(pipeline, start))
     is_proven = bound_s >= start_s * (1 - GROUPED_GAP)
     grouped = solve_grouped(
         pipeline=pipeline,
@@ -122,12 +126,43 @@ def find_plan(
         plans = [*plans, *_refined_plan(pipeline, grouped.plan)]
     best = _fastest(pipeline, plans)
     assert best is not None
-    notes = _disagreements(start_s, bound_s, grouped)
-    if not best.placement.uses_gpu:
-        notes = (*notes, "nothing on the GPU pays off at this budget: everything is on the CPU")
-    status: Status = "time_limit" if grouped.status == "time_limit" else "optimal"
-    answer = _answer(pipeline, status, best, bound_s, notes)
-    return replace(answer, status="optimal") if answer.gap <= GROUPED_GAP else answer
+    notes = (*_disagreements(start_s, bound_s, grouped), *_memory_notes(pipeline, best))
+    status: Status = "time_limit" if grouped.status == "time_limit" else "bounded"
+    return _answer(pipeline, status, best, bound_s, notes)
+
+
+def _whole_plans(pipeline: Pipeline) -> list[PipelinePlacement]:
+    """For each GPU that holds everything, the plan that puts everything there."""
+    return [
+        with_one_home(on_one_device(problem, gpu=True), gpu)
+        for gpu, problem in enumerate(pipeline.problems)
+        if problem.fits
+    ]
+
+
+def _is_whole(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
+    return sum(bytes_of_gpus(pipeline, plan)) == pipeline.model.placeable_bytes
+
+
+def _memory_notes(pipeline: Pipeline, plan: PipelinePlacement) -> tuple[str, ...]:
+    """Notes on a plan with nothing on a GPU or with everything there, and on one that leaves out
+    what would fit."""
+    if _is_whole(pipeline, plan):
+        size = sum(placement_bytes(problem, plan.on_gpu(gpu))
+                   for gpu, problem in enumerate(pipeline.problems))  # fmt: skip
+        return (f"fits entirely in {format_bytes(size)}: every layer and the head are on the GPU",)
+    notes = []
+    if not plan.placement.uses_gpu:
+        notes.append("nothing on the GPU pays off at this budget: everything is on the CPU")
+    whole = [plan_seconds(pipeline, other) for other in _whole_plans(pipeline)]
+    if whole:
+        longer = min(whole) / plan_seconds(pipeline, plan) - 1
+        notes.append(
+            "everything would fit on the GPU, but a token would take"
+            f" {f'{longer:.2%}' if longer >= 1e-4 else 'up to 0.01%'} longer, by the figures of this"
+            " machine"
+        )
+    return tuple(notes)
 
 
 def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
@@ -253,33 +288,18 @@ def _part(placement: Placement, start: int, stop: int) -> Placement:
 
 def _answer(
     pipeline: Pipeline,
-    status: Status,
+    status: Status,  # if the bound does not prove the plan to be optimal
     plan: PipelinePlacement,
     bound_s: float,
     notes: tuple[str, ...] = (),
 ) -> Answer:
     seconds = plan_seconds(pipeline, plan)
     assert bound_s <= seconds * (1 + 1e-9), (bound_s, seconds)
-    return Answer(
+    answer = Answer(
         status=status, plan=plan, objective_s=seconds, bound_s=min(bound_s, seconds), notes=notes
     )
-
-
-def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
-    """The plan with everything on one GPU."""
-    problem = pipeline.problems[gpu]
-    everything = on_one_device(problem, gpu=True)
-    plan = with_one_home(everything, gpu)
-    bound_s = min(_start(pipeline)[1], plan_seconds(pipeline, plan))
-    answer = _answer(pipeline, "fits", plan, bound_s)
-    size = format_bytes(placement_bytes(problem, everything))
-    notes = [f"fits entirely in {size}: every layer and the head are on the GPU"]
-    if answer.gap > NOTED_GAP:
-        notes.append(
-            f"a plan that also uses the CPU could take up to {answer.gap:.1%} less time, by the"
-            " figures of this machine; a smaller budget gives one"
-        )
-    return replace(answer, notes=tuple(notes))
+    is_optimal = status != "cpu_only" and answer.gap <= GROUPED_GAP
+    return replace(answer, status="optimal") if is_optimal else answer
 
 
 def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelinePlacement]:
@@ -320,8 +340,13 @@ def refined(problem: Problem, placement: Placement) -> list[Placement]:
 
 
 def _fastest(pipeline: Pipeline, plans: list[PipelinePlacement]) -> PipelinePlacement | None:
-    feasible = [plan for plan in plans if plan_is_feasible(pipeline, plan)]
-    return min(feasible, key=lambda plan: plan_seconds(pipeline, plan), default=None)
+    """The fastest feasible plan; of plans that differ only by rounding, the first."""
+    best, best_s = None, np.inf
+    for plan in plans:
+        seconds = plan_seconds(pipeline, plan)
+        if seconds < best_s * (1 - ROUNDING) and plan_is_feasible(pipeline, plan):
+            best, best_s = plan, seconds
+    return best
 
 
 def _disagreements(start_s: float, bound_s: float, grouped: GroupedResult) -> tuple[str, ...]:

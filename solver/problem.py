@@ -152,6 +152,11 @@ class Problem:
         return neurons + int(self.dense_bytes_L.sum()) + self.head_bytes
 
     @property
+    def fits(self) -> bool:
+        """True if the GPU holds everything."""
+        return self.placeable_bytes <= self.room_bytes
+
+    @property
     def minimum_bytes(self) -> int:
         """The smallest budget that puts anything on the GPU."""
         neurons = self.neuron_bytes_L * self.min_hot_L

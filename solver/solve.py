@@ -142,7 +142,7 @@ class SolveReport:
     cpu_bytes: Items
     bytes_of_gpus: tuple[Items, ...]
     budgets: tuple[int, ...]
-    fits_entirely: bool
+    fits_entirely: bool  # one GPU could hold everything
     advice: Advice
     alternatives: tuple[Alternative, ...]  # if no mode was asked for
     notes: tuple[str, ...]
@@ -270,7 +270,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         cpu_bytes=split.cpu_bytes,
         bytes_of_gpus=tuple(split.items_of_gpus(inputs.model)[0]),
         budgets=inputs.budgets,
-        fits_entirely=split.status == "fits",
+        fits_entirely=any(problem.fits for problem in pipeline.problems),
         advice=advice,
         alternatives=found.others if config.mode is None else (),
         notes=(

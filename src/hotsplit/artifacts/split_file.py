@@ -63,6 +63,11 @@ class Split:
         return self.gpu_budget_bytes or (self.vram_budget_bytes,)
 
     @property
+    def is_whole(self) -> bool:
+        """True if everything but the embedding is on GPUs."""
+        return self.head_on_gpu and all(self.dense_on_gpu) and not self.cpu_bytes["neurons"]
+
+    @property
     def gap(self) -> float:
         """Upper bound on the distance to the best plan, as a share of the objective."""
         return max(0.0, 1.0 - self.bound_s / self.objective_s)

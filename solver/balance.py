@@ -1,0 +1,86 @@
+"""Chooses which neurons of a layer are hot, for given numbers of them or slightly more, so that GPU and CPU take
+equally long. The hottest are the best choice only while the CPU takes longer.
+
+Letters: L layers, F neurons, S first ranks of a window, H hot and C cold neurons of a layer."""
+
+import numpy as np
+
+from hotsplit.solver.problem import Placement, Problem, of_counts
+
+ENOUGH = 1e-9  # of a layer's seconds: closer to the least possible, a swap is not worth its search
+MAX_SWAPS = 20
+MORE = 4
+
+
+def balanced(
+    problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool, room_bytes: int
+) -> Placement:
+    """A placement with these numbers of hot neurons, or up to MORE more in layers where that is
+    faster and takes at most `room_bytes` in all.
+
+    Where the hottest take longer than `least_split_s_LN`, it has a window of consecutive ranks
+    instead, the fastest (shifting it by one rank changes the touched bytes by at most a neuron's),
+    improved by swaps."""
+    hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
+    for layer, count in enumerate(num_hot_L.tolist()):
+        if not 0 < count < problem.num_neurons:
+            continue
+        best_s = np.inf
+        for more in range(MORE + 1):
+            fits = more * int(problem.neuron_bytes_L[layer]) <= room_bytes
+            if not fits or count + more >= problem.num_neurons:
+                break
+            is_hot_F = _divided(problem, layer, count + more)
+            seconds = float(_seconds(problem, layer, problem.touched_LF[layer][is_hot_F].sum()))
+            if seconds < best_s:
+                best_s, hot_LF[layer] = seconds, is_hot_F
+            if best_s <= problem.least_split_s_LN[layer, count] * (1 + ENOUGH):
+                break
+        room_bytes -= int(hot_LF[layer].sum() - count) * int(problem.neuron_bytes_L[layer])
+    return Placement(hot_LF=hot_LF, dense_L=dense_L, head=head)
+
+
+def _divided(problem: Problem, layer: int, count: int) -> np.ndarray:
+    """This many hot neurons of a layer; bool [F]."""
+    prefix_N, is_hot_F = problem.prefix_LN[layer], np.arange(problem.num_neurons) < count
+    if _is_enough(problem, layer, count, prefix_N[count]):
+        return is_hot_F
+    touched_S = prefix_N[count:] - prefix_N[: len(prefix_N) - count]
+    is_hot_F = np.roll(is_hot_F, int(_seconds(problem, layer, touched_S).argmin()))
+    _swap(problem, layer, is_hot_F)
+    return is_hot_F
+
+
+def _seconds(problem: Problem, layer: int, touched: np.ndarray) -> np.ndarray:
+    """M_l of a divided layer whose hot neurons touch these bytes."""
+    cold = problem.touched_L[layer] - touched
+    hot_s = touched * problem.gpu_s_per_byte + problem.launch_s
+    return np.maximum(hot_s, cold * problem.cpu_s_per_byte_L[layer] + problem.round_trip_s)
+
+
+def _is_enough(problem: Problem, layer: int, count: int, touched: float) -> bool:
+    least_s = problem.least_split_s_LN[layer, count]
+    return bool(_seconds(problem, layer, np.asarray(touched)) <= least_s * (1 + ENOUGH))
+
+
+def _swap(problem: Problem, layer: int, is_hot_F: np.ndarray) -> None:
+    """Swaps a hot and a cold neuron in `is_hot_F`, the pair that saves most, while one saves."""
+    touched_F, count = problem.touched_LF[layer], int(is_hot_F.sum())
+    cpu_s, gpu_s = problem.cpu_s_per_byte_L[layer], problem.gpu_s_per_byte
+    all_cold_s = problem.touched_L[layer] * cpu_s + problem.round_trip_s
+    target = (all_cold_s - problem.launch_s) / (gpu_s + cpu_s)  # both sides take equally long
+    for _ in range(MAX_SWAPS):
+        touched = float(touched_F[is_hot_F].sum())
+        if _is_enough(problem, layer, count, touched):
+            return
+        hot_H, cold_C = np.flatnonzero(is_hot_F), np.flatnonzero(~is_hot_F)
+        # For each hot neuron the cold ones on either side of what would reach the target.
+        asked_H = target - touched + touched_F[hot_H]
+        place_H = np.searchsorted(-touched_F[cold_C], -asked_H)
+        nearest_2H = np.stack([place_H - 1, place_H]).clip(0, len(cold_C) - 1)
+        after_2H = touched - touched_F[hot_H] + touched_F[cold_C[nearest_2H]]
+        seconds_2H = _seconds(problem, layer, after_2H)
+        side, hot = np.unravel_index(int(seconds_2H.argmin()), seconds_2H.shape)
+        if seconds_2H[side, hot] >= _seconds(problem, layer, np.asarray(touched)):
+            return
+        is_hot_F[[hot_H[hot], cold_C[nearest_2H[side, hot]]]] = False, True
