@@ -67,8 +67,10 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
     _let_threads_sleep()
     if is_program:
         from hotsplit.files import mapped_files
+        from hotsplit.system.processors import limit_libraries
 
         mapped_files.guard()
+        limit_libraries()
     try:
         with lines_on_stderr(say):
             code = cli.main(arguments, prog_name="hotsplit", standalone_mode=False)

@@ -3,7 +3,13 @@
 import os
 from pathlib import Path
 
-_ROOT = Path("/")
+from hotsplit.system.control_groups import groups_of
+
+# Files of a group's limit and use, and the key of its cache in memory.stat, by version.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 # A group without a limit has "max" (version 2) or a number near 2^63 (version 1).
 _NO_LIMIT = 1 << 60
 
@@ -11,12 +17,12 @@ _NO_LIMIT = 1 << 60
 def free_memory_bytes() -> int:
     """Bytes that this process can still allocate, reclaimable page cache included, within the
     limits of its control groups (containers, services)."""
-    return min([memory_bytes()[1], *_left_by_groups(_ROOT)])
+    return min([memory_bytes()[1], *_left_by_groups()])
 
 
 def memory_limit_bytes() -> int:
     """Bytes that this process may use at most, whatever else is running."""
-    limits = [_limit(group, name) for group, (name, *_) in _groups(_ROOT)]
+    limits = [_limit(group, _FILES[version][0]) for group, version in groups_of("memory")]
     return min([memory_bytes()[0], *(limit for limit in limits if limit is not None)])
 
 
@@ -32,37 +38,11 @@ def memory_bytes() -> tuple[int, int]:
         return total, os.sysconf("SC_AVPHYS_PAGES") * page
 
 
-def _left_by_groups(root: Path) -> list[int]:
+def _left_by_groups() -> list[int]:
     """The bytes left in each control group with a limit that this process is in, at any depth: the
     limit minus the group's use, not counting inactive page cache."""
-    found = [_left(group, *names) for group, names in _groups(root)]
+    found = [_left(group, *_FILES[version]) for group, version in groups_of("memory")]
     return [left for left in found if left is not None]
-
-
-def _groups(root: Path) -> list[tuple[Path, tuple[str, str, str]]]:
-    """The memory control groups that this process is in, with the names of their files for the
-    limit, the use and the cache."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    mount = root / "sys/fs/cgroup"
-    found = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            names, top = ("memory.max", "memory.current", "inactive_file"), mount
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            top = mount / "memory"
-        else:
-            continue
-        # In a container the path may be the host's, and the container's own group is at the top.
-        group = top / path.lstrip("/")
-        groups = [group, *group.parents]
-        found += [(each, names) for each in groups if each.is_relative_to(top)]
-    return found
 
 
 def _limit(group: Path, limit_name: str) -> int | None:
