@@ -142,7 +142,10 @@ def set_threads(num_threads: int) -> None:
     if status == _BAD_ARGUMENT:
         raise ValueError(f"num_threads must be 1 to 1024, got {num_threads}")
     if status == _NO_THREADS:
-        raise OSError(f"the system refused to start {num_threads} threads")
+        raise HotsplitError(
+            f"the system refused to start {num_threads} threads; use fewer (--threads), or raise the"
+            " limits on processes and address space (ulimit -u, ulimit -v)"
+        )
 
 
 def set_spin_time(microseconds: int = 50) -> None:

@@ -94,7 +94,13 @@ def memory() -> list[Finding]:
     text = f"{format_bytes(free)} free of {format_bytes(total)}"
     text += f"; this process may use {format_bytes(most)}" if most < total else ""
     if free < LITTLE_BYTES:
-        return [note("memory", text, "end other programs, or raise the container's limit")]
+        return [
+            note(
+                "memory",
+                text,
+                "end other programs, or raise the limit of the container or shell (ulimit -v)",
+            )
+        ]
     return [ok("memory", text)]
 
 

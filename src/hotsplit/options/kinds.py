@@ -30,7 +30,7 @@ _WORDS: dict[object, tuple[str, str]] = {
 def check_fields(options: Any) -> None:
     """Raises HotsplitError for the first field of a dataclass that is of another kind than
     declared; a list is as good as a tuple."""
-    for name, kind in _hints(type(options)).items():
+    for name, kind in _hints(options.__class__).items():
         check_kind(name, getattr(options, name), kind)
 
 

@@ -1,9 +1,11 @@
 """Main memory of this machine, and how much of it this process may use."""
 
 import os
+import resource
 from pathlib import Path
 
 from hotsplit.system.control_groups import groups_of
+from hotsplit.system.sizes import format_bytes
 
 # Files of a group's limit and use, and the key of its cache in memory.stat, by version.
 _FILES = {
@@ -16,14 +18,41 @@ _NO_LIMIT = 1 << 60
 
 def free_memory_bytes() -> int:
     """Bytes that this process can still allocate, reclaimable page cache included, within the
-    limits of its control groups (containers, services)."""
-    return min([memory_bytes()[1], *_left_by_groups()])
+    limits of its control groups (containers, services) and of its address space."""
+    most = address_space_bytes()
+    left = [] if most is None else [max(0, most - _mapped_bytes())]
+    return min([memory_bytes()[1], *_left_by_groups(), *left])
 
 
 def memory_limit_bytes() -> int:
     """Bytes that this process may use at most, whatever else is running."""
     limits = [_limit(group, _FILES[version][0]) for group, version in groups_of("memory")]
+    limits.append(address_space_bytes())
     return min([memory_bytes()[0], *(limit for limit in limits if limit is not None)])
+
+
+def address_space_bytes() -> int | None:
+    """The limit on this process's address space (ulimit -v), which mapped files count towards; None
+    without."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if most == resource.RLIM_INFINITY else most
+
+
+def advice_on_memory() -> str:
+    """What to do where an allocation or a mapping failed."""
+    most = address_space_bytes()
+    if most is None:
+        return "use smaller sizes, or more memory"
+    return f"raise the limit on address space (ulimit -v), now {format_bytes(most)}"
+
+
+def _mapped_bytes() -> int:
+    """The address space in use; 0 if the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes() -> tuple[int, int]:
