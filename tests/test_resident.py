@@ -113,8 +113,11 @@ def test_a_limit_on_address_space_gives_one_line(monkeypatch):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(huge_pages, "PinnableMemory", refuses)
+    monkeypatch.setattr(system_memory, "address_space_bytes", lambda: 1 << 30)
     entry = next(iter(make_model().tensors.values()))
-    with pytest.raises(HotsplitError, match=r"raise the limit \(ulimit -v\)") as raised:
+    with pytest.raises(
+        HotsplitError, match=r"raise the limit on address space \(ulimit -v\), now 1.00 GiB"
+    ) as raised:
         Residence().matrix(entry)
     assert "\n" not in str(raised.value)
     with pytest.raises(HotsplitError, match="the cache of 2.00 MiB cannot .* a smaller context"):

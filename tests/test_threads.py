@@ -104,10 +104,17 @@ COMMAND = """
 import os, pathlib, sys
 from hotsplit.cli import main
 from hotsplit.system import control_groups
+
+class Numpy:  # BLAS reads the variable at its import
+    def find_spec(name, path=None, target=None):
+        if name in ("numpy", "torch"):
+            print(name, os.environ.get("OMP_NUM_THREADS"), file=sys.stderr)
+
+sys.meta_path.insert(0, Numpy)
 control_groups.ROOT = pathlib.Path(sys.argv[1])
-sys.argv[1:] = ["--version"]
+sys.argv[1:] = ["generate", "--help"]
 main()
-print(os.environ["OMP_NUM_THREADS"], "torch" in sys.modules)
+import numpy, torch
 """
 
 
@@ -119,7 +126,7 @@ def test_a_command_limits_torch_before_it_is_imported(tmp_path, given, wanted):
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, tmp_path], env=environment, capture_output=True, text=True
     )
-    assert done.stdout.splitlines()[-1] == f"{wanted} False", done.stderr
+    assert done.stderr.splitlines() == [f"numpy {wanted}", f"torch {wanted}"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.files.typed import printed_line
+from hotsplit.system.processors import limit_libraries
 from hotsplit.system.signals import MESSAGE, ending
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import address_space_bytes, advice_on_memory
@@ -73,19 +74,19 @@ def _let_threads_sleep() -> None:
 def _run(arguments: list[str], *, is_program: bool) -> int:
     if is_program and address_space_bytes() is not None:
         sys.meta_path.insert(0, _LeastAddressSpace)
+    _let_threads_sleep()
+    if is_program:
+        limit_libraries()
     import click
 
     from hotsplit.commands.all_commands import Stopped, cli
     from hotsplit.commands.options.shared import say
     from hotsplit.system.log_lines import lines_on_stderr
 
-    _let_threads_sleep()
     if is_program:
         from hotsplit.files import mapped_files
-        from hotsplit.system.processors import limit_libraries
 
         mapped_files.guard()
-        limit_libraries()
     try:
         with lines_on_stderr(say):
             code = cli.main(arguments, prog_name="hotsplit", standalone_mode=False)
