@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hotsplit.files.atomic import partial_file
+from hotsplit.system.processors import processors
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,7 +34,7 @@ def machine() -> dict[str, object]:
     packages = ("numpy", "torch", "safetensors", "gguf", "transformers")
     return {
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": processors().usable,
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (1 << 20),
         "system": platform.system() + " " + platform.release(),
         "python": platform.python_version(),

@@ -42,6 +42,7 @@ from machine import result_of, write_result
 from serve_load import WORDS
 
 from hotsplit.measure.timing.rounds import in_turn
+from hotsplit.system.processors import processors
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from serve_client import COMPLETE, Answer, ServerProcess, ask, stream  # noqa: E402
@@ -207,7 +208,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("stock", type=Path)
     parser.add_argument("--rival", type=Path, required=True, help="llama-server")
     parser.add_argument("--name", default="smollm2-q8_0")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=processors().threads)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

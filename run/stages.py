@@ -22,7 +22,7 @@ from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
-from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
@@ -37,6 +37,7 @@ from hotsplit.run.source import Source
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.system.processors import processor_name, processors
 from hotsplit.system.progress import Advance, progress
 from hotsplit.system.system_memory import memory_bytes
 
@@ -98,7 +99,7 @@ def machine_key() -> dict[str, Any]:
         for i in range(torch.cuda.device_count())
     ]
     return {
-        "cpu": cpu_name(), "cores": num_cores(), "memory": memory_bytes()[0], "gpus": gpus,
+        "cpu": processor_name(), "cores": processors().usable, "memory": memory_bytes()[0], "gpus": gpus,
         "python": platform.python_version(), "torch": torch.__version__,
     }  # fmt: skip
 

@@ -21,8 +21,10 @@ from hotsplit.artifacts.changed_model import replace_thresholds
 from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
+from hotsplit.options.kinds import kinds_checked
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
@@ -50,6 +52,7 @@ class Engine(TextEngine):
         self._step_of = loaded.step_of
 
     @classmethod
+    @kinds_checked
     def load(
         cls,
         model: str | Path,
@@ -63,6 +66,7 @@ class Engine(TextEngine):
         return load_engine(model, split, EngineConfig(**options))
 
     @classmethod
+    @kinds_checked
     def of(
         cls, file: ModelFile, plan: Split | None = None, **options: Unpack[EngineOptions]
     ) -> "Engine":
@@ -76,6 +80,7 @@ class Engine(TextEngine):
         with torch.inference_mode(mode=False):  # a caller may leave that mode
             return cls(load(file, plan, config))
 
+    @kinds_checked
     @out_of_memory_as_error()
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
         """Replaces the thresholds of a SiLU or GELU model from now on.
@@ -87,6 +92,7 @@ class Engine(TextEngine):
         model = self.model.with_limits(replace(own, layers=other), source)
         self._run_as(replace_thresholds(model, threshold_L, source))
 
+    @kinds_checked
     @out_of_memory_as_error()
     def set_limits(self, limits: Limits | None) -> None:
         """Replaces the limits of a SiLU or GELU model from now on; None removes them.
@@ -125,6 +131,7 @@ class Engine(TextEngine):
     def _step(self, token_id: int, position: int) -> Tensor:
         return self._live.step(token_id, position)
 
+    @kinds_checked
     @out_of_memory_as_error()
     @torch.inference_mode()
     def decode_seconds(self, *, steps: int, start: int = 0) -> float:
@@ -133,7 +140,11 @@ class Engine(TextEngine):
 
         Needs no text: the first token is 0, the others are the most probable ones, and the cache's
         content before `start` is used as it is."""
-        assert steps >= 1 and start + steps <= self.context_length, (steps, start)
+        if not (steps >= 1 and start >= 0 and start + steps <= self.context_length):
+            raise HotsplitError(
+                f"{steps} steps from position {start} of a context of {self.context_length}, wanted 1"
+                " or more that end within it"
+            )
         chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.spec.vocab_size)
         token_id = 0
         with self._sequences.open(yields=True) as text:
@@ -144,6 +155,7 @@ class Engine(TextEngine):
                 token_id = chain.sample(self._live.run(rows)[0], ())
             return time.perf_counter() - began
 
+    @kinds_checked
     def observe(
         self, observe: Observe, wants: Wants | None = None, *, in_torch: bool = False
     ) -> Observation:

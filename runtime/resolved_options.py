@@ -217,9 +217,7 @@ def context_of(
         return longest
     if selection is not None and selection.is_capped:
         longest = MOST
-    if not 1 <= asked <= longest:
-        if asked < 1:
-            raise HotsplitError(f"context of {asked} asked for, wanted 1 to {longest}")
+    if asked > longest:
         hint = "; --rope-scaling yarn stretches it" if model.spec.rotary else ""
         raise HotsplitError(
             f"context of {asked} asked for, but the model has up to {longest}{hint}"

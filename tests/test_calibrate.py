@@ -90,7 +90,7 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
 
 def test_without_the_kernels_the_sum_is_what_the_runtime_reaches(monkeypatch):
     monkeypatch.setattr(calibrating.library, "is_available", lambda: False)
-    monkeypatch.setattr(calibrating, "num_cores", lambda: 1)
+    monkeypatch.setattr(calibrating, "processors", lambda: SimpleNamespace(usable=1))
     monkeypatch.setattr(calibrating, "buffer_bytes", lambda: 8 << 20)
     lines = []
     kernels, sums = calibrating.measure_cpu(lines.append)

@@ -19,6 +19,7 @@ from hotsplit.commands.exit_codes import UNEXPECTED, line_of
 from hotsplit.commands.options.shared import SIZE, FileCommand, FolderPath, OutputPath
 from hotsplit.files.mapped_files import EXIT_CODE as CUT
 from hotsplit.files.typed import printed_line
+from hotsplit.system.sizes import format_bytes
 
 PROGRAM = "import sys; from hotsplit.cli import main; sys.exit(main())"
 
@@ -98,6 +99,43 @@ def test_out_of_memory_prints_one_line(monkeypatch, capsys, make):
     assert main(["inspect", "x"]) == 1
     (line,) = lines_of(capsys)
     assert "out of memory" in line
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]) << 20,) * 2)
+from hotsplit.cli import main
+sys.argv[1:] = ["generate", sys.argv[2], "-p", "hi", "-n", "1", "--device", "cpu"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("megabytes", [100, 150, 230, 240, 400, 600, 700, 767, 1000, 6000])
+def test_a_limit_on_address_space_is_named(tmp_path, megabytes):
+    """Libraries that cannot be mapped, and a model of 1 GiB (of holes) that cannot be."""
+    path = tmp_path / "m.gguf"
+    make_model().save(path)
+    os.truncate(path, 1 << 30)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(megabytes), path], capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "bug" not in line
+    what = f"raise the limit on address space (ulimit -v), now {format_bytes(megabytes << 20)}"
+    assert line.endswith(what) == (megabytes < 6000), line
+
+
+def test_free_memory_is_within_the_limit_on_address_space():
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30));"
+        "from hotsplit.system import system_memory as m;"
+        "m.memory_bytes = lambda: (64 << 30, 64 << 30);"
+        "free, most = m.free_memory_bytes(), m.memory_limit_bytes();"
+        "assert most <= 8 << 30 and 0 < free < most, (free, most)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_file_that_fails_is_named(monkeypatch, capsys):

@@ -140,7 +140,7 @@ def test_an_unusable_forced_level_is_reported_and_the_rest_is_checked(light):
 
 def test_a_forced_level_that_works_is_reported():
     done = {"is_built": True, "level": "avx2", "usable": ["avx2", "generic"], "faulty": "avx512",
-            "forced": "generic", "wrong": [], "num_tried": 20, "num_threads": 2}  # fmt: skip
+            "forced": "generic", "wrong": [], "num_tried": 20}  # fmt: skip
     lines = [each.line for each in machine.processor(Result(done=done))]
     assert any(
         "HOTSPLIT_CPU_LEVEL=generic is set and used -> unset it for avx2" in x for x in lines

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 
 CARD = {"index": 0, "name": "Some Card", "free": 6 << 30, "total": 8 << 30, "capability": "8.9"}
 DRIVER = {"cuda": "12.8", "driver": "570.1", "gpus": [CARD]}
-TORCH = {"version": "2.13.0", "cuda": "12.8", "is_right": True, "num_threads": 1, "gpus": [CARD],
+TORCH = {"version": "2.13.0", "cuda": "12.8", "is_right": True, "gpus": [CARD],
          "runtime_error": None}  # fmt: skip
 
 
@@ -68,10 +68,9 @@ def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
     broken("torch", "class Tensor:\n    def __matmul__(self, other): return self\n"
            "    def __eq__(self, other): return self\n    def all(self): return True\n"
            "ones = lambda *shape: Tensor()\n__version__ = '0'\nclass version: cuda = None\n"
-           "get_num_threads = lambda: 1\n"
            "float32 = float16 = bfloat16 = uint8 = int32 = dtype = None\n"
            "class cuda: is_available = staticmethod(lambda: False)\n"
-           "cuda.device_count = staticmethod(lambda: 0)\n")  # fmt: skip
+           "get_num_threads = lambda: 1\ncuda.device_count = staticmethod(lambda: 0)\n")  # fmt: skip
     found = gpu.torch(Child("torch").result())
     assert [each.state for each in found] == ["ok", "wrong"]
     assert "undefined symbol: hs_neurons" in found[1].text and "make build" in found[1].advice

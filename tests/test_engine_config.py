@@ -22,12 +22,13 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConf
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"mode": "fast"}, "mode 'fast'; known: dense, exact, predicted"),
+        ({"mode": "fast"}, "mode is 'fast', wanted 'dense', 'exact' or 'predicted'"),
         ({"device": "tpu:0"}, "device 'tpu:0'; wanted cpu or cuda"),
         ({"device": "cuda:-1"}, "wanted cpu or cuda"),
         ({"device": "cuda:x"}, "wanted cpu or cuda"),
         ({"device": "cpu "}, "wanted cpu or cuda"),
         ({"device": ""}, "wanted cpu or cuda"),
+        ({"context_length": -1}, "context_length .-c. is -1, wanted 1 or more"),
         ({"num_sequences": 0}, "0 sequences asked for, wanted 1 to 1024"),
         ({"num_sequences": 1025}, "1025 sequences asked for"),
         ({"max_loss": -0.1}, "max_loss is -0.1, wanted 0 or more"),

@@ -21,6 +21,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Neurons
 from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
+from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.kernels.cpu import library
 
@@ -176,8 +177,11 @@ def test_texts_generated_together_equal_those_generated_alone(codec_model):
         assert text_of(engine.generate("ab cd", sampling=DRAWN, options=options)) == alone[0]
 
 
-class Drafting:
+class Drafting(Speculation):
     """Drafts repetitions of the last token."""
+
+    def __init__(self):
+        pass
 
     def draft(self, ids, room):
         return [ids[-1]] * min(room, 5)

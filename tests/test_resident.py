@@ -5,6 +5,7 @@ import errno
 import numpy as np
 import pytest
 import torch
+from control_group_files import write_groups
 from models import make_model, make_sizes
 from reference import rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split
@@ -18,7 +19,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights import resident
 from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.runtime.weights.resident import Residence
-from hotsplit.system import system_memory
+from hotsplit.system import control_groups, system_memory
 from hotsplit.system.log_lines import lines_on_stderr
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -112,8 +113,11 @@ def test_a_limit_on_address_space_gives_one_line(monkeypatch):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(huge_pages, "PinnableMemory", refuses)
+    monkeypatch.setattr(system_memory, "address_space_bytes", lambda: 1 << 30)
     entry = next(iter(make_model().tensors.values()))
-    with pytest.raises(HotsplitError, match=r"raise the limit \(ulimit -v\)") as raised:
+    with pytest.raises(
+        HotsplitError, match=r"raise the limit on address space \(ulimit -v\), now 1.00 GiB"
+    ) as raised:
         Residence().matrix(entry)
     assert "\n" not in str(raised.value)
     with pytest.raises(HotsplitError, match="the cache of 2.00 MiB cannot .* a smaller context"):
@@ -215,15 +219,6 @@ def test_memory_that_may_not_be_pinned_is_refused_in_one_line(monkeypatch):
 # ---- free memory under limits -----------------------------------------------------------------
 
 
-def cgroups(root, lines, files):
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(lines)
-    for name, content in files.items():
-        path = root / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content}\n")
-
-
 VERSION_2 = {
     "memory.max": "max", "memory.current": "0", "memory.stat": "inactive_file 0",
     "a/memory.max": "1000", "a/memory.current": "700", "a/memory.stat": "anon 1\ninactive_file 200",
@@ -249,14 +244,15 @@ VERSION_1 = {
         ("3:memory:/x\n", {**VERSION_1, "memory/x/memory.stat": "nonsense"}, []),
     ],
 )  # fmt: skip
-def test_a_container_has_what_its_limits_leave(tmp_path, lines, files, left):
-    cgroups(tmp_path, lines, files)
-    assert sorted(system_memory._left_by_groups(tmp_path)) == left
+def test_a_container_has_what_its_limits_leave(tmp_path, monkeypatch, lines, files, left):
+    write_groups(tmp_path, lines, files)
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
+    assert sorted(system_memory._left_by_groups()) == left
 
 
 def test_the_smallest_limit_counts(tmp_path, monkeypatch):
-    assert system_memory._left_by_groups(tmp_path) == []
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
+    assert system_memory._left_by_groups() == []
     everything = system_memory.free_memory_bytes()
-    cgroups(tmp_path, "0::/a/b\n", VERSION_2)
-    monkeypatch.setattr(system_memory, "_ROOT", tmp_path)
+    write_groups(tmp_path, "0::/a/b\n", VERSION_2)
     assert system_memory.free_memory_bytes() == 500 < everything

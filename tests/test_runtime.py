@@ -369,7 +369,7 @@ def test_close_frees_the_weights(tmp_path):
     "options, message",
     [
         ({"mode": "predicted"}, "has no predictors"),
-        ({"mode": "fast"}, "known: dense, exact, predicted"),
+        ({"mode": "fast"}, "wanted 'dense', 'exact' or 'predicted'"),
         ({"device": "tpu:0"}, "wanted cpu or cuda"),
         ({"device": "cuda:99"}, "CUDA devices here"),
         ({"context_length": 33}, "the model has up to 32"),

@@ -34,7 +34,7 @@ REFUSED = [
     ({"temperature": True}, "temperature is True, wanted a number"),
     ({"dynatemp_range": -0.1}, "dynatemp_range is -0.1, wanted a number from 0"),
     ({"dynatemp_exponent": -1.0}, "dynatemp_exponent is -1.0, wanted a number from 0 to 1e+06"),
-    ({"top_k": 1.5}, "top_k is 1.5, wanted a whole number from -9223372036854775808"),
+    ({"top_k": 1.5}, "top_k is 1.5, wanted a whole number"),
     ({"top_p": 1.01}, "top_p is 1.01, wanted a number from 0 to 1"),
     ({"top_p": -0.5}, "top_p is -0.5, wanted a number from 0 to 1"),
     ({"min_p": 2}, "min_p is 2, wanted a number from 0 to 1"),
@@ -68,7 +68,7 @@ REFUSED = [
     ({"top_p": 10**400}, "top_p is a number of more than 60 digits, wanted a number from 0 to 1"),
     ({"logit_bias": ((1, 10**400),)},
      "logit_bias of token 1 is a number of more than 60 digits, wanted a number"),
-    ({"seed": 0.5}, "seed is 0.5, wanted a 64-bit integer, say 0"),
+    ({"seed": 0.5}, "seed is 0.5, wanted a whole number"),
 ]  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def text_of(engine: Engine, count: int, drafts=None, prompt=PROMPT, **options) -
     return [token.id for token in tokens if token.id is not None]
 
 
-class Eager:
+class Eager(Speculation):
     """Drafts all that a drafter proposes, whatever it costs."""
 
     def __init__(self, drafter, most: int = 16) -> None:
@@ -79,7 +79,7 @@ class Eager:
         self.heard.append((rows, accepted))
 
 
-class Prophet:
+class Prophet(Speculation):
     """Knows the text; drafts it, or what `lie` makes of it."""
 
     def __init__(self, text: list[int], lie, seed: int = 0) -> None:

@@ -1,25 +1,43 @@
-"""The number of threads, and the refusal of impossible counts."""
+"""The number of threads: cores, affinity and quotas, and the refusal of impossible counts."""
 
 import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from control_group_files import TWO_PROCESSORS, write_groups
 from forked import run_python
 
+from hotsplit.doctor import machine as doctor
 from hotsplit.errors import HotsplitError
+from hotsplit.files import pipeline
+from hotsplit.measure.calibrate import calibrate as calibrating
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.threads import physical_cores, use_threads
+from hotsplit.runtime.kernels.threads import use_threads
+from hotsplit.system import control_groups
+from hotsplit.system.processors import processor_name, processors
 
 
-def test_two_threads_of_a_core_count_once(tmp_path, monkeypatch):
-    siblings = {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}
-    for cpu, text in siblings.items():
-        folder = tmp_path / f"cpu{cpu}" / "topology"
+@pytest.fixture
+def many_cores(tmp_path, monkeypatch):
+    """32 processors that are 16 cores, all of them allowed; returns the root of the system's files."""
+    for cpu in range(32):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(text + "\n")
-    for allowed, want in (({0, 1, 4, 5}, 2), ({0, 4}, 1), ({0, 1}, 2), ({4, 7}, 2)):
+        (folder / "thread_siblings_list").write_text(f"{cpu % 16},{cpu % 16 + 16}\n")
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
+    return tmp_path
+
+
+def test_two_threads_of_a_core_count_once(many_cores, monkeypatch):
+    assert (processors().usable, processors().threads) == (32, 16)
+    for allowed, want in (({0, 1, 16, 17}, 2), ({0, 16}, 1), ({0, 1}, 2), ({16, 40}, 2)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
-        assert physical_cores(tmp_path) == want
+        assert (processors().usable, processors().threads) == (len(allowed), want)
 
 
 def test_affinity_is_honoured():
@@ -28,6 +46,99 @@ def test_affinity_is_honoured():
         "from hotsplit.runtime.kernels.threads import use_threads; print(use_threads(None))"
     )
     assert run_python(code).stdout.strip() == "1"
+
+
+@pytest.mark.parametrize("groups", TWO_PROCESSORS.values(), ids=TWO_PROCESSORS)
+def test_a_quota_of_two_processors_counts_everywhere(
+    many_cores, monkeypatch, groups, restore_library
+):
+    write_groups(many_cores, *groups)
+    assert use_threads(None) == torch.get_num_threads() == library.num_threads() == 2
+    assert pipeline.num_threads() == 2
+    monkeypatch.setattr(calibrating, "buffer_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(calibrating, "CPU_LIMIT_S", 0.0)
+    for figures in calibrating.measure_cpu():
+        assert list(figures) == [1, 2]
+    done = {"is_built": True, "level": "avx2", "usable": ["avx2"], "faulty": None, "forced": None,
+            "wrong": [], "num_tried": 1}  # fmt: skip
+    first, *_, last = doctor.processor(SimpleNamespace(done=done))
+    assert "2 of 32 threads allowed, by a CPU quota of 2" in first.text
+    assert last.text.endswith("2 threads")
+
+
+@pytest.mark.parametrize(
+    ("content", "quota", "usable"),
+    [("150000 100000", 1.5, 1), ("50000 100000", 0.5, 1), ("6400000 100000", 64.0, 32),
+     ("1750000 100000", 17.5, 17), ("max 100000", None, 32), ("max", None, 32), ("", None, 32),
+     ("100000 0", None, 32)],
+)  # fmt: skip
+def test_a_quota_leaves_whole_processors(many_cores, content, quota, usable):
+    write_groups(many_cores, "0::/\n", {"cpu.max": content})
+    assert (processors().quota, processors().usable) == (quota, usable)
+    assert processors().threads == min(16, usable)
+
+
+def test_a_group_of_version_1_without_a_quota_has_minus_one(many_cores):
+    write_groups(many_cores, "5:cpu,cpuacct:/\n",
+                 {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"})  # fmt: skip
+    assert processors().quota is None
+
+
+QUOTA_OF_ONE = """
+import pathlib, sys
+from hotsplit.system import control_groups
+control_groups.ROOT = pathlib.Path(sys.argv[1])
+import torch
+torch.set_num_threads(2)
+from hotsplit.runtime.kernels.cpu import library
+print(library.num_threads(), torch.get_num_threads())
+"""
+
+
+def test_a_program_that_names_no_count_stays_within_the_quota(tmp_path):
+    write_groups(tmp_path, "0::/\n", {"cpu.max": "100000 100000"})
+    assert run_python(QUOTA_OF_ONE, tmp_path).stdout == "1 1\n"
+
+
+COMMAND = """
+import os, pathlib, sys
+from hotsplit.cli import main
+from hotsplit.system import control_groups
+
+class Numpy:  # BLAS reads the variable at its import
+    def find_spec(name, path=None, target=None):
+        if name in ("numpy", "torch"):
+            print(name, os.environ.get("OMP_NUM_THREADS"), file=sys.stderr)
+
+sys.meta_path.insert(0, Numpy)
+control_groups.ROOT = pathlib.Path(sys.argv[1])
+sys.argv[1:] = ["generate", "--help"]
+main()
+import numpy, torch
+"""
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("5", "5")])
+def test_a_command_limits_torch_before_it_is_imported(tmp_path, given, wanted):
+    write_groups(tmp_path, "0::/\n", {"cpu.max": "100000 100000"})
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment |= {} if given is None else {"OMP_NUM_THREADS": given}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, tmp_path], env=environment, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines() == [f"numpy {wanted}", f"torch {wanted}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [("processor\t: 0\nmodel name\t: Some  CPU @ 2 GHz \n", "Some CPU @ 2 GHz"),
+     ("Hardware : X\nModel\t\t: Raspberry Pi 5\n", "Raspberry Pi 5")],
+)  # fmt: skip
+def test_a_processor_has_one_name(tmp_path, monkeypatch, content, name):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(content)
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
+    assert processor_name() == name
 
 
 def test_torch_uses_the_same_number(restore_library):

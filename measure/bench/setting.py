@@ -9,9 +9,10 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import is_predictor
 from hotsplit.measure.bench.result import Setting
-from hotsplit.measure.calibrate.calibrate import cpu_name, last_cache_bytes, num_cores
+from hotsplit.measure.calibrate.calibrate import last_cache_bytes
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.system.processors import processor_name, processors
 
 
 def load_now() -> float | None:
@@ -36,11 +37,11 @@ def setting_of(
         rows_a_pass=engine._live.most_tokens,
         type_k=types.key.name,
         type_v=types.value.name,
-        cpu_name=cpu_name(),
+        cpu_name=processor_name(),
         gpu_name=torch.cuda.get_device_name(engine.device) if is_gpu else "",
         level=library.level() if library.is_available() else None,
         last_cache_bytes=last_cache_bytes(),
-        num_processors=num_cores(),
+        num_processors=processors().usable,
         load_before=load_before,
     )
 

@@ -7,7 +7,6 @@ CPU bandwidth is measured for several numbers of threads, with the runtime's own
 an f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The CPU costs that plans
 are priced with are measured in `cpu`."""
 
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from hotsplit.measure.calibrate.cpu import measure_costs
 from hotsplit.measure.calibrate.gpu import measure_gpu
 from hotsplit.measure.timing.rounds import Probe, run_rounds, seconds_of
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.system.processors import processor_name, processors
 from hotsplit.system.system_memory import free_memory_bytes, memory_bytes
 
 BUFFER_BYTES = 256 << 20  # or twice the third-level caches, if they are known and larger
@@ -69,8 +69,8 @@ def calibrate(
     kernels, sums = measure_cpu(say, on_probe)
     costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)
     machine = Machine(
-        cpu_name=cpu_name(),
-        num_threads=num_cores(),
+        cpu_name=processor_name(),
+        num_threads=processors().usable,
         memory_bytes=total,
         free_bytes=free,
         cpu_bandwidth_gb_per_s=kernels,
@@ -161,7 +161,7 @@ def measure_cpu(
     """GB/s read by our row products and by torch's sum, for each number of threads.
 
     Without the C++ kernels, both figures are those of torch's sum."""
-    counts, torch_before = thread_counts(num_cores()), torch.get_num_threads()
+    counts, torch_before = thread_counts(processors().usable), torch.get_num_threads()
     values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)
     probes = {("sum", n): _sum_probe(values, n) for n in counts}
     has_kernels = library.is_available()
@@ -203,19 +203,12 @@ def _kernel_probe(values: torch.Tensor, threads: int) -> Probe:
     return Probe(name=f"row products, {threads} threads", seconds=seconds, num_bytes=values.nbytes)
 
 
-def thread_counts(num_cores: int) -> list[int]:
-    """Every count up to `num_cores`, or with more than eight the powers of two, half and all."""
-    if num_cores <= 8:
-        return list(range(1, num_cores + 1))
-    powers = {1 << bit for bit in range(num_cores.bit_length()) if 1 << bit <= num_cores}
-    return sorted(powers | {num_cores // 2, num_cores})
-
-
-def num_cores() -> int:
-    """Processors that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def thread_counts(most: int) -> list[int]:
+    """Every count up to `most`, or with more than eight the powers of two, half and all."""
+    if most <= 8:
+        return list(range(1, most + 1))
+    powers = {1 << bit for bit in range(most.bit_length()) if 1 << bit <= most}
+    return sorted(powers | {most // 2, most})
 
 
 def buffer_bytes() -> int:
@@ -235,13 +228,3 @@ def last_cache_bytes() -> int:
         except (OSError, ValueError):
             return 0
     return sum(sizes.values())
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"

@@ -19,6 +19,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
+from hotsplit.options.kinds import check_fields, kinds_checked
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.generation import ENDLESS, Generation, Run, Token, num_common
@@ -54,6 +55,9 @@ class ChatOptions:
     tools: tuple[Mapping[str, object], ...] | None = None
     variables: Mapping[str, object] = field(default_factory=dict)
     drops_oldest: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Conversation:
@@ -97,6 +101,7 @@ class Conversation:
     def context_length(self) -> int:
         return self._sequence.length + self._sequence.room
 
+    @kinds_checked
     def say(self, text: str) -> Generator[Token, None, None]:
         """Yields the answer to a message. If the caller stops early, the partial answer is kept, or
         the message removed if the answer is empty.
@@ -176,9 +181,11 @@ class Conversation:
         self.messages.clear()
         self.num_dropped = 0
 
-    def save(self, path: Path) -> None:
+    @kinds_checked
+    def save(self, path: str | Path) -> None:
         """Writes the messages as JSON, atomically. Raises HotsplitError if the file cannot be
         written, or exists and is not a saved conversation."""
+        path = Path(path)
         if path.exists():
             try:
                 _read(path)
@@ -199,10 +206,11 @@ class Conversation:
         except OSError as error:
             raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
 
-    def load(self, path: Path) -> None:
+    @kinds_checked
+    def load(self, path: str | Path) -> None:
         """Replaces the conversation with one that `save` wrote. Raises HotsplitError for any other
         file; the conversation is then unchanged."""
-        self.system, self.messages = _read(path)
+        self.system, self.messages = _read(Path(path))
         self.num_dropped = 0
 
     def close(self) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files.typed import shown
+from hotsplit.files.typed import plain, shown
+from hotsplit.options.kinds import check_fields
 
 ENDLESS = -1  # max_tokens: until the text or the context ends
 SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
@@ -52,6 +53,7 @@ class GenerationOptions:
     shift_keep: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.max_tokens < 1 and self.max_tokens != ENDLESS:
             raise HotsplitError(
                 f"max_tokens (-n) is {self.max_tokens}, wanted 1 or more, or {ENDLESS} for no limit"
@@ -77,6 +79,7 @@ class SpeculationOptions:
     min_probability: float = 0.75
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.most <= LONGEST:
             raise HotsplitError(f"drafts of at most {self.most} tokens, wanted 1 to {LONGEST}")
         if not 0 <= self.least <= self.most:
@@ -124,25 +127,24 @@ class SamplingOptions:
     seed: int | None = None  # None: a random one each time
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
         if self.repeat_penalty == 0:
             raise HotsplitError("repeat_penalty is 0, wanted more than 0; 1 turns it off")
         for name, lowest in _LOWEST.items():
             value = getattr(self, name)
-            if not _is_whole(value) or value < lowest:
+            if value < lowest:
                 raise HotsplitError(
                     f"{name} is {shown(value)}, wanted a whole number from {lowest}"
                 )
         if self.mirostat not in (0, 1, 2):
             raise HotsplitError(f"mirostat is {shown(self.mirostat)}, wanted 0 (off), 1 or 2")
-        if self.seed is not None and (
-            not _is_whole(self.seed) or not _SEEDS.start <= self.seed < _SEEDS.stop
-        ):
+        if self.seed is not None and not _SEEDS.start <= self.seed < _SEEDS.stop:
             raise HotsplitError(f"seed is {shown(self.seed)}, wanted a 64-bit integer, say 0")
         _check_samplers(self.samplers)
         for breaker in self.dry_sequence_breakers:
-            if not isinstance(breaker, str) or not breaker:
+            if not breaker:
                 raise HotsplitError(
                     f"dry_sequence_breakers has {shown(breaker)}, wanted text; () for no breakers"
                 )
@@ -219,17 +221,14 @@ def bias_of(text: str) -> tuple[int, float]:
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = plain(value)  # a bound may be too large for numpy's short floats
+    assert isinstance(number, int | float)
     # Not math.isfinite, which raises for a whole number that no float can hold.
-    if is_number and abs(value) <= sys.float_info.max and low <= value <= high:
+    if abs(number) <= sys.float_info.max and low <= number <= high:
         return
     bounds = "" if low == -_INFINITY else f" from {low:g}"
     bounds += "" if high == _INFINITY else f" up to {high:g}" if not bounds else f" to {high:g}"
     raise HotsplitError(f"{name} is {shown(value)}, wanted a number{bounds}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_samplers(names: Sequence[str]) -> None:
@@ -245,8 +244,8 @@ def _unknown(name: str) -> HotsplitError:
 
 
 def _check_bias(token_id: int, bias: float) -> None:
-    if not _is_whole(token_id) or token_id < 0:
+    if token_id < 0:
         raise HotsplitError(f"logit_bias has token {shown(token_id)}, wanted a token id from 0")
-    is_held = isinstance(bias, float) or (isinstance(bias, int) and abs(bias) <= sys.float_info.max)
-    if not is_held or math.isnan(bias):
+    is_too_large = isinstance(bias, int) and abs(bias) > sys.float_info.max
+    if is_too_large or math.isnan(bias):
         raise HotsplitError(f"logit_bias of token {token_id} is {shown(bias)}, wanted a number")

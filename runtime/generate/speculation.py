@@ -22,9 +22,10 @@ is bit-identical to a single step; where it is not, `check_rows` refuses."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hotsplit.errors import HotsplitError
+from hotsplit.options.kinds import kinds_checked
 from hotsplit.runtime.generate.draft_costs import Acceptance, Account, StepCosts
 from hotsplit.runtime.generate.options import SpeculationOptions
 from hotsplit.runtime.step.decoder import Decoder
@@ -74,6 +75,7 @@ class Guess:
     trust: int = 2
 
 
+@runtime_checkable
 class Drafter(Protocol):
     name: str
     is_free: bool  # the time of a guess is negligible, whatever its length
@@ -121,6 +123,7 @@ class Totals:
 class Speculation:
     """The drafts of one Generation, or of several in succession: see the module's docstring."""
 
+    @kinds_checked
     def __init__(self, drafter: Drafter, options: SpeculationOptions) -> None:
         self.options, self._drafter = options, drafter
         self.totals, self.costs = Totals(), StepCosts()

@@ -11,6 +11,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
+from hotsplit.options.kinds import kinds_checked
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import Constraint
@@ -97,6 +98,7 @@ class TextEngine:
         those of the part alone."""
         return self._sequences.run(parts)
 
+    @kinds_checked
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -167,6 +169,7 @@ class TextEngine:
             if sequence is None:
                 text.close()
 
+    @kinds_checked
     def generate_many(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -192,6 +195,7 @@ class TextEngine:
             self.last_runs = [generation.run for generation in found]
             yield from together(found, self.run)
 
+    @kinds_checked
     def chat(
         self,
         system: str | None = None,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.options.kinds import check_kind
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, rows_of
 from hotsplit.runtime.step.decoder import Decoder
@@ -104,6 +105,8 @@ class Sequences:
 
     def _check(self, parts: Several[Part]) -> None:
         for part in parts:
+            check_kind("a part", part, Part)
+            check_kind("sequence", part.sequence, Sequence)
             if part.sequence.owner is not self:
                 raise HotsplitError("a sequence of another engine cannot be run by this one")
             if not _are_tokens(part.tokens):

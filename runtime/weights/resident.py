@@ -23,6 +23,7 @@ from hotsplit.runtime.device.pinned import PinnableMemory
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
 from hotsplit.system.sizes import format_bytes
+from hotsplit.system.system_memory import advice_on_memory
 
 SEGMENT_BYTES = 256 << 20
 _ALIGNMENT = 64
@@ -129,6 +130,6 @@ def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
         return untouched(num_bytes)
     except OSError as error:  # the address space is limited; free memory was checked earlier
         raise HotsplitError(
-            f"no address space for {format_bytes(num_bytes)} of weights ({error.strerror}); raise the"
-            " limit (ulimit -v), or load with is_resident=False, which leaves them in the file"
+            f"no address space for {format_bytes(num_bytes)} of weights ({error.strerror});"
+            f" {advice_on_memory()}"
         ) from error

@@ -24,6 +24,8 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_ready import PACKAGES, reason  # noqa: E402
 
+from hotsplit.system.processors import processors  # noqa: E402
+
 # A line of pytest -v.
 OUTCOME = re.compile(r"^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
 WHY = re.compile(r"^(?:FAILED|ERROR|SKIPPED) .*", re.MULTILINE)
@@ -70,7 +72,7 @@ class Runner:
     def __init__(self, jobs: list[Job], folder: Path, seconds: float, processes: int) -> None:
         self.jobs, self.folder, self.processes = jobs, folder, processes
         # Idle threads of torch spin, so each process gets only as many as its share of the cores.
-        self.threads = str(max(1, (os.cpu_count() or 1) // processes))
+        self.threads = str(max(1, processors().usable // processes))
         self.began, self.seconds = time.monotonic(), seconds
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +207,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "test-gpu")
     parser.add_argument("--minutes", type=float, default=5.0)
-    processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+    processes = max(1, min(MOST_PROCESSES, processors().usable // 2))
     parser.add_argument("--processes", type=int, default=processes)
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a trial run"

@@ -31,6 +31,7 @@ from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS, 
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS, is_grouped
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.kernels.tiled import TILE_ROWS, is_tiled
+from hotsplit.system.processors import processors
 
 _BF16_LEVELS = ("amx", "avx512bf16")  # those with bf16_pairs.h
 log = logging.getLogger(__name__)
@@ -70,7 +71,10 @@ _LAYOUTS = _layouts()
 
 
 def _load() -> ctypes.CDLL | None:
-    """The shared library; None if it is not built."""
+    """The shared library; None if it is not built. Torch's threads, which share its processors and
+    of which torch starts one per processor of the machine, are limited as its own."""
+    if torch.get_num_threads() > (here := processors()).usable:
+        torch.set_num_threads(here.threads)
     lib = open_library()
     faulty = None if lib is None else lib.hs_faulty_level()
     if lib is not None and faulty is not None:
@@ -127,7 +131,8 @@ def set_level(name: str) -> None:
 
 
 def num_threads() -> int:
-    """Number of threads that share a job, including the caller's; by default one per processor."""
+    """Number of threads that share a job, including the caller's; by default that of
+    system.processors."""
     return int(_built().hs_num_threads())
 
 
@@ -137,7 +142,10 @@ def set_threads(num_threads: int) -> None:
     if status == _BAD_ARGUMENT:
         raise ValueError(f"num_threads must be 1 to 1024, got {num_threads}")
     if status == _NO_THREADS:
-        raise OSError(f"the system refused to start {num_threads} threads")
+        raise HotsplitError(
+            f"the system refused to start {num_threads} threads; use fewer (--threads), or raise the"
+            " limits on processes and address space (ulimit -u, ulimit -v)"
+        )
 
 
 def set_spin_time(microseconds: int = 50) -> None:

@@ -4,6 +4,8 @@ import ctypes
 from importlib.util import find_spec
 from typing import Any
 
+from hotsplit.system.processors import processors
+
 # Instruction sets, best first.
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
 LEVEL_VARIABLE = "HOTSPLIT_CPU_LEVEL"
@@ -28,6 +30,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hs_level_status": (_STATUS, (_NAME,)),
     "hs_set_level": (_STATUS, (_NAME,)),
     "hs_num_threads": (_INT, ()),
+    "hs_set_default_threads": (None, (_INT,)),
     "hs_set_threads": (_STATUS, (_INT,)),
     "hs_set_spin_time": (None, (_INT,)),
     "hs_knows_prefetch_distance": (_INT, ()),
@@ -52,7 +55,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def open_library() -> ctypes.CDLL | None:
-    """The library, its functions with their types; None if it is not built. Raises OSError for a
+    """The library, its functions with their types, and the default number of threads for its jobs;
+    None if it is not built. Raises OSError for a
     file that cannot be loaded and AttributeError for one that lacks functions."""
     spec = find_spec("hotsplit.runtime._cpu")  # finds the file in every kind of install
     if spec is None or spec.origin is None:
@@ -61,4 +65,5 @@ def open_library() -> ctypes.CDLL | None:
     for name, (returned, taken) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = returned, list(taken)
+    lib.hs_set_default_threads(processors().threads)
     return lib

@@ -197,7 +197,7 @@ std::mutex caller_mutex;
 // Created at the first use. Only set_threads destroys it, so its threads may run until the process
 // ends.
 Pool* pool = nullptr;
-int wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+int wanted_threads = 1;
 
 // A forked child has none of its parent's threads, so it creates its own pool.
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
@@ -226,6 +226,11 @@ void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, RangeBody
 int num_threads() {
     std::lock_guard<std::mutex> lock(caller_mutex);
     return pool ? pool->num_threads() : wanted_threads;
+}
+
+void set_default_threads(int num_threads) {
+    std::lock_guard<std::mutex> lock(caller_mutex);
+    if (!pool) wanted_threads = num_threads;
 }
 
 bool set_threads(int num_threads) {

@@ -46,6 +46,9 @@ void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, c
 // The number of threads that work on a job, including the caller's.
 int num_threads();
 
+// Until set_threads is called; starts no thread.
+void set_default_threads(int num_threads);
+
 // False if the operating system refused to start that many; the pool then has those that it started.
 bool set_threads(int num_threads);
 

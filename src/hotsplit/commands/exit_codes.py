@@ -5,6 +5,7 @@ No command ends in a traceback: an error of the user or the machine is one line 
 HOTSPLIT_DEBUG=1, the traceback of any error but a HotsplitError or an interrupt comes first.
 All slow imports happen inside the block that ensures this."""
 
+import errno
 import os
 import sys
 import threading
@@ -16,7 +17,10 @@ from typing import TYPE_CHECKING
 
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.files.typed import printed_line
+from hotsplit.system.processors import limit_libraries
 from hotsplit.system.signals import MESSAGE, ending
+from hotsplit.system.sizes import format_bytes
+from hotsplit.system.system_memory import address_space_bytes, advice_on_memory
 
 if TYPE_CHECKING:
     import click
@@ -26,8 +30,18 @@ UNEXPECTED = 70  # sysexits.h: EX_SOFTWARE
 MOST_LETTERS = 300  # of another library's error message
 # How similar two options, or two commands, must be for one to be suggested for the other.
 LEAST_ALIKE, LEAST_ALIKE_COMMAND = 0.7, 0.65
+# What these modules' imports need, as measured with two processors.
+LEAST_ADDRESS_SPACE = {"numpy": 240 << 20, "torch": 768 << 20}
+# Messages of the loader where a library does not fit into the address space.
+NO_SPACE = ("failed to map", "cannot allocate memory")
 # torch's out-of-memory messages, which are plain RuntimeErrors on the CPU.
-NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std::bad_alloc")
+NO_MEMORY = (
+    "can't start new thread",
+    "not enough memory",
+    "can't allocate memory",
+    "out of memory",
+    "std::bad_alloc",
+)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -58,13 +72,17 @@ def _let_threads_sleep() -> None:
 
 
 def _run(arguments: list[str], *, is_program: bool) -> int:
+    if is_program and address_space_bytes() is not None:
+        sys.meta_path.insert(0, _LeastAddressSpace)
+    _let_threads_sleep()
+    if is_program:
+        limit_libraries()
     import click
 
     from hotsplit.commands.all_commands import Stopped, cli
     from hotsplit.commands.options.shared import say
     from hotsplit.system.log_lines import lines_on_stderr
 
-    _let_threads_sleep()
     if is_program:
         from hotsplit.files import mapped_files
 
@@ -88,6 +106,20 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
         _say(usage_line(error, arguments))
         return error.exit_code
     return code if isinstance(code, int) else 0
+
+
+class _LeastAddressSpace:
+    """A finder of modules that refuses those whose libraries would not fit. Halfway through their
+    imports, BLAS interrupts or exits the process, and the C library aborts it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        least, most = LEAST_ADDRESS_SPACE.get(name, 0), address_space_bytes()
+        if most is not None and most < least:
+            raise HotsplitError(
+                f"too little address space to load {name}, wanted at least {format_bytes(least)};"
+                f" {advice_on_memory()}"
+            )
 
 
 # Programs of llama.cpp, and the commands that do the same.
@@ -153,7 +185,7 @@ def line_of(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
     if isinstance(error, HotsplitError):
         return f"hotsplit: {error}", 1
     if is_memory(error):
-        return f"{command}: out of memory ({_words(error)}); use smaller sizes, or more memory", 1
+        return f"{command}: out of memory ({_words(error)}); {advice_on_memory()}", 1
     if isinstance(error, OSError):
         reason = error.strerror or _words(error)
         if error.filename is None:
@@ -171,6 +203,11 @@ def line_of(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
 def is_memory(error: BaseException) -> bool:
     """True if Python or torch ran out of memory."""
     if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, ImportError):  # of torch with CUDA, whose libraries are larger
+        is_limited = address_space_bytes() is not None
+        return is_limited and any(words in str(error).lower() for words in NO_SPACE)
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     is_torch = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     text = str(error).lower() if isinstance(error, RuntimeError) else ""

@@ -13,11 +13,11 @@ from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS
 from hotsplit.system.cache_place import VARIABLE, cache_folder
+from hotsplit.system.processors import processor_name, processors
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes, memory_bytes, memory_limit_bytes
 
 LITTLE_BYTES = 2 << 30
-_CPUINFO = Path("/proc/cpuinfo")
 _KERNEL = Path("/proc/sys/kernel/osrelease")
 _IN_CONTAINER = (Path("/.dockerenv"), Path("/run/.containerenv"))
 REBUILD = "install the package again, or run make build in the repository"
@@ -44,8 +44,10 @@ def is_wsl() -> bool:
 
 def processor(kernels: Result) -> list[Finding]:
     """The processor, the levels that it can run, and the kernels compared with numpy."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = [ok("processor", f"{_processor_name()}, {cores} of {os.cpu_count()} threads allowed")]
+    here = processors()
+    text = f"{processor_name()}, {here.usable} of {here.in_machine} threads allowed"
+    text += "" if here.quota is None else f", by a CPU quota of {here.quota:g}"
+    found = [ok("processor", text)]
     if kernels.done is None:
         verb = "cannot be tried:" if "No module" in kernels.how else "fails:"
         text = f"the C++ library {verb} {kernels.why}"
@@ -63,7 +65,7 @@ def processor(kernels: Result) -> list[Finding]:
                               f" results, first: {done['wrong'][0]}",
                               f"{[*good, REBUILD][0]}, and report it")]  # fmt: skip
     what = f"{done['num_tried']} (levels times types) agree with numpy"
-    return [*found, ok("kernels", f"{what}, {done['num_threads']} threads")]
+    return [*found, ok("kernels", f"{what}, {here.threads} threads")]
 
 
 def _levels(done: Mapping[str, Any]) -> list[Finding]:
@@ -86,24 +88,19 @@ def _levels(done: Mapping[str, Any]) -> list[Finding]:
     return [*found, wrong("levels", f"{LEVEL_VARIABLE}={forced!r} {why}", advice)]
 
 
-def _processor_name() -> str:
-    try:
-        for line in _CPUINFO.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model", "cpu model"):
-                return " ".join(value.split())
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown"
-
-
 def memory() -> list[Finding]:
     total, _ = memory_bytes()
     free, most = free_memory_bytes(), memory_limit_bytes()
     text = f"{format_bytes(free)} free of {format_bytes(total)}"
     text += f"; this process may use {format_bytes(most)}" if most < total else ""
     if free < LITTLE_BYTES:
-        return [note("memory", text, "end other programs, or raise the container's limit")]
+        return [
+            note(
+                "memory",
+                text,
+                "end other programs, or raise the limit of the container or shell (ulimit -v)",
+            )
+        ]
     return [ok("memory", text)]
 
 

@@ -62,7 +62,6 @@ def probe_kernels() -> dict[str, Any]:
         "faulty": None if faulty is None else faulty.decode(),
         "usable": usable,
         "forced": os.environ.get(LEVEL_VARIABLE),
-        "num_threads": int(lib.hs_num_threads()),
         "wrong": faults_of_levels(lib, tell_at),
         "num_tried": len(usable) * len(KINDS),
     }
@@ -82,7 +81,6 @@ def probe_torch() -> dict[str, Any]:
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,
         "is_right": bool((product == 64).all()),
-        "num_threads": torch.get_num_threads(),
     }
     tell_at("the runtime")
     found["runtime_error"] = _runtime_error()

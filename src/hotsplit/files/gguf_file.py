@@ -3,6 +3,7 @@
 
 Keys and tensors are interpreted in model_file and split_file."""
 
+import errno
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -27,6 +28,7 @@ from hotsplit.files.atomic import partial_file, require_file
 from hotsplit.files.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_header
 from hotsplit.files.mapped_files import map_whole
 from hotsplit.files.pipeline import in_order, num_threads
+from hotsplit.system.system_memory import advice_on_memory
 
 # Values read, encoded and written at a time. On 2 busy cores a file of 4-bit blocks took 4.1-5.1, 2.4-4.3,
 # 2.1-3.2 and 2.2-3.8 s with 1, 2, 4 and 8 Mi; from 4 MiB on numpy asks for huge pages.
@@ -163,7 +165,9 @@ def open_gguf(path: Path, what: str) -> GgufFile:
         with path.open("rb") as stream:
             mapping = map_whole(stream)
     except (ValueError, OSError) as error:  # ValueError: the file is empty
-        raise HotsplitError(f"{path}: cannot be read ({error}); wanted a {what}") from error
+        is_short = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        wanted = advice_on_memory() if is_short else f"wanted a {what}"
+        raise HotsplitError(f"{path}: cannot be read ({error}); {wanted}") from error
     magic, keys, infos = read_header(path, what, mapping)
     tensors = {name: _entry(mapping, info) for name, info in infos.items()}
     return GgufFile(magic=magic, keys=keys, tensors=tensors)

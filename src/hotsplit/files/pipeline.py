@@ -1,18 +1,18 @@
 """Runs tasks on several threads and yields their results in order, with few in memory at a time."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from hotsplit.system.processors import processors
+
 Result = TypeVar("Result")
 
 
 def num_threads() -> int:
-    """One for each core that this process may use, up to 4."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux; a container may use fewer than it sees
-    return min(4, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
+    """One for each processor that this process may use, up to 4."""
+    return min(4, processors().usable)
 
 
 def in_order(tasks: Iterable[Callable[[], Result]], threads: int) -> Generator[Result, None, None]:

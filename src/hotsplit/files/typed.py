@@ -98,7 +98,7 @@ class Fields:
         return value if isinstance(value, list) else self._refuse(key, value, "a list")
 
     def _each(self, key: str, read: Callable[[str, object], T]) -> list[T]:
-        return [read(f"{key}[{i}]", _plain(v)) for i, v in enumerate(self.items(key))]
+        return [read(f"{key}[{i}]", plain(v)) for i, v in enumerate(self.items(key))]
 
     def _line(self, key: str, value: object) -> str:
         if isinstance(value, str) and value.isprintable():
@@ -120,7 +120,7 @@ class Fields:
     def _get(self, key: str) -> object:
         if key not in self.values:
             raise HotsplitError(f"key {shown(self._name(key))} is missing")
-        return _plain(self.values[key])
+        return plain(self.values[key])
 
     def _name(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key
@@ -130,7 +130,7 @@ class Fields:
         raise HotsplitError(f"{name} is {shown(value)}, wanted {wanted}")
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """A Python value. Numbers in GGUF keys are numpy's, which the command line imports late."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
@@ -138,7 +138,7 @@ def _plain(value: object) -> object:
 
 def shown(value: object, most: int = MAX_SHOWN) -> str:
     """A value as errors quote it: on one line, and cut if it is long."""
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, int) and abs(value) > 10**60:
         return "a number of more than 60 digits"
     try:

@@ -7,15 +7,16 @@ the plan or the machine is checked at load (runtime.resolved_options)."""
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, runtime_checkable
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.model.mode_quality import MAX_LOSS
-from hotsplit.model.modes import MODES, Mode
+from hotsplit.model.modes import Mode
 from hotsplit.model.rope import check_scaling
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
+from hotsplit.options.kinds import check_fields
 from hotsplit.options.neuron_cache import CacheOptions, Off
 
 MAX_SEQUENCES = 1024
@@ -23,6 +24,7 @@ MOST_THREADS = 1024
 _DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9][0-9]?))?")
 
 
+@runtime_checkable
 class OwnPolicy(Protocol):
     """A neuron cache with the caller's own policy: runtime.neuron_cache.setup.CacheSetup."""
 
@@ -65,7 +67,7 @@ class EngineConfig:
     fails is replaced by its fallback, with a warning.
 
     context_length: tokens per text that the KV cache holds; None takes the plan's, or the model's
-    up to 4,096.
+    up to 4,096; 0 takes the plan's, or all of the model's.
 
     thresholds: a profile whose thresholds replace those of a SiLU or GELU model; mode "dense" uses
     none.
@@ -129,8 +131,11 @@ class EngineConfig:
         return self.rope_scaling, self.rope_scale
 
     def __post_init__(self) -> None:
-        if self.mode is not None and self.mode not in MODES:
-            raise HotsplitError(f"mode {self.mode!r}; known: {', '.join(MODES)}")
+        check_fields(self)
+        if self.context_length is not None and self.context_length < 0:
+            raise HotsplitError(
+                f"context_length (-c) is {self.context_length}, wanted 1 or more, or 0 for the model's"
+            )
         if not self.max_loss >= 0:  # rejects NaN
             raise HotsplitError(f"max_loss is {self.max_loss}, wanted 0 or more, e.g. 0.01")
         if not 1 <= self.num_sequences <= MAX_SEQUENCES:
@@ -156,6 +161,7 @@ def check_device(device: str | None) -> None:
 
 
 def check_threads(count: int | None) -> None:
-    """Raises HotsplitError for an impossible number of threads; None is one per physical core."""
+    """Raises HotsplitError for an impossible number of threads; None is the default of
+    system.processors."""
     if count is not None and not 1 <= count <= MOST_THREADS:
         raise HotsplitError(f"--threads is {shown(count)}, wanted 1 to {MOST_THREADS}")

@@ -17,6 +17,7 @@ import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.options.kinds import check_fields
 
 DEFAULT = "on"
 Off = Literal["off"]
@@ -56,10 +57,10 @@ class CacheOptions:
         "most_rows": (1, 1 << 16),
         "visited": (1e-6, 1.0),
         "start_gain": (0.0, 1.0),
-        "is_always_on": (0, 1),
     }
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, (low, high) in self._RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:  # rejects NaN

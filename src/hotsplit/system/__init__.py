@@ -1,1 +1,1 @@
-"""This process and its machine: signals, memory, progress and log lines."""
+"""This process and its machine: signals, memory, processors, progress and log lines."""

@@ -1,23 +1,58 @@
 """Main memory of this machine, and how much of it this process may use."""
 
 import os
+import resource
 from pathlib import Path
 
-_ROOT = Path("/")
+from hotsplit.system.control_groups import groups_of
+from hotsplit.system.sizes import format_bytes
+
+# Files of a group's limit and use, and the key of its cache in memory.stat, by version.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 # A group without a limit has "max" (version 2) or a number near 2^63 (version 1).
 _NO_LIMIT = 1 << 60
 
 
 def free_memory_bytes() -> int:
     """Bytes that this process can still allocate, reclaimable page cache included, within the
-    limits of its control groups (containers, services)."""
-    return min([memory_bytes()[1], *_left_by_groups(_ROOT)])
+    limits of its control groups (containers, services) and of its address space."""
+    most = address_space_bytes()
+    left = [] if most is None else [max(0, most - _mapped_bytes())]
+    return min([memory_bytes()[1], *_left_by_groups(), *left])
 
 
 def memory_limit_bytes() -> int:
     """Bytes that this process may use at most, whatever else is running."""
-    limits = [_limit(group, name) for group, (name, *_) in _groups(_ROOT)]
+    limits = [_limit(group, _FILES[version][0]) for group, version in groups_of("memory")]
+    limits.append(address_space_bytes())
     return min([memory_bytes()[0], *(limit for limit in limits if limit is not None)])
+
+
+def address_space_bytes() -> int | None:
+    """The limit on this process's address space (ulimit -v), which mapped files count towards; None
+    without."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if most == resource.RLIM_INFINITY else most
+
+
+def advice_on_memory() -> str:
+    """What to do where an allocation or a mapping failed."""
+    most = address_space_bytes()
+    if most is None:
+        return "use smaller sizes, or more memory"
+    return f"raise the limit on address space (ulimit -v), now {format_bytes(most)}"
+
+
+def _mapped_bytes() -> int:
+    """The address space in use; 0 if the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -32,37 +67,11 @@ def memory_bytes() -> tuple[int, int]:
         return total, os.sysconf("SC_AVPHYS_PAGES") * page
 
 
-def _left_by_groups(root: Path) -> list[int]:
+def _left_by_groups() -> list[int]:
     """The bytes left in each control group with a limit that this process is in, at any depth: the
     limit minus the group's use, not counting inactive page cache."""
-    found = [_left(group, *names) for group, names in _groups(root)]
+    found = [_left(group, *_FILES[version]) for group, version in groups_of("memory")]
     return [left for left in found if left is not None]
-
-
-def _groups(root: Path) -> list[tuple[Path, tuple[str, str, str]]]:
-    """The memory control groups that this process is in, with the names of their files for the
-    limit, the use and the cache."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    mount = root / "sys/fs/cgroup"
-    found = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            names, top = ("memory.max", "memory.current", "inactive_file"), mount
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            top = mount / "memory"
-        else:
-            continue
-        # In a container the path may be the host's, and the container's own group is at the top.
-        group = top / path.lstrip("/")
-        groups = [group, *group.parents]
-        found += [(each, names) for each in groups if each.is_relative_to(top)]
-    return found
 
 
 def _limit(group: Path, limit_name: str) -> int | None:

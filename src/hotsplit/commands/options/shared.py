@@ -185,7 +185,7 @@ threads_option = click.option(
     "--threads",
     type=int,
     callback=_checked(check_threads),
-    help="CPU threads. [default: one per physical core]",
+    help="CPU threads. [default: one per physical core, within a container's CPU quota]",
 )
 
 

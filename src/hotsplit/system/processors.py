@@ -1,0 +1,90 @@
+"""The processors of this machine, and how many of them this process may keep busy.
+
+All counts of threads come from here. `docker run --cpus=2` leaves all processors of the machine in
+a process's affinity and limits its processor time instead: if more threads than that are busy, the
+system stops them all together for most of the time."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotsplit.system import control_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processors:
+    """Processors of the machine, those that this process may run on, and how many physical cores
+    these have; `quota`: processor time per time of the process's control groups, None without."""
+
+    in_machine: int
+    allowed: int
+    allowed_cores: int
+    quota: float | None
+
+    @property
+    def usable(self) -> int:
+        """The largest useful number of busy threads."""
+        return self._within_quota(self.allowed)
+
+    @property
+    def threads(self) -> int:
+        """The default number of threads: one per physical core, within the quota."""
+        return self._within_quota(self.allowed_cores)
+
+    def _within_quota(self, count: int) -> int:
+        """The quota's fraction of a processor is left to the rest of the process: a pool of more
+        threads than the quota is stopped as a whole."""
+        return count if self.quota is None else max(1, min(count, int(self.quota)))
+
+
+def processors() -> Processors:
+    """Reads affinity, topology and quota as they are now."""
+    in_machine = os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    allowed = os.sched_getaffinity(0) if has_affinity else set(range(in_machine))
+    quotas = [_quota(folder, version) for folder, version in control_groups.groups_of("cpu")]
+    return Processors(
+        in_machine=in_machine,
+        allowed=len(allowed),
+        allowed_cores=_physical_cores(allowed),
+        quota=min((quota for quota in quotas if quota is not None), default=None),
+    )
+
+
+def limit_libraries() -> None:
+    """Gives torch, and the BLAS of numpy, the default number of threads unless the environment says
+    another; must be called before they are imported."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(processors().threads))
+
+
+def processor_name() -> str:
+    try:
+        for line in (control_groups.ROOT / "proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "cpu model"):
+                return " ".join(value.split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _quota(group: Path, version: int) -> float | None:
+    """The quota of one group in processors; None if it has none."""
+    try:
+        if version == 2:  # "200000 100000", or "max 100000"
+            quota, period = (group / "cpu.max").read_text().split()
+        else:  # -1: none
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    is_limit = quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0
+    return int(quota) / int(period) if is_limit else None
+
+
+def _physical_cores(allowed: set[int]) -> int:
+    """Number of cores that these processors belong to; each is one if the system does not say."""
+    topology = control_groups.ROOT / "sys/devices/system/cpu"
+    siblings = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list" for cpu in allowed)
+    return len({path.read_text() if path.exists() else str(path) for path in siblings})
