@@ -148,3 +148,11 @@ def test_a_long_text_gets_the_codecs_tokens(served):
         assert served.encode(text) == served.codec.encode(text)
     with pytest.raises(ApiError, match="UTF-8"):
         served.encode("a" * 5000 + "\ud800")
+
+
+def test_the_most_sequence_breakers_are_found_soon(served):
+    """Not in time proportional to their lengths times the vocabulary."""
+    breakers = tuple(("abcdefghij" * 4)[number % 9 :] + str(number) for number in range(64))
+    began = time.process_time()
+    assert served.chain(SamplingOptions(dry_multiplier=1.0, dry_sequence_breakers=breakers))
+    assert time.process_time() - began < 2.0
