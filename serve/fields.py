@@ -134,6 +134,8 @@ def fields_of(body: bytes) -> Fields:
     if not isinstance(found, dict):
         raise wrong(None, f"The body is {_shown(found)}, wanted a JSON object.", "invalid_json")
     _check_depth(found)
+    if b"\\u" in body:
+        _check_unicode(found)
     return Fields(found)
 
 
@@ -164,6 +166,17 @@ def _check_depth(found: object) -> None:
         if not level:
             return
     raise _too_deep()
+
+
+def _check_unicode(found: dict[str, object]) -> None:
+    """Refuses lone surrogates: JSON's escapes can express them, tokenizers and UTF-8 cannot."""
+    for name, value in found.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            place = name.encode(errors="replace").decode()
+            line = f"{place}: {error.object[error.start]!r} is half of a character, wanted Unicode text"
+            raise wrong(place, line) from error
 
 
 def _too_deep() -> ApiError:
