@@ -11,6 +11,7 @@ import pytest
 from serving import TOKENIZER
 from tokenizers import Tokenizer
 
+from hotsplit.runtime.generate.dry import dry_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
@@ -151,8 +152,15 @@ def test_a_long_text_gets_the_codecs_tokens(served):
 
 
 def test_the_most_sequence_breakers_are_found_soon(served):
-    """Not in time proportional to their lengths times the vocabulary."""
-    breakers = tuple(("abcdefghij" * 4)[number % 9 :] + str(number) for number in range(64))
-    began = time.process_time()
-    assert served.chain(SamplingOptions(dry_multiplier=1.0, dry_sequence_breakers=breakers))
-    assert time.process_time() - began < 2.0
+    """In little more time than one, which already reads the vocabulary."""
+    breakers = [("abcdefghij" * 4)[number % 9 :] + str(number) for number in range(64)]
+
+    def least_s(breakers):
+        times = []
+        for _ in range(3):
+            began = time.process_time()
+            dry_breakers(served.codec, breakers)
+            times.append(time.process_time() - began)
+        return min(times)
+
+    assert least_s(breakers) < 15 * least_s(breakers[:1])
