@@ -49,19 +49,27 @@ class Voice:
     def __init__(self, syntax: Syntax) -> None:
         is_open = syntax.begins_reasoning
         self._reasoning = ReasoningSplitter(is_open=is_open) if syntax.splits_reasoning else None
-        self._has_begun = is_open
+        self._has_begun = self._has_reasoned = is_open
+        self._num_before_end = 0  # tokens up to the end of the reasoning, if there is any
         self._tools = None
         if syntax.form is not None:
             self._tools = ToolSplitter(syntax.form, most=syntax.most_calls)
         self._marks = syntax.marks
 
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens of the reasoning so far, tags included."""
+        return self._num_before_end if self._has_reasoned else 0
+
     def say(self, tokens: Sequence[Token]) -> Output:
-        texts = (
-            token.text if token.id is None else self._marks.get(token.id, token.text)
-            for token in tokens
-        )
-        text = "".join(texts)
-        parts = self._reasoning.push(text) if self._reasoning else [(text, False)]
+        parts: list[tuple[str, bool]] = []
+        for token in tokens:
+            text = token.text if token.id is None else self._marks.get(token.id, token.text)
+            if self._reasoning is None:
+                parts.append((text, False))
+                continue
+            self._num_before_end += token.id is not None and not self._reasoning.is_over
+            parts += self._reasoning.push(text)
         return self._output(parts, tokens)
 
     def finish(self, report: Report | None = None) -> Output:
@@ -78,6 +86,7 @@ class Voice:
         content = reasoning = ""
         for text, is_reasoning in parts:
             if is_reasoning:
+                self._has_reasoned = True
                 reasoning += self._untagged(text)
             else:
                 content += text
@@ -102,6 +111,7 @@ class Answer(ABC):
         self._service, self._asked, self._request = service, asked, request
         self._more: Body = {"usage": None} if asked.wanted.has_usage else {}
         self._reports: dict[int, Report] = {}  # of the texts that have ended, by index
+        self._num_reasoning = 0  # tokens of these texts
 
     @abstractmethod
     async def whole(self, exchange: Exchange) -> Body: ...
@@ -118,6 +128,7 @@ class Answer(ABC):
                 if isinstance(event, Ended):
                     self._reports[number] = event.report
                     pieces.append((number, voices[number].finish(event.report)))
+                    self._num_reasoning += voices[number].num_reasoning
                 else:
                     pieces.append((number, voices[number].say(event.tokens)))
             yield pieces
@@ -138,7 +149,7 @@ class Answer(ABC):
 
     def _usage(self) -> Body:
         reports = self._report()
-        usage = usage_of(reports, len(self._asked.prompts) or 1)
+        usage = usage_of(reports, self._num_reasoning, len(self._asked.prompts) or 1)
         return {"usage": usage, "timings": timings_of(reports)}
 
 
@@ -176,7 +187,7 @@ def finish_reason(output: Output) -> str | None:
     return "stop" if output.report.is_complete else "length"
 
 
-def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
+def usage_of(reports: Sequence[Report], num_reasoning: int, num_prompts: int = 1) -> Body:
     """Token usage. A prompt counts once, even with several answers to it."""
     each = len(reports) // num_prompts
     prompts = reports[::each]
@@ -187,6 +198,7 @@ def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }
 
 

@@ -93,12 +93,16 @@ class ResponsesAnswer(Answer):
         body = self._body(_status(report))
         if body["status"] == "incomplete":  # OpenAI has this reason for a full context, too
             body["incomplete_details"] = {"reason": "max_output_tokens"}
-        usage = usage_of([report])
+        usage = usage_of([report], self._num_reasoning)
         body["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            # OpenAI's types require the second, which is for bills.
+            "input_tokens_details": {
+                "cached_tokens": report.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         body["timings"] = timings_of([report])
