@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.generate.reasoning import BEGIN, END, ReasoningSplitter
-from hotsplit.serve.exchange import DONE, EventStream, Exchange, JsonResponse, while_there
+from hotsplit.serve.exchange import DONE, EventStream, Exchange, dumps, dumps_with, while_there
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
@@ -114,7 +114,8 @@ class Answer(ABC):
         self._num_reasoning = 0  # tokens of these texts
 
     @abstractmethod
-    async def whole(self, exchange: Exchange) -> Body: ...
+    async def whole(self, exchange: Exchange) -> bytes:
+        """The answer as JSON."""
 
     @abstractmethod
     def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]: ...
@@ -141,6 +142,14 @@ class Answer(ABC):
                 outputs[number].add(piece)
         return outputs
 
+    async def _dumped(self, head: Body, choices: Iterable[Body], *, is_long: bool) -> bytes:
+        """A whole answer as JSON. A long one, with logprobs, is built in another thread."""
+
+        def build() -> bytes:
+            return dumps_with(head, "choices", map(dumps, choices))
+
+        return await self._service.prepared(build) if is_long else build()
+
     def _report(self) -> list[Report]:
         """The reports of all texts, once they have ended. Gives them to the service, too."""
         reports = [self._reports[number] for number in sorted(self._reports)]
@@ -165,7 +174,8 @@ async def answered(
         pieces = answer.pieces(exchange)
         return EventStream(exchange, pieces, service.config.read_s, answer.end)
     try:
-        return JsonResponse(await while_there(request.receive, answer.whole(exchange)))
+        body = await while_there(request.receive, answer.whole(exchange))
+        return Response(body, media_type="application/json")
     finally:
         exchange.cancel()
 

@@ -15,7 +15,7 @@ MAX_SHOWN = 60  # characters of a wrong value in an error
 LARGEST = sys.float_info.max
 MAX_DEPTH = 64  # of lists and objects in a request
 # Marks of a body, see `num_marks`; so many values take up to 0.1 s to parse, with the GIL held.
-MAX_MARKS = 1 << 18
+MAX_MARKS = 3 << 16
 _IS_MARK = np.isin(np.arange(256), np.frombuffer(b",:[{.", np.uint8))
 _SLICE = 1 << 20  # bytes
 

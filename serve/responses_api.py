@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from hotsplit.serve.answers import Answer, Body, Output, timings_of, usage_of
 from hotsplit.serve.api_error import ApiError
-from hotsplit.serve.exchange import Exchange, sse
+from hotsplit.serve.exchange import Exchange, dumps, sse
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import TextRequest
 from hotsplit.serve.texts import Report
@@ -31,12 +31,12 @@ class ResponsesAnswer(Answer):
         self._is_open = False
         self._number = -1
 
-    async def whole(self, exchange: Exchange) -> Body:
+    async def whole(self, exchange: Exchange) -> bytes:
         (output,) = await self._outputs(exchange)
         (report,) = self._report()
         for _ in (*self._take(output), *self._close(report)):
             pass  # the events matter only in a stream
-        return self._response(report)
+        return dumps(self._response(report))
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
         try:

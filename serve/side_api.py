@@ -15,7 +15,7 @@ from starlette.responses import Response
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.chat_requests import take_rendering
-from hotsplit.serve.exchange import JsonResponse, dumps_list
+from hotsplit.serve.exchange import JsonResponse, dumps, dumps_with
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 
@@ -166,7 +166,8 @@ async def apply_template(service: Service, request: Request) -> Response:
 def token_list(served: ServedModel, ids: list[int], *, has_pieces: bool) -> bytes:
     """The body of an answer of /tokenize."""
     parts = (ids[at : at + NUM_AT_ONCE] for at in range(0, len(ids), NUM_AT_ONCE))
-    return dumps_list("tokens", map(partial(_with_pieces, served), parts) if has_pieces else parts)
+    items = map(partial(_with_pieces, served), parts) if has_pieces else parts
+    return dumps_with({}, "tokens", (dumps(part)[1:-1] for part in items))
 
 
 def _with_pieces(served: ServedModel, ids: list[int]) -> list[dict[str, object]]:

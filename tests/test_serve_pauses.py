@@ -1,25 +1,29 @@
 """No request stops the others for long: what is large is computed without Python's lock, in pieces,
 or refused."""
 
+import contextlib
 import gc
+import http.client
 import json
 import random
 import threading
 import time
 
 import pytest
-from serving import TOKENIZER
+from serving import SAID, TOKENIZER, Served
 from tokenizers import Tokenizer
 
 from hotsplit.runtime.generate.dry import dry_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
+from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
-from hotsplit.serve.exchange import dumps, dumps_list
+from hotsplit.serve.exchange import dumps, dumps_with
 from hotsplit.serve.fields import MAX_MARKS, fields_of, num_marks
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.side_api import NUM_AT_ONCE, token_list
 
+pytest_plugins = ("serve_fixtures",)
 MOST_S = 0.2
 NUM_TRIES = 5  # other processes cause pauses, too
 BODY = 8 << 20  # the largest body of a server with default options
@@ -44,9 +48,9 @@ def frozen():
     gc.unfreeze()
 
 
-def longest_pause(work):
-    """The longest time that another thread waits while `work` runs: the least of several tries,
-    until one is short enough."""
+def longest_pause(work, visit=lambda: None):
+    """The longest time that another thread, which calls `visit`, waits while `work` runs: the least
+    of several tries, until one is short enough."""
     found = []
     while len(found) < NUM_TRIES and min(found, default=1.0) > MOST_S:
         gaps, is_over = [], threading.Event()
@@ -54,6 +58,7 @@ def longest_pause(work):
         def beat(gaps=gaps, is_over=is_over):
             last = time.perf_counter()
             while not is_over.wait(0.002):
+                visit()
                 now = time.perf_counter()
                 gaps.append(now - last)
                 last = now
@@ -139,8 +144,8 @@ def test_other_threads_run_while_a_long_list_is_written(served, text, has_pieces
 def test_a_list_written_in_parts_is_the_same():
     for count in (0, 1, NUM_AT_ONCE, NUM_AT_ONCE + 1):
         ids = list(range(count))
-        parts = [ids[:1], [], ids[1:]]
-        assert dumps_list("a", parts) == dumps({"a": ids})
+        for head in ({}, {"b": [1], "c": "[]"}):
+            assert dumps_with(head, "a", map(dumps, ids)) == dumps({**head, "a": ids})
 
 
 def test_a_long_text_gets_the_codecs_tokens(served):
@@ -164,3 +169,32 @@ def test_the_most_sequence_breakers_are_found_soon(served):
         return min(times)
 
     assert least_s(breakers) < 15 * least_s(breakers[:1])
+
+
+@pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/chat/completions", {"messages": SAID, "n": 16, "max_tokens": 200, "logprobs": True,
+                                  "top_logprobs": 20, "ignore_eos": True}),
+        ("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}),
+        ("/tokenize", {"content": "ab c\n" * (1 << 17), "with_pieces": True}),
+        ("/v1/completions", {"prompt": [[]] * 2_000_000}),
+    ],
+)  # fmt: skip
+def test_a_server_answers_others_meanwhile(model, path, body):
+    sent = json.dumps(body).encode()
+
+    def request(method, path, sent=None, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, sent, headers)
+            answer = connection.getresponse()
+            while answer.read(1 << 16):
+                pass
+
+    def work():
+        request("POST", path, sent, **{"Content-Type": "application/json"})
+
+    with Served(model, "--parallel", "4") as server:
+        assert longest_pause(work, lambda: request("GET", "/health")) < MOST_S
