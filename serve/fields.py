@@ -149,7 +149,7 @@ def num_marks(body: bytes) -> int:
     for start in range(0, len(bytes_B), _SLICE):
         part_B = bytes_B[start : start + _SLICE]
         inside_B = (np.cumsum(part_B == ord('"'), dtype=np.uint8) + is_inside) & 1
-        count += np.count_nonzero(_IS_MARK[part_B] & (inside_B == 0))
+        count += int(np.count_nonzero(_IS_MARK[part_B] & (inside_B == 0)))
         is_inside = inside_B[-1]
     return count
 

@@ -83,8 +83,9 @@ def _messages(items: object, instructions: str | None) -> list[object]:
 
 def _is_rule(item: object) -> TypeGuard[dict[str, object]]:
     """True for what belongs into the system message: most templates have one, at the beginning."""
-    is_message = isinstance(item, dict) and item.get("type", "message") == "message"
-    return is_message and item.get("role") in ("system", "developer")
+    if not isinstance(item, dict) or item.get("type", "message") != "message":
+        return False
+    return item.get("role") in ("system", "developer")
 
 
 def _part(text: str) -> object:
