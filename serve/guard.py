@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import re
 import secrets
+import socket
 import time
 
 from h11 import LocalProtocolError
@@ -188,7 +189,13 @@ def _given_key(headers: Headers) -> bytes | None:
 
 
 def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+    """True if a server that listens on this name or address is reached from its own machine only.
+    Names are looked up, as for listening: LOCALHOST and a machine's own name can be loopback."""
+    try:
+        address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError):  # no server can listen there
+        return False
+    return ipaddress.ip_address(address).is_loopback
 
 
 def is_address(host: str) -> bool:

@@ -138,6 +138,16 @@ def test_a_local_server_without_a_key_accepts_only_its_own_host_names(host, is_o
     assert ask(service_of(host="0.0.0.0"), "GET", "/health", {"host": host})[0] == 503
 
 
+@pytest.mark.parametrize(
+    "host, is_guarded",
+    [("localhost", True), ("LocalHost", True), ("127.1", True), ("127.9.9.9", True),
+     ("0.0.0.0", False), ("8.8.8.8", False)],
+)  # fmt: skip
+def test_what_is_loopback_is_looked_up(host, is_guarded):
+    status, _, _ = ask(service_of(host=host), "GET", "/health", {"host": "evil.example"})
+    assert status == (403 if is_guarded else 503)
+
+
 ORIGIN = {"origin": "http://page.example"}
 PREFLIGHT = {**ORIGIN, "access-control-request-method": "POST"}
 
