@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.generate.reasoning import BEGIN, END, ReasoningSplitter
-from hotsplit.serve.exchange import DONE, EventStream, Exchange, JsonResponse, while_there
+from hotsplit.serve.exchange import DONE, EventStream, Exchange, dumps, dumps_with, while_there
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
@@ -49,19 +49,27 @@ class Voice:
     def __init__(self, syntax: Syntax) -> None:
         is_open = syntax.begins_reasoning
         self._reasoning = ReasoningSplitter(is_open=is_open) if syntax.splits_reasoning else None
-        self._has_begun = is_open
+        self._has_begun = self._has_reasoned = is_open
+        self._num_before_end = 0  # tokens up to the end of the reasoning, if there is any
         self._tools = None
         if syntax.form is not None:
             self._tools = ToolSplitter(syntax.form, most=syntax.most_calls)
         self._marks = syntax.marks
 
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens of the reasoning so far, tags included."""
+        return self._num_before_end if self._has_reasoned else 0
+
     def say(self, tokens: Sequence[Token]) -> Output:
-        texts = (
-            token.text if token.id is None else self._marks.get(token.id, token.text)
-            for token in tokens
-        )
-        text = "".join(texts)
-        parts = self._reasoning.push(text) if self._reasoning else [(text, False)]
+        parts: list[tuple[str, bool]] = []
+        for token in tokens:
+            text = token.text if token.id is None else self._marks.get(token.id, token.text)
+            if self._reasoning is None:
+                parts.append((text, False))
+                continue
+            self._num_before_end += token.id is not None and not self._reasoning.is_over
+            parts += self._reasoning.push(text)
         return self._output(parts, tokens)
 
     def finish(self, report: Report | None = None) -> Output:
@@ -78,6 +86,7 @@ class Voice:
         content = reasoning = ""
         for text, is_reasoning in parts:
             if is_reasoning:
+                self._has_reasoned = True
                 reasoning += self._untagged(text)
             else:
                 content += text
@@ -102,9 +111,11 @@ class Answer(ABC):
         self._service, self._asked, self._request = service, asked, request
         self._more: Body = {"usage": None} if asked.wanted.has_usage else {}
         self._reports: dict[int, Report] = {}  # of the texts that have ended, by index
+        self._num_reasoning = 0  # tokens of these texts
 
     @abstractmethod
-    async def whole(self, exchange: Exchange) -> Body: ...
+    async def whole(self, exchange: Exchange) -> bytes:
+        """The answer as JSON."""
 
     @abstractmethod
     def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]: ...
@@ -118,6 +129,7 @@ class Answer(ABC):
                 if isinstance(event, Ended):
                     self._reports[number] = event.report
                     pieces.append((number, voices[number].finish(event.report)))
+                    self._num_reasoning += voices[number].num_reasoning
                 else:
                     pieces.append((number, voices[number].say(event.tokens)))
             yield pieces
@@ -130,6 +142,14 @@ class Answer(ABC):
                 outputs[number].add(piece)
         return outputs
 
+    async def _dumped(self, head: Body, choices: Iterable[Body], *, is_long: bool) -> bytes:
+        """A whole answer as JSON. A long one, with logprobs, is built in another thread."""
+
+        def build() -> bytes:
+            return dumps_with(head, "choices", map(dumps, choices))
+
+        return await self._service.prepared(build) if is_long else build()
+
     def _report(self) -> list[Report]:
         """The reports of all texts, once they have ended. Gives them to the service, too."""
         reports = [self._reports[number] for number in sorted(self._reports)]
@@ -138,7 +158,7 @@ class Answer(ABC):
 
     def _usage(self) -> Body:
         reports = self._report()
-        usage = usage_of(reports, len(self._asked.prompts) or 1)
+        usage = usage_of(reports, self._num_reasoning, len(self._asked.prompts) or 1)
         return {"usage": usage, "timings": timings_of(reports)}
 
 
@@ -154,7 +174,8 @@ async def answered(
         pieces = answer.pieces(exchange)
         return EventStream(exchange, pieces, service.config.read_s, answer.end)
     try:
-        return JsonResponse(await while_there(request.receive, answer.whole(exchange)))
+        body = await while_there(request.receive, answer.whole(exchange))
+        return Response(body, media_type="application/json")
     finally:
         exchange.cancel()
 
@@ -176,7 +197,7 @@ def finish_reason(output: Output) -> str | None:
     return "stop" if output.report.is_complete else "length"
 
 
-def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
+def usage_of(reports: Sequence[Report], num_reasoning: int, num_prompts: int = 1) -> Body:
     """Token usage. A prompt counts once, even with several answers to it."""
     each = len(reports) // num_prompts
     prompts = reports[::each]
@@ -187,6 +208,7 @@ def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }
 
 

@@ -24,11 +24,11 @@ from hotsplit.serve.texts import Report
 
 
 class ChatAnswer(Answer):
-    async def whole(self, exchange: Exchange) -> Body:
+    async def whole(self, exchange: Exchange) -> bytes:
         outputs = await self._outputs(exchange)
-        head = head_of(self._service, "chatcmpl", "chat.completion")
-        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        return {**head, "choices": choices, **self._usage()}
+        head = head_of(self._service, "chatcmpl", "chat.completion") | self._usage()
+        choices = (self._choice(index, output) for index, output in enumerate(outputs))
+        return await self._dumped(head, choices, is_long=any(o.tokens for o in outputs))
 
     def _choice(self, index: int, output: Output) -> Body:
         return {
@@ -75,13 +75,14 @@ class CompletionAnswer(Answer):
         super().__init__(service, asked, request)
         self._head = head_of(service, "cmpl", "text_completion")
 
-    async def whole(self, exchange: Exchange) -> Body:
+    async def whole(self, exchange: Exchange) -> bytes:
         outputs = await self._outputs(exchange)
-        choices = [
+        choices = (
             self._choice(number, self._prompt(number) + output.content, output)
             for number, output in enumerate(outputs)
-        ]
-        return {**self._head, "choices": choices, **self._usage()}
+        )
+        head = self._head | self._usage()
+        return await self._dumped(head, choices, is_long=any(o.tokens for o in outputs))
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
         begun = [self._prompt(number) for number in range(len(self._asked.jobs))]

@@ -9,13 +9,15 @@ from hotsplit.files.typed import shown
 from hotsplit.runtime.generate.options import SamplingOptions
 
 MAX_PARALLEL = 256
-_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[A-Za-z0-9.-]+)(:\d{1,5})?")
+HOST_NAME = r"[A-Za-z0-9._-]+"
+_ORIGIN = re.compile(rf"null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|{HOST_NAME})(:[0-9]{{1,5}})?")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Options of one server. Up to `parallel` texts are generated concurrently, up to `queue` texts
-    may wait, and besides the running texts the cache has room for `kept` finished ones, for prompts
+    """Options of one server. Up to `parallel` texts are generated concurrently, requests are refused
+    while `queue` texts wait, and besides the running texts the cache has room for `kept` finished ones, for prompts
     with the same prefix. `max_tokens` bounds every answer (-1: only the context does); a request
     may ask for fewer. Limits in seconds: `timeout_s` for a request's texts, counted from when they
     are tokenised; `drain_s` for running answers at shutdown; `read_s` for a client to send a
@@ -56,12 +58,8 @@ class ServeConfig:
                 raise HotsplitError(
                     f"{name} is {getattr(self, name)}, wanted more than 0 and at most 1e6"
                 )
-        for origin in self.origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise HotsplitError(
-                    f"--cors {shown(origin)}: wanted a page's origin, say http://localhost:3000 or"
-                    " https://example.org (no path), or *"
-                )
+        object.__setattr__(self, "origins", tuple(map(_origin_of, self.origins)))
+        object.__setattr__(self, "hosts", tuple(map(_allowed_host, self.hosts)))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise HotsplitError("the API key has characters not allowed in a header; use ASCII")
         if self.api_key == "":
@@ -74,3 +72,33 @@ class ServeConfig:
     def _check_range(self, name: str, low: int, high: int) -> None:
         if not low <= getattr(self, name) <= high:
             raise HotsplitError(f"{name} is {getattr(self, name)}, wanted {low} to {high}")
+
+
+def host_of(name: str) -> str:
+    """A host name as it is compared: in lower case, without the root's dot."""
+    return name.lower().removesuffix(".")
+
+
+def _allowed_host(given: str) -> str:
+    """The name as browsers send it. Raises HotsplitError for a port, a URL or a pattern."""
+    try:
+        name = host_of(given if given.isascii() else given.encode("idna").decode())
+    except UnicodeError:
+        name = ""
+    if not re.fullmatch(HOST_NAME, name):
+        raise HotsplitError(
+            f"--allow-host {shown(given)}: wanted a host name without scheme or port, say"
+            " my-machine.local; addresses are always allowed"
+        )
+    return name
+
+
+def _origin_of(given: str) -> str:
+    """The origin as browsers send it: in lower case, without the scheme's own port."""
+    origin = given.lower()
+    if origin != "*" and not _ORIGIN.fullmatch(origin):
+        raise HotsplitError(
+            f"--cors {shown(given)}: wanted a page's origin, say http://localhost:3000 or"
+            " https://example.org (no path), or *"
+        )
+    return origin.removesuffix(_DEFAULT_PORTS.get(origin.partition(":")[0], ""))

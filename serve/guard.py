@@ -10,7 +10,9 @@ import binascii
 import hmac
 import ipaddress
 import logging
+import re
 import secrets
+import socket
 import time
 
 from h11 import LocalProtocolError
@@ -18,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotsplit.serve.api_error import ApiError, too_large, unavailable
+from hotsplit.serve.config import HOST_NAME, host_of
 from hotsplit.serve.exchange import STATUS_GONE, Gone, drop_body, error_response
 from hotsplit.serve.request_log import RequestLine
 from hotsplit.serve.service import Service
@@ -26,6 +29,7 @@ log = logging.getLogger("hotsplit.serve")
 OPEN_PATHS = ("/health",)
 MAX_HEAD_BYTES = 32 << 10
 MAX_DIGITS = 20  # of a content length, as in h11
+_HOST = re.compile(rf"(\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>{HOST_NAME}))(:[0-9]{{0,5}})?")
 _ALLOWED = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "Authorization, Content-Type, X-Api-Key, X-Request-Id",
@@ -71,10 +75,11 @@ class Guard:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        if self._is_preflight(scope, headers):
-            await _preflight(send)
-            return
         try:
+            _check_framing(headers)
+            if self._is_preflight(scope, headers):
+                await _preflight(send)
+                return
             self._check(scope, headers)
         except ApiError as error:
             scope["state"]["line"].error = error.message
@@ -116,7 +121,7 @@ class Guard:
 
     def _is_ours(self, host: str) -> bool:
         name = _host_name(host)
-        return name == "localhost" or is_address(name) or name in self._config.hosts
+        return name is not None and (name in ("localhost", *self._config.hosts) or is_address(name))
 
     def _is_preflight(self, scope: Scope, headers: Headers) -> bool:
         return (
@@ -153,6 +158,14 @@ class Guard:
         return marked
 
 
+def _check_framing(headers: Headers) -> None:
+    """Refuses a body with two lengths: a proxy that goes by the other one would take a part of it
+    for another request, so the connection is closed (RFC 9112, section 6.1)."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise ApiError(400, "the request has both Content-Length and Transfer-Encoding; send one",
+                       code="wrong_framing", headers={"Connection": "close"})  # fmt: skip
+
+
 async def _preflight(send: Send) -> None:
     headers = [(name.encode(), value.encode()) for name, value in _ALLOWED.items()]
     await send({"type": "http.response.start", "status": 204, "headers": headers})
@@ -176,7 +189,13 @@ def _given_key(headers: Headers) -> bytes | None:
 
 
 def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+    """True if a server that listens on this name or address is reached from its own machine only.
+    Names are looked up, as for listening: LOCALHOST and a machine's own name can be loopback."""
+    try:
+        address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError):  # no server can listen there
+        return False
+    return ipaddress.ip_address(address).is_loopback
 
 
 def is_address(host: str) -> bool:
@@ -187,8 +206,8 @@ def is_address(host: str) -> bool:
     return True
 
 
-def _host_name(host: str) -> str:
-    """The host in lower case without its port; an IPv6 address without brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
+def _host_name(host: str) -> str | None:
+    """The name in a Host header as `host_of` returns names, or the IP address, without the port and
+    an IPv6 address's brackets; None if it is neither."""
+    found = _HOST.fullmatch(host)
+    return None if found is None else found["address"] or host_of(found["name"])

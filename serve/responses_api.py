@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from hotsplit.serve.answers import Answer, Body, Output, timings_of, usage_of
 from hotsplit.serve.api_error import ApiError
-from hotsplit.serve.exchange import Exchange, sse
+from hotsplit.serve.exchange import Exchange, dumps, sse
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import TextRequest
 from hotsplit.serve.texts import Report
@@ -31,12 +31,12 @@ class ResponsesAnswer(Answer):
         self._is_open = False
         self._number = -1
 
-    async def whole(self, exchange: Exchange) -> Body:
+    async def whole(self, exchange: Exchange) -> bytes:
         (output,) = await self._outputs(exchange)
         (report,) = self._report()
         for _ in (*self._take(output), *self._close(report)):
             pass  # the events matter only in a stream
-        return self._response(report)
+        return dumps(self._response(report))
 
     async def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]:
         try:
@@ -93,12 +93,16 @@ class ResponsesAnswer(Answer):
         body = self._body(_status(report))
         if body["status"] == "incomplete":  # OpenAI has this reason for a full context, too
             body["incomplete_details"] = {"reason": "max_output_tokens"}
-        usage = usage_of([report])
+        usage = usage_of([report], self._num_reasoning)
         body["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            # OpenAI's types require the second, which is for bills.
+            "input_tokens_details": {
+                "cached_tokens": report.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         body["timings"] = timings_of([report])

@@ -2,7 +2,10 @@
 
 Nothing is stored here, so references to an earlier response are refused."""
 
+import json
+import logging
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.chat_requests import MAX_TOOLS, chat_request
@@ -10,7 +13,9 @@ from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import TextRequest
 
+log = logging.getLogger("hotsplit.serve")
 MAX_ITEMS = 4096
+MAX_INCLUDED = 64
 MAX_INSTRUCTIONS = 1 << 24
 _REFERS = "nothing is stored here; send the whole conversation as input"
 # Fields of a chat that have another name in this API.
@@ -33,8 +38,9 @@ def _chat_fields(fields: Fields) -> dict[str, object]:
         fields.only(name, why=_REFERS)
     fields.only("prompt", why="there are no stored prompts here")
     fields.only("background", False, why="a response is sent on its request's connection")
-    fields.only("truncation", "disabled", why="a conversation that is too long is refused")
-    fields.only("include", [], why="answers contain only text and tool calls")
+    fields.choice("truncation", ("auto", "disabled"))  # what is too long is refused
+    fields.ignore("client_metadata")
+    _check_included(fields.items("include", MAX_INCLUDED))
     fields.only("max_tool_calls", why="tools are called by the client")
     fields.only("n", 1, why="a response has one answer")
     fields.only("top_logprobs", 0, why="logprobs are available from /v1/chat/completions")
@@ -42,8 +48,8 @@ def _chat_fields(fields: Fields) -> dict[str, object]:
     chat: dict[str, object] = {"messages": _messages(fields.take("input"), instructions)}
     if (most := fields.whole("max_output_tokens", 1, (1 << 31) - 1)) is not None:
         chat["max_completion_tokens"] = most
-    if tools := fields.items("tools", MAX_TOOLS):
-        chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    if tools := _tools(fields.items("tools", MAX_TOOLS)):
+        chat["tools"] = tools
     if (text := fields.inner("text")) is not None:
         text.ignore("verbosity")
         if (shape := text.inner("format")) is not None:
@@ -62,11 +68,28 @@ def _messages(items: object, instructions: str | None) -> list[object]:
     if not isinstance(items, list) or not 0 < len(items) <= MAX_ITEMS:
         raise wrong("input", f"input: wanted a text, or a list of 1 to {MAX_ITEMS} items")
     messages: list[object] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
+    rules = [] if instructions is None else [_part(instructions)]
     for number, item in enumerate(items):
-        _add(messages, item, f"input[{number}]")
-    return messages
+        if _is_rule(item):
+            content = item.get("content")
+            if not isinstance(content, str | list):
+                place = f"input[{number}].content"
+                raise wrong(place, f"{place}: wanted a text or a list of parts")
+            rules += [_part(content)] if isinstance(content, str) else content
+        else:
+            _add(messages, item, f"input[{number}]")
+    return [{"role": "system", "content": rules}, *messages] if rules else messages
+
+
+def _is_rule(item: object) -> TypeGuard[dict[str, object]]:
+    """True for what belongs into the system message: most templates have one, at the beginning."""
+    if not isinstance(item, dict) or item.get("type", "message") != "message":
+        return False
+    return item.get("role") in ("system", "developer")
+
+
+def _part(text: str) -> object:
+    return {"type": "input_text", "text": text}
 
 
 def _add(messages: list[object], item: object, place: str) -> None:
@@ -75,31 +98,69 @@ def _add(messages: list[object], item: object, place: str) -> None:
         raise wrong(place, f"{place}: wanted an item of type {', '.join(_KINDS)}")
     if kind == "message":
         messages.append({"role": item.get("role"), "content": item.get("content")})
-    elif kind == "function_call":
-        call = {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")},
-        }
+    elif kind in ("function_call", "custom_tool_call"):
+        arguments = item.get("arguments", "{}")
+        if kind == "custom_tool_call":  # its input is any text
+            arguments = {"input": item.get("input")}
+        function = {"name": item.get("name"), "arguments": arguments}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
         last = messages[-1] if messages else None
         if isinstance(last, dict) and last.get("role") == "assistant":
             last.setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    elif kind == "function_call_output":
+    elif kind not in _SKIPPED_ITEMS:
         output = item.get("output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+# Thoughts, and actions without their results: nothing that a template shows to the model.
+_SKIPPED_ITEMS = ("reasoning", "web_search_call")
+_KINDS = (
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+    *_SKIPPED_ITEMS,
+)  # fmt: skip
 
 
-def _tool(tool: object, place: str) -> Mapping[str, object]:
-    """Converts this API's flat form to the nested form of a chat."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise wrong(place, f"{place}: wanted a tool of type function", "unsupported_value")
-    function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
-    return {"type": "function", "function": function}
+def _check_included(names: list[object]) -> None:
+    """Accepts what belongs to items that no answer here has. Refuses the rest."""
+    for name in names:
+        if name not in _INCLUDED:
+            shown = json.dumps(name)[:60]
+            raise wrong("include", f"include: {shown} is not available here, wanted some of"
+                        f" {', '.join(_INCLUDED)}", "unsupported_value")  # fmt: skip
+
+
+_INCLUDED = (
+    "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+    "file_search_call.results", "code_interpreter_call.outputs", "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+)  # fmt: skip
+
+
+_FUNCTION_KEYS = ("name", "description", "parameters")
+
+
+def _tools(tools: list[object]) -> list[Mapping[str, object]]:
+    """The functions, converted from this API's flat form to the nested form of a chat. Tools of
+    other kinds, which some clients offer to every model, are left out."""
+    found: list[Mapping[str, object]] = []
+    others: set[str] = set()
+    for number, tool in enumerate(tools):
+        place = f"tools[{number}]"
+        if not isinstance(tool, dict) or not isinstance(kind := tool.get("type"), str):
+            raise wrong(place, f"{place}: wanted an object with a type")
+        if kind != "function":
+            others.add(kind[:40])
+            continue
+        if not isinstance(tool.get("name"), str):
+            raise wrong(place, f"{place}: wanted a function with a name")
+        function = {name: tool[name] for name in _FUNCTION_KEYS if name in tool}
+        found.append({"type": "function", "function": function})
+    if others:
+        names = json.dumps(sorted(others))[:300]
+        log.info("tools of types %s are left out: models here only call functions", names)
+    return found
 
 
 def _format(shape: Fields) -> dict[str, object]:

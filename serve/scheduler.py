@@ -38,8 +38,8 @@ class QueueFull(Exception):
 
 
 class Scheduler:
-    """Runs the engine, with up to `parallel` texts in progress and up to `queue` that wait, and
-    calls `post` once per step with all of the step's events, if any.
+    """Runs the engine, with up to `parallel` texts in progress, and calls `post` once per step with
+    all of the step's events, if any. Requests are refused while `queue` texts or more wait.
 
     `submit`, `cancel` and `stop` may be called from any thread; `run` belongs to the thread that
     owns the engine."""
@@ -77,13 +77,13 @@ class Scheduler:
         return not self._running and not self._waiting
 
     def submit(self, jobs: Sequence[Job], listen: Listen) -> list[Text]:
-        """Queues the texts of a request. Raises QueueFull, or Stopping after `stop`."""
+        """Queues the texts of a request; they take turns, however many they are, if there is room
+        for the first. Raises QueueFull, or Stopping after `stop`."""
         texts = [Text(job, number, listen) for number, job in enumerate(jobs)]
         with self._change:
             if self._is_stopped:
                 raise Stopping
-            known = len(self._running) + len(self._waiting)
-            if known + len(texts) > self.parallel + self.queue:
+            if len(self._running) + len(self._waiting) >= self.parallel + self.queue:
                 raise QueueFull
             self._waiting.extend(texts)
             self._change.notify()

@@ -12,10 +12,9 @@ from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate
-from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.codec import TextCodec, check_unicode
 from hotsplit.serve.api_error import wrong
-
-LONG_TEXT = 1 << 12  # characters; 10 ms to tokenise
+from hotsplit.tokens.tokenizer_text import refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,33 +45,27 @@ class ServedModel:
                 "context_length_exceeded",
             )
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, including those that the tokenizer adds. Raises ApiError."""
-        try:
-            return self._long_ids(text, is_special=True) or self.codec.encode(text)
-        except HotsplitError as error:
-            raise wrong("prompt", str(error)) from error
+    def encode(self, text: str, param: str = "prompt") -> list[int]:
+        """Tokens of a prompt, as `TextCodec.encode` returns them. Raises ApiError."""
+        begin = [] if self.codec.begin_id is None else [self.codec.begin_id]
+        return self._ids(text, param, is_special=True) or begin
 
     def encode_plain(self, text: str, param: str = "content") -> list[int]:
         """Tokens of the text, with none added. Raises ApiError."""
+        return self._ids(text, param, is_special=False)
+
+    def _ids(self, text: str, param: str, *, is_special: bool) -> list[int]:
+        """`encode` of tokenizers holds the GIL, and so does freeing the offsets that `encode_batch`
+        computes: all answers would stand for up to a second per MiB."""
         try:
-            return self._long_ids(text, is_special=False) or self.codec.encode_rendered(text)
+            check_unicode(text)
+            with refused("its tokenizer cannot encode the text"):
+                (found,) = self.codec.tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=is_special
+                )
         except HotsplitError as error:
             raise wrong(param, str(error)) from error
-
-    def _long_ids(self, text: str, *, is_special: bool) -> list[int] | None:
-        """The tokens of a long text; None for a short one, and for one that the codec will refuse.
-
-        `encode` of tokenizers holds the GIL, which stalls all answers for seconds per MiB;
-        `encode_batch` releases it."""
-        if len(text) < LONG_TEXT:
-            return None
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return None
-        (found,) = self.codec.tokenizer.encode_batch([text], add_special_tokens=is_special)
-        return list(found.ids)
+        return found.ids
 
     def chain(self, sampling: SamplingOptions) -> SamplerChain:
         return chain_of(sampling, self._breakers_of, self.vocab_size)

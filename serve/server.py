@@ -6,6 +6,7 @@ running answers may take `drain_s` to finish, and `run` returns; a second signal
 once, with status 130."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -96,6 +97,9 @@ class Server:
                 if self.service.is_stopping:  # signalled while the model was loading
                     scheduler.stop()
                 self._tell(lambda: self._begin(served, scheduler, url))
+                # Full collections, which hold the GIL, need not visit what lives until the end.
+                gc.collect()
+                gc.freeze()
                 scheduler.run()
         except BaseException as error:  # noqa: BLE001  # raised by the main thread
             self._error = error
@@ -201,6 +205,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         max_tokens=config.max_tokens,
     )
     served.chain(config.sampling)  # refuses impossible options
+    _ = codec.literal  # read now, with the GIL held for a second if the vocabulary is large
     with suppress(HotsplitError):  # requests with constraints are answered with the reason
         json_schema_constraint({"type": "object"}, codec)  # fills the cache of the vocabulary
     return served

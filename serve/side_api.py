@@ -5,7 +5,7 @@ import base64
 import hashlib
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,12 +15,14 @@ from starlette.responses import Response
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.chat_requests import take_rendering
-from hotsplit.serve.exchange import JsonResponse
+from hotsplit.serve.exchange import JsonResponse, dumps, dumps_with
+from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
-MAX_TEXT = 1 << 20  # characters in a /tokenize request; 5 s on a busy core
+MAX_TEXT = 1 << 20  # characters in a /tokenize request; a second of one core
 MAX_TOKENS = 1 << 17  # in a /detokenize request
+NUM_AT_ONCE = 1 << 12  # tokens that are written as JSON in one call
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -129,14 +131,11 @@ async def tokenize(service: Service, request: Request) -> Response:
     fields.finish()
     served = service.served
 
-    def answer() -> JsonResponse:
+    def answer() -> Response:
         reader = served if is_parsed else replace(served, codec=served.codec.literal)
-        ids = reader.encode(content) if is_special else reader.encode_plain(content)
-        if not has_pieces:
-            return JsonResponse({"tokens": ids})
-        return JsonResponse(
-            {"tokens": [{"id": i, "piece": _piece(served.token_bytes(i))} for i in ids]}
-        )
+        encode = reader.encode if is_special else reader.encode_plain
+        body = token_list(served, encode(content, "content"), has_pieces=has_pieces)
+        return Response(body, media_type="application/json")
 
     return await service.prepared(answer)
 
@@ -149,8 +148,10 @@ async def detokenize(service: Service, request: Request) -> Response:
     ids = [i for i in found if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size]
     if len(ids) < len(found):
         raise wrong("tokens", f"tokens: wanted token ids, 0 to {size - 1}")
-    tokenizer = service.served.codec.tokenizer
-    text = await service.prepared(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    tokenizer = service.served.codec.tokenizer  # its `decode` holds the GIL
+    (text,) = await service.prepared(
+        lambda: tokenizer.decode_batch([ids], skip_special_tokens=False)
+    )
     return JsonResponse({"content": text})
 
 
@@ -160,6 +161,17 @@ async def apply_template(service: Service, request: Request) -> Response:
     rendering = await service.prepared(lambda: take_rendering(fields, service.served))
     fields.finish()
     return JsonResponse({"prompt": rendering.text})
+
+
+def token_list(served: ServedModel, ids: list[int], *, has_pieces: bool) -> bytes:
+    """The body of an answer of /tokenize."""
+    parts = (ids[at : at + NUM_AT_ONCE] for at in range(0, len(ids), NUM_AT_ONCE))
+    items = map(partial(_with_pieces, served), parts) if has_pieces else parts
+    return dumps_with({}, "tokens", (dumps(part)[1:-1] for part in items))
+
+
+def _with_pieces(served: ServedModel, ids: list[int]) -> list[dict[str, object]]:
+    return [{"id": i, "piece": _piece(served.token_bytes(i))} for i in ids]
 
 
 def _piece(found: bytes) -> str | list[int]:

@@ -46,7 +46,8 @@ HONEST: dict[str, Any] = {
     "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
     "max_tokens": 4, "temperature": 0.0, "top_p": 0.9, "top_k": 20, "seed": 3, "stop": ["\n\n"],
     "stream": False, "n": 1, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1.0},
-    "response_format": {"type": "text"}, "frequency_penalty": 0.1,
+    "response_format": {"type": "text"}, "frequency_penalty": 0.1, "dry_multiplier": 0.5,
+    "dry_sequence_breakers": ["\n", ":"], "xtc_probability": 0.1, "samplers": ["dry", "top_k", "xtc"],
 }  # fmt: skip
 TEXT = {key: HONEST[key] for key in ("max_tokens", "temperature", "seed", "stop", "stream")}
 HONEST_BY_PATH: dict[str, dict[str, Any]] = {

@@ -120,16 +120,32 @@ def test_the_page_runs_only_its_own_script():
     "host, is_ours",
     [("localhost:8080", True), ("127.0.0.1:8080", True), ("[::1]:8080", True), ("LOCALHOST", True),
      ("evil.example:8080", False), ("localhost.evil.example", False), ("", False),
-     ("127.0.0.1.evil.example", False), ("my.name", True)],
+     ("127.0.0.1.evil.example", False), ("my.name", True), ("My.Name.:80", True),
+     ("localhost.", True), ("[::1]", True), ("[::1].evil.example", False), ("[::1]evil", False),
+     ("[::1", False), ("::1", False), ("[localhost]", False), ("[my.name]", False),
+     ("localhost:80.evil.example", False), ("localhost:a", False), ("127.0.0.1:80:80", False),
+     ("evil.example@localhost", False), ("localhost@evil.example", False), ("localhost/", False),
+     ("localhost, evil.example", False), ("[::1%25a]", False), ("xn--mller-kva.local", True),
+     ("localhost:\u0661", False)],
 )  # fmt: skip
 def test_a_local_server_without_a_key_accepts_only_its_own_host_names(host, is_ours):
-    service = service_of(hosts=("my.name",))
+    service = service_of(hosts=("My.NAME", "m\u00fcller.local"))
     status, _, content = ask(service, "GET", "/health", {"host": host})
     assert (status, content.get("error", {}).get("code")) == (
         (503, None) if is_ours else (403, "wrong_host")
     )
     assert ask(service_of(api_key=KEY), "GET", "/health", {"host": host})[0] == 503
     assert ask(service_of(host="0.0.0.0"), "GET", "/health", {"host": host})[0] == 503
+
+
+@pytest.mark.parametrize(
+    "host, is_guarded",
+    [("localhost", True), ("LocalHost", True), ("127.1", True), ("127.9.9.9", True),
+     ("0.0.0.0", False), ("8.8.8.8", False)],
+)  # fmt: skip
+def test_what_is_loopback_is_looked_up(host, is_guarded):
+    status, _, _ = ask(service_of(host=host), "GET", "/health", {"host": "evil.example"})
+    assert status == (403 if is_guarded else 503)
 
 
 ORIGIN = {"origin": "http://page.example"}
@@ -144,7 +160,11 @@ def test_cors_is_off_unless_the_origin_is_allowed():
         assert ask(service, "OPTIONS", "/v1/completions", PREFLIGHT)[0] == 405
 
 
-@pytest.mark.parametrize("known, allowed", [("*", "*"), ("http://page.example",) * 2])
+@pytest.mark.parametrize(
+    "known, allowed",
+    [("*", "*"), *((known, ORIGIN["origin"]) for known in (
+        "http://page.example", "http://Page.Example", "HTTP://page.example:80"))],
+)  # fmt: skip
 def test_cors_for_allowed_origins(known, allowed):
     service = service_of(origins=(known,), api_key=KEY)
     status, headers, _ = ask(service, "OPTIONS", "/v1/completions", PREFLIGHT)
@@ -255,6 +275,8 @@ def test_a_line_of_the_log_is_one_line():
 
 @pytest.mark.parametrize(
     "fields", [{"parallel": 0}, {"port": 70000}, {"queue": -1}, {"max_tokens": 0}, {"api_key": ""},
+               *({"hosts": (host,)} for host in ("my.name:80", "http://my.name", "", ".", "*", "a b", "[::1]")),
+               *({"origins": (origin,)} for origin in ("http://a/", "a", "http://a:123456", "http://a:\u0661")),
                {"api_key": "a\nb"}, {"timeout_s": 0.0}, {"drain_s": float("nan")}, {"kept": -1}],
 )  # fmt: skip
 def test_impossible_configs_are_refused(fields):
@@ -325,6 +347,20 @@ def test_connections_with_slow_heads_are_closed(listening):
 def test_the_time_for_the_second_head_of_a_connection_is_limited_too(listening):
     found = closed_after(listening, [HEAD + b"\r\n", HEAD])
     assert found.count(b"HTTP/1.1 503") == 1
+
+
+@pytest.mark.parametrize("line", [b"POST /tokenize", b"GET /health", b"OPTIONS /tokenize"])
+@pytest.mark.parametrize("is_length_first", [True, False])
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
+    patient, line, is_length_first
+):
+    lengths = [b"Content-Length: 4\r\n", b"Transfer-Encoding: chunked\r\n"]
+    more = b"Content-Type: application/json\r\nOrigin: http://a\r\nAccess-Control-Request-Method: POST\r\n"
+    head = line + b" HTTP/1.1\r\nHost: localhost\r\n" + more
+    head += b"".join(lengths if is_length_first else lengths[::-1]) + b"\r\n"
+    found = closed_after(patient, [head + b"2\r\n{}\r\n0\r\n\r\n" + HEAD + b"\r\n"])
+    assert found.startswith(b"HTTP/1.1 400") and b"connection: close" in found.lower()
+    assert found.count(b"HTTP/1.1") == 1 and b"Transfer-Encoding; send one" in found
 
 
 def test_connections_are_bounded(listening):

@@ -1,16 +1,11 @@
 """The server's main memory: a cache that does not fit is refused, and a finished text is freed at
-once, which is tested with Python's cycle collector off. Other threads run while a long text is
-tokenised."""
+once, which is tested with Python's cycle collector off."""
 
 import asyncio
 import gc
-import threading
-import time
 import weakref
 
 import pytest
-from serving import TOKENIZER
-from tokenizers import Tokenizer
 
 from hotsplit import Engine
 from hotsplit.commands.serve import _cache_bytes, _check_memory
@@ -19,12 +14,9 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import Exchange
 from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Scheduler
-from hotsplit.serve.served_model import LONG_TEXT, ServedModel
 from hotsplit.serve.texts import Job
 
 pytest_plugins = ("serve_fixtures",)
@@ -79,40 +71,3 @@ async def asked(engine, *, is_cancelled):
         assert [number async for found in exchange.batches() for number, _ in found]
         exchange.cancel()  # as every request does at its end
     return left
-
-
-@pytest.fixture(scope="module")
-def served():
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    return ServedModel(
-        name="a", created=0, codec=TextCodec(tokenizer, None, frozenset()), template="none",
-        vocab_size=4096, context_length=256, trained_context_length=256, num_parameters=0,
-        num_bytes=0, longest_token=20, defaults=SamplingOptions(), max_tokens=-1,
-    )  # fmt: skip
-
-
-def test_a_long_text_gets_the_codecs_tokens(served):
-    for text in ("Hello, world. " * LONG_TEXT, "caf\u00e9 " * LONG_TEXT):
-        assert served.encode_plain(text) == served.codec.encode_rendered(text)
-        assert served.encode(text) == served.codec.encode(text)
-    with pytest.raises(ApiError, match="UTF-8"):
-        served.encode("a" * LONG_TEXT + "\ud800")
-
-
-def test_other_threads_run_while_a_long_text_is_tokenised(served):
-    text = "Hello, world. " * (1 << 15)
-    ticks, is_over = [], threading.Event()
-
-    def tick():
-        while not is_over.wait(0.002):
-            ticks.append(time.perf_counter())
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    began = time.perf_counter()
-    served.encode_plain(text)
-    ended = time.perf_counter()
-    is_over.set()
-    thread.join()
-    early = [at for at in ticks if began + 0.01 < at < began + 0.6 * (ended - began)]
-    assert len(early) >= 3, (ended - began, len(ticks))

@@ -22,14 +22,14 @@ from hotsplit.serve.server import Server
 pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
-# As many texts as `narrow` takes, 64, and 16,000 tokens, enough to still run after a few requests.
+# 64 texts, more than `narrow` lets wait, and 16,000 tokens, enough to still run after a few requests.
 FULL = {**LONG, "prompt": [[7]] * 4, "n": 16}
 
 
 @pytest.fixture
 def narrow(model):
-    """A server that computes one text at a time and lets 63 wait."""
-    options = ("-np", "1", "--kept", "1", "--queue", "63", "--drain", "60", "--log-json")
+    """A server that computes one text at a time and refuses requests while 30 wait."""
+    options = ("-np", "1", "--kept", "1", "--queue", "30", "--drain", "60", "--log-json")
     with Served(model, *options, key="k") as served:
         yield served
 
@@ -55,7 +55,7 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
     found = []
     first = in_background(narrow, FULL, found)
     narrow.until(lambda: narrow.metric("hotsplit_running") == 1)
-    # Another 64 texts are refused until the last of the first 64 has ended.
+    # Another 64 texts are refused until half of the first 64 have ended.
     status, answer = narrow.ask("/v1/completions", FULL)
     assert status == 429 and answer["error"]["type"] == "rate_limit_error"
     assert 1 <= int(narrow.headers["retry-after"]) <= 60

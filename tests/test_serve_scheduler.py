@@ -275,6 +275,27 @@ def test_the_queue_is_bounded(model):
     bench.close()
 
 
+@pytest.mark.parametrize("queue", [0, 3])
+def test_a_request_of_more_texts_than_the_queue_takes_turns(model, queue):
+    bench = Bench(model, parallel=2, kept=0, queue=queue)
+    codec, options = bench.engine.codec, GenerationOptions(max_tokens=3)
+    draws = chain_of(SAMPLINGS[0], cached_breakers(codec), bench.engine.model.spec.vocab_size)
+    job = Job(ids=[1, 2], codec=codec, draws=draws, options=options)
+    for _ in range(2):  # the second time as the first
+        ended = []
+
+        def hear(number, event, ended=ended):
+            if isinstance(event, Ended):
+                ended.append(number)
+
+        bench.scheduler.submit([job] * 11, hear)
+        with pytest.raises(QueueFull):
+            bench.submit("late", [9])
+        bench.finish()
+        assert sorted(ended) == list(range(11))
+    bench.close()
+
+
 def test_first_come_first_served(model):
     bench = Bench(model, parallel=1, kept=1)
     order = []

@@ -38,24 +38,26 @@ def dry_breakers(codec: TextCodec, breakers: Sequence[str]) -> Breakers:
         return {}
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     words = tokenizer.decode_batch([[i] for i in range(size)], skip_special_tokens=False)
-    found: dict[int, dict[tuple[int, ...], None]] = defaultdict(dict)
+    found: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    tails_by_prefix: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
 
     def tokens(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
     for breaker in wanted:
-        tails = {n: tokens(breaker[n:])[:_MAX_TAIL] for n in range(1, len(breaker))}
-        whole = tokens(breaker)
-        if whole:
-            found[whole[0]][whole[1 : 1 + _MAX_TAIL]] = None
-        for token_id, word in enumerate(words):
-            if breaker in word:
-                found[token_id][()] = None
-                continue
-            for n, tail in tails.items():
-                if word.endswith(breaker[:n]):
-                    found[token_id][tail] = None
-    return {token_id: tuple(tails) for token_id, tails in found.items()}
+        for n in range(1, len(breaker)):
+            tails_by_prefix[breaker[:n]].append((breaker, tokens(breaker[n:])[:_MAX_TAIL]))
+        if whole := tokens(breaker):
+            found[whole[0]].add(whole[1 : 1 + _MAX_TAIL])
+    for token_id, word in enumerate(words):
+        contained = {breaker for breaker in wanted if breaker in word}
+        if contained:
+            found[token_id].add(())
+        for n in range(1, min(len(word), _MAX_BREAKER_LENGTH) + 1):
+            for breaker, tail in tails_by_prefix.get(word[-n:], ()):
+                if breaker not in contained:
+                    found[token_id].add(tail)
+    return {token_id: tuple(sorted(tails)) for token_id, tails in found.items()}
 
 
 def cached_breakers(codec: TextCodec) -> BreakersOf:

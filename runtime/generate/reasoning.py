@@ -42,6 +42,11 @@ class ReasoningSplitter:
         self._place: Place = "inside" if is_open else "before"
         self._held = ""
 
+    @property
+    def is_over(self) -> bool:
+        """True once what follows is the answer."""
+        return self._place == "after"
+
     def push(self, text: str) -> list[tuple[str, bool]]:
         """Adds a piece; returns the text whose kind is certain and holds back the rest."""
         self._held += text

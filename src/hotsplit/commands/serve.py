@@ -52,7 +52,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
               help="Number of further texts whose KV cache is kept for requests with the same prefix."
                    " [default: as many as --parallel; with a plan, all that it has room for]")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
-              help="Texts that may wait; requests for more are refused with 429.")  # fmt: skip
+              help="Waiting texts from which on further requests are refused with 429.")  # fmt: skip
 @context_option(
     "Context length of a request in tokens. [default: the plan's, or the model's up to 4,096]"
 )
