@@ -57,7 +57,7 @@ class Voice:
 
     def say(self, tokens: Sequence[Token]) -> Output:
         texts = (
-            token.text if token.id is None else self._marks.get(token.id, token.text)
+            token.text if token.id is None else token.text + self._marks.get(token.id, "")
             for token in tokens
         )
         text = "".join(texts)

@@ -93,9 +93,7 @@ class ServedModel:
 
     def hidden_marks(self, texts: Sequence[str]) -> dict[int, str]:
         """The special tokens among these texts, by id; the codec leaves them out of answers."""
-        added = self.codec.tokenizer.get_added_tokens_decoder()
-        return {i: token.content for i, token in added.items()
-                if token.special and token.content in texts}  # fmt: skip
+        return {i: text for i, text in self.codec.special_texts.items() if text in texts}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; for an added one, those of its name."""

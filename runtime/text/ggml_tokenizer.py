@@ -26,6 +26,7 @@ from tokenizers import (
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
+from hotsplit.runtime.text.end_tokens import CONTROL_TEXTS
 from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -82,9 +83,12 @@ class _Vocabulary:
                 " the file again"
             )
         read = cls(path=path, keys=keys, tokens=tokens, types=[TokenType.NORMAL] * len(tokens))
-        if Keys.Tokenizer.TOKEN_TYPE not in keys:
-            return read
-        types = [int(number) for number in read.numbers(Keys.Tokenizer.TOKEN_TYPE)]
+        types = read.types
+        if Keys.Tokenizer.TOKEN_TYPE in keys:
+            types = [int(number) for number in read.numbers(Keys.Tokenizer.TOKEN_TYPE)]
+        for number, token in enumerate(tokens):
+            if token in CONTROL_TEXTS:  # whatever the file says, as in llama.cpp
+                types[number] = TokenType.CONTROL
         return dataclasses.replace(read, types=types)
 
     def numbers(self, key: str) -> list[float]:

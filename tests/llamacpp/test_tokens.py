@@ -5,8 +5,10 @@ import json
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import random_llama
+from test_end_tokens import EVERY_END, with_texts
 from texts import (
     COMBINING,
     byte_level_tokenizer,
@@ -20,6 +22,7 @@ from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.end_tokens import END_TEXTS
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = mixed_lines()
@@ -44,6 +47,16 @@ def named(name: str) -> tuple[Tokenizer, str, str]:
     if name == "llama":
         return sentencepiece_tokenizer(600), "<s>", "</s>"
     return byte_level_tokenizer(name, 600), END, END
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4, 5])
+def test_the_same_tokens_end_a_text(llama_cpp, tmp_path, kind):
+    """All texts at once, in which some end nothing; and each alone, with others that never do."""
+    others = ["<|im_start|>", "<|fim_prefix|>", "<|start|>", "< EOT >", "[e~", "</S>", "<pad>"]
+    for number, texts in enumerate([list(END_TEXTS), *([text, *others] for text in EVERY_END)]):
+        model = with_texts(texts, kind, **{"tokenizer.ggml.eos_token_id": np.uint32(3)})
+        model.save(path := tmp_path / f"{number}.gguf")
+        assert {*llama_cpp("ends", model=path)["ids"]} == TextCodec.of(model).end_ids, texts
 
 
 @pytest.mark.parametrize("name", ["bundled", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"])
