@@ -53,7 +53,7 @@ def keys_of(folder: Path, **changes: object) -> dict:
     return {name: value for name, value in keys.items() if value is not None}
 
 
-NAMES = ["bundled", "few words", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"]
+NAMES = ["bundled", "few words", "gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "llama"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,6 +72,18 @@ def test_a_rebuilt_tokenizer_gives_the_same_tokens_and_text(tmp_path, name):
             assert rebuilt.decode(ids, skips) == source.decode(ids, skips)
             assert streamed(rebuilt, ids, skips) == streamed(source, ids, skips)
     assert rebuilt.decode([source.get_vocab_size()]) == "", "padding has no text"
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [("qwen2", "deepseek-r1-qwen"), ("llama-bpe", "falcon3"), ("gpt-2", "phi-2"),
+     ("smollm", "refact"), ("smaug-bpe", "glm4"), ("llama-bpe", "pixtral"), ("gpt-2", "mellum")],
+)  # fmt: skip
+def test_a_pre_tokenizer_has_all_its_names(tmp_path, name, other):
+    """tests/llamacpp compares each name with llama.cpp's."""
+    keys = keys_of(folder_of(name, tmp_path / "c"), add_bos_token=None)
+    found = ggml_tokenizer(WHERE, keys | {"tokenizer.ggml.pre": other})
+    assert found.to_str() == ggml_tokenizer(WHERE, keys).to_str()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -204,7 +216,7 @@ REFUSALS = [
     ("few words", {"model": "t5"}, "of kind 't5'"),
     ("few words", {"model": "rwkv"}, "of kind 'rwkv'"),
     ("few words", {"model": None}, "of kind None"),
-    ("few words", {"pre": "default"}, "is 'default'; known are gpt-2, smollm, llama-bpe, qwen2"),
+    ("few words", {"pre": "default"}, "is 'default'; known are gpt-2, smollm, llama-bpe, smaug-bpe"),
     ("few words", {"pre": None}, "is None; known are"),
     ("few words", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
     ("few words", {"tokens": ["a", "a"], "token_type": None}, "of another one (1 of 2)"),

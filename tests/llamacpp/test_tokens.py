@@ -21,8 +21,10 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.end_tokens import END_TEXTS
+from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = mixed_lines()
@@ -38,6 +40,22 @@ def stock_file(folder: Path, tokenizer: Tokenizer, begin: str = END, end: str = 
     path = folder / "m.gguf"
     convert(ConvertConfig(source=folder, output=path, layout="stock"))
     return path
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL_KINDS, ids=lambda kind: kind.name)
+def test_all_names_of_a_pre_tokenizer_split_alike(llama_cpp, tmp_path, kind):
+    stock = stock_file(tmp_path / "c", byte_level_tokenizer(kind.name, 600))
+    keys, tensors = read_gguf(stock, "model file")
+    del keys[TOKENIZER_KEY]
+    lines = [line for line in LINES if unicodedata.is_normalized("NFC", line)]
+    for name in (kind.name, *kind.other_names):
+        changes = {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": False}
+        write_gguf(path := tmp_path / "m.gguf", "llama", keys | changes, tensors)
+        codec = TextCodec.of(ModelFile.load(path))
+        found = llama_cpp(
+            "tokenize", model=path, lines=lines, add_special=False, parse_special=True
+        )
+        assert found["ids"] == [codec.encode_rendered(line) for line in lines], name
 
 
 def named(name: str) -> tuple[Tokenizer, str, str]:
@@ -59,7 +77,9 @@ def test_the_same_tokens_end_a_text(llama_cpp, tmp_path, kind):
         assert {*llama_cpp("ends", model=path)["ids"]} == TextCodec.of(model).end_ids, texts
 
 
-@pytest.mark.parametrize("name", ["bundled", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    "name", ["bundled", "gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "llama"]
+)
 def test_all_three_give_the_same_tokens(llama_cpp, tmp_path, name):
     tokenizer, begin, end = named(name)
     path = stock_file(tmp_path, tokenizer, begin, end)

@@ -24,17 +24,47 @@ class ByteLevelKind:
     adds_begin: bool = False  # llama.cpp's default if the file does not state it
 
 
+# The other names are those that llama.cpp gives the same pattern, whether or not it has a graph for
+# the models that are published with them.
 BYTE_LEVEL_KINDS = (
-    ByteLevelKind(name="gpt-2", pattern=None),
-    ByteLevelKind(name="smollm", pattern=None, splits_digits=True),
+    ByteLevelKind(
+        name="gpt-2",
+        other_names=(
+            "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0",
+            "mellum", "modern-bert", "mpt", "olmo", "jais", "trillion", "granite-docling",
+        ),
+        pattern=None,
+    ),
+    ByteLevelKind(
+        name="smollm",
+        other_names=(
+            "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
+        ),
+        pattern=None,
+        splits_digits=True,
+    ),
     ByteLevelKind(
         name="llama-bpe",
-        other_names=("llama3", "llama-v3"),
+        other_names=(
+            "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+            "jina-v5-nano",
+        ),
         pattern=_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,
         whole_words_first=True,
         adds_begin=True,
     ),
     ByteLevelKind(
-        name="qwen2", pattern=_CONTRACTIONS + r"\p{N}" + _SPACES, is_published_with_nfc=True
+        name="smaug-bpe",
+        other_names=("dbrx", "chatglm-bpe", "glm4"),
+        pattern=_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,
     ),
-)
+    ByteLevelKind(
+        name="qwen2",
+        other_names=(
+            "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open",
+            "grok-2",
+        ),
+        pattern=_CONTRACTIONS + r"\p{N}" + _SPACES,
+        is_published_with_nfc=True,
+    ),
+)  # fmt: skip
