@@ -49,7 +49,9 @@ class ServedModel:
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, including those that the tokenizer adds. Raises ApiError."""
         try:
-            return self._long_ids(text, is_special=True) or self.codec.encode(text)
+            if ids := self._long_ids(text, is_special=True):
+                self.codec.warn_of_two_begins(ids)
+            return ids or self.codec.encode(text)
         except HotsplitError as error:
             raise wrong("prompt", str(error)) from error
 

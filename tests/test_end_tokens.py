@@ -11,15 +11,18 @@ import pytest
 from checkpoints import edit_config, random_llama
 from models import make_model, make_sizes
 from texts import byte_level_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY, ModelFile
+from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.vocabulary import vocabulary_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.text import codec as codec_module
+from hotsplit.runtime.text import token_ids
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.end_tokens import CODE_TEXTS, END_TEXTS
 
@@ -127,12 +130,38 @@ def test_a_chat_stops_at_a_turn_that_the_file_does_not_name(tmp_path, kind):
         assert engine.last_run.stopped_by == "end of text"
 
 
-@pytest.mark.parametrize("kind", ["eos", "eot", "eom", "bos"])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["eos", "eot", "eom", "bos", "fim_pad"])
 @pytest.mark.parametrize(
-    "wrong", [np.int32(-1), np.uint32(99_999), np.uint32(SIZE), np.uint32(0xFFFFFFFF), "x", True,
-              np.float32(3.0), [np.int32(3)]],
-)  # fmt: skip
-def test_an_id_that_no_token_has_is_refused(kind, wrong):
+    "above", [np.int32(-1), np.uint32(99_999), np.uint32(SIZE), np.uint64(0xFFFFFFFF)]
+)
+def test_a_number_that_no_token_has_is_noted_and_ignored(kind, above, own, caplog):
+    """Files state such a number for a token that they do not use."""
+    token_ids._note_unused.cache_clear()
+    caplog.set_level("INFO", "hotsplit")
+    for _ in range(2):
+        codec = TextCodec.of(model_of(own, **{key(kind): above}))
+    assert named_ends(model_of(own, **{key(kind): above})) == set() and codec.begin_id is None
+    assert [*codec.encode("a")] == codec.encode_rendered("a")
+    (line,) = caplog.messages
+    assert line == (
+        f"note: memory.gguf: {key(kind)} {above} is not a token of the model, 0 to 399, and is"
+        " ignored"
+    )
+
+
+def test_a_number_that_no_token_has_is_refused_for_a_token_that_every_text_gets():
+    for flag, kind in (("add_bos", "bos"), ("add_eos", "eos")):
+        keys = {f"tokenizer.ggml.{flag}_token": True, key(kind): np.uint32(SIZE)}
+        with pytest.raises(
+            HotsplitError, match="wanted the id of a token, which is added to every"
+        ):
+            TextCodec.of(model_of(False, **keys))
+
+
+@pytest.mark.parametrize("kind", ["eos", "eot", "eom", "bos"])
+@pytest.mark.parametrize("wrong", ["x", True, np.float32(3.0), [np.int32(3)]])
+def test_an_id_that_is_no_number_is_refused(kind, wrong):
     with pytest.raises(HotsplitError, match=f"{kind}_token_id is .* wanted a token") as refusal:
         TextCodec.of(model_of(True, **{key(kind): wrong}))
     assert "\n" not in str(refusal.value)
@@ -190,3 +219,46 @@ def test_the_list_of_the_config_is_kept_too(checkpoint, tmp_path):
     edit_config(folder, lambda config: config.update(eos_token_id=[4, 6]))
     convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
     assert TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids >= {4, 6}
+
+
+# ---- the token that begins a text -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "adds, text, is_warned",
+    [
+        (True, "<|im_end|>a", True),
+        (True, "<|im_end|>", True),
+        (True, "<|im_end|><|im_end|>a", True),
+        (True, "a<|im_end|>", False),
+        (True, "a", False),
+        (True, "", False),
+        (False, "<|im_end|>a", False),
+        (False, "<|im_end|><|im_end|>a", False),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_text_that_repeats_the_beginning_is_warned_of_once(own, adds, text, is_warned, caplog):
+    codec_module._warn_of_two.cache_clear()
+    begin = TextCodec.of(model_of(own)).tokenizer.token_to_id("<|im_end|>")
+    model = model_of(own, **{key("bos"): np.uint32(begin), "tokenizer.ggml.add_bos_token": adds})
+    codec = TextCodec.of(model)
+    if own and adds:
+        codec.tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im_end|> $A", special_tokens=[("<|im_end|>", begin)]
+        )
+    for _ in range(2):
+        codec.encode(text)
+        codec.encode_rendered(text)
+    assert len(caplog.messages) == is_warned
+    for line in caplog.messages:
+        assert "begins with <|im_end|>, which the tokenizer adds as well" in line
+
+
+def test_a_command_warns_of_two_beginnings_in_one_line(tmp_path, capsys):
+    codec_module._warn_of_two.cache_clear()
+    begin = TextCodec.of(model_of(False)).tokenizer.token_to_id("<|eot_id|>")
+    added = {key("bos"): np.uint32(begin), "tokenizer.ggml.add_bos_token": True}
+    model_of(False, **added).save(tmp_path / "m.gguf")
+    assert main(["generate", str(tmp_path / "m.gguf"), "-p", "<|eot_id|>ab", "-n", "2"]) == 0
+    assert capsys.readouterr().err.count("twice; leave it out of the text") == 1

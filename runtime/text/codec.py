@@ -1,8 +1,9 @@
 """Converts text to token ids and back, with the model file's tokenizer."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from tokenizers import Tokenizer
 
@@ -14,6 +15,7 @@ from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer
 from hotsplit.runtime.text.token_ids import named_id
 from hotsplit.tokens.tokenizer_text import read_tokenizer, refused
 
+log = logging.getLogger(__name__)
 # With this many tokens held back, text is emitted even if they do not decode to whole characters; a
 # character has at most 4 bytes.
 _MAX_HELD = 8
@@ -59,7 +61,18 @@ class TextCodec:
 
         Raises HotsplitError for text that is not Unicode (bytes of another encoding)."""
         ids = self._ids(text, add_special_tokens=True)
+        self.warn_of_two_begins(ids)
         return ids or ([] if self.begin_id is None else [self.begin_id])
+
+    def warn_of_two_begins(self, ids: Sequence[int]) -> None:
+        """Warns, once, of `ids` of a text that begins with the token that the tokenizer has put
+        before it; models are trained on one."""
+        if self._adds_begin and ids[1:2] == [self.begin_id]:
+            _warn_of_two(self.tokenizer.id_to_token(self.begin_id))
+
+    @cached_property
+    def _adds_begin(self) -> bool:
+        return self.tokenizer.encode("").ids[:1] == [self.begin_id]
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a rendered chat template: parses special tokens in it and adds none.
@@ -122,6 +135,14 @@ class TextStream:
         self._ids, self._num_known = self._ids[self._num_known :], end - self._num_known
         self._known = self._tokenizer.decode(self._ids[: self._num_known])
         return new
+
+
+@cache
+def _warn_of_two(begin: str) -> None:
+    log.warning(
+        f"note: the text begins with {begin}, which the tokenizer adds as well, so the model reads it"
+        " twice; leave it out of the text"
+    )
 
 
 def check_unicode(text: str, what: str = "text") -> None:
