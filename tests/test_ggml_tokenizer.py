@@ -24,6 +24,7 @@ from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text.codec import TextCodec, TextStream
 from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer, merges_of_scores
+from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS
 
 BUNDLED = Path(__file__).parent.parent / "examples/tiny-relu"
 WHERE = Path("theirs.gguf")
@@ -84,6 +85,29 @@ def test_a_pre_tokenizer_has_all_its_names(tmp_path, name, other):
     keys = keys_of(folder_of(name, tmp_path / "c"), add_bos_token=None)
     found = ggml_tokenizer(WHERE, keys | {"tokenizer.ggml.pre": other})
     assert found.to_str() == ggml_tokenizer(WHERE, keys).to_str()
+
+
+SPLIT = "HelloWORLD it'S x==y, 12345 a.b\n\n"
+SPLITS = {  # by llama.cpp's patterns; tests/llamacpp compares tokens with llama.cpp itself
+    "gpt-2": "HelloWORLD| it|'|S| x|==|y|,| 12345| a|.|b|\n\n",
+    "smollm": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n\n",
+    "llama-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
+    "smaug-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
+    "qwen2": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
+    "falcon": "HelloWORLD| it|'|S| x|==|y|,| |123|45| a|.|b|\n\n",
+    "tekken": "Hello|WORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
+    "deepseek-v3": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
+    "deepseek-coder": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n|\n",
+    "seed-coder": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
+    "viking": "HelloWORLD| it'S| x==y|,| |1|2|3|4|5| a|.|b|\n\n",
+}
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL_KINDS, ids=lambda kind: kind.name)
+def test_each_pre_tokenizer_splits_as_its_pattern_says(tmp_path, kind):
+    keys = keys_of(folder_of("gpt-2", tmp_path / "c"), pre=kind.name, add_bos_token=False)
+    found = ggml_tokenizer(WHERE, keys).pre_tokenizer.pre_tokenize_str(SPLIT)
+    assert [SPLIT[slice(*place)] for _, place in found] == SPLITS[kind.name].split("|")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -216,7 +240,11 @@ REFUSALS = [
     ("few words", {"model": "t5"}, "of kind 't5'"),
     ("few words", {"model": "rwkv"}, "of kind 'rwkv'"),
     ("few words", {"model": None}, "of kind None"),
-    ("few words", {"pre": "default"}, "is 'default'; known are gpt-2, smollm, llama-bpe, smaug-bpe"),
+    (
+        "few words",
+        {"pre": "default"},
+        "is 'default'; known are gpt-2, smollm, llama-bpe, smaug-bpe",
+    ),
     ("few words", {"pre": None}, "is None; known are"),
     ("few words", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
     ("few words", {"tokens": ["a", "a"], "token_type": None}, "of another one (1 of 2)"),

@@ -162,9 +162,8 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if kind.splits_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if kind.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(kind.pattern), "isolated"))
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.pattern is None)
+    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not kind.patterns)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
     if kind.is_published_with_nfc:
         tokenizer.normalizer = normalizers.NFC()

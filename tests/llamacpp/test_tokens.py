@@ -44,9 +44,9 @@ def stock_file(folder: Path, tokenizer: Tokenizer, begin: str = END, end: str = 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL_KINDS, ids=lambda kind: kind.name)
 def test_all_names_of_a_pre_tokenizer_split_alike(llama_cpp, tmp_path, kind):
-    stock = stock_file(tmp_path / "c", byte_level_tokenizer(kind.name, 600))
+    stock = stock_file(tmp_path / "c", byte_level_tokenizer("gpt-2", 600))
     keys, tensors = read_gguf(stock, "model file")
-    del keys[TOKENIZER_KEY]
+    del keys[TOKENIZER_KEY], keys["general.architecture"]
     lines = [line for line in LINES if unicodedata.is_normalized("NFC", line)]
     for name in (kind.name, *kind.other_names):
         changes = {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": False}
