@@ -67,8 +67,9 @@ class TextCodec:
     def warn_of_two_begins(self, ids: Sequence[int]) -> None:
         """Warns, once, of `ids` of a text that begins with the token that the tokenizer has put
         before it; models are trained on one."""
-        if self._adds_begin and ids[1:2] == [self.begin_id]:
-            _warn_of_two(self.tokenizer.id_to_token(self.begin_id))
+        begin = self.begin_id
+        if begin is not None and self._adds_begin and ids[1:2] == [begin]:
+            _warn_of_two(self.tokenizer.id_to_token(begin))
 
     @cached_property
     def _adds_begin(self) -> bool:

@@ -41,8 +41,13 @@ def end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
     has anything but ids of tokens."""
     named = {kind: named_id(model, kind) for kind in (*END_KINDS, *CODE_TEXTS)}
     unnamed = (texts for kind, texts in CODE_TEXTS.items() if named[kind] is None)
-    known = {text: tokenizer.token_to_id(text) for texts in (END_TEXTS, *unnamed) for text in texts}
-    known = {text: i for text, i in known.items() if i is not None and i < model.spec.vocab_size}
+    known = {
+        text: token_id
+        for texts in (END_TEXTS, *unnamed)
+        for text in texts
+        if (token_id := tokenizer.token_to_id(text)) is not None
+        and token_id < model.spec.vocab_size
+    }
     ends = known.keys() - {text for text, others in NOT_ENDS if others <= known.keys()}
     listed = model.extra_keys.get(END_KEY, [])
     numbers = listed if isinstance(listed, list) else [listed]

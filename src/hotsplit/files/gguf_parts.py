@@ -40,22 +40,23 @@ class Part:
     @classmethod
     def of(cls, path: Path, keys: Mapping[str, object]) -> "Part | None":
         """None for a whole file. Raises HotsplitError for impossible numbers."""
-        found = {name: keys[name] for name in SPLIT_KEYS if name in keys}
-        for name, value in found.items():
+        numbers: dict[str, int] = {}
+        for name in SPLIT_KEYS:
+            value = keys.get(name, 0)
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
                 raise HotsplitError(
                     f"{path}: {name} is {shown(value)}, wanted a number of parts or tensors;"
                     " download the file again"
                 )
-        numbers = {name: int(value) for name, value in found.items()}  # type: ignore[arg-type]
-        number, count = numbers.get(NUMBER, 0) + 1, numbers.get(COUNT, 0)
+            numbers[name] = int(value)
+        number, count = numbers[NUMBER] + 1, numbers[COUNT]
         if count <= 1:
             return None
         if number > count:
             raise HotsplitError(
                 f"{path}: says that it is part {number} of {count}; download the file again"
             )
-        return cls(number=number, count=count, num_tensors=numbers.get(NUM_TENSORS))
+        return cls(number=number, count=count, num_tensors=numbers[NUM_TENSORS] or None)
 
     def name(self, stem: str, number: int) -> str:
         return NAME_FORMAT.format(stem, number, self.count)
