@@ -14,6 +14,7 @@ from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY
 from hotsplit.convert.chat_templates import template_keys
 from hotsplit.convert.vocabulary import check_tokenizer, differences, num_tokens, vocabulary_keys
 from hotsplit.errors import HotsplitError
+from hotsplit.files.atomic import require_file
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.json_file import parse_object, read_object, read_text
 from hotsplit.files.typed import one_line, shown
@@ -77,8 +78,11 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
     None; and notes."""
     if path.exists():
         return read_text(path, "tokenizer.json"), []
-    if not any((path.parent / name).exists() for name in OLDER_FILES):
+    older = [path.parent / name for name in OLDER_FILES if (path.parent / name).exists()]
+    if not older:
         return None, [f"{path.parent}: no tokenizer.json; generate needs a tokenizer"]
+    for file in older:
+        require_file(file, "tokenizer's file")
     from transformers import AutoTokenizer
 
     _check_older(path.parent)

@@ -92,19 +92,17 @@ def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
         return None
     before = steps[:-1]
     splits_digits = before == [DIGITS]
-    pattern = None
+    patterns: tuple[str, ...] = ()
     if not steps[-1].get("use_regex", True):
         if len(before) != 1 or before[0].get("behavior") != "Isolated" or before[0].get("invert"):
             return None
-        pattern = str(cast(Json, before[0].get("pattern") or {}).get("Regex"))
+        patterns = (str(cast(Json, before[0].get("pattern") or {}).get("Regex")),)
     elif before and not splits_digits:
         return None
     model = cast(Json, tokenizer["model"])
-    kinds = {(kind.pattern, kind.splits_digits): kind for kind in BYTE_LEVEL_KINDS}
-    kind = kinds.get((pattern, splits_digits))
+    kinds = {(k.patterns, k.splits_digits, k.whole_words_first): k for k in BYTE_LEVEL_KINDS}
+    kind = kinds.get((patterns, splits_digits, bool(model.get("ignore_merges"))))
     if kind is None or model.get("byte_fallback"):
-        return None
-    if bool(model.get("ignore_merges")) != kind.whole_words_first:
         return None
     normalizers = steps_of(tokenizer.get("normalizer"), "normalizers")
     is_known = not normalizers or (kind.is_published_with_nfc and normalizers == [NFC])

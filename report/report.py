@@ -7,6 +7,7 @@ from importlib.metadata import version
 from hotsplit.costs.default_mode import choose_mode
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file, sha256_of
+from hotsplit.files.gguf_parts import part_paths
 from hotsplit.files.outputs import check_outputs
 from hotsplit.model.modes import Mode
 from hotsplit.profile.report.report import report_paths
@@ -76,8 +77,8 @@ def page_of(config: ReportConfig, found: Artifacts) -> Page:
         files=Table(
             caption="Files",
             head=("what", "name", "bytes", "sha256"),
-            rows=tuple((what, path.name, f"{path.stat().st_size:,}", sha256_of(path)[:16])
-                       for what, path in found.paths),
+            rows=tuple((what, part.name, f"{part.stat().st_size:,}", sha256_of(part)[:16])
+                       for what, path in found.paths for part in part_paths(path)),
             num_texts=2,
         ),
         program=f"hotsplit {version('hotsplit')}",

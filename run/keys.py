@@ -23,6 +23,7 @@ from hotsplit.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
 from hotsplit.convert.options import Outtype
 from hotsplit.errors import HotsplitError
 from hotsplit.families import key_reader
+from hotsplit.files.gguf_parts import part_paths
 from hotsplit.model.tensors import Layout
 
 SMALL_BYTES = 4 << 20
@@ -100,7 +101,8 @@ def identity_of_source(path: Path) -> str:
 
     `path` must exist. Raises HotsplitError for a file that cannot be read."""
     if path.is_file():
-        return digest(_identity(path))
+        first, *others = map(_identity, part_paths(path))
+        return digest([first, *others] if others else first)
     patterns = (*DESCRIPTIONS, *SAFETENSORS, *PICKLED, LIMITS_NAME)
     files = [
         file

@@ -87,7 +87,7 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
     else:
         own_type = _dtype_of(path)
     return Source(
-        name=str(given), path=path.resolve(), identity=identity_of_source(path), own=own,
+        name=str(given), path=path.absolute(), identity=identity_of_source(path), own=own,
         stock=stock, stock_notes=notes, own_type=own_type, activation=activation, scratch=scratch,
     )  # fmt: skip
 

@@ -64,7 +64,8 @@ class Voice:
     def say(self, tokens: Sequence[Token]) -> Output:
         parts: list[tuple[str, bool]] = []
         for token in tokens:
-            text = token.text if token.id is None else self._marks.get(token.id, token.text)
+            mark = "" if token.id is None else self._marks.get(token.id, "")
+            text = token.text + mark
             if self._reasoning is None:
                 parts.append((text, False))
                 continue

@@ -48,7 +48,9 @@ class ServedModel:
     def encode(self, text: str, param: str = "prompt") -> list[int]:
         """Tokens of a prompt, as `TextCodec.encode` returns them. Raises ApiError."""
         begin = [] if self.codec.begin_id is None else [self.codec.begin_id]
-        return self._ids(text, param, is_special=True) or begin
+        ids = self._ids(text, param, is_special=True) or begin
+        self.codec.warn_of_two_begins(ids)
+        return ids
 
     def encode_plain(self, text: str, param: str = "content") -> list[int]:
         """Tokens of the text, with none added. Raises ApiError."""
@@ -86,9 +88,7 @@ class ServedModel:
 
     def hidden_marks(self, texts: Sequence[str]) -> dict[int, str]:
         """The special tokens among these texts, by id; the codec leaves them out of answers."""
-        added = self.codec.tokenizer.get_added_tokens_decoder()
-        return {i: token.content for i, token in added.items()
-                if token.special and token.content in texts}  # fmt: skip
+        return {i: text for i, text in self.codec.special_texts.items() if text in texts}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; for an added one, those of its name."""

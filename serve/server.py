@@ -20,6 +20,7 @@ from math import prod
 import uvicorn
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import shown
 from hotsplit.runtime.generate.constraints import json_schema_constraint
 from hotsplit.runtime.generate.text_engine import TextEngine
@@ -199,7 +200,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         context_length=engine.context_length,
         trained_context_length=model.spec.context_length,
         num_parameters=sum(prod(entry.shape) for entry in model.tensors.values()),
-        num_bytes=config.model.stat().st_size,
+        num_bytes=num_bytes_of(config.model),
         longest_token=max(map(len, codec.tokenizer.get_vocab(with_added_tokens=True))),
         defaults=config.sampling,
         max_tokens=config.max_tokens,

@@ -132,12 +132,15 @@ def _write_weights(checkpoint: Checkpoint, folder: Path, matrices: Mapping[str, 
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a checkpoint's safetensors file. Raises HotsplitError if there is no room."""
+    """Writes a checkpoint's safetensors file, with the rights that any new file gets: the library
+    would leave it to its owner alone. Raises HotsplitError if there is no room."""
+    path.touch()
+    rights = path.stat().st_mode & 0o777
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as error:
         raise no_room(path, " ".join(str(error).split())[:120]) from error
-    path.chmod(0o644)
+    path.chmod(rights)
 
 
 def _tensor(checkpoint: Checkpoint, name: str, matrices: Mapping[str, Tensor]) -> Tensor:

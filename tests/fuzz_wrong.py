@@ -340,10 +340,8 @@ MODEL = {
     "looks ahead": one_of("llama.attention.causal", False, np.uint32(1), "x"),
     "end that the model has not": one_of("tokenizer.end_token_ids", [300], [-1], [0, 99999], ["x"],
                                          [0.5], "x", np.float32(1)),
-    "eos that the model has not": one_of("tokenizer.ggml.eos_token_id", np.uint32(300),
-                                         np.int32(-1), np.uint32(99999), "x", [0], np.float32(0), True),
-    "bos that the model has not": one_of("tokenizer.ggml.bos_token_id", np.uint32(300),
-                                         np.int32(-1), np.uint32(99999), "x", [0], np.float32(0), True),
+    "eos that is no number": one_of("tokenizer.ggml.eos_token_id", "x", [0], np.float32(0), True),
+    "bos that is no number": one_of("tokenizer.ggml.bos_token_id", "x", [0], np.float32(0), True),
     "invalid tokenizer": one_of("tokenizer.huggingface.json", "{", "{}", "[]", "null",
                                        '{"model": {"type": "BPE"}}', ["x"], np.uint32(1)),
     "limit below 0": element(".limit", -1e-9, -INF),
@@ -365,8 +363,8 @@ THEIRS = {
     "other types": one_of("tokenizer.ggml.token_type", [1], "x", np.uint32(1), ["x"] * 300),
     "another kind": one_of("tokenizer.ggml.model", "bert", "t5", np.uint32(1), ["gpt2"]),
     "another split": one_of("tokenizer.ggml.pre", "other", np.uint32(1), "x" * 5000),
-    "eos that the model has not": one_of("tokenizer.ggml.eos_token_id", np.uint32(300), "x", True),
-    "bos that the model has not": one_of("tokenizer.ggml.bos_token_id", np.int32(-1), "x", [0]),
+    "eos that is no number": one_of("tokenizer.ggml.eos_token_id", "x", True),
+    "bos that is no number": one_of("tokenizer.ggml.bos_token_id", "x", [0]),
     "invalid flag": one_of("tokenizer.ggml.add_bos_token", np.uint32(1), "true", [True]),
 }
 CONFIG = {

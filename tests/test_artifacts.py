@@ -19,6 +19,7 @@ from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import EDGES, NUM_BINS, Profile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
+from hotsplit.files.typed import other_version
 from hotsplit.system.sizes import format_bytes, parse_bytes
 
 
@@ -126,7 +127,7 @@ def test_another_version_is_refused(tmp_path, name):
     }.get(path.suffix, lambda c: re.sub(rb'"version":"(\d)"', rb'"version":"9"', c))(content)
     assert new != content
     path.write_bytes(new)
-    with pytest.raises(HotsplitError, match="version"):
+    with pytest.raises(HotsplitError, match="version .*9.* a later version of hotsplit made it"):
         type(artifact).load(path)
 
 
@@ -308,3 +309,15 @@ def test_sizes_are_formatted():
         "1.50 KiB",
         "3.00 GiB",
     ]
+
+
+@pytest.mark.parametrize("found", [5, np.uint32(5), "5", 1004])
+def test_a_later_version_is_of_a_later_program(found):
+    assert other_version(found, 4, "make it again").endswith(
+        "this program reads 4; a later version of hotsplit made it; install that"
+    )
+
+
+@pytest.mark.parametrize("found", [3, "3", None, -1, 4.5, [5], "9" * 5000, True, 1005, ""])
+def test_any_other_version_is_made_again(found):
+    assert other_version(found, 4, "make it again").endswith("program reads 4; make it again")

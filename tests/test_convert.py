@@ -335,6 +335,20 @@ CONFIGS = {
     "attn_k.bias": {"attention_bias": True},
     "ffn_down.bias": {"mlp_bias": True},
     "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
+    "num_local_experts is 8, wanted 0 or 1: mixtures of experts are not": {"num_local_experts": 8},
+    "num_experts is 64": {"num_experts": 64},
+    "n_routed_experts is '8'": {"n_routed_experts": "8"},
+    "final_logit_softcapping is 30.0, wanted none: logits with a soft cap": {
+        "final_logit_softcapping": 30.0
+    },
+    "embedding_multiplier is 12.0, wanted 1": {"embedding_multiplier": 12.0},
+    "residual_multiplier is 0.22": {"residual_multiplier": 0.22},
+    "attention_multiplier is 0.015": {"attention_multiplier": 0.015},
+    "logits_scaling is 8": {"logits_scaling": 8},
+    "scale_depth is 1.4": {"scale_depth": 1.4},
+    "clip_qkv is 8": {"clip_qkv": 8},
+    "alibi is True": {"alibi": True},
+    "kv_lora_rank is 512, wanted none: attention over latent": {"kv_lora_rank": 512},
     "truncate is False": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
     "mscale is 0.7, wanted 0: the graph": {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}
@@ -362,6 +376,28 @@ CONFIGS = {
     "but the largest dimension of a tensor is 320; config": {"head_dim": 10**9},
     "the width of the feed-forward layers is 1000": {"intermediate_size": 10**9},
 }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_local_experts": 1}, {"num_experts": 0}, {"num_local_experts": None},
+     {"logits_scaling": 1.0}, {"embedding_multiplier": 1}, {"alibi": False}, {"clip_qkv": None},
+     {"model_type": None}],
+)  # fmt: skip
+def test_a_key_that_changes_nothing_is_accepted(copy, tmp_path, changes):
+    edit_config(copy, lambda config: config.update(changes))
+    report = convert(ConvertConfig(source=copy, output=tmp_path / "m.gguf"))
+    assert not any("config.json" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("said", ["llama9", "mistral", "", ["llama"], 3])
+def test_another_model_type_is_noted(copy, tmp_path, said):
+    """Its architecture is known, so it may be a renamed Llama, or compute something else."""
+    edit_config(copy, lambda config: config.update(model_type=said))
+    report = convert(ConvertConfig(source=copy, output=tmp_path / "m.gguf"))
+    (note,) = [note for note in report.notes if "model_type" in note]
+    assert note.startswith(f"{copy / 'config.json'}: model_type is {said!r}, wanted 'llama' beside")
+    assert "converted as LlamaForCausalLM, which is wrong if it computes anything else" in note
 
 
 @pytest.mark.parametrize("words", CONFIGS)
@@ -681,7 +717,8 @@ def byte_level(pattern: str | None, ignore_merges: bool, nfc: bool, prefix: bool
         ((QWEN2_SPLIT, False, True), "qwen2"),
         ((None, True, False), None),
         ((None, False, False, True), None),
-        ((LLAMA3_SPLIT, False, False), None),
+        ((LLAMA3_SPLIT, False, False), "smaug-bpe"),
+        ((LLAMA3_SPLIT, False, True), None),
         ((LLAMA3_SPLIT, True, True), None),
         ((LLAMA3_SPLIT[:-1], True, False), None),
     ],

@@ -15,6 +15,7 @@ from forked import run_command
 from hybrid_plans import F, L, make, planned
 from models import changed, make_sizes
 from test_runtime import saved
+from tokenizers import Tokenizer
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
@@ -83,6 +84,48 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it(codec_model):
             assert engine.last_run.stopped_by == "stop string"
         held = GenerationOptions(max_tokens=30, stops=(whole[-2:] + "\0",))
         assert text_of(engine.generate("ab cd", sampling=DRAWN, options=held)) == whole
+
+
+SPECIAL = {1: "<|im_end|>", 2: "<x>"}
+
+
+@pytest.mark.parametrize(
+    "stop, want",
+    [
+        ("<|im_end|>", "ab"),  # the whole text of a special token
+        ("b<|im_end|>", "a"),  # with text before it, which is held back
+        ("<|im_end|>c", "ab"),  # and behind it
+        ("im_end", "ab"),
+        ("<|im_end|><x>", "abc"),
+        ("<|im_end|>d", "abcd"),  # nowhere
+    ],
+)
+def test_a_stop_string_may_have_the_text_of_special_tokens(stop, want):
+    """That text is hidden, and never passed on."""
+    filter_ = StopFilter([stop])
+    given = ""
+    for text, hidden in (("a", ""), ("b", ""), ("", SPECIAL[1]), ("c", ""), ("", SPECIAL[1]),
+                         ("", SPECIAL[2]), ("d", "")):  # fmt: skip
+        more, is_stopped = filter_.push(text, hidden)
+        given += more
+        if is_stopped:
+            break
+    assert given + filter_.flush() == want
+
+
+def test_a_special_token_whose_text_is_a_stop_string_stops(codec_model):
+    """An answer never shows it, and it need not be an end token."""
+    with Engine.load(codec_model) as engine:
+        tokenizer = Tokenizer.from_str(engine.codec.tokenizer.to_str())
+        (name,) = [token for token, i in tokenizer.get_vocab().items() if i == 5]
+        tokenizer.add_special_tokens([name])
+        engine._codec = replace(engine.codec, tokenizer=tokenizer)
+        sampling = SamplingOptions(temperature=0, logit_bias=((5, 1e6),))
+        for stop, count in ((name, 1), (f"{name}{name}", 2)):
+            options = GenerationOptions(max_tokens=9, stops=(stop,))
+            tokens = list(engine.generate("ab", sampling=sampling, options=options))
+            assert len(tokens) == count and text_of(tokens) == ""
+            assert engine.last_run.stopped_by == "stop string"
 
 
 # ---- ends ----------------------------------------------------------------------------------------

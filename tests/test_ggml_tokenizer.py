@@ -24,6 +24,7 @@ from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text.codec import TextCodec, TextStream
 from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer, merges_of_scores
+from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS
 
 BUNDLED = Path(__file__).parent.parent / "examples/tiny-relu"
 WHERE = Path("theirs.gguf")
@@ -53,7 +54,7 @@ def keys_of(folder: Path, **changes: object) -> dict:
     return {name: value for name, value in keys.items() if value is not None}
 
 
-NAMES = ["bundled", "few words", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"]
+NAMES = ["bundled", "few words", "gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "llama"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,6 +73,41 @@ def test_a_rebuilt_tokenizer_gives_the_same_tokens_and_text(tmp_path, name):
             assert rebuilt.decode(ids, skips) == source.decode(ids, skips)
             assert streamed(rebuilt, ids, skips) == streamed(source, ids, skips)
     assert rebuilt.decode([source.get_vocab_size()]) == "", "padding has no text"
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [("qwen2", "deepseek-r1-qwen"), ("llama-bpe", "falcon3"), ("gpt-2", "phi-2"),
+     ("smollm", "refact"), ("smaug-bpe", "glm4"), ("llama-bpe", "pixtral"), ("gpt-2", "mellum")],
+)  # fmt: skip
+def test_a_pre_tokenizer_has_all_its_names(tmp_path, name, other):
+    """tests/llamacpp compares each name with llama.cpp's."""
+    keys = keys_of(folder_of(name, tmp_path / "c"), add_bos_token=None)
+    found = ggml_tokenizer(WHERE, keys | {"tokenizer.ggml.pre": other})
+    assert found.to_str() == ggml_tokenizer(WHERE, keys).to_str()
+
+
+SPLIT = "HelloWORLD it'S x==y, 12345 a.b\n\n"
+SPLITS = {  # by llama.cpp's patterns; tests/llamacpp compares tokens with llama.cpp itself
+    "gpt-2": "HelloWORLD| it|'|S| x|==|y|,| 12345| a|.|b|\n\n",
+    "smollm": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n\n",
+    "llama-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
+    "smaug-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
+    "qwen2": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
+    "falcon": "HelloWORLD| it|'|S| x|==|y|,| |123|45| a|.|b|\n\n",
+    "tekken": "Hello|WORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
+    "deepseek-v3": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
+    "deepseek-coder": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n|\n",
+    "seed-coder": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
+    "viking": "HelloWORLD| it'S| x==y|,| |1|2|3|4|5| a|.|b|\n\n",
+}
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL_KINDS, ids=lambda kind: kind.name)
+def test_each_pre_tokenizer_splits_as_its_pattern_says(tmp_path, kind):
+    keys = keys_of(folder_of("gpt-2", tmp_path / "c"), pre=kind.name, add_bos_token=False)
+    found = ggml_tokenizer(WHERE, keys).pre_tokenizer.pre_tokenize_str(SPLIT)
+    assert [SPLIT[slice(*place)] for _, place in found] == SPLITS[kind.name].split("|")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -204,7 +240,11 @@ REFUSALS = [
     ("few words", {"model": "t5"}, "of kind 't5'"),
     ("few words", {"model": "rwkv"}, "of kind 'rwkv'"),
     ("few words", {"model": None}, "of kind None"),
-    ("few words", {"pre": "default"}, "is 'default'; known are gpt-2, smollm, llama-bpe, qwen2"),
+    (
+        "few words",
+        {"pre": "default"},
+        "is 'default'; known are gpt-2, smollm, llama-bpe, smaug-bpe",
+    ),
     ("few words", {"pre": None}, "is None; known are"),
     ("few words", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
     ("few words", {"tokens": ["a", "a"], "token_type": None}, "of another one (1 of 2)"),

@@ -12,7 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGUFValueType
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import GgufFile, open_gguf, read_gguf, row_bytes, write_gguf
-from hotsplit.files.gguf_reader import MAX_TENSORS
+from hotsplit.files.gguf_reader import MAX_TENSORS, TYPES
 
 SCALARS = {
     GGUFValueType.UINT8: 255, GGUFValueType.INT8: -128, GGUFValueType.UINT16: 65535,
@@ -116,9 +116,8 @@ ARRAY = struct.Struct("<IQ")
 ALIGNMENT = b"general.alignment"
 BROKEN = {
     "starts with 'GGML'": header(magic=b"GGML"),
-    "version 1": header(version=1),
-    "version 4": header(version=4),
-    "big-endian": header(version=3 << 24),
+    "version 0": header(version=0),
+    "version 70000": header(version=70000),
     "the version at byte 4": b"GGUF",
     "claims 1000 keys": b"GGUF" + struct.pack("<IQQ", 3, 0, 1000),
     f"claims {2**64 - 1} tensors": b"GGUF" + struct.pack("<IQQ", 3, 2**64 - 1, 0),
@@ -142,6 +141,7 @@ BROKEN = {
     "impossible shape": header((), (tensor(dims=(2**32, 2**32, 0)),)),
     "not whole blocks of 32": header((), (tensor(dims=(48, 2), kind=8),)) + bytes(320),
     "unknown type 4": header((), (tensor(kind=4),)) + bytes(320),
+    "unknown type 70000": header((), (tensor(kind=70000),)) + bytes(320),
     "not a multiple of 32": header((), (tensor(offset=16),)) + bytes(320),
     "overlaps another": header((), (tensor(), tensor(b"u", offset=64))) + bytes(320),
     "73 bytes of its tensors are missing": header((), (tensor(),)) + bytes(7 + 128 - 73),
@@ -166,8 +166,28 @@ def test_a_whole_file_of_too_many_tensors_is_not_called_damaged(tmp_path):
     with pytest.raises(HotsplitError) as refused:
         read_gguf(path, "model")
     assert str(refused.value) == (
-        f"{path}: has {count} tensors; this program reads up to {MAX_TENSORS}; wanted a model"
+        f"{path}: has {count} tensors; this program reads up to {MAX_TENSORS}; get another file"
+        " (wanted a model)"
     )
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (header(version=4), "is GGUF version 4, newer than 3, .*; install a newer hotsplit, or"),
+        (header(version=17), "is GGUF version 17, newer than 3"),
+        (header(version=1), "is GGUF version 1, of 2023; get or make one of version 2 or 3"),
+        (header(version=3 << 24), "is big-endian; get or make a little-endian file"),
+        (header((), (tensor(kind=max(TYPES) + 1),)) + bytes(320),
+         f"tensor 't' has type {max(TYPES) + 1}, newer than {max(TYPES)}, .*; install a newer"),
+    ],
+)  # fmt: skip
+def test_a_file_for_another_program_is_not_called_damaged(tmp_path, content, words):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    with pytest.raises(HotsplitError, match=words) as refused:
+        read_gguf(path, "model")
+    assert "whole" not in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_an_empty_file_and_a_big_endian_one_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The folders of `sparsify`: the lock on the work folder, and which files a run removes."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def test_only_files_of_the_run_are_removed_from_its_work_folder(config, tmp_path
         folder.rmdir()
     finish(config)
     assert not work.exists()
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o027, 0o002, 0o022])
+def test_outputs_have_the_rights_of_any_new_file(config, tmp_path, mask):
+    (tmp_path / "out").mkdir()
+    before = os.umask(mask)
+    try:
+        out = tmp_path / "out"
+        sparsify(replace(config, output=out / "m.gguf", save_checkpoint=out / "kept", tokens=256))
+    finally:
+        os.umask(before)
+    made = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {"model.safetensors", "config.json", "state.safetensors"} <= {path.name for path in made}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in made} == {
+        path.name: oct(0o666 & ~mask) for path in made
+    }
 
 
 def test_two_runs_with_one_output_keep_apart(config, capsys):

@@ -73,7 +73,7 @@ def training_text() -> list[str]:
 def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
     """A byte-level BPE as it is published under llama.cpp's name `pre`."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    split = {"llama-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}.get(pre)
+    split = {"llama-bpe": LLAMA3_SPLIT, "smaug-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}.get(pre)
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     first = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
     if pre == "smollm":

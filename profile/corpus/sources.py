@@ -199,7 +199,6 @@ def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
                 )
             sources += [_source(f.relative_to(path).as_posix(), f, text_key) for f in found]
         else:
-            require_file(path, "text, .jsonl or .parquet file, or a folder of them")
             sources.append(_source(path.name, path, text_key))
             _refuse_blank(sources[-1])
     return tuple(sources)
@@ -224,6 +223,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _source(name: str, path: Path, text_key: str) -> Source:
+    require_file(path, "text, .jsonl or .parquet file, or a folder of them")
     size = path.stat().st_size
     if path.suffix.lower() in PARQUET:
         return ParquetSource.open(name, path, size, text_key)

@@ -90,7 +90,7 @@ class Generation:
         self.run = Run(prefill_tokens=len(self.ids))
         self._chain, self._mask, self._drafts, self._traffic = chain, mask, drafts, traffic
         self._end_ids = frozenset[int]() if options.ignores_end else codec.end_ids
-        self._stream = codec.stream(self.ids)
+        self._stream, self._special_texts = codec.stream(self.ids), codec.special_texts
         self._filter = StopFilter(options.stops)
         self._left = options.max_tokens
         self._read_before = 0  # bytes of feed-forward weights read before decoding began
@@ -219,7 +219,9 @@ class Generation:
             self.run.stopped_by = "end of text"
         else:
             self._left -= 1
-            text, is_stopped = self._filter.push(self._stream.text(token_id))
+            text, is_stopped = self._filter.push(
+                self._stream.text(token_id), self._special_texts.get(token_id, "")
+            )
             if is_stopped:
                 self.run.stopped_by = "stop string"
             elif self._left == 0:

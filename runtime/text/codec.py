@@ -1,30 +1,25 @@
 """Converts text to token ids and back, with the model file's tokenizer."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
-import numpy as np
 from tokenizers import Tokenizer
 
-from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY, ModelFile
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.runtime.text.end_tokens import end_ids
 from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer
+from hotsplit.runtime.text.token_ids import named_id
 from hotsplit.tokens.tokenizer_text import read_tokenizer, refused
 
+log = logging.getLogger(__name__)
 # With this many tokens held back, text is emitted even if they do not decode to whole characters; a
 # character has at most 4 bytes.
 _MAX_HELD = 8
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not valid UTF-8
-END_KINDS = ("eos", "eot", "eom")  # end of a text, a turn, a message
-# Special tokens that end a text or a turn in every model that has them (llama.cpp,
-# llama-vocab.cpp). Third-party GGUF files often name only one of several.
-END_TEXTS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
-    "< EOT >", "_<EOT>", "<EOT>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<end_of_utterance>",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,13 @@ class TextCodec:
             if content is None
             else read_tokenizer(f"{model.path}: {TOKENIZER_KEY}", content)
         )
-        return cls(tokenizer, _token_id(model, "bos"), _end_ids(model, tokenizer))
+        return cls(tokenizer, named_id(model, "bos"), end_ids(model, tokenizer))
+
+    @cached_property
+    def special_texts(self) -> dict[int, str]:
+        """The texts of special tokens, which are left out of a decoded text, by id."""
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        return {token_id: token.content for token_id, token in added if token.special}
 
     @cached_property
     def literal(self) -> "TextCodec":
@@ -60,7 +61,19 @@ class TextCodec:
 
         Raises HotsplitError for text that is not Unicode (bytes of another encoding)."""
         ids = self._ids(text, add_special_tokens=True)
+        self.warn_of_two_begins(ids)
         return ids or ([] if self.begin_id is None else [self.begin_id])
+
+    def warn_of_two_begins(self, ids: Sequence[int]) -> None:
+        """Warns, once, of `ids` of a text that begins with the token that the tokenizer has put
+        before it; models are trained on one."""
+        begin = self.begin_id
+        if begin is not None and self._adds_begin and ids[1:2] == [begin]:
+            _warn_of_two(self.tokenizer.id_to_token(begin))
+
+    @cached_property
+    def _adds_begin(self) -> bool:
+        return self.tokenizer.encode("").ids[:1] == [self.begin_id]
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a rendered chat template: parses special tokens in it and adds none.
@@ -125,40 +138,17 @@ class TextStream:
         return new
 
 
+@cache
+def _warn_of_two(begin: str) -> None:
+    log.warning(
+        f"note: the text begins with {begin}, which the tokenizer adds as well, so the model reads it"
+        " twice; leave it out of the text"
+    )
+
+
 def check_unicode(text: str, what: str = "text") -> None:
     """Raises HotsplitError for a text with surrogates, which stand for bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise HotsplitError(f"the {what} is not UTF-8 at character {error.start}") from error
-
-
-def _end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
-    """All tokens that end a text: those that the file names and, in a third-party file (ours have
-    the checkpoint's list), those with a text in END_TEXTS."""
-    named = {_token_id(model, kind) for kind in END_KINDS}
-    ends = {token_id for token_id in named if token_id is not None}
-    listed = model.extra_keys.get(END_KEY)
-    if listed is not None:
-        numbers = listed if isinstance(listed, list) else [listed]
-        return frozenset(ends | {_checked(model, END_KEY, number) for number in numbers})
-    if model.text(TOKENIZER_KEY) is None:
-        special = tokenizer.get_added_tokens_decoder().items()
-        ends |= {i for i, token in special if token.special and token.content in END_TEXTS}
-    return frozenset(ends)
-
-
-def _token_id(model: ModelFile, kind: str) -> int | None:
-    key = f"tokenizer.ggml.{kind}_token_id"
-    value = model.extra_keys.get(key)
-    return None if value is None else _checked(model, key, value)
-
-
-def _checked(model: ModelFile, key: str, value: object) -> int:
-    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_number or not 0 <= int(value) < model.spec.vocab_size:  # type: ignore[call-overload]
-        raise HotsplitError(
-            f"{model.path}: {key} is {str(value)[:40]!r}, wanted a token of the model, 0 to"
-            f" {model.spec.vocab_size - 1}; download the file again, or convert its checkpoint"
-        )
-    return int(value)  # type: ignore[call-overload]

@@ -26,6 +26,7 @@ from tokenizers import (
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
+from hotsplit.runtime.text.end_tokens import CONTROL_TEXTS
 from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -82,9 +83,12 @@ class _Vocabulary:
                 " the file again"
             )
         read = cls(path=path, keys=keys, tokens=tokens, types=[TokenType.NORMAL] * len(tokens))
-        if Keys.Tokenizer.TOKEN_TYPE not in keys:
-            return read
-        types = [int(number) for number in read.numbers(Keys.Tokenizer.TOKEN_TYPE)]
+        types = read.types
+        if Keys.Tokenizer.TOKEN_TYPE in keys:
+            types = [int(number) for number in read.numbers(Keys.Tokenizer.TOKEN_TYPE)]
+        for number, token in enumerate(tokens):
+            if token in CONTROL_TEXTS:  # whatever the file says, as in llama.cpp
+                types[number] = TokenType.CONTROL
         return dataclasses.replace(read, types=types)
 
     def numbers(self, key: str) -> list[float]:
@@ -158,9 +162,8 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if kind.splits_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if kind.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(kind.pattern), "isolated"))
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.pattern is None)
+    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not kind.patterns)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
     if kind.is_published_with_nfc:
         tokenizer.normalizer = normalizers.NFC()

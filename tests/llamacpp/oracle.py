@@ -39,6 +39,13 @@ def tokenize(model: str, lines: list[str], add_special: bool, parse_special: boo
     return {"ids": [encode(vocab, line, add_special, parse_special) for line in lines]}
 
 
+def ends(model: str) -> dict:
+    """The ids of the tokens that end a text."""
+    vocab = llama.llama_model_get_vocab(load(model, vocab_only=True))
+    ids = range(llama.llama_vocab_n_tokens(vocab))
+    return {"ids": [token_id for token_id in ids if llama.llama_vocab_is_eog(vocab, token_id)]}
+
+
 def encode(vocab, line: str, add_special: bool, parse_special: bool) -> list[int]:  # type: ignore[no-untyped-def]
     text = line.encode()
     room = 2 * len(text) + 8
@@ -94,7 +101,7 @@ def quantize(source: str, target: str, kind: str) -> dict:
     return {}
 
 
-ACTIONS = {f.__name__: f for f in (about, why_not, tokenize, greedy, quantize)}
+ACTIONS = {f.__name__: f for f in (about, why_not, tokenize, ends, greedy, quantize)}
 
 if __name__ == "__main__":
     llama.llama_log_set(keep, ctypes.c_void_p(0))

@@ -5,8 +5,10 @@ import json
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import random_llama
+from test_end_tokens import EVERY_END, with_texts
 from texts import (
     COMBINING,
     byte_level_tokenizer,
@@ -19,7 +21,10 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.end_tokens import END_TEXTS
+from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = mixed_lines()
@@ -37,6 +42,22 @@ def stock_file(folder: Path, tokenizer: Tokenizer, begin: str = END, end: str = 
     return path
 
 
+@pytest.mark.parametrize("kind", BYTE_LEVEL_KINDS, ids=lambda kind: kind.name)
+def test_all_names_of_a_pre_tokenizer_split_alike(llama_cpp, tmp_path, kind):
+    stock = stock_file(tmp_path / "c", byte_level_tokenizer("gpt-2", 600))
+    keys, tensors = read_gguf(stock, "model file")
+    del keys[TOKENIZER_KEY], keys["general.architecture"]
+    lines = [line for line in LINES if unicodedata.is_normalized("NFC", line)]
+    for name in (kind.name, *kind.other_names):
+        changes = {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": False}
+        write_gguf(path := tmp_path / "m.gguf", "llama", keys | changes, tensors)
+        codec = TextCodec.of(ModelFile.load(path))
+        found = llama_cpp(
+            "tokenize", model=path, lines=lines, add_special=False, parse_special=True
+        )
+        assert found["ids"] == [codec.encode_rendered(line) for line in lines], name
+
+
 def named(name: str) -> tuple[Tokenizer, str, str]:
     if name == "bundled":
         path = ROOT / "examples/tiny-relu/tokenizer.json"
@@ -46,7 +67,19 @@ def named(name: str) -> tuple[Tokenizer, str, str]:
     return byte_level_tokenizer(name, 600), END, END
 
 
-@pytest.mark.parametrize("name", ["bundled", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", [1, 3, 4, 5])
+def test_the_same_tokens_end_a_text(llama_cpp, tmp_path, kind):
+    """All texts at once, in which some end nothing; and each alone, with others that never do."""
+    others = ["<|im_start|>", "<|fim_prefix|>", "<|start|>", "< EOT >", "[e~", "</S>", "<pad>"]
+    for number, texts in enumerate([list(END_TEXTS), *([text, *others] for text in EVERY_END)]):
+        model = with_texts(texts, kind, **{"tokenizer.ggml.eos_token_id": np.uint32(3)})
+        model.save(path := tmp_path / f"{number}.gguf")
+        assert {*llama_cpp("ends", model=path)["ids"]} == TextCodec.of(model).end_ids, texts
+
+
+@pytest.mark.parametrize(
+    "name", ["bundled", "gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "llama"]
+)
 def test_all_three_give_the_same_tokens(llama_cpp, tmp_path, name):
     tokenizer, begin, end = named(name)
     path = stock_file(tmp_path, tokenizer, begin, end)

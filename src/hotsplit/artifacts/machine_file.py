@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
-from hotsplit.files.typed import MAX_SHOWN, Fields, one_line, shown
+from hotsplit.files.typed import MAX_SHOWN, Fields, one_line, other_version, shown
 
 FORMAT = "hotsplit.machine"
 VERSION = 4
@@ -169,18 +169,18 @@ class Machine:
     def load(cls, path: Path) -> "Machine":
         """Raises HotsplitError for anything but a whole, valid machine file."""
         values = read_object(path, "machine file (hotsplit calibrate)")
+        found, version = values.pop("format", None), values.pop("version", None)
+        if found == FORMAT and version != VERSION:
+            again = "run hotsplit calibrate again"
+            raise HotsplitError(f"{path}: {other_version(version, VERSION, again)}")
         try:
-            found, version = values.pop("format", None), values.pop("version", None)
             if found != FORMAT:
                 raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
-            if version != VERSION:
-                raise HotsplitError(f"version {shown(version)}, this program reads {VERSION}")
             machine = _record(cls, Fields(values, keys=_names(cls)))
             machine.validate()
         except HotsplitError as error:
             raise HotsplitError(
-                f"{path}: not a machine file of this version ({error});"
-                " run hotsplit calibrate again"
+                f"{path}: not a valid machine file ({error}); run hotsplit calibrate again"
             ) from error
         return machine
 

@@ -133,17 +133,21 @@ class ModelFile:
         missing = sorted(required.keys() - self.tensors.keys())
         if unknown or missing:
             what = f"unknown tensor {shown(unknown[0])}" if unknown else f"no tensor {missing[0]!r}"
+            parts = {entry.part for entry in self.tensors.values()} - {None}
+            place = (unknown and self.tensors[unknown[0]].part) or self.path
+            again = "download its parts" if parts else "convert the checkpoint"
             raise HotsplitError(
-                f"{self.path}: {what} for a {self.layout} {self.architecture} of"
-                f" {self.spec.num_layers} layers; convert the checkpoint again"
+                f"{place}: {what} for a {self.layout} {self.architecture} of"
+                f" {self.spec.num_layers} layers; {again} again"
             )
         wanted = required | optional
         for name, entry in self.tensors.items():
             shape = wanted[name]
             if entry.shape != shape:
+                again = "; download this part of the model again" if entry.part else ""
                 raise HotsplitError(
-                    f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
-                    f" wanted {list(shape)} of one of {', '.join(NAMES)}"
+                    f"{entry.part or self.path}: {name} is {entry.kind} {list(entry.shape)},"
+                    f" wanted {list(shape)} of one of {', '.join(NAMES)}{again}"
                 )
             if entry.kind not in NAMES:
                 advice = (

@@ -18,7 +18,7 @@ from hotsplit.costs.budget import ITEMS, CacheSize, Items, is_predictor, kv_kind
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
-from hotsplit.files.typed import Fields, shown
+from hotsplit.files.typed import Fields, other_version, shown
 from hotsplit.model.modes import MODES, Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
@@ -80,10 +80,8 @@ class Split:
             raise HotsplitError(f"{path}: not a split file; make one with hotsplit solve")
         version = keys.get(_PREFIX + "version")
         if not isinstance(version, np.integer) or version not in (VERSION, *OLDER):
-            raise HotsplitError(
-                f"{path}: version {shown(version)}, this program reads {VERSION};"
-                " run hotsplit solve again"
-            )
+            again = "run hotsplit solve again"
+            raise HotsplitError(f"{path}: {other_version(version, VERSION, again)}")
         try:
             read = Fields({k.removeprefix(_PREFIX): v for k, v in keys.items()})
             _refuse_unknown(keys, int(version))

@@ -24,6 +24,7 @@ from hotsplit.commands.options.shared import (
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import temporary_folder
+from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.outputs import check_outputs
 from hotsplit.model.weight_types import BY_NAME, LARGE_NAMES, SMALL_BLOCK_NAMES
 
@@ -195,7 +196,7 @@ class _Files:
         from hotsplit.convert.options import ConvertConfig
 
         source = source or self.model
-        free, wanted = self.free_bytes(), source.stat().st_size
+        free, wanted = self.free_bytes(), num_bytes_of(source)
         if free < wanted:
             raise HotsplitError(
                 f"{self.folder}: {free / 2**30:.1f} GiB free, up to {wanted / 2**30:.1f} GiB"

@@ -34,7 +34,6 @@ def falcon(read: ConfigReader) -> Blueprint:
     said = {OLD_KEYS.get(key, key): value for key, value in read.said.items()}
     said |= {key: False for key in FLAGS if key in said and said[key] is None}
     read = ConfigReader(read.path, said, defaults=FALCON.defaults, max_rows=read.max_rows)
-    read.refuse("alibi", False, why="attention biased by distance (ALiBi) is not computed")
     sizes, rotary, factors = read.rotary(_sizes(read), "halves")
     activation = read.activation("activation", UNGATED)
     options = (*_norms(read), *(BIASES if read.flag("bias") else ()))
@@ -139,6 +138,7 @@ def _names(num_layers: int) -> NameOf:
 
 
 FALCON = Family(
+    model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
     blueprint=falcon,
     defaults={
         "tie_word_embeddings": True,

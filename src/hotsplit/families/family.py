@@ -39,7 +39,9 @@ class Family:
     """A class of checkpoints. `defaults` are those of transformers' config class for the keys that
     `blueprint` reads and that may be missing; a key that is null in the file stays null. A missing
     key that is not listed here is refused, unless transformers' default for it is null or the
-    reader has its own (as for rope_theta)."""
+    reader has its own (as for rope_theta). `model_types`: what a config says it is; () for a class
+    that transformers does not have, whose configs say various things."""
 
     blueprint: Callable[["ConfigReader"], "Blueprint"]
     defaults: Mapping[str, object] = field(default_factory=dict)
+    model_types: tuple[str, ...] = ()

@@ -24,8 +24,6 @@ PERIOD, LOCAL_THETA, LAYERS_OF_27B = 6, 10000.0, 62
 
 def gemma3(read: ConfigReader) -> Blueprint:
     """Gemma3ForCausalLM. Its norms multiply by 1 + weight; a model file has that sum."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        read.refuse(key, why="logits with a soft cap are not supported")
     read.refuse("use_bidirectional_attention", False, why="attention is always causal")
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     sizes, whole, _ = read.rotary_of(sizes, "full_attention", "rope_theta", 1e6)
@@ -109,6 +107,7 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 
 
 GEMMA3 = Family(
+    model_types=("gemma3_text",),
     blueprint=gemma3,
     defaults={
         "tie_word_embeddings": True,

@@ -11,7 +11,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
-from hotsplit.files.typed import shown
+from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import KINDS, NO_SCALING, RopeScaling
 from hotsplit.model.spec import Activation, NormKind, Pairing, Rotary
@@ -82,10 +82,8 @@ class KeyReader:
         self.graph: Architecture = ARCHITECTURES[found]
         version = keys.get("hotsplit.version", np.uint32(VERSION))
         if not isinstance(version, np.integer) or version != VERSION:
-            raise HotsplitError(
-                f"{path}: format version {shown(version)}, this program reads {VERSION};"
-                " convert the checkpoint again"
-            )
+            again = "convert the checkpoint again"
+            raise HotsplitError(f"{path}: format {other_version(version, VERSION, again)}")
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:

@@ -103,9 +103,9 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 # transformers' Mistral has neither of the keys for biases; `mistral` refuses them.
 DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
 MISTRAL_DEFAULTS = DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}
-LLAMA = Family(blueprint=llama, defaults=DEFAULTS)
+LLAMA = Family(blueprint=llama, model_types=("llama",), defaults=DEFAULTS)
 PROSPARSE = Family(blueprint=prosparse, defaults=DEFAULTS)
-MISTRAL = Family(blueprint=mistral, defaults=MISTRAL_DEFAULTS)
+MISTRAL = Family(blueprint=mistral, model_types=("mistral",), defaults=MISTRAL_DEFAULTS)
 BAMBOO = Family(blueprint=bamboo, defaults=MISTRAL_DEFAULTS)
 
 OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)

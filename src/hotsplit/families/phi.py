@@ -44,4 +44,4 @@ def phi3(read: ConfigReader) -> Blueprint:
     )
 
 
-PHI3 = Family(blueprint=phi3, defaults={"tie_word_embeddings": False})
+PHI3 = Family(blueprint=phi3, model_types=("phi3",), defaults={"tie_word_embeddings": False})

@@ -56,8 +56,12 @@ DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": 4096,
 }
-QWEN2 = Family(blueprint=qwen2, defaults=DEFAULTS)
-QWEN3 = Family(blueprint=qwen3, defaults=DEFAULTS | {"head_dim": 128, "attention_bias": False})
+QWEN2 = Family(blueprint=qwen2, model_types=("qwen2",), defaults=DEFAULTS)
+QWEN3 = Family(
+    blueprint=qwen3,
+    model_types=("qwen3",),
+    defaults=DEFAULTS | {"head_dim": 128, "attention_bias": False},
+)
 OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
 QWEN2_GRAPH = Architecture(
     name="qwen2",

@@ -59,6 +59,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 
 SMOLLM3 = Family(
+    model_types=("smollm3",),
     blueprint=smollm3,
     defaults={
         "tie_word_embeddings": True,

@@ -10,7 +10,7 @@ from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
 from hotsplit.files.typed import shown
-from hotsplit.model.unsupported import CHECKPOINTS, why_not_run
+from hotsplit.model.unsupported import CHECKPOINTS, CONFIG_KEYS, why_not_run
 
 # By the first of `architectures` in config.json.
 FAMILIES: dict[str, Family] = {
@@ -59,6 +59,19 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
     read.refuse("quantization_config", why="its weights are packed; use the original checkpoint")
+    for key, (plain, why) in CONFIG_KEYS.items():
+        read.refuse(key, *plain, why=why)
     found = family.blueprint(read)
     threshold = read.threshold(found.spec.activation)
-    return replace(found, threshold=threshold, is_tied=read.is_tied())
+    notes = (*found.notes, *_type_notes(path, config.get("model_type"), family, str(name)))
+    return replace(found, threshold=threshold, is_tied=read.is_tied(), notes=notes)
+
+
+def _type_notes(path: Path, said: object, family: Family, name: str) -> tuple[str, ...]:
+    """A note on a `model_type` that is not the architecture's."""
+    if said is None or not family.model_types or said in family.model_types:
+        return ()
+    return (
+        f"{path}: model_type is {shown(said)}, wanted {family.model_types[0]!r} beside {name}: the"
+        f" model is converted as {name}, which is wrong if it computes anything else",
+    )

@@ -26,6 +26,15 @@ TRIES = 100  # to make a folder that other runs may remove; in /proc, say, no tr
 MODEL_SUFFIX = ".gguf"
 # Errors that only writing raises: disk full, quota or file size limit reached, read-only disk.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+# What Git LFS (docs/spec.md) and git-annex (doc/internals/pointer_file) put in a file's place.
+POINTER_BYTES = 1024  # a pointer is shorter
+POINTERS = {
+    "Git LFS": (
+        re.compile(rb"version https?://\S+/spec/v?\d+\n(?:[\w.-]+ .*\n)*?size (\d{1,18})\n"),
+        "git lfs pull",
+    ),
+    "git-annex": (re.compile(rb"/annex/objects/[A-Z0-9_]+-s(\d{1,18})\S*\s*$"), "git annex get"),
+}
 _unfinished: set[Path] = set()  # partial files and folders of this process
 _written: ContextVar[list[Path]] = ContextVar("written")  # new outputs, within all_or_none
 
@@ -313,11 +322,20 @@ def _sync_all(folder: Path) -> None:
 
 
 def require_file(path: Path, what: str) -> None:
-    """Raises HotsplitError unless `path` is a file; `what` names it, e.g. "profile"."""
+    """Raises HotsplitError unless `path` is a file, and for a pointer that stands in its place in a
+    repository until it is fetched; `what` names it, e.g. "profile"."""
     if not path.is_file():
         found = "is not a regular file" if path.exists() else "no such file"
         found = "is a folder" if path.is_dir() else found
         raise HotsplitError(f"{path}: {found}; wanted a {what}")
+    with suppress(OSError), path.open("rb") as file:  # the reader says why it cannot be opened
+        start = file.read(POINTER_BYTES)
+        for kind, (pattern, command) in POINTERS.items():
+            if len(start) < POINTER_BYTES and (pointer := pattern.match(start)):
+                raise HotsplitError(
+                    f"{path}: is a {kind} pointer to a file of {int(pointer[1]):,} bytes, wanted a"
+                    f" {what}; get the file itself with {command} there, or download it"
+                )
 
 
 def refuse_old_name(path: Path, names: Iterable[str]) -> None:

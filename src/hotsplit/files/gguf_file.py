@@ -7,7 +7,7 @@ import errno
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from math import isfinite, prod
@@ -25,6 +25,7 @@ from gguf.quants import dequantize
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file, require_file
+from hotsplit.files.gguf_parts import SPLIT_KEYS, Part, check_parts, other_parts
 from hotsplit.files.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_header
 from hotsplit.files.mapped_files import map_whole
 from hotsplit.files.pipeline import in_order, num_threads
@@ -58,6 +59,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     kind: str
     read_rows: Callable[[int, int], np.ndarray]
+    part: Path | None = None  # the file that it is in, of a model in several files
 
     def read(self) -> np.ndarray:
         """All bytes, in an array with the tensor's rows."""
@@ -158,6 +160,28 @@ def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, Tensor
 
 def open_gguf(path: Path, what: str) -> GgufFile:
     """Like `read_gguf`, but accepts PowerInfer's files too, and returns the magic.
+
+    Part 1 of a model in several files gives the whole model, without the keys of the division;
+    raises HotsplitError for another part, and for parts that are missing or of another model."""
+    file = _open_one(path, what)
+    part = Part.of(path, file.keys)
+    files = {path: file}
+    if part is not None:
+        files |= {other: _open_one(other, what) for other in other_parts(path, part)}
+        check_parts(files)
+    return GgufFile(
+        magic=file.magic,
+        keys={name: value for name, value in file.keys.items() if name not in SPLIT_KEYS},
+        tensors={
+            name: entry if part is None else replace(entry, part=holder)
+            for holder, each in files.items()
+            for name, entry in each.tensors.items()
+        },
+    )
+
+
+def _open_one(path: Path, what: str) -> GgufFile:
+    """The content of one file.
 
     The mapping is copy-on-write, because torch warns of read-only arrays."""
     require_file(path, what)

@@ -29,6 +29,9 @@ MAX_ARRAY_VALUES = 4 << 20
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = (1 << 16) - 1  # the limit on keys in the specification
+# Larger numbers are more likely to be damage than of a later format.
+NEWER_VERSIONS = 100
+NEWER_TYPES = 100
 STRING, ARRAY = 8, 9
 NUMBERS: dict[int, type[np.generic]] = {
     0: np.uint8, 1: np.int8, 2: np.uint16, 3: np.int16, 4: np.uint32, 5: np.int32,
@@ -64,8 +67,8 @@ class Foreign(Broken):
     """A file of another kind."""
 
 
-class TooMany(Exception):
-    """A file with more tensors or keys than this program reads."""
+class Unsupported(Exception):
+    """A file that may be whole, but is not for this program; the message says what to do."""
 
 
 def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
@@ -77,8 +80,8 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
     too many tensors or keys."""
     try:
         magic, keys, tensors = _Cursor(file).header()
-    except TooMany as error:
-        raise HotsplitError(f"{path}: {error}; wanted a {what}") from error
+    except Unsupported as error:
+        raise HotsplitError(f"{path}: {error} (wanted a {what})") from error
     except Broken as error:
         other = known_as(path)
         if other and "GGUF" not in other:
@@ -123,10 +126,18 @@ class _Cursor:
 
     def check_version(self) -> None:
         version = self.integer("<I", "the version")
-        if version not in (2, 3):
-            is_big_endian = version != 0 and version & 0xFFFF == 0
-            found = "big-endian" if is_big_endian else f"version {version}"
-            raise Broken(f"is {found}; this program reads little-endian versions 2 and 3")
+        if version in (2, 3):
+            return
+        if version != 0 and version & 0xFFFF == 0:
+            raise Unsupported("is big-endian; get or make a little-endian file")
+        if version == 1:
+            raise Unsupported("is GGUF version 1, of 2023; get or make one of version 2 or 3")
+        if 3 < version <= NEWER_VERSIONS:
+            raise Unsupported(
+                f"is GGUF version {version}, newer than 3, the last that this program reads; install"
+                " a newer hotsplit, or get a file of version 3"
+            )
+        raise Broken(f"is version {version}; this program reads versions 2 and 3")
 
     def take(self, num_bytes: int, what: str) -> bytes:
         start = self.offset
@@ -150,7 +161,9 @@ class _Cursor:
         if count > (self.end - self.offset) // least_bytes:
             raise Broken(f"claims {count} {what}, which is more than it can hold")
         if count > most:
-            raise TooMany(f"has {count} {what}; this program reads up to {most}")
+            raise Unsupported(
+                f"has {count} {what}; this program reads up to {most}; get another file"
+            )
         return count
 
     def name(self, what: str, known: Container[str]) -> str:
@@ -263,6 +276,11 @@ def _short(name: str) -> str:
 def _tensor_type(number: int, magic: Magic, what: str) -> GGMLQuantizationType:
     if magic == "PWRI" and number in POWERINFER_TYPES:
         return POWERINFER_TYPES[number]
+    if magic == "GGUF" and max(TYPES) < number <= max(TYPES) + NEWER_TYPES:
+        raise Unsupported(
+            f"{what} has type {number}, newer than {max(TYPES)}, the last that this program knows;"
+            " install a newer hotsplit, or get a file of another type"
+        )
     if number not in TYPES or (magic == "PWRI" and number > GGMLQuantizationType.Q8_K):
         raise Broken(f"{what} has the unknown type {number}")
     return TYPES[number]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError, writing
 from hotsplit.files.atomic import MODEL_SUFFIX, try_to_create
+from hotsplit.files.gguf_parts import part_paths
 
 
 def check_output(
@@ -60,7 +61,8 @@ def check_outputs(
 
 
 def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Raises HotsplitError for outputs that are also an input or another output."""
+    """Raises HotsplitError for outputs that are also an input, or a part of one, or another output."""
+    inputs = [part for path in inputs for part in part_paths(path)]
     for number, path in enumerate(outputs):
         with writing(path):  # a name that is too long, a folder that may not be entered
             if any(_is_same(path, other) for other in inputs):

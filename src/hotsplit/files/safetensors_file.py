@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import known_as, partial_file, refuse_old_name, require_file
-from hotsplit.files.typed import shown
+from hotsplit.files.typed import other_version, shown
 
 # A tensor's entry takes about 100 bytes. The safetensors package reads headers of up to 100 MB and
 # holds several copies.
@@ -97,9 +97,7 @@ def load_arrays(
         raise HotsplitError(f"{path}: not a {what}")
     found = header.pop("version", None)
     if found not in map(str, (version, *older)):
-        raise HotsplitError(
-            f"{path}: version {shown(found)}, this program reads {version}; make it again"
-        )
+        raise HotsplitError(f"{path}: {other_version(found, version, 'make it again')}")
     wrong_keys = (header.keys() ^ keys) - optional
     if wrong_keys:
         wrong = min(wrong_keys)

@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
+from hotsplit.files.gguf_parts import part_paths
+
 # Suffixes of checkpoints, predictors and texts; other files in an input folder may change.
 READ = {".safetensors", ".bin", ".pt", ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".parquet",
         ".model", ".jinja"}  # fmt: skip
@@ -40,7 +42,7 @@ def _files_of(path: Path) -> list[Path]:
         if path.is_dir():
             return [file for file in path.rglob("*") if file.suffix.lower() in READ]
         if path.is_file():
-            return [path]
+            return part_paths(path)
     return []
 
 

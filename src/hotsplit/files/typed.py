@@ -20,6 +20,15 @@ MAX_LINE = 200  # characters of another program's message
 LONGEST_END = 700  # characters kept at either end of a printed line
 
 
+def other_version(found: object, known: int, again: str) -> str:
+    """What an error says of a file of version `found`, without the file's name. `again`: how to make
+    an older file again."""
+    number = str(found)
+    is_newer = number.isdecimal() and known < int(number[:9]) <= known + 1000
+    advice = "a later version of hotsplit made it; install that" if is_newer else again
+    return f"version {shown(found)}, this program reads {known}; {advice}"
+
+
 class Fields:
     """The values of an object by their keys; errors call it `name`."""
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hotsplit.artifacts.model_file import PredictorInfo
+from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import printable
 from hotsplit.system.sizes import format_bytes
 
@@ -46,7 +47,7 @@ class Summary(ABC):
         layers and those of the first layer."""
 
     def print(self, *, all_tensors: bool) -> None:
-        size = format_bytes(self.path.stat().st_size)
+        size = format_bytes(num_bytes_of(self.path))
         head = facts_table(self.kind, [("file", self.path), ("size", size), *self.facts])
         print_tables([head, *self.tables(all_tensors=all_tensors)])
 
@@ -55,7 +56,7 @@ def to_json(summary: Any) -> str:
     """A Summary or a dataclass as strict JSON; non-finite numbers, such as the -inf of a threshold
     that selects all neurons, become "-inf", "inf" or "nan"."""
     if isinstance(summary, Summary):
-        file = {"path": summary.path, "file_bytes": summary.path.stat().st_size}
+        file = {"path": summary.path, "file_bytes": num_bytes_of(summary.path)}
         summary = {"kind": summary.kind, **file, **summary.content}
     return json.dumps(_plain(summary), allow_nan=False)
 

@@ -24,14 +24,37 @@ _BY_NAME = (
      "its graph is not supported"),
 )  # fmt: skip
 _EXPERTS = "mixtures of experts are not supported"
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "expert_count")
+_CAPPED = "logits with a soft cap are not supported"
+_SCALED = "values scaled by a factor of the config are not supported"
+_LATENT = "attention over latent keys and values is not supported"
+_EXPERT_KEYS = (
+    "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "expert_count",
+)  # fmt: skip
+# A key of a config -> (values with which it changes nothing, why another is refused). Configs of
+# derived models have them under a supported name, and their tensors need not differ.
+CONFIG_KEYS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    **dict.fromkeys(_EXPERT_KEYS, ((0, 1), _EXPERTS)),
+    "attn_logit_softcapping": ((), _CAPPED),
+    "final_logit_softcapping": ((), _CAPPED),
+    "embedding_multiplier": ((1,), _SCALED),
+    "residual_multiplier": ((1,), _SCALED),
+    "attention_multiplier": ((), _SCALED),
+    "logits_scaling": ((1,), _SCALED),
+    "logit_scale": ((1,), _SCALED),
+    "scale_emb": ((1,), _SCALED),
+    "scale_depth": ((), _SCALED),
+    "clip_qkv": ((), "clipped queries, keys and values are not supported"),
+    "alibi": ((False,), "attention biased by distance (ALiBi) is not computed"),
+    "q_lora_rank": ((), _LATENT),
+    "kv_lora_rank": ((), _LATENT),
+}
 # A GGUF key without the architecture's prefix -> why a file with it is refused.
 _BY_KEY = {
     "expert_count": _EXPERTS,
     "expert_used_count": _EXPERTS,
     "attention.sliding_window": "attention over a sliding window is not supported",
-    "attn_logit_softcapping": "logits with a soft cap are not supported",
-    "final_logit_softcapping": "logits with a soft cap are not supported",
+    "attn_logit_softcapping": _CAPPED,
+    "final_logit_softcapping": _CAPPED,
     "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
