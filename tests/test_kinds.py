@@ -40,7 +40,7 @@ METHODS = [
 
 
 class Nothing:
-    """Of no kind that any option has."""
+    """A value of no kind that any option has."""
 
     def __repr__(self):
         return "Nothing()"

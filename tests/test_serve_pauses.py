@@ -41,7 +41,7 @@ def served():
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """As in a server that has loaded its model."""
+    """Freezes the objects that are there, as a server does that has loaded its model."""
     gc.collect()
     gc.freeze()
     yield
