@@ -321,6 +321,9 @@ class NoText:
     def text(self, token_id: int) -> str:
         return ""
 
+    def flush(self) -> str:
+        return ""
+
 
 def p_of_two_tokens(kind: type[Generation], count: int) -> float:
     """The p-value of a chi-square test, against the table, of the second and third token of `count`

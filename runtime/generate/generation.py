@@ -217,19 +217,28 @@ class Generation:
         tokens = []
         if token_id in self._end_ids:
             self.run.stopped_by = "end of text"
+            held = self._filtered(self._stream.flush())
         else:
             self._left -= 1
-            text, is_stopped = self._filter.push(self._stream.text(token_id))
-            if is_stopped:
-                self.run.stopped_by = "stop string"
-            elif self._left == 0:
+            text = self._stream.text(token_id)
+            if self._left == 0:
                 self.run.stopped_by = "max tokens"
             elif not self._has_room and self.options.shift_keep is None:
                 self.run.stopped_by = "context"
-            tokens.append(self._token(token_id, text))
+            if self.is_over:
+                text += self._stream.flush()
+            tokens.append(self._token(token_id, self._filtered(text)))
             self.ids.append(token_id)
-        held = self._filter.flush() if self.is_over else ""
+            held = ""
+        held += self._filter.flush() if self.is_over else ""
         return [*tokens, Token(None, held)] if held else tokens
+
+    def _filtered(self, text: str) -> str:
+        """The part of the text that cannot belong to a stop string; a stop string ends the text."""
+        text, is_stopped = self._filter.push(text)
+        if is_stopped:
+            self.run.stopped_by = "stop string"
+        return text
 
     @property
     def _has_room(self) -> bool:

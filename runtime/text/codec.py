@@ -87,7 +87,7 @@ class TextCodec:
 
 class TextStream:
     """Decodes ids one at a time; a character that spans several tokens is emitted with the last
-    one.
+    one. With `flush`, the texts add up to the decoded ids.
 
     A token's text depends on those before it (a SentencePiece decoder drops the space before the
     first one; bytes combine to characters), so it is the difference between decoding with and
@@ -109,6 +109,11 @@ class TextStream:
         if len(self._ids) - self._num_known < _MAX_HELD:
             return ""
         return self._emitted(*self._cut())
+
+    def flush(self) -> str:
+        """The text still held back, at the end: U+FFFD, or a character whose last bytes are
+        missing, which decodes to U+FFFD too."""
+        return self._emitted(len(self._ids), self._tokenizer.decode(self._ids))
 
     def _cut(self) -> tuple[int, str]:
         """(number of tokens to emit if too many are held back, their text). Leaves out the last
