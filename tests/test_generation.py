@@ -124,6 +124,19 @@ def test_a_stop_string_may_end_in_text_that_was_held_back(codec_model):
         assert engine.last_run.stopped_by == "stop string"
 
 
+@pytest.mark.parametrize(
+    "stops, text", [((), "ab\ufffd[Q]c"), (("\ufffd[Q",), "ab"), (("b\0",), None)]
+)
+def test_special_tokens_may_have_a_text(codec_model, stops, text):
+    """It is in its place, even where text before it was held back."""
+    with Engine.load(codec_model) as engine:
+        (mark,) = engine.codec.encode("q")
+        ids = [*engine.codec.encode("ab\ufffd"), mark, *engine.codec.encode("c")]
+        options = GenerationOptions(max_tokens=len(ids), stops=stops, marks=((mark, "[Q]"),))
+        got = text_of(engine.generate("ab", options=options, constraint=Script(ids)))
+        assert got == (text or "ab\ufffd[Q]c")
+
+
 def test_an_unfinished_character_is_replaced_at_the_end(codec_model):
     with Engine.load(codec_model) as engine:
         ids = engine.codec.encode("ab\U0001f600")[:-1]

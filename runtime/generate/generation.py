@@ -90,7 +90,7 @@ class Generation:
         self.run = Run(prefill_tokens=len(self.ids))
         self._chain, self._mask, self._drafts, self._traffic = chain, mask, drafts, traffic
         self._end_ids = frozenset[int]() if options.ignores_end else codec.end_ids
-        self._stream = codec.stream(self.ids)
+        self._stream = codec.stream(self.ids, dict(options.marks))
         self._filter = StopFilter(options.stops)
         self._left = options.max_tokens
         self._read_before = 0  # bytes of feed-forward weights read before decoding began

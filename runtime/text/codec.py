@@ -1,8 +1,9 @@
 """Converts text to token ids and back, with the model file's tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -23,8 +24,10 @@ END_KINDS = ("eos", "eot", "eom")  # end of a text, a turn, a message
 END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
     "< EOT >", "_<EOT>", "<EOT>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<end_of_utterance>",
+    "<end_of_utterance>", "<|return|>", "<|call|>",
 )  # fmt: skip
+# Where gpt-oss's tokens are, <|end|> ends one of several messages of an answer (llama.cpp).
+_MESSAGES = {"<|return|>", "<|call|>", "<|end|>"}
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,12 @@ class TextCodec:
         with refused("its tokenizer cannot encode the text"):
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def stream(self, after: Sequence[int] = ()) -> "TextStream":
-        """A decoder for the tokens that follow `after`."""
-        return TextStream(self.tokenizer, after)
+    def stream(
+        self, after: Sequence[int] = (), marks: Mapping[int, str] = MappingProxyType({})
+    ) -> "TextStream":
+        """A decoder for the tokens that follow `after`. `marks`: special tokens that have a text
+        there; the others have none."""
+        return TextStream(self.tokenizer, after, marks)
 
 
 class TextStream:
@@ -93,13 +99,20 @@ class TextStream:
     first one; bytes combine to characters), so it is the difference between decoding with and
     without it. (tokenizers' DecodeStream raises if bytes that are not UTF-8 follow others.)"""
 
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        after: Sequence[int],
+        marks: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._tokenizer, self._marks = tokenizer, marks
         self._ids = list(after)  # the last emitted text's ids, then those not emitted yet
         self._num_known = len(self._ids)
         self._known = tokenizer.decode(self._ids)
 
     def text(self, token_id: int) -> str:
+        if token_id in self._marks:
+            return self.flush() + self._marks[token_id]
         if not self._tokenizer.decode([token_id, token_id]):  # twice: the first may lose its space
             return ""
         self._ids.append(token_id)
@@ -148,8 +161,11 @@ def _end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
         numbers = listed if isinstance(listed, list) else [listed]
         return frozenset(ends | {_checked(model, END_KEY, number) for number in numbers})
     if model.text(TOKENIZER_KEY) is None:
-        special = tokenizer.get_added_tokens_decoder().items()
-        ends |= {i for i, token in special if token.special and token.content in END_TEXTS}
+        added = tokenizer.get_added_tokens_decoder().items()
+        special = {token.content: i for i, token in added if token.special}
+        ends |= {special[text] for text in END_TEXTS if text in special}
+        if special.keys() >= _MESSAGES:
+            ends.discard(special["<|end|>"])
     return frozenset(ends)
 
 
