@@ -4,7 +4,7 @@ as chunks of a stream."""
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,7 +19,8 @@ from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import Syntax, TextRequest
 from hotsplit.serve.texts import Ended, Report
-from hotsplit.serve.tool_calls import ToolCall, ToolSplitter
+from hotsplit.serve.tools.calls import ToolCall
+from hotsplit.serve.tools.splitter import Part
 
 Body = dict[str, object]
 Parse = Callable[[Fields, ServedModel, float], TextRequest]  # the last argument is --timeout
@@ -27,20 +28,30 @@ Parse = Callable[[Fields, ServedModel, float], TextRequest]  # the last argument
 
 @dataclass(kw_only=True)
 class Output:
-    """The next piece of a text, or all pieces together. `report` comes with the last."""
+    """The next piece of a text, or all pieces together. `report` comes with the last, as does
+    `has_calls`: whether any piece has calls."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)  # those with logprobs
     report: Report | None = None
+    has_calls: bool = False
 
     def add(self, piece: "Output") -> None:
-        self.content += piece.content
-        self.reasoning += piece.reasoning
-        self.calls += piece.calls
+        self.parts += piece.parts
         self.tokens += piece.tokens
-        self.report = piece.report
+        self.report, self.has_calls = piece.report, piece.has_calls
+
+    @property
+    def content(self) -> str:
+        return "".join(part.text for part in self.parts if part.kind == "content")
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if part.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [call for part in self.parts for call in part.calls]
 
 
 class Voice:
@@ -48,13 +59,11 @@ class Voice:
 
     def __init__(self, syntax: Syntax) -> None:
         is_open = syntax.begins_reasoning
-        self._reasoning = ReasoningSplitter(is_open=is_open) if syntax.splits_reasoning else None
+        self._calls = syntax.splitter()
+        self._reasoning = ReasoningSplitter(is_open=is_open) if syntax.has_think_tags else None
         self._has_begun = self._has_reasoned = is_open
         self._num_before_end = 0  # tokens up to the end of the reasoning, if there is any
-        self._tools = None
-        if syntax.form is not None:
-            self._tools = ToolSplitter(syntax.form, most=syntax.most_calls)
-        self._marks = syntax.marks
+        self._has_calls = False
 
     @property
     def num_reasoning(self) -> int:
@@ -62,45 +71,47 @@ class Voice:
         return self._num_before_end if self._has_reasoned else 0
 
     def say(self, tokens: Sequence[Token]) -> Output:
-        parts: list[tuple[str, bool]] = []
+        split: list[tuple[str, bool]] = []
         for token in tokens:
-            mark = "" if token.id is None else self._marks.get(token.id, "")
-            text = token.text + mark
             if self._reasoning is None:
-                parts.append((text, False))
+                split.append((token.text, False))
                 continue
             self._num_before_end += token.id is not None and not self._reasoning.is_over
-            parts += self._reasoning.push(text)
-        return self._output(parts, tokens)
+            split += self._reasoning.push(token.text)
+        with_logprobs = [token for token in tokens if token.logprob is not None]
+        return Output(parts=list(self._parts(split)), tokens=with_logprobs)
 
     def finish(self, report: Report | None = None) -> Output:
-        """Flushes the held-back text and parses the tool calls, once the text has ended."""
-        output = self._output(self._reasoning.flush() if self._reasoning else [], ())
-        output.report = report
-        if self._tools is not None:
-            rest, calls = self._tools.finish()
-            output.content += rest
-            output.calls += calls
-        return output
+        """Flushes the held-back text, once the text has ended."""
+        parts = list(self._parts(self._reasoning.flush() if self._reasoning else []))
+        if self._calls is not None:
+            parts += self._noted(self._calls.flush())
+        return Output(parts=parts, report=report, has_calls=self._has_calls)
 
-    def _output(self, parts: Iterable[tuple[str, bool]], tokens: Sequence[Token]) -> Output:
-        content = reasoning = ""
-        for text, is_reasoning in parts:
+    def _parts(self, split: Iterable[tuple[str, bool]]) -> Iterator[Part]:
+        for text, is_reasoning in split:
             if is_reasoning:
                 self._has_reasoned = True
-                reasoning += self._untagged(text)
-            else:
-                content += text
-        if self._tools is not None and content:
-            content = self._tools.push(content)
-        with_logprobs = [token for token in tokens if token.logprob is not None]
-        return Output(content=content, reasoning=reasoning, tokens=with_logprobs)
+                yield from self._untagged(text)
+            elif self._calls is not None:
+                yield from self._noted(self._calls.push(text))
+            elif text:
+                yield Part(kind="content", text=text)
 
-    def _untagged(self, text: str) -> str:
+    def _untagged(self, text: str) -> Iterator[Part]:
+        rest = text
         if not self._has_begun:
             self._has_begun = True
-            text = text.lstrip().removeprefix(BEGIN)
-        return text.removesuffix(END)
+            rest = text.lstrip().removeprefix(BEGIN)
+            yield Part(kind="markup", text=text.removesuffix(rest))
+        if reasoning := rest.removesuffix(END):
+            yield Part(kind="reasoning", text=reasoning)
+        if rest != reasoning:
+            yield Part(kind="markup", text=END)
+
+    def _noted(self, parts: list[Part]) -> list[Part]:
+        self._has_calls |= any(part.calls for part in parts)
+        return parts
 
 
 class Answer(ABC):
@@ -193,7 +204,7 @@ def finish_reason(output: Output) -> str | None:
     """None if the text goes on."""
     if output.report is None:
         return None
-    if output.calls:
+    if output.has_calls:
         return "tool_calls"
     return "stop" if output.report.is_complete else "length"
 
@@ -239,24 +250,24 @@ def _ratio(a: float, b: float) -> float:
 
 
 def message_of(output: Output) -> Body:
-    message: Body = {"role": "assistant", "content": output.content, "refusal": None}
-    if output.calls and not output.content:
-        message["content"] = None
-    if output.reasoning:
-        message["reasoning_content"] = output.reasoning
-    if output.calls:
-        message["tool_calls"] = [call.body() for call in output.calls]
+    content, calls = output.content, output.calls
+    message: Body = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning := output.reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["content"] = content or None
+        message["tool_calls"] = [call.body() for call in calls]
     return message
 
 
 def delta_of(piece: Output) -> Body:
     found: Body = {}
-    if piece.content:
-        found["content"] = piece.content
-    if piece.reasoning:
-        found["reasoning_content"] = piece.reasoning
-    if piece.calls:
-        found["tool_calls"] = [call.body(index) for index, call in enumerate(piece.calls)]
+    if content := piece.content:
+        found["content"] = content
+    if reasoning := piece.reasoning:
+        found["reasoning_content"] = reasoning
+    if calls := piece.calls:
+        found["tool_calls"] = [call.body(has_index=True) for call in calls]
     return found
 
 

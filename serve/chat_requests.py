@@ -2,12 +2,14 @@
 text, reasoning and tool calls."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.reasoning import BEGIN, END, AfterReasoning, opens_reasoning
-from hotsplit.runtime.text.chat_template import ChatTemplate
+from hotsplit.runtime.generate.constraints import Constraint
+from hotsplit.runtime.generate.reasoning import AfterReasoning, opens_reasoning
+from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
@@ -15,10 +17,16 @@ from hotsplit.serve.text_requests import (
     MAX_LOGPROBS,
     Syntax,
     TextRequest,
+    Wanted,
     jobs_of,
     take_wanted,
 )
-from hotsplit.serve.tool_calls import MAX_CALLS, ToolForm, form_of
+from hotsplit.serve.tools.calls import json_text, short_id
+from hotsplit.serve.tools.choice import Tool, chosen, forced_calls, name_of, schema_of, tools_of
+from hotsplit.serve.tools.formats import ToolFormat
+from hotsplit.serve.tools.reader import sound_json
+from hotsplit.serve.tools.splitter import MAX_CALLS, CallRules
+from hotsplit.serve.tools.template_calls import CallStyle
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -27,23 +35,32 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """A prompt. `continued`: the message that the answer continues; "" if it begins one."""
+    """A prompt. `continued`: the message that the answer continues; "" if it begins one. `forced`:
+    those of the tools that the answer must call, one of them at least; empty if it need not."""
 
     text: str
     continued: str
-    has_tools: bool
+    tools: Sequence[Tool]
+    forced: Sequence[Tool]
 
 
 def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
     """The request of /v1/chat/completions. Raises ApiError."""
     rendering = take_rendering(fields, served)
-    form = None
-    if rendering.has_tools and isinstance(served.template, ChatTemplate):
-        form = _tool_form(served.template)
+    rules = None
     is_parallel = fields.flag("parallel_tool_calls", True)
+    if rendering.tools:
+        rules = CallRules(
+            tools={name_of(tool): schema_of(tool) for tool in rendering.tools},
+            most=MAX_CALLS if is_parallel else 1,
+            has_short_ids=served.call_style.has_short_ids,
+        )
     reasoning = fields.choice("reasoning_format", ("auto", "deepseek", "none")) or "auto"
     codec, stops = served.chat_codec()
-    wanted = take_wanted(fields, served, _num_logprobs(fields), codec, timeout_s, stops)
+    num_logprobs = _num_logprobs(fields)
+    wanted = take_wanted(fields, served, num_logprobs, codec, timeout_s, stops, served.marks)
+    if rendering.forced:
+        wanted = replace(wanted, constraint=_forced(wanted, rendering, served, codec, is_parallel))
     fields.only("modalities", ["text"], why="this server writes text")
     fields.only("audio", why="this server writes text")
     fields.only("functions", [], why="use tools instead")
@@ -53,11 +70,10 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextR
     ids = served.encode_plain(rendering.text, "messages")
     begins_reasoning = opens_reasoning(rendering.text, rendering.continued)
     syntax = Syntax(
-        form=form,
-        most_calls=MAX_CALLS if is_parallel else 1,
+        format=served.format,
+        rules=rules,
         splits_reasoning=reasoning != "none",
         begins_reasoning=begins_reasoning,
-        marks=served.hidden_marks([*(form.marks if form else ()), BEGIN, END]),
     )
     jobs = jobs_of(served, ids, wanted, codec, "messages")
     if begins_reasoning and (constraint := wanted.constraint) is not None:
@@ -67,15 +83,13 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextR
 
 def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     """Renders messages and tools with the template. Raises ApiError."""
-    messages = messages_of(fields.items("messages", MAX_MESSAGES))
-    tools = tools_of(fields.items("tools", MAX_TOOLS))
-    choice = fields.take("tool_choice")
-    if choice == "none":
-        tools = []
-    elif choice not in (None, "auto"):
+    messages = messages_of(fields.items("messages", MAX_MESSAGES), served.call_style, served.format)
+    tools, forced = chosen(tools_of(fields.items("tools", MAX_TOOLS)), fields.take("tool_choice"))
+    if tools and served.format is None:
         raise wrong(
-            "tool_choice",
-            "tool_choice: this server lets the model choose; give auto or none",
+            "tools",
+            "tools: this model's chat template has no tools, or writes calls in an unknown form;"
+            " leave tools out, or start the server with --chat-template",
             "unsupported_value",
         )
     variables: dict[str, object] = {}
@@ -100,21 +114,37 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
         text = served.template.render(
             messages, tools=tools or None, variables=variables, continue_final_message=continues,
             add_generation_prompt=begins and not continues,
+            keeps_none=served.call_style.has_null_content,
         )  # fmt: skip
     except HotsplitError as error:
         raise wrong("messages", str(error)) from error
     continued = str(messages[-1]["content"]) if continues else ""
-    return Rendering(text=text, continued=continued, has_tools=bool(tools))
+    return Rendering(text=text, continued=continued, tools=tools, forced=forced)
 
 
-def messages_of(items: list[object]) -> list[dict[str, object]]:
-    """Messages as templates expect them: contents as strings, call arguments as parsed JSON."""
+def messages_of(
+    items: list[object], style: CallStyle, known: ToolFormat | None
+) -> list[dict[str, object]]:
+    """Messages as templates expect them: contents as strings, calls in the template's style."""
     if not items:
         raise wrong("messages", "messages is missing or empty; a chat has at least one")
-    return [_message(item, f"messages[{number}]") for number, item in enumerate(items)]
+    messages = list[dict[str, object]]()
+    for number, item in enumerate(items):
+        message = _message(item, f"messages[{number}]", style, known)
+        calls = message.get("tool_calls")
+        messages.append(message)
+        if style.has_single_calls and isinstance(
+            calls, list
+        ):  # the others in messages of their own
+            message["tool_calls"] = calls[:1]
+            content = None if style.has_null_content else ""
+            messages += [{**message, "content": content, "tool_calls": [c]} for c in calls[1:]]
+    return messages
 
 
-def _message(item: object, place: str) -> dict[str, object]:
+def _message(
+    item: object, place: str, style: CallStyle, known: ToolFormat | None
+) -> dict[str, object]:
     if not isinstance(item, dict):
         raise wrong(place, f"{place}: wanted an object with role and content")
     message = {key: value for key, value in item.items() if value is not None}
@@ -127,7 +157,11 @@ def _message(item: object, place: str) -> dict[str, object]:
         raise wrong(f"{place}.content", f"{place}.content is missing; only an assistant's may be")
     message["content"] = _content(message.get("content", ""), f"{place}.content")
     if "tool_calls" in message:
-        message["tool_calls"] = _calls(message["tool_calls"], f"{place}.tool_calls")
+        calls = _calls(message.pop("tool_calls"), f"{place}.tool_calls")
+        if calls:
+            message |= _styled(str(message["content"]), calls, style, known)
+    if style.has_short_ids and isinstance(message.get("tool_call_id"), str):
+        message["tool_call_id"] = short_id(message["tool_call_id"])
     for name in ("refusal", "annotations", "audio"):
         message.pop(name, None)
     return message
@@ -154,47 +188,64 @@ def _content(content: object, place: str) -> str:
     return "\n".join(texts)
 
 
-def _calls(calls: object, place: str) -> list[object]:
+def _calls(calls: object, place: str) -> list[dict[str, Any]]:
+    """Checked calls; their arguments are values of JSON."""
     if not isinstance(calls, list):
         raise wrong(place, f"{place}: wanted a list of calls")
-    found: list[object] = []
+    found = []
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong(place, f"{place}: wanted objects with a function that has a name")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments else {}
-            except (ValueError, RecursionError) as error:
-                raise wrong(place, f"{place}: arguments are not JSON") from error
+        arguments = _arguments(function.get("arguments"), place)
         found.append({**call, "function": {**function, "arguments": arguments}})
     return found
 
 
-def tools_of(items: list[object]) -> list[Mapping[str, object]]:
-    found: list[Mapping[str, object]] = []
-    for number, item in enumerate(items):
-        place = f"tools[{number}]"
-        if not isinstance(item, dict) or item.get("type") != "function":
-            raise wrong(place, f"{place}: wanted a tool of type function", "unsupported_value")
-        function = item.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(place, f"{place}.function: wanted an object with a name")
-        found.append(item)
-    return found
+def _styled(
+    content: str, calls: list[dict[str, Any]], style: CallStyle, known: ToolFormat | None
+) -> dict[str, object]:
+    """The content and calls of a message as its template wants them."""
+    functions = [call["function"] for call in calls]
+    if style.has_calls_as_content and known is not None:
+        named = [(function["name"], function["arguments"]) for function in functions]
+        return {"content": content + known.written.text_of(named)}
+    for call, function in zip(calls, functions, strict=True):
+        if style.has_text_arguments:
+            function["arguments"] = json_text(function["arguments"])
+        if style.has_short_ids and isinstance(call.get("id"), str):
+            call["id"] = short_id(call["id"])
+    content_or_none = content or None if style.has_null_content else content
+    return {"content": content_or_none, "tool_calls": calls}
 
 
-def _tool_form(template: ChatTemplate) -> ToolForm:
-    form = form_of(template.tool_text or template.text)
-    if form is None:
+def _arguments(arguments: object, place: str) -> dict[str, object]:
+    """The value of a call's arguments, which are JSON in a text; none are an empty object."""
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = sound_json(arguments)
+        except ValueError as error:
+            raise wrong(place, f"{place}: arguments are not JSON: {str(error)[:100]}") from error
+    if arguments is None or isinstance(arguments, str):
+        return {}
+    if not isinstance(arguments, dict):
+        raise wrong(place, f"{place}: arguments are not an object")
+    return arguments
+
+
+def _forced(
+    wanted: Wanted, rendering: Rendering, served: ServedModel, codec: TextCodec, is_parallel: bool
+) -> Constraint:
+    if wanted.constraint is not None:
         raise wrong(
-            "tools",
-            "tools: this model's chat template has no tools, or writes calls in an unknown form;"
-            " leave tools out, or start the server with --chat-template",
-            "unsupported_value",
-        )
-    return form
+            "tool_choice", "tool_choice requires a call, which response_format, json_schema and"
+            " grammar exclude; give one of them"
+        )  # fmt: skip
+    assert served.format is not None
+    try:
+        return forced_calls(served.format, rendering.forced, codec, is_parallel=is_parallel)
+    except HotsplitError as error:
+        raise wrong("tool_choice", f"tool_choice: {error}") from error
 
 
 def _num_logprobs(fields: Fields) -> int | None:

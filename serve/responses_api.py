@@ -14,7 +14,7 @@ from hotsplit.serve.exchange import Exchange, dumps, sse
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import TextRequest
 from hotsplit.serve.texts import Report
-from hotsplit.serve.tool_calls import ToolCall
+from hotsplit.serve.tools.calls import ToolCall
 
 
 class ResponsesAnswer(Answer):
@@ -60,13 +60,14 @@ class ResponsesAnswer(Answer):
 
     def _take(self, piece: Output) -> Iterator[bytes]:
         """Adds a piece and yields its events."""
-        if piece.reasoning:
-            yield from self._grow("reasoning", piece.reasoning)
-        if piece.content:
-            yield from self._grow("message", piece.content)
-        for call in piece.calls:
-            yield from self._close()
-            yield from self._call(call)
+        for part in piece.parts:
+            if part.kind == "reasoning":
+                yield from self._grow("reasoning", part.text)
+            elif part.kind == "content":
+                yield from self._grow("message", part.text)
+            for call in part.calls:
+                yield from self._close()
+                yield from self._call(call)
 
     def _close(self, report: Report | None = None) -> Iterator[bytes]:
         """Closes the open item, if there is one, and yields the events for that. `report` is given

@@ -1,7 +1,6 @@
 """The parts of the model that requests need: tokenizer, chat template, samplers. Thread-safe."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,10 +9,13 @@ from tokenizers import pre_tokenizers
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
+from hotsplit.runtime.generate.reasoning import BEGIN, END
 from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec, check_unicode
 from hotsplit.serve.api_error import wrong
+from hotsplit.serve.tools.formats import ToolFormat, format_of
+from hotsplit.serve.tools.template_calls import CallStyle
 from hotsplit.tokens.tokenizer_text import refused
 
 
@@ -33,6 +35,7 @@ class ServedModel:
     longest_token: int  # in characters
     defaults: SamplingOptions
     max_tokens: int
+    call_style: CallStyle  # what the template wants of the calls in earlier messages
 
     def check_length(self, text: str, param: str) -> None:
         """Refuses, before tokenising, a text that cannot fit into the context."""
@@ -86,9 +89,20 @@ class ServedModel:
             return self.codec, (turn_end,)
         return replace(self.codec, end_ids=self.codec.end_ids | {token_id}), ()
 
-    def hidden_marks(self, texts: Sequence[str]) -> dict[int, str]:
-        """The special tokens among these texts, by id; the codec leaves them out of answers."""
-        return {i: text for i, text in self.codec.special_texts.items() if text in texts}
+    @cached_property
+    def format(self) -> ToolFormat | None:
+        """How the template has its model write tool calls; None if that is unknown."""
+        if isinstance(self.template, str):
+            return None
+        return format_of(self.template.tool_text or self.template.text)
+
+    @cached_property
+    def marks(self) -> tuple[tuple[int, str], ...]:
+        """The special tokens, by id, that delimit calls and reasoning in an answer."""
+        texts = {BEGIN, END, *(self.format.marks if self.format else ())}
+        added = self.codec.tokenizer.get_added_tokens_decoder()
+        return tuple((i, token.content) for i, token in added.items()
+                     if token.special and token.content in texts)  # fmt: skip
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; for an added one, those of its name."""

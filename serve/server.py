@@ -33,6 +33,7 @@ from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Batch, Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
+from hotsplit.serve.tools.template_calls import CallStyle, call_style
 
 LAST_S = 2.0  # time to send the last answers
 
@@ -204,6 +205,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         longest_token=max(map(len, codec.tokenizer.get_vocab(with_added_tokens=True))),
         defaults=config.sampling,
         max_tokens=config.max_tokens,
+        call_style=CallStyle() if isinstance(template, str) else call_style(template),
     )
     served.chain(config.sampling)  # refuses impossible options
     _ = codec.literal  # read now, with the GIL held for a second if the vocabulary is large

@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from hotsplit.errors import HotsplitError
@@ -19,7 +19,8 @@ from hotsplit.serve.fields import Fields
 from hotsplit.serve.sampling_fields import take_sampling, texts_of
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.texts import DeadlineBy, Job
-from hotsplit.serve.tool_calls import MAX_CALLS, ToolForm
+from hotsplit.serve.tools.formats import ToolFormat
+from hotsplit.serve.tools.splitter import CallRules, Splitter
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
@@ -64,15 +65,24 @@ class Wanted:
 @dataclass(frozen=True, kw_only=True)
 class Syntax:
     """How an answer is split into content, reasoning and tool calls; by default, all is content.
-    `form`: the syntax of tool calls; None if they are not parsed. `begins_reasoning`: whether the
-    answer starts inside a reasoning block. `marks`: special tokens that delimit calls and
-    reasoning, by id."""
+    `format`: the template's; None if it is unknown. `rules`: what calls are allowed; None if they
+    are not parsed. `begins_reasoning`: whether the answer starts inside a reasoning block."""
 
-    form: ToolForm | None = None
-    most_calls: int = MAX_CALLS
+    format: ToolFormat | None = None
+    rules: CallRules | None = None
     splits_reasoning: bool = False
     begins_reasoning: bool = False
-    marks: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def has_think_tags(self) -> bool:
+        """True if reasoning is between tags, and is to be separated."""
+        return self.splits_reasoning and not (self.format and self.format.has_channels)
+
+    def splitter(self) -> Splitter | None:
+        """A splitter of calls, and of the channels of a format that has them; None without both."""
+        if self.format is None:
+            return None
+        return self.format.splitter(self.rules, splits_reasoning=self.splits_reasoning)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +126,9 @@ def take_wanted(
     codec: TextCodec,
     timeout_s: float,
     stops: Sequence[str] = (),
+    marks: Sequence[tuple[int, str]] = (),
 ) -> Wanted:
-    """Reads the fields shared by completions and chats; `stops` are the template's."""
+    """Reads the fields shared by completions and chats; `stops` and `marks` are the template's."""
     fields.ignore(*NEUTRAL)
     for name, values, why in UNSUPPORTED:
         fields.only(name, *values, why=why)
@@ -137,6 +148,7 @@ def take_wanted(
         stops=(*texts_of(fields, "stop", MAX_STOPS, MAX_STOP_LENGTH), *stops),
         ignores_end=fields.flag("ignore_eos"),
         num_logprobs=num_logprobs,
+        marks=tuple(marks),
     )
     asked_s = fields.number("timeout")
     if asked_s is not None and asked_s <= 0:

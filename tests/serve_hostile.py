@@ -297,7 +297,7 @@ def out_of_place(draw: random.Random) -> Case:
     more = draw.choice([
         {"messages": [{"role": "user", "content": [draw.choice(parts)]}]}, {"tools": "x"},
         {"tools": [draw.choice((5, {}, {"type": "function"}, {"type": "web_search"}))]},
-        {"tools": [tool] * 129}, {"tools": [tool], "tool_choice": draw.choice(("required", 5))},
+        {"tools": [tool] * 129}, {"tools": [tool], "tool_choice": draw.choice(("any", 5, {"type": "function"}))},
         {"messages": [{"role": "assistant", "tool_calls": draw.choice(("x", [5], [{}]))}]},
         {"max_tokens": draw.choice((10**18, 1e18, -2))}, {"n": 10**9}, {"top_logprobs": 10**18},
         {"stop": draw.choice(("a" * 900_000, ["a" * 50_000] * 16, ["a"] * 100_000))},

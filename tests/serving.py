@@ -27,14 +27,16 @@ CALL = r'root ::= "Well. <tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}}
 SAID = [{"role": "user", "content": "Hello"}]
 
 
-def save_model(folder, *, tokenizer=None, template=TEMPLATE, vocab_size=4096):
+def save_model(
+    folder, *, tokenizer=None, template=TEMPLATE, vocab_size=4096, context_length=CONTEXT
+):
     """Saves a model with random weights and a real tokenizer; token 0 ends a text."""
     keys = {
         "tokenizer.huggingface.json": tokenizer or TOKENIZER.read_text(encoding="utf-8"),
         "tokenizer.ggml.eos_token_id": np.uint32(0),
         "tokenizer.chat_template": template,
     }
-    shape = make_sizes(vocab_size=vocab_size, context_length=CONTEXT)
+    shape = make_sizes(vocab_size=vocab_size, context_length=context_length)
     path = folder / "tiny.gguf"
     model = make_model(sizes=shape, kind="q8_0", extra_keys=keys)
     dataclasses.replace(model, path=path).save(path)

@@ -221,6 +221,20 @@ def test_the_list_of_the_config_is_kept_too(checkpoint, tmp_path):
     assert TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids >= {4, 6}
 
 
+def test_the_end_of_a_message_of_gpt_oss_does_not_end_its_answer():
+    marks = ["<|end|>", "<|return|>", "<|call|>"]
+    for count in (1, 2, 3):
+        tokenizer = byte_level_tokenizer("smollm", SIZE - 10)
+        tokenizer.add_special_tokens(marks[:count])
+        known = vocabulary_keys(json.loads(tokenizer.to_str()), SIZE)
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]
+        known["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+        known[key("eot")] = np.uint32(tokenizer.token_to_id("<|end|>"))
+        codec = TextCodec.of(make_model(sizes=make_sizes(vocab_size=SIZE), extra_keys=known))
+        names = {codec.tokenizer.id_to_token(i) for i in codec.end_ids}
+        assert names & {*marks} == ({*marks[1:]} if count == 3 else {*marks[:count]})
+
+
 # ---- the token that begins a text -----------------------------------------------------------------
 
 

@@ -131,6 +131,64 @@ def test_a_special_token_whose_text_is_a_stop_string_stops(codec_model):
 # ---- ends ----------------------------------------------------------------------------------------
 
 
+class Script:
+    """A mask that allows one token at a time."""
+
+    def __init__(self, ids):
+        self.ids = list(ids)
+
+    def mask_V(self, vocab_size):
+        return torch.arange(vocab_size) == self.ids[0]
+
+    def accept(self, token_id):
+        del self.ids[0]
+
+
+@pytest.mark.parametrize("stops", [(), ("never",), ("\ufffdz",)])
+@pytest.mark.parametrize("count, stopped_by", [(9, "end of text"), (0, "max tokens")])
+@pytest.mark.parametrize("end", ["\ufffd", "\ufffd\ufffd", "\ufffd nev", "\u00e9", ""])
+def test_the_last_characters_are_there_whatever_ends_the_text(
+    codec_model, end, count, stopped_by, stops
+):
+    with Engine.load(codec_model) as engine:
+        (last,) = engine.codec.encode("q")
+        engine.codec = replace(engine.codec, end_ids=frozenset([last]))
+        ids = engine.codec.encode("ab" + end)
+        options = GenerationOptions(max_tokens=len(ids) + count, stops=stops)
+        tokens = engine.generate("ab", options=options, constraint=Script([*ids, last]))
+        assert text_of(tokens) == "ab" + end
+        assert engine.last_run.stopped_by == stopped_by
+
+
+def test_a_stop_string_may_end_in_text_that_was_held_back(codec_model):
+    with Engine.load(codec_model) as engine:
+        ids = engine.codec.encode("ab\ufffd")
+        options = GenerationOptions(max_tokens=len(ids), stops=("b\ufffd",))
+        assert text_of(engine.generate("ab", options=options, constraint=Script(ids))) == "a"
+        assert engine.last_run.stopped_by == "stop string"
+
+
+@pytest.mark.parametrize(
+    "stops, text", [((), "ab\ufffd[Q]c"), (("\ufffd[Q",), "ab"), (("b\0",), None)]
+)
+def test_special_tokens_may_have_a_text(codec_model, stops, text):
+    """It is in its place, even where text before it was held back."""
+    with Engine.load(codec_model) as engine:
+        (mark,) = engine.codec.encode("q")
+        ids = [*engine.codec.encode("ab\ufffd"), mark, *engine.codec.encode("c")]
+        options = GenerationOptions(max_tokens=len(ids), stops=stops, marks=((mark, "[Q]"),))
+        got = text_of(engine.generate("ab", options=options, constraint=Script(ids)))
+        assert got == (text or "ab\ufffd[Q]c")
+
+
+def test_an_unfinished_character_is_replaced_at_the_end(codec_model):
+    with Engine.load(codec_model) as engine:
+        ids = engine.codec.encode("ab\U0001f600")[:-1]
+        options = GenerationOptions(max_tokens=len(ids))
+        got = text_of(engine.generate("ab", options=options, constraint=Script(ids)))
+        assert got == engine.codec.tokenizer.decode(ids) and got.startswith("ab\ufffd")
+
+
 def test_the_end_token_can_be_ignored(codec_model):
     with Engine.load(codec_model) as engine:
         end = engine.codec.encode("q")[0]

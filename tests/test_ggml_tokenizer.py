@@ -118,6 +118,7 @@ def test_a_stream_gives_the_text_piece_by_piece(tmp_path, name):
         ids, stream = codec.encode(line), codec.stream()
         whole = codec.tokenizer.decode(ids)
         assert "".join(map(stream.text, ids)) == whole.rstrip("\ufffd"), line
+        assert whole.rstrip("\ufffd") + stream.flush() == whole and not stream.flush()
         for half in (1, len(ids) // 2):
             before, stream = codec.tokenizer.decode(ids[:half]), codec.stream(ids[:half])
             rest = "".join(map(stream.text, ids[half:]))
@@ -172,6 +173,11 @@ def test_replacement_characters_of_the_text_itself_are_streamed(tmp_path, name):
         line = "a" + "\ufffd" * count + "\u00e9\U0001f600x"
         ids = tokenizer.encode(line, add_special_tokens=False).ids
         assert "".join(map(TextStream(tokenizer, ()).text, ids)) == tokenizer.decode(ids) == line
+        ids, stream = (
+            tokenizer.encode(line[:-3], add_special_tokens=False).ids,
+            TextStream(tokenizer, ()),
+        )
+        assert "".join(map(stream.text, ids)) + stream.flush() == line[:-3]
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skips: bool) -> list[str | None]:

@@ -77,7 +77,19 @@ def served(model):
         ({"grammar": "root ::= oops"}, "grammar"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        *(
+            ({"tools": [TOOL], "tool_choice": choice}, "tool_choice")
+            for choice in (
+                "any", 5, {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}},
+                {"type": "function", "function": {"name": 5}}, {"type": "allowed_tools"},
+                {"type": "allowed_tools", "mode": "required", "tools": []},
+                {"type": "allowed_tools", "mode": "some", "tools": [TOOL]},
+            )
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}],
+          "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "json_schema": {}}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"functions": [{}]}, "functions"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),

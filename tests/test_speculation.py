@@ -315,10 +315,13 @@ class TableText:
 class NoText:
     end_ids = frozenset[int]()
 
-    def stream(self, after):
+    def stream(self, after, marks):
         return self
 
     def text(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
         return ""
 
 

@@ -8,6 +8,7 @@ masks over logits.
 Letters: V logits, which may be more than the tokenizer has tokens."""
 
 import json
+from collections.abc import Mapping
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ class ConstraintError(HotsplitError):
 
 class Constraint:
     """The state of one text in its grammar; `fork` copies it for another text. `grammar` is the text
-    of a grammar or regex, and empty for a JSON schema.
+    of a grammar or regex, and empty for JSON schemas and tool calls.
 
     End tokens are allowed only where the grammar may end."""
 
@@ -122,6 +123,18 @@ def json_schema_constraint(schema: dict[str, object] | str, codec: TextCodec) ->
     return _constraint("JSON schema", text, codec)
 
 
+def tool_call_constraint(
+    grammar: str, schemas: Mapping[str, dict[str, object]], codec: TextCodec
+) -> Constraint:
+    """Constrains texts to a grammar in llguidance's dialect of Lark that uses rules named in
+    `schemas`, whose texts are JSON that is valid under the schema.
+
+    Raises HotsplitError as `json_schema_constraint` does."""
+    check_unicode(grammar, "grammar of tool calls")
+    text = json.dumps({"grammar": grammar, "schemas": schemas})
+    return _constraint("grammar of tool calls", text, codec)
+
+
 def regex_constraint(regex: str, codec: TextCodec) -> Constraint:
     """Constrains texts to those that a regex matches in full. The syntax is that of Rust's regex,
     without look-around.
@@ -159,7 +172,7 @@ def _constraint(what: Kind, text: str, codec: TextCodec) -> Constraint:
         _processes.pop(codec.tokenizer, None)
         process = _process(codec)
         matcher = process.matcher(what, text)
-    grammar = "" if what == "JSON schema" else text
+    grammar = "" if what in ("JSON schema", "grammar of tool calls") else text
     constraint = Constraint(matcher, codec, process.num_tokens, what, grammar)
     constraint.mask_V(process.num_tokens)  # raises if no text at all is allowed
     return constraint

@@ -90,7 +90,9 @@ class Generation:
         self.run = Run(prefill_tokens=len(self.ids))
         self._chain, self._mask, self._drafts, self._traffic = chain, mask, drafts, traffic
         self._end_ids = frozenset[int]() if options.ignores_end else codec.end_ids
-        self._stream, self._special_texts = codec.stream(self.ids), codec.special_texts
+        marks = dict(options.marks)
+        self._stream = codec.stream(self.ids, marks)
+        self._hidden_texts = {i: t for i, t in codec.special_texts.items() if i not in marks}
         self._filter = StopFilter(options.stops)
         self._left = options.max_tokens
         self._read_before = 0  # bytes of feed-forward weights read before decoding began
@@ -217,21 +219,29 @@ class Generation:
         tokens = []
         if token_id in self._end_ids:
             self.run.stopped_by = "end of text"
+            held = self._filtered(self._stream.flush())
         else:
             self._left -= 1
-            text, is_stopped = self._filter.push(
-                self._stream.text(token_id), self._special_texts.get(token_id, "")
-            )
-            if is_stopped:
-                self.run.stopped_by = "stop string"
-            elif self._left == 0:
+            text, hidden = self._stream.text(token_id), self._hidden_texts.get(token_id, "")
+            if self._left == 0:
                 self.run.stopped_by = "max tokens"
             elif not self._has_room and self.options.shift_keep is None:
                 self.run.stopped_by = "context"
-            tokens.append(self._token(token_id, text))
+            if self.is_over:
+                text += self._stream.flush()
+            tokens.append(self._token(token_id, self._filtered(text, hidden)))
             self.ids.append(token_id)
-        held = self._filter.flush() if self.is_over else ""
+            held = ""
+        held += self._filter.flush() if self.is_over else ""
         return [*tokens, Token(None, held)] if held else tokens
+
+    def _filtered(self, text: str, hidden: str = "") -> str:
+        """The part of the text that cannot belong to a stop string; a stop string ends the text.
+        `hidden`: the text of a special token after it."""
+        text, is_stopped = self._filter.push(text, hidden)
+        if is_stopped:
+            self.run.stopped_by = "stop string"
+        return text
 
     @property
     def _has_room(self) -> bool:

@@ -12,7 +12,7 @@ from hotsplit.runtime.generate import gbnf, gbnf_parser
 from hotsplit.runtime.generate.json_schema import check_schema, parse_schema, schemas_of
 from hotsplit.runtime.generate.json_unions import mark_unions
 
-Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar"]
+Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar", "grammar of tool calls"]
 
 # As in llama.cpp, at most a space, or a newline and indentation, separates the parts of a document.
 # An uncertain model could otherwise emit whitespace forever.
@@ -25,7 +25,11 @@ def translated(kind: Kind, text: str) -> tuple[Literal["lark", "regex"], str]:
     """A grammar in llguidance's Lark, or a regex. Raises HotsplitError for a text that is wrong, or
     would not be enforced in full."""
     if kind == "JSON schema":
-        return "lark", _lark_of_schema(text)
+        return "lark", _json_rule("start", text)
+    if kind == "grammar of tool calls":
+        parts = json.loads(text)
+        rules = [_json_rule(name, json.dumps(part)) for name, part in parts["schemas"].items()]
+        return "lark", "".join([parts["grammar"], *rules])
     if kind == "GBNF grammar":
         return _of_gbnf(text)
     if kind == "Lark grammar" and "%json" in text:  # its keywords would not be checked
@@ -33,7 +37,7 @@ def translated(kind: Kind, text: str) -> tuple[Literal["lark", "regex"], str]:
     return ("regex" if kind == "regex" else "lark"), text
 
 
-def _lark_of_schema(text: str) -> str:
+def _json_rule(name: str, text: str) -> str:
     schema = check_schema(parse_schema(text))
     mark_unions(schemas_of(schema))
     options = {
@@ -42,7 +46,7 @@ def _lark_of_schema(text: str) -> str:
         "whitespace_pattern": _WHITESPACE,
         "json_allowed_escapes": _ESCAPES,
     }
-    return f"start: %json {json.dumps(schema | {'x-guidance': options})}\n"
+    return f"{name}: %json {json.dumps(schema | {'x-guidance': options})}\n"
 
 
 def _of_gbnf(text: str) -> tuple[Literal["lark", "regex"], str]:
@@ -53,7 +57,7 @@ def _of_gbnf(text: str) -> tuple[Literal["lark", "regex"], str]:
 
 def message_of(kind: Kind, text: str, message: str) -> str:
     """llguidance's message on a constraint, in one line."""
-    if "failed to compile JSON schema: oneOf constraints" in message:
+    if kind == "JSON schema" and "failed to compile JSON schema: oneOf constraints" in message:
         place = mark_unions(schemas_of(check_schema(parse_schema(text))))
         return (
             f"{kind}, {one_line(place or '#')}: 'oneOf': a document may match several of its"

@@ -44,13 +44,15 @@ class GenerationOptions:
     not part of it. `ignores_end`: end tokens are ordinary tokens. `num_logprobs`: number of most
     probable tokens whose log probabilities are returned besides the drawn token's; None: none at
     all. `shift_keep`: when the context is full, the text continues with its first `shift_keep`
-    tokens and the last half of the rest; None: it ends."""
+    tokens and the last half of the rest; None: it ends. `marks`: special tokens, by id, that have a
+    text here; the others have none."""
 
     max_tokens: int = 128
     stops: tuple[str, ...] = ()
     ignores_end: bool = False
     num_logprobs: int | None = None
     shift_keep: int | None = None
+    marks: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)

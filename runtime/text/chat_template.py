@@ -58,11 +58,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
+        keeps_none: bool = False,
     ) -> str:
         """The text of the messages and, with `add_generation_prompt`, of an answer's header.
 
         With `continue_final_message`, the text ends where the last message does, for the model to
         continue. `variables` are further inputs of the template: enable_thinking, documents, ...
+        With `keeps_none`, a None in a message reaches the template, unlike in transformers.
 
         Raises HotsplitError for malformed messages or none, if `add_generation_prompt` and
         `continue_final_message` are both set, and as TemplateProcess.render does."""
@@ -71,7 +73,7 @@ class ChatTemplate:
                 "continue_final_message continues the last message, add_generation_prompt begins"
                 " another; ask for one of them"
             )
-        known = [_normal(message) for message in messages]
+        known = [_normal(message, keeps_none=keeps_none) for message in messages]
         if not known:
             raise HotsplitError("no messages; a conversation has at least one")
         if continue_final_message:
@@ -173,15 +175,15 @@ def _special_texts(model: ModelFile, codec: TextCodec) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _normal(message: Message) -> dict[str, object]:
-    """A message as transformers passes it to a template: without None values, and with reasoning
-    under the names that templates read."""
+def _normal(message: Message, *, keeps_none: bool) -> dict[str, object]:
+    """A message as transformers passes it to a template: without None values, unless
+    `keeps_none`, and with reasoning under the names that templates read."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise HotsplitError(
             f"{str(message)[:80]!r} is not a message; wanted an object with role and content"
         )
-    known = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((known[name] for name in _REASONING if name in known), None)
+    known = {key: value for key, value in message.items() if keeps_none or value is not None}
+    reasoning = next((r for name in _REASONING if (r := message.get(name)) is not None), None)
     if reasoning is None:
         return known
     return {"thinking": reasoning, **known, "reasoning_content": reasoning}

@@ -1,9 +1,10 @@
 """Converts text to token ids and back, with the model file's tokenizer."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from types import MappingProxyType
 
 from tokenizers import Tokenizer
 
@@ -93,26 +94,36 @@ class TextCodec:
         with refused("its tokenizer cannot encode the text"):
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def stream(self, after: Sequence[int] = ()) -> "TextStream":
-        """A decoder for the tokens that follow `after`."""
-        return TextStream(self.tokenizer, after)
+    def stream(
+        self, after: Sequence[int] = (), marks: Mapping[int, str] = MappingProxyType({})
+    ) -> "TextStream":
+        """A decoder for the tokens that follow `after`. `marks`: special tokens that have a text
+        there; the others have none."""
+        return TextStream(self.tokenizer, after, marks)
 
 
 class TextStream:
     """Decodes ids one at a time; a character that spans several tokens is emitted with the last
-    one.
+    one. With `flush`, the texts add up to the decoded ids.
 
     A token's text depends on those before it (a SentencePiece decoder drops the space before the
     first one; bytes combine to characters), so it is the difference between decoding with and
     without it. (tokenizers' DecodeStream raises if bytes that are not UTF-8 follow others.)"""
 
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        after: Sequence[int],
+        marks: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._tokenizer, self._marks = tokenizer, marks
         self._ids = list(after)  # the last emitted text's ids, then those not emitted yet
         self._num_known = len(self._ids)
         self._known = tokenizer.decode(self._ids)
 
     def text(self, token_id: int) -> str:
+        if token_id in self._marks:
+            return self.flush() + self._marks[token_id]
         if not self._tokenizer.decode([token_id, token_id]):  # twice: the first may lose its space
             return ""
         self._ids.append(token_id)
@@ -122,6 +133,11 @@ class TextStream:
         if len(self._ids) - self._num_known < _MAX_HELD:
             return ""
         return self._emitted(*self._cut())
+
+    def flush(self) -> str:
+        """The text still held back, at the end: U+FFFD, or a character whose last bytes are
+        missing, which decodes to U+FFFD too."""
+        return self._emitted(len(self._ids), self._tokenizer.decode(self._ids))
 
     def _cut(self) -> tuple[int, str]:
         """(number of tokens to emit if too many are held back, their text). Leaves out the last

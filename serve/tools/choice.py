@@ -1,0 +1,221 @@
+"""A request's tools, and its choice among them. A call that is required is enforced by a grammar in
+the template's format."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.constraints import Constraint, tool_call_constraint
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.serve.api_error import wrong
+from hotsplit.serve.tools.formats import ToolFormat
+from hotsplit.serve.tools.xml_values import Schema, types_of
+
+log = logging.getLogger("hotsplit.serve")
+
+Tool = Mapping[str, Any]
+MAX_SCHEMA_BYTES = 64 << 10  # of all tools together
+_OBJECT: dict[str, object] = {"type": "object"}
+
+
+def tools_of(items: list[object]) -> list[Tool]:
+    """The checked tools of a request. Raises ApiError."""
+    found: list[Tool] = []
+    for number, item in enumerate(items):
+        place = f"tools[{number}]"
+        if not isinstance(item, dict) or item.get("type") != "function":
+            raise wrong(place, f"{place}: wanted a tool of type function", "unsupported_value")
+        function = item.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(place, f"{place}.function: wanted an object with a name")
+        found.append(item)
+    return found
+
+
+def name_of(tool: Tool) -> str:
+    return str(tool["function"]["name"])
+
+
+def schema_of(tool: Tool) -> dict[str, object]:
+    schema = tool["function"].get("parameters")
+    return schema if isinstance(schema, dict) else {}
+
+
+def chosen(tools: list[Tool], choice: object) -> tuple[list[Tool], list[Tool]]:
+    """(tools for the prompt, tools of which the model must call one). Raises ApiError."""
+    if choice in (None, "auto"):
+        return tools, []
+    if choice == "none":
+        return [], []
+    if choice == "required":
+        return tools, _some(tools)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and kind == "function":
+        return tools, _named([choice], tools)
+    if isinstance(choice, dict) and kind == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
+        allowed = inner.get("tools") if isinstance(inner, dict) else None
+        mode = inner.get("mode", "auto") if isinstance(inner, dict) else None
+        if isinstance(allowed, list) and mode in ("auto", "required"):
+            allowed = _named(allowed, tools)
+            return allowed, _some(allowed) if mode == "required" else []
+    raise wrong(
+        "tool_choice",
+        'tool_choice: wanted auto, none, required, {"type": "function", "function": {"name": ...}}'
+        ' or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
+    )
+
+
+def _some(tools: list[Tool]) -> list[Tool]:
+    if not tools:
+        raise wrong("tool_choice", "tool_choice requires a call, but there are no tools")
+    return tools
+
+
+def _named(choices: list[object], tools: list[Tool]) -> list[Tool]:
+    """The tools that are named, as a chat names them or as a response does."""
+    by_name = {name_of(tool): tool for tool in tools}
+    found = []
+    for choice in choices:
+        inner = choice.get("function", choice) if isinstance(choice, dict) else None
+        name = inner.get("name") if isinstance(inner, dict) else None
+        if not isinstance(name, str) or name not in by_name:
+            shown = json.dumps(name)[:60]
+            raise wrong("tool_choice", f"tool_choice: there is no tool named {shown} in tools")
+        found.append(by_name[name])
+    return found
+
+
+def forced_calls(
+    known: ToolFormat, tools: Sequence[Tool], codec: TextCodec, *, is_parallel: bool
+) -> Constraint:
+    """A constraint to calls of these tools, with arguments that are valid under their schemas.
+    Where a schema cannot be enforced and its tool is not `strict`, any object is valid.
+
+    Raises HotsplitError."""
+    schemas = [_OBJECT | schema_of(tool) for tool in tools]
+    names = [name_of(tool) for tool in tools]
+    try:
+        size = len(json.dumps(schemas))
+        if size > MAX_SCHEMA_BYTES:
+            raise HotsplitError(
+                f"the schemas of tools have {size} bytes, wanted at most {MAX_SCHEMA_BYTES}"
+            )
+        return _constraint(known, names, schemas, codec, is_parallel=is_parallel)
+    except HotsplitError as error:
+        if any(tool["function"].get("strict") for tool in tools):
+            raise
+        log.info("arguments of a required call are any object: %s", error)
+        anything = [_OBJECT for _ in tools]
+        return _constraint(known, names, anything, codec, is_parallel=is_parallel)
+
+
+def _constraint(
+    known: ToolFormat,
+    names: Sequence[str],
+    schemas: Sequence[dict[str, object]],
+    codec: TextCodec,
+    *,
+    is_parallel: bool,
+) -> Constraint:
+    written = _Grammar(codec, known.marks)
+    grammar = written.of(known, names, schemas, is_parallel=is_parallel)
+    return tool_call_constraint(grammar, written.schemas, codec)
+
+
+class _Grammar:
+    """Writes the Lark grammar of calls. `schemas`: of its rules that are JSON."""
+
+    def __init__(self, codec: TextCodec, marks: Sequence[str]) -> None:
+        added = codec.tokenizer.get_added_tokens_decoder()
+        self._ids = {token.content: i for i, token in added.items() if token.content in marks}
+        self._mark = re.compile("|".join(map(re.escape, self._ids)) or r"(?!)")
+        self._rules: list[str] = []
+        self.schemas: dict[str, dict[str, object]] = {}
+
+    def of(
+        self,
+        known: ToolFormat,
+        names: Sequence[str],
+        schemas: Sequence[dict[str, object]],
+        *,
+        is_parallel: bool,
+    ) -> str:
+        written = known.written
+        calls = [
+            " ".join(self._call(written.call, name, schema))
+            for name, schema in zip(names, schemas, strict=True)
+        ]
+        start = [*self._literal(written.begin), "call"]
+        if is_parallel and written.between is not None:
+            start.append(f"({' '.join([*self._literal(written.between), 'call'])})*")
+        start += self._literal(written.end)
+        before = " ".join(self._call(written.before, "", {}))
+        if before and "<|end|>" in self._ids:
+            start.insert(0, f"({before})?")
+        rules = [f"start: {' '.join(start)}", f"call: {' | '.join(calls)}", *self._rules]
+        return "".join(f"{rule}\n" for rule in rules)
+
+    def _call(self, form: str, name: str, schema: dict[str, object]) -> Iterator[str]:
+        for literal, slot, _, _ in Formatter().parse(form):
+            yield from self._literal(literal)
+            if slot == "name":
+                yield from self._literal(name)
+            elif slot == "string":
+                yield from self._literal(json.dumps(name, ensure_ascii=False))
+            elif slot == "object":
+                yield self._json(schema)
+            elif slot == "parameters":
+                yield from self._parameters(schema)
+            elif slot == "text":
+                yield self._rule("/(?s:.*)/", is_terminal=True)
+
+    def _parameters(self, schema: Schema) -> Iterator[str]:
+        properties, required = schema.get("properties"), schema.get("required")
+        for key, part in (properties if isinstance(properties, dict) else {}).items():
+            value = " ".join(self._value(part if isinstance(part, dict) else {}))
+            rule = " ".join([*self._literal(f"<parameter={key}>\n"), value, *self._literal("\n")])
+            is_required = isinstance(required, list) and key in required
+            yield f"({rule})" if is_required else f"({rule})?"
+
+    def _value(self, schema: dict[str, object]) -> Iterator[str]:
+        """A parameter's text with its closing tag."""
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        kinds = types_of(schema)
+        if isinstance(values, list) and values:
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            literals = [" ".join(self._literal(f"{text}\n</parameter>")) for text in texts]
+            yield f"({' | '.join(literals)})"
+        elif kinds is None or "string" in kinds:
+            end = json.dumps("\n</parameter>")
+            yield self._rule("/(?s:.*)/", f"[suffix={end}]")
+        else:
+            yield self._json(schema)
+            yield from self._literal("\n</parameter>")
+
+    def _json(self, schema: dict[str, object]) -> str:
+        name = f"json{len(self.schemas)}"
+        self.schemas[name] = schema
+        return name
+
+    def _rule(self, body: str, attributes: str = "", *, is_terminal: bool = False) -> str:
+        name = f"{'T' if is_terminal else 't'}{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def _literal(self, text: str) -> Iterator[str]:
+        """The text as strings and, where it has a mark, the mark's token."""
+        at = 0
+        for mark in self._mark.finditer(text):
+            yield from self._string(text[at : mark.start()])
+            yield f"<[{self._ids[mark.group()]}]>"
+            at = mark.end()
+        yield from self._string(text[at:])
+
+    def _string(self, text: str) -> Iterator[str]:
+        if text:
+            yield json.dumps(text, ensure_ascii=False)

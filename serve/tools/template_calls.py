@@ -1,0 +1,75 @@
+"""What a chat template wants of the calls in earlier messages, found by trying it once.
+
+Most templates want the arguments as an object and write it as JSON. Others join them with other
+text or print them, and so need JSON in a string. Some only write the calls of a message without
+content, or one call a message; some of Mistral's refuse ids that are not nine letters and digits;
+Granite's write no call at all."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.text.chat_template import ChatTemplate, Message
+from hotsplit.serve.tools.calls import json_text
+
+_KEY, _VALUE = "probe_key", "probe_value"
+_LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "abcDEF012"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallStyle:
+    has_text_arguments: bool = False
+    has_null_content: bool = False  # in messages with calls and no content
+    has_short_ids: bool = False
+    has_single_calls: bool = False  # one in a message
+    has_calls_as_content: bool = False  # the template leaves calls out
+
+
+def call_style(template: ChatTemplate) -> CallStyle:
+    """The first style, beginning with the usual one, in which the template writes a call whole; the
+    usual one if it does so in none. Calls that a template never reads have to be in the content."""
+    if "tool_calls" not in (template.tool_text or template.text):
+        return CallStyle(has_calls_as_content=True)
+    for is_null, is_text, is_short in itertools.product((False, True), repeat=3):
+        style = CallStyle(
+            has_text_arguments=is_text, has_null_content=is_null, has_short_ids=is_short
+        )
+        if _are_written(template, style, 1):
+            return replace(style, has_single_calls=not _are_written(template, style, 2))
+    return CallStyle()
+
+
+def _are_written(template: ChatTemplate, style: CallStyle, count: int) -> bool:
+    """Whether the template writes a message with this number of calls whole."""
+    first_id = _SHORT_ID if style.has_short_ids else _LONG_ID
+    call_ids = [f"{first_id[:-1]}{number}" for number in range(count)]
+    calls, results = list[object](), list[Message]()
+    for number, call_id in enumerate(call_ids):
+        arguments: object = {_KEY: f"{_VALUE}_{number}"}
+        if style.has_text_arguments:
+            arguments = json_text(arguments)
+        function = {"name": "probe", "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+        results.append({"role": "tool", "name": "probe", "tool_call_id": call_id, "content": "1"})
+    content = None if style.has_null_content else ""
+    messages: list[Message] = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        *results,
+    ]
+    try:
+        text = template.render(messages, tools=[_TOOL], keeps_none=style.has_null_content)
+    except HotsplitError:
+        return False
+    is_printed = f"'{_KEY}': '{_VALUE}" in text  # as Python writes an object
+    is_escaped = f'\\"{_KEY}' in text  # JSON of a string with JSON
+    is_whole = all(f"{_VALUE}_{number}" in text for number in range(count))
+    return is_whole and not is_printed and not is_escaped
