@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Neurons
+from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.generate.speculation import Speculation
@@ -131,7 +132,7 @@ def test_a_special_token_whose_text_is_a_stop_string_stops(codec_model):
 # ---- ends ----------------------------------------------------------------------------------------
 
 
-class Script:
+class Script(Constraint):
     """A mask that allows one token at a time."""
 
     def __init__(self, ids):

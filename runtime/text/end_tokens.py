@@ -48,11 +48,10 @@ def end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
         if (token_id := tokenizer.token_to_id(text)) is not None
         and token_id < model.spec.vocab_size
     }
-    ends = known.keys() - {text for text, others in NOT_ENDS if others <= known.keys()}
+    no_ends = {known.get(text) for text, others in NOT_ENDS if others <= known.keys()}
     listed = model.extra_keys.get(END_KEY, [])
     numbers = listed if isinstance(listed, list) else [listed]
     return frozenset({
-        *(known[text] for text in ends),
-        *(token_id for token_id in named.values() if token_id is not None),
+        *(i for i in (*known.values(), *named.values()) if i is not None and i not in no_ends),
         *(checked_id(model, END_KEY, number) for number in numbers),
     })  # fmt: skip
