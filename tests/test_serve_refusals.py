@@ -88,7 +88,7 @@ def served(model):
         ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "\ud800"}}],
-          "tool_choice": "required"}, "tool_choice"),
+          "tool_choice": "required"}, "tools"),
         ({"tools": [TOOL], "tool_choice": "required", "json_schema": {}}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"functions": [{}]}, "functions"),
