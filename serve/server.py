@@ -6,6 +6,7 @@ running answers may take `drain_s` to finish, and `run` returns; a second signal
 once, with status 130."""
 
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -36,6 +37,7 @@ from hotsplit.serve.service import Service
 from hotsplit.serve.tools.template_calls import CallStyle, call_style
 
 LAST_S = 2.0  # time to send the last answers
+M_ARENA_MAX = -8  # mallopt(3)
 
 OpenEngine = Callable[[], AbstractContextManager[TextEngine]]
 
@@ -60,6 +62,7 @@ class Server:
 
     def run(self) -> None:
         """Runs until a signal. Raises HotsplitError if the port or the model is unavailable."""
+        _limit_arenas()
         listener = _listener(self.config)
         try:
             asyncio.run(self._serve(listener))
@@ -180,6 +183,13 @@ def _uvicorn_config(config: ServeConfig, service: Service) -> uvicorn.Config:
         timeout_keep_alive=15,
         timeout_graceful_shutdown=round(LAST_S),
     )
+
+
+def _limit_arenas() -> None:
+    """Keeps glibc from giving each thread that prepares requests memory of its own, which it would
+    keep after a large request."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
 def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:

@@ -179,6 +179,7 @@ def test_a_split_keeps_its_budget_and_changes_no_logits(made, tmp_path, held_out
     (gpu,), cpu = plan_bytes(
         model, context_length=split.context_length, num_hot=[len(ids) for ids in split.hot],
         dense_on_gpu=split.dense_on_gpu, head_on_gpu=split.head_on_gpu,
+        workspace=split.cpu_bytes["workspace"],
     )  # fmt: skip
     assert (gpu, cpu) == (split.gpu_bytes, split.cpu_bytes)
     assert 0 < report.num_hot < report.num_neurons

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints import random_llama
 from models import byte_level_keys, make_machine, make_model, make_sizes
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -207,23 +208,15 @@ FIVE = (  # a stage, progress calls before Ctrl-C, stages that the same run comp
 
 
 def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
-    monkeypatch, capsys, relu, text, gpu, cache
+    tmp_path, monkeypatch, capsys, text, gpu, cache
 ):
     """Each time the same command continues; in the end, another budget or context only repeats the
-    plan."""
-    asked = (
-        relu,
-        "--outtype",
-        "f16",
-        "--corpus",
-        text,
-        "--no-verify",
-        "--mode",
-        "predicted",
-        "--tokens",
-        1408,
-    )
-    short = ("--vram", "480000B", "-c", 32)
+    plan. The weights take more memory than the temporaries, so that budgets between exist."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 512}
+    model = random_llama(tmp_path / "relu", **sizes)
+    asked = (model, "--outtype", "f16", "--corpus", text, "--no-verify", "--mode", "predicted",
+             "--tokens", 1408)  # fmt: skip
+    short = ("--vram", "1800000B", "-c", 32)
     there: list[str] = []
     for place, after, before in FIVE:
         with monkeypatch.context() as patched:
@@ -241,8 +234,8 @@ def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
     assert made(report) == ["plan"] and report["bytes"]["gpu"]["workspace"] > 0
     assert report["mode"] == "predicted"
     assert made(run(capsys, *asked, *short)) == []
-    assert made(run(capsys, *asked, "--vram", "484096B", "-c", 32)) == ["plan"]
-    assert made(run(capsys, *asked, "--vram", "480000B", "-c", 31)) == ["plan"]
+    assert made(run(capsys, *asked, "--vram", "1804096B", "-c", 32)) == ["plan"]
+    assert made(run(capsys, *asked, "--vram", "1800000B", "-c", 31)) == ["plan"]
     # Files from which others were made may be removed: they are not read again.
     assert main(["cache", "clear", "model", "profile", "machine"]) == 0
     assert made(run(capsys, *asked, *short)) == []

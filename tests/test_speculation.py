@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import click
 import pytest
@@ -314,6 +315,7 @@ class TableText:
 
 class NoText:
     end_ids = frozenset[int]()
+    special_texts: ClassVar[dict[int, str]] = {}
 
     def stream(self, after, marks):
         return self

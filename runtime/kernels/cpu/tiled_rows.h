@@ -86,7 +86,7 @@ inline void for_tiles(const Rows& rows, int64_t a0, int64_t a1, bool is_asking, 
 }
 
 // Vectors from which two tiles are multiplied together. GMAC/s of one Zen 5 core, rows of 2,048 values, one
-// tile at a time and two: 8 vectors 170 and 185 (q4_0), 163 and 173 (q8_0), 64 vectors 182 and 207, 182 and 203.
+// tile at a time and two: 8 vectors 170 and 185 (4 bits), 163 and 173 (8 bits), 64 vectors 182 and 207, 182 and 203.
 constexpr int64_t LEAST_FOR_TWO_TILES = 8;
 
 // From how many vectors on the next tile is prefetched even if stream_ahead is not set. Unpacking K-quants takes so
