@@ -22,6 +22,7 @@ from hotsplit.serve.exchange import dumps, dumps_with
 from hotsplit.serve.fields import MAX_MARKS, fields_of, num_marks
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.side_api import NUM_AT_ONCE, token_list
+from hotsplit.serve.tools.template_calls import CallStyle
 
 pytest_plugins = ("serve_fixtures",)
 MOST_S = 0.2
@@ -36,6 +37,7 @@ def served():
         name="a", created=0, codec=TextCodec(tokenizer, None, frozenset()), template="none",
         vocab_size=4096, context_length=256, trained_context_length=256, num_parameters=0,
         num_bytes=0, longest_token=20, defaults=SamplingOptions(), max_tokens=-1,
+        call_style=CallStyle(),
     )  # fmt: skip
 
 
