@@ -42,9 +42,12 @@ class LingeringTransport:
         if not self._is_sending():
             self._transport.close()
             return
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(LINGER_S, self._transport.close)
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has just reset the connection
+            self._transport.close()
+            return
+        self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
         self._transport.resume_reading()
 
     def drop(self, count: int) -> None:

@@ -5,6 +5,7 @@ The application runs in this process, without a model: these tests need none."""
 import asyncio
 import base64
 import contextlib
+import errno
 import http.client
 import json
 import logging
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -500,3 +502,14 @@ def test_a_late_answer_names_what_set_its_deadline():
     assert (found.status, found.param) == (504, None)
     assert found.message == "the answer took longer than the server's --timeout allows"
     assert error_of(Late("timeout")).param == "timeout"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOTCONN, "not connected"), ConnectionResetError()]
+)
+def test_a_connection_that_its_client_resets_is_closed_at_once(error):
+    """It may be reset between the answer's last byte and the server's end of the stream."""
+    transport = Mock(is_closing=Mock(return_value=False), write_eof=Mock(side_effect=error))
+    lingering = connections.LingeringTransport(transport, lambda: True)
+    lingering.close()
+    assert transport.close.call_count == 1 and not lingering.is_lingering
