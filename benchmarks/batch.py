@@ -21,7 +21,7 @@ from machine import result_of, write_result
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.measure.timing.rounds import take_turns
+from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.sequences import Part
 

@@ -31,7 +31,7 @@ from rival import Rival, rival_parser
 
 from hotsplit import Engine
 from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth
-from hotsplit.measure.timing.rounds import in_turn
+from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.kernels.cpu import library
 
 CONTEXT = 512

@@ -28,7 +28,7 @@ from random_checkpoint import TINYLLAMA
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.measure.timing.rounds import take_turns
+from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import use_threads
 

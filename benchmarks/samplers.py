@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from machine import result_of, write_result
 
-from hotsplit.measure.timing.rounds import take_turns
+from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 

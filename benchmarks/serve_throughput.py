@@ -41,7 +41,7 @@ from typing import Any
 from machine import result_of, write_result
 from serve_load import WORDS
 
-from hotsplit.measure.timing.rounds import in_turn
+from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.system.processors import processors
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.costs.budget import all_neuron_bytes
+from hotsplit.costs.part_bytes import all_neuron_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter
 from hotsplit.model.mode_quality import ModeQuality, SparseMode

@@ -12,7 +12,8 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.count.resume import SAVE_EVERY_S
-from hotsplit.profile.predictors.options import PredictorOptions, predictor_choices
+from hotsplit.profile.predictors.candidates import predictor_choices
+from hotsplit.profile.predictors.options import PredictorOptions
 
 T = TypeVar("T")
 MIN_TRAINING_WINDOWS = 10

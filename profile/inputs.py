@@ -14,7 +14,7 @@ from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.corpus.sources import STDIN
 from hotsplit.profile.count.resume import Settings
-from hotsplit.profile.predictors.options import predictor_choices
+from hotsplit.profile.predictors.candidates import predictor_choices
 from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.report.report import report_paths
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import bytes_on_one_side, is_predictor, kv_bytes, layer_tensors
+from hotsplit.costs.part_bytes import bytes_on_one_side, is_predictor, kv_bytes, layer_tensors
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import BY_NAME
-from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices
+from hotsplit.profile.predictors.candidates import Choices
+from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes

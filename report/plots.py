@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import ITEMS, Items
+from hotsplit.costs.part_bytes import ITEMS, Items
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.report.svg import (
     BLUE,

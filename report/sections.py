@@ -11,7 +11,7 @@ import numpy as np
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import ITEMS
+from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.report import plots
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names

@@ -11,21 +11,21 @@ import torch
 from hotsplit.artifacts.changed_model import with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.options import Outtype
-from hotsplit.costs.budget import (
+from hotsplit.costs.bytes_read import neurons_read
+from hotsplit.costs.default_mode import can_silence, is_smooth
+from hotsplit.costs.part_bytes import (
     all_neuron_bytes,
     bytes_on_one_side,
     head_bytes,
     layer_bytes,
     stored_neuron_bytes,
 )
-from hotsplit.costs.bytes_read import neurons_read
-from hotsplit.costs.default_mode import can_silence, is_smooth
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout
 from hotsplit.model.weight_types import BY_QUALITY, FLOAT_NAMES
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.run.memory_here import Room
+from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import Source
 from hotsplit.runtime.resolved_options import cache_types_of, device_of
 from hotsplit.runtime.resolved_options import context_of as longest_text

@@ -7,7 +7,7 @@ with their time limits."""
 import shutil
 from dataclasses import dataclass, replace
 
-from hotsplit.costs.budget import all_neuron_bytes
+from hotsplit.costs.part_bytes import all_neuron_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate
 from hotsplit.run.cache_folder import VARIABLE

@@ -13,6 +13,7 @@ from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.run import stages
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes, choose, worth
+from hotsplit.run.default_budgets import room_here
 from hotsplit.run.estimate import (
     Estimate,
     decided,
@@ -23,7 +24,6 @@ from hotsplit.run.estimate import (
     words,
 )
 from hotsplit.run.keys import digest
-from hotsplit.run.memory_here import room_here
 from hotsplit.run.rates import Rates
 from hotsplit.run.source import Source
 from hotsplit.run.stages import Job

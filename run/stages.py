@@ -46,7 +46,7 @@ MODEL, LOOK, PROFILE, MACHINE, PLAN = (
     STAGES[kind].file for kind in ("model", "look", "profile", "machine", "plan")
 )
 PREDICTORS = "predictors"
-DEFAULT_TEXT = Path(__file__).with_name("corpus") / "default.txt.xz"
+DEFAULT_TEXT = Path(__file__).with_name("default_corpus") / "default.txt.xz"
 
 
 @dataclass(frozen=True, kw_only=True)

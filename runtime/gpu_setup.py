@@ -16,7 +16,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import FLOAT_BYTES, Items
+from hotsplit.costs.part_bytes import FLOAT_BYTES, Items
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode

@@ -16,8 +16,8 @@ from hotsplit.artifacts.changed_model import with_rope_scaling, with_thresholds
 from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import stored_neuron_bytes
 from hotsplit.costs.default_mode import mode_meant
+from hotsplit.costs.part_bytes import stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import EngineConfig

@@ -10,8 +10,8 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import DEFAULT_CONTEXT, ITEMS, Items, kv_kind, plan_bytes
 from hotsplit.costs.default_mode import choose_mode, loss_line
+from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, kv_kind, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes

@@ -18,7 +18,7 @@ import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import head_bytes, kv_read, layer_bytes
+from hotsplit.costs.part_bytes import head_bytes, kv_read, layer_bytes
 from hotsplit.model.modes import runs_predictors
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.lagrangian import first_prices, least_costs

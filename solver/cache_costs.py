@@ -30,7 +30,7 @@ import numpy as np
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import down_kind, is_cached, layer_bytes, layer_tensors
+from hotsplit.costs.part_bytes import down_kind, is_cached, layer_bytes, layer_tensors
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.inputs import Inputs

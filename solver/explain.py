@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import ITEMS, Items, kv_bytes, kv_positions, layer_bytes
+from hotsplit.costs.part_bytes import ITEMS, Items, kv_bytes, kv_positions, layer_bytes
 from hotsplit.solver.solve import SolveConfig
 from hotsplit.system.sizes import format_bytes
 

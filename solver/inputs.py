@@ -9,7 +9,8 @@ from hotsplit.artifacts.limits_file import check_made_with
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.costs.budget import (
+from hotsplit.costs.default_mode import mode_meant
+from hotsplit.costs.part_bytes import (
     DEFAULT_CONTEXT,
     CacheSize,
     embedding_bytes,
@@ -18,7 +19,6 @@ from hotsplit.costs.budget import (
     kv_positions,
     layer_bytes,
 )
-from hotsplit.costs.default_mode import mode_meant
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.costs.budget import FLOAT_BYTES, head_bytes, is_predictor, kv_read, layer_tensors
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
+from hotsplit.costs.part_bytes import FLOAT_BYTES, head_bytes, is_predictor, kv_read, layer_tensors
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement

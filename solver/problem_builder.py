@@ -11,7 +11,8 @@ import numpy as np
 from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.costs.budget import (
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.part_bytes import (
     FLOAT_BYTES,
     down_kind,
     head_bytes,
@@ -21,7 +22,6 @@ from hotsplit.costs.budget import (
     layer_bytes,
     layer_tensors,
 )
-from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.spec import Attention
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
-    """The numbers of the problem with one GPU, with every byte count from `hotsplit.costs.budget`.
+    """The numbers of the problem with one GPU, with every byte count from `hotsplit.costs.part_bytes`.
 
     A token reads the keys and values of one of the texts that are computed at a time."""
     model, machine, mode = inputs.model, inputs.machine, inputs.mode

@@ -14,7 +14,8 @@ from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import (
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.part_bytes import (
     down_kind,
     head_bytes,
     is_dense,
@@ -23,7 +24,6 @@ from hotsplit.costs.budget import (
     layer_bytes,
     layer_tensors,
 )
-from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import computes_all, runs_predictors
 

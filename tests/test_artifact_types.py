@@ -21,7 +21,7 @@ from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.costs.budget import ITEMS
+from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.files.safetensors_file import load_arrays, save_arrays

@@ -20,7 +20,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.budget import plan_bytes
+from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.profile.collect import profile

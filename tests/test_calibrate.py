@@ -18,7 +18,7 @@ from hotsplit.measure.calibrate import calibrate as calibrating
 from hotsplit.measure.calibrate import gpu as calibrate_gpu
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, report, thread_counts
 from hotsplit.measure.calibrate.cpu import _tenths
-from hotsplit.measure.timing.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds, take_turns
+from hotsplit.measure.timing.interleave import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds, take_turns
 
 RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 

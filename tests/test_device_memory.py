@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from hotsplit import Engine
-from hotsplit.costs.budget import ITEMS
+from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry

@@ -29,7 +29,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.budget import plan_bytes
+from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve

@@ -24,7 +24,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.encode import encode, is_rounding
 from hotsplit.convert.gguf_source import restored
 from hotsplit.convert.options import ConvertConfig, ConvertReport
-from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf

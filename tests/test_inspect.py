@@ -16,7 +16,7 @@ from test_runtime import make_split
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
-from hotsplit.costs.budget import plan_bytes
+from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.inspection.gguf_summary import part_of
 from hotsplit.inspection.summary import to_json

@@ -24,7 +24,7 @@ from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.budget import plan_bytes
+from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.measure.evaluate.eval_file import eval_content

@@ -25,11 +25,11 @@ from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import EDGES, NUM_BINS, Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.budget import plan_bytes
+from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
-from hotsplit.measure.timing.rounds import MIN_ROUNDS
+from hotsplit.measure.timing.interleave import MIN_ROUNDS
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig

@@ -19,15 +19,16 @@ from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predict
 from hotsplit.convert.convert import convert
 from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.budget import LayerBytes
+from hotsplit.costs.part_bytes import LayerBytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.profile.predictors.candidates import Choices, predictor_choices
 from hotsplit.profile.predictors.dejavu import save_dejavu
-from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices, LayerTrainer, phases
+from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, LayerTrainer, phases
 from hotsplit.profile.predictors.low_rank import Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
-from hotsplit.profile.predictors.options import PredictorOptions, Target, predictor_choices
+from hotsplit.profile.predictors.options import PredictorOptions, Target
 from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
 from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose

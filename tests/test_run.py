@@ -21,7 +21,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.errors import Interrupted
 from hotsplit.run import estimate, housekeeping, prepare, stages
-from hotsplit.run.memory_here import Room
+from hotsplit.run.default_budgets import Room
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")

@@ -17,7 +17,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.run import choice, estimate, prepare, stages
 from hotsplit.run.cache_folder import Cache
 from hotsplit.run.choice import Wishes, choose, choose_predictors, choose_type, worth
-from hotsplit.run.memory_here import GPU_SHARE, STEP_BYTES, Room, room_here
+from hotsplit.run.default_budgets import GPU_SHARE, STEP_BYTES, Room, room_here
 from hotsplit.run.source import look_at
 from hotsplit.system.sizes import format_bytes
 
@@ -220,7 +220,9 @@ def test_the_packages_text_has_its_notice(cache):
 
 
 def test_text_in_tables_is_left_out_of_the_default_corpus_behind_links_too():
-    page = run_path(str(Path(__file__).parent.parent / "run" / "corpus" / "build.py"))["Page"]()
+    page = run_path(str(Path(__file__).parent.parent / "run" / "default_corpus" / "build.py"))[
+        "Page"
+    ]()
     prose = "a paragraph that is long enough to be kept, since it has over forty letters"
     page.feed(
         f"<nav>n <a href=x>link</a> {prose}</nav><h1>{prose}<a class=headerlink href=x>#</a></h1>"

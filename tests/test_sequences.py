@@ -10,7 +10,7 @@ from test_rows import model_of
 from test_runtime import saved
 
 from hotsplit import Engine
-from hotsplit.costs.budget import BLOCK_LENGTH, kv_positions
+from hotsplit.costs.part_bytes import BLOCK_LENGTH, kv_positions
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import NO_BLOCK, BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache

@@ -26,7 +26,7 @@ from models import (
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs import budget
+from hotsplit.costs import part_bytes
 from hotsplit.costs.kernel_counts import HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.grouped import solve_grouped
@@ -71,7 +71,7 @@ def random_gpu(random: np.random.Generator, cpu: float) -> dict[str, float]:
 def whole_plan(model: ModelFile, context_length: int, **options) -> dict[str, int]:
     """The GPU's bytes with everything there."""
     num_layers = model.spec.num_layers
-    return budget.plan_bytes(
+    return part_bytes.plan_bytes(
         model, context_length=context_length, num_hot=[model.spec.most_neurons] * num_layers,
         dense_on_gpu=[True] * num_layers, head_on_gpu=True, **options,
     )[0][0]  # fmt: skip
@@ -119,12 +119,12 @@ def layer_options(inputs: Inputs, layer: int, subsets, gpu_number: int):
     """(GPU bytes, seconds, whether the dense block is on the GPU) of every allowed placement of one
     layer with hot neurons from `subsets`, by the definition, in plain loops."""
     model, profile, machine, mode = inputs.model, inputs.profile, inputs.machine, inputs.mode
-    sizes, gpu = budget.layer_bytes(model, layer), machine.gpus[gpu_number]
+    sizes, gpu = part_bytes.layer_bytes(model, layer), machine.gpus[gpu_number]
     gpu_rate, cpu_rate = (
         gpu.bandwidth_gb_per_s.best * 1e9,
         max(f.best for f in machine.cpu_bandwidth_gb_per_s.values()) * 1e9,
     )
-    kv = budget.kv_bytes(model, 0, CONTEXT)
+    kv = part_bytes.kv_bytes(model, 0, CONTEXT)
     fired = [count / profile.num_tokens for count in profile.active_count_LF[layer]]
     fired = [1.0] * len(fired) if mode == "dense" else fired
     gate, costs = [1.0] * len(fired), machine.cpu_costs
@@ -185,7 +185,7 @@ def layer_options(inputs: Inputs, layer: int, subsets, gpu_number: int):
 
 def head_options(model, machine, gpu_number):
     """The same for the head: a norm, a product, and the copy of the logits to the CPU."""
-    head, gpu = budget.head_bytes(model), machine.gpus[gpu_number]
+    head, gpu = part_bytes.head_bytes(model), machine.gpus[gpu_number]
     gpu_s = head / (gpu.bandwidth_gb_per_s.best * 1e9) + 2 * gpu.launch_s.best
     gpu_s += 4 * model.spec.vocab_size / (gpu.host_to_device_gb_per_s.best * 1e9)
     cpu_s = head / (machine.cpu_costs.all_rows_gb_per_s["f32"].best * 1e9)
@@ -214,15 +214,15 @@ def brute_force(inputs: Inputs, units_of_layer=None) -> float:
         for layer in range(num_layers)
         for gpu in range(num_gpus)
     }
-    head, costs = budget.head_bytes(model), machine.cpu_costs
+    head, costs = part_bytes.head_bytes(model), machine.cpu_costs
     everything = sum(
-        budget.layer_bytes(model, layer).attention
-        + budget.layer_bytes(model, layer).predictor
-        + budget.kv_bytes(model, 0, CONTEXT)
-        + num_neurons * budget.layer_bytes(model, layer).neuron
+        part_bytes.layer_bytes(model, layer).attention
+        + part_bytes.layer_bytes(model, layer).predictor
+        + part_bytes.kv_bytes(model, 0, CONTEXT)
+        + num_neurons * part_bytes.layer_bytes(model, layer).neuron
         for layer in range(num_layers)
     )
-    everything += head + budget.embedding_bytes(model) + inputs.workspace
+    everything += head + part_bytes.embedding_bytes(model) + inputs.workspace
     best = np.inf
     for home in combinations_with_replacement(range(num_gpus), num_layers + 1):
         seconds, is_there, before = np.array([costs.token_s.best]), np.zeros(1), 0
@@ -459,7 +459,7 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
         report = solve(config_of(folder, output, limit, mode="predicted"), take_workspace)
         split = Split.load(output)
         split.check_against(model, output)
-        (gpu,), cpu = budget.plan_bytes(
+        (gpu,), cpu = part_bytes.plan_bytes(
             model,
             context_length=context,
             num_hot=[len(ids) for ids in split.hot],

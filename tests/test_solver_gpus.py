@@ -32,7 +32,7 @@ from test_solver import (
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs import budget
+from hotsplit.costs import part_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus, plan_is_feasible, plan_seconds
@@ -68,7 +68,7 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
     workspace = 500
     most = sum(whole_plan(model, CONTEXT, workspace=0).values())
     budgets = tuple(workspace + int(random.uniform(0.05, 0.9) * most) for _ in range(num_gpus))
-    on_cpu = most + budget.embedding_bytes(model) + workspace
+    on_cpu = most + part_bytes.embedding_bytes(model) + workspace
     host = on_cpu - int(random.uniform(0.1, 0.7) * min(most, sum(budgets))) if seed % 2 else on_cpu
     machine = replace(one, gpus=tuple(gpus))
     return make_inputs(model, profile, machine, *budgets, workspace=workspace, host_budget=host)

@@ -16,7 +16,7 @@ from models import (
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.costs.budget import kv_bytes, kv_read
+from hotsplit.costs.part_bytes import kv_bytes, kv_read
 from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection

@@ -17,7 +17,7 @@ from test_runtime import IDS, make_split
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.cli import main
-from hotsplit.costs.budget import plan_bytes
+from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.model.spec import Predict
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library

@@ -26,7 +26,7 @@ from hotsplit.files.gguf_file import TensorEntry, array_entry, prefetch, release
 from hotsplit.profile import memory
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.predictors.layer_trainer import Choices
+from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.predictors.options import PredictorOptions
 from hotsplit.profile.stream import streaming
 from hotsplit.profile.stream.states import FileStates, MemoryStates

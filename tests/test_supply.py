@@ -92,7 +92,7 @@ def imported(path: Path) -> set[str]:
 def test_a_wheel_has_to_hold_the_packages_files():
     wanted = check_wheel.expected_names()
     for name in ("py.typed", "cli.py", "serve/page.html", "report/page.html", "runtime/engine.py",
-                 "run/corpus/default.txt.xz", "runtime/_cpu.so"):  # fmt: skip
+                 "run/default_corpus/default.txt.xz", "runtime/_cpu.so"):  # fmt: skip
         assert f"hotsplit/{name}" in wanted, name
     assert not [n for n in wanted if n.endswith((".cpp", ".h", ".partial", ".pyc", ".gguf"))]
 

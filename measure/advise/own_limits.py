@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import head_bytes
+from hotsplit.costs.part_bytes import head_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import row_bytes
 from hotsplit.measure.advise.advise import (

@@ -22,7 +22,7 @@ from typing import Protocol, Self
 
 from hotsplit.measure.advise.choice import Point
 from hotsplit.measure.advise.timings import Rounds, Timings, Trial
-from hotsplit.measure.timing.rounds import take_turns
+from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.system_memory import free_memory_bytes

@@ -13,7 +13,7 @@ import torch
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.measure.calibrate.calibrate import buffer_bytes
 from hotsplit.measure.calibrate.gpu import READ_BYTES, event_seconds
-from hotsplit.measure.timing.rounds import seconds_of
+from hotsplit.measure.timing.interleave import seconds_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.runtime.weights.resident import Residence

@@ -16,7 +16,8 @@ from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandw
 from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.measure.bench.result import BenchReport
 from hotsplit.measure.bench.rival import check_rival, start_rival
-from hotsplit.measure.bench.runner import RandomTokens, Rounds, Runner, TextTokens, Tokens
+from hotsplit.measure.bench.rounds import Rounds
+from hotsplit.measure.bench.runner import RandomTokens, Runner, TextTokens, Tokens
 from hotsplit.measure.bench.setting import load_now, setting_of
 from hotsplit.measure.bench.summary import report_of
 from hotsplit.runtime.engine import Engine, load_engine

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import head_bytes, is_dense, is_predictor, layer_bytes, layer_tensors
+from hotsplit.costs.part_bytes import head_bytes, is_dense, is_predictor, layer_bytes, layer_tensors
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic

@@ -7,7 +7,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import is_predictor
+from hotsplit.costs.part_bytes import is_predictor
 from hotsplit.measure.bench.result import Setting
 from hotsplit.measure.calibrate.calibrate import last_cache_bytes
 from hotsplit.runtime.engine import Engine

@@ -6,7 +6,8 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.measure.bench.config import BenchConfig, BenchTest
 from hotsplit.measure.bench.parts import ORDER, StepBytes, bytes_by_part, part_ns
 from hotsplit.measure.bench.result import BenchReport, Limit, Part, Result, Setting, Times
-from hotsplit.measure.bench.runner import Measured, Rounds, Sample
+from hotsplit.measure.bench.rounds import Measured, Rounds
+from hotsplit.measure.bench.runner import Sample
 from hotsplit.measure.bench.setting import format_count
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.sizes import format_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import is_cached
+from hotsplit.costs.part_bytes import is_cached
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 from hotsplit.measure.cache_replay.bound import Bound, lower_bound

@@ -19,7 +19,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
 from hotsplit.measure.calibrate.cpu import measure_costs
 from hotsplit.measure.calibrate.gpu import measure_gpu
-from hotsplit.measure.timing.rounds import Probe, run_rounds, seconds_of
+from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.processors import processor_name, processors
 from hotsplit.system.system_memory import free_memory_bytes, memory_bytes

@@ -24,7 +24,7 @@ from hotsplit.artifacts.random_model import random_model
 from hotsplit.families.llama import llama_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
-from hotsplit.measure.timing.rounds import Probe, run_rounds, seconds_of
+from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import Rotary
 from hotsplit.model.weight_types import BY_NAME, NAMES

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.machine_file import Gpu
-from hotsplit.measure.timing.rounds import Probe, run_rounds, seconds_of
+from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
 
 READ_BYTES = 1 << 30  # far above any second-level cache
 COPY_BYTES = 128 << 20

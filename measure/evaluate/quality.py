@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import layer_bytes
 from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.default_mode import dense_bytes, mode_meant
+from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.measure.evaluate.comparison import (
     Comparison,
     Estimate,

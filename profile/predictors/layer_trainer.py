@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.predictor_file import LayerPredictor
-from hotsplit.costs.budget import LayerBytes, tile_rows
+from hotsplit.costs.part_bytes import LayerBytes, tile_rows
 from hotsplit.files.gguf_file import is_whole_blocks
-from hotsplit.model.weight_types import PREDICTOR_NAMES
+from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
-from hotsplit.profile.predictors.options import Target
 from hotsplit.profile.predictors.rounding import stored
 from hotsplit.profile.predictors.selection import (
     Candidate,
@@ -45,18 +44,6 @@ Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512
 # The phases' shares of the windows; training gets the rest.
 SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """The predictors to consider. Types whose blocks do not divide the rows are left out; a
-    low-rank predictor is f16 if none is left."""
-
-    ranks: tuple[int, ...]
-    kinds: tuple[str, ...] = PREDICTOR_NAMES
-    forms: tuple[str, ...] = ("low-rank", "whole")
-    has_bias: bool = True
-    target: Target = Target()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hotsplit.costs.budget import LayerBytes
+from hotsplit.costs.part_bytes import LayerBytes
 from hotsplit.profile.predictors.options import Target
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Matrix

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
-from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.run import Part, Run, Tensors
+from hotsplit.profile.predictors.candidates import predictor_choices
 from hotsplit.profile.predictors.layer_trainer import (
     KEPT_TOKENS,
     LayerQuality,
@@ -31,7 +32,6 @@ from hotsplit.profile.predictors.layer_trainer import (
     phases,
 )
 from hotsplit.profile.predictors.low_rank import Batch
-from hotsplit.profile.predictors.options import predictor_choices
 from hotsplit.profile.predictors.selection import Examiner, Tally
 from hotsplit.profile.stream.streaming import LayerStream, StreamedLayer
 from hotsplit.runtime.model.layers import Layer

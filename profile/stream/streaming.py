@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import DEFAULT_CONTEXT, is_predictor, layer_tensors
+from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, is_predictor, layer_tensors
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
-from hotsplit.profile.predictors.layer_trainer import Choices
+from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.stream.states import FileStates, MemoryStates, States
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.loader import Builder

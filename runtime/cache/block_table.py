@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotsplit.costs.budget import BLOCK_LENGTH
+from hotsplit.costs.part_bytes import BLOCK_LENGTH
 
 NO_BLOCK = -1
 

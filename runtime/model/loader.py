@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import kv_kind
+from hotsplit.costs.part_bytes import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.spec import Attention as AttentionSpec

@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import down_kind
+from hotsplit.costs.part_bytes import down_kind
 from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.kernels.stored import FLOATS

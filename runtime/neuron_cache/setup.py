@@ -7,7 +7,7 @@ import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import OwnPolicy

@@ -6,7 +6,7 @@ counts as one row."""
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import (
+from hotsplit.costs.part_bytes import (
     head_bytes,
     is_cached,
     is_dense,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import BLOCK_LENGTH, down_kind
+from hotsplit.costs.part_bytes import BLOCK_LENGTH, down_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.runtime.kernels.cpu import library

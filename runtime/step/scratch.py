@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs import budget
-from hotsplit.costs.budget import FLOAT_BYTES
+from hotsplit.costs import part_bytes
+from hotsplit.costs.part_bytes import FLOAT_BYTES
 from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.spec import SMOOTH, Attention, ModelSpec
@@ -89,10 +89,10 @@ def attention(p: Pass, index: int) -> int:
 def _attend(p: Pass, a: Attention) -> int:
     """Keys and values appended, gathered from blocks if there are several sequences, and unpacked;
     then the heads' output."""
-    tokens, context, is_f32 = p.num_tokens, p.context_length, budget.kv_kind(p.model) == "f32"
+    tokens, context, is_f32 = p.num_tokens, p.context_length, part_bytes.kv_kind(p.model) == "f32"
     seen = context if a.window is None else min(context, tokens + a.window - 1)
     appended, head = (0, 0) if is_f32 else (p.floats(a.key_size), 8 * seen * a.head_dim)
-    positions = 0 if p.num_sequences == 1 else budget.kv_positions(context, 2) // 2
+    positions = 0 if p.num_sequences == 1 else part_bytes.kv_positions(context, 2) // 2
     gathered = positions * a.key_size * (FLOAT_BYTES if is_f32 else 2)
     unpacked, out = 0, p.floats(a.query_size + a.num_heads)
     is_whole = a.window is None or a.window >= context
@@ -155,7 +155,7 @@ def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
     values = 2.25 + 2 * own.is_gated + (2 if is_named else is_copied)
     if p.num_tokens == 1 and not is_all:  # with indices in int64
         return p.floats((10.25 + 5 * is_named) * number + width)
-    rows = 0 if budget.down_kind(p.model, index) == "f32" else budget.tile_rows(width)
+    rows = 0 if part_bytes.down_kind(p.model, index) == "f32" else part_bytes.tile_rows(width)
     tile = FLOAT_BYTES * width * min(rows, number)
     return max(p.floats(values * number), p.floats((2 + own.is_gated) * number + width) + tile)
 
@@ -165,12 +165,12 @@ def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
     products, and the sum of the rows of down."""
     layer, width = p.spec.layers[index], p.spec.hidden_size
     own, is_smooth = layer.neurons, layer.neurons.activation in SMOOTH
-    part = min(number, budget.gpu_part_neurons(p.num_tokens))
+    part = min(number, part_bytes.gpu_part_neurons(p.num_tokens))
     values = 1 + own.is_gated + bool(own.biases & set(own.matrices))
     least = (
         3.25 if is_smooth and not computes_all(p.mode) else 2 if is_smooth or layer.predict else 1
     )
-    gate, down = p.kind(f"blk.{index}.{own.gate_name}"), budget.down_kind(p.model, index)
+    gate, down = p.kind(f"blk.{index}.{own.gate_name}"), part_bytes.down_kind(p.model, index)
     gates = p.floats(max(values, least) * part) + p.product(gate, width, part, is_copied=is_divided)
     sums = p.floats(part + (part / 2 + width) * (down != "f32"))
     return p.floats(width) + max(gates, sums + p.product(down, width, part, is_copied=is_divided))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import FLOAT_BYTES, tile_rows
+from hotsplit.costs.part_bytes import FLOAT_BYTES, tile_rows
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.cache.block_table import BlockTable

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.costs.budget import tile_rows
+from hotsplit.costs.part_bytes import tile_rows
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.cpu import library

@@ -26,7 +26,7 @@ Groups = Sequence[Sequence[TensorEntry]]
 
 
 class WeightStore(Protocol):
-    """Provides the weights of one device. `item`: the item of hotsplit.costs.budget under which bytes
+    """Provides the weights of one device. `item`: the item of hotsplit.costs.part_bytes under which bytes
     in a slab are counted."""
 
     @property

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hotsplit.costs.budget import gpu_part_neurons, part_neurons
+from hotsplit.costs.part_bytes import gpu_part_neurons, part_neurons
 from hotsplit.runtime.ops.neurons.native import add_neurons
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.predict import Predictor

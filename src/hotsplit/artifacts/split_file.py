@@ -14,7 +14,7 @@ import numpy as np
 from hotsplit.artifacts.cache_plan import KEYS, CachePlan
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
-from hotsplit.costs.budget import ITEMS, CacheSize, Items, is_predictor, kv_kind, plan_bytes
+from hotsplit.costs.part_bytes import ITEMS, CacheSize, Items, is_predictor, kv_kind, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hotsplit.costs.budget import ITEMS
+from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import all_or_none
 from hotsplit.files.outputs import check_outputs

@@ -5,7 +5,7 @@ The solver's verifier has its own (solver/verify.py)."""
 from collections.abc import Sequence
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import head_bytes, layer_bytes
+from hotsplit.costs.part_bytes import head_bytes, layer_bytes
 
 
 def neurons_read(model: ModelFile, layer: int, named: float = 1.0, fired: float = 1.0) -> float:

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import layer_bytes
 from hotsplit.costs.bytes_read import bytes_read
+from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, SparseMode
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import SMOOTH
