@@ -25,7 +25,7 @@ from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
 from hotsplit.files.written import Restored
 from hotsplit.model.spec import SMOOTH
 from hotsplit.model.tensors import Layout, layout_of
-from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES
+from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
 from hotsplit.tokens.tokenizer_text import read_tokenizer
 
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
@@ -124,13 +124,10 @@ def _entry(
     config: ConvertConfig, types: TensorTypes, target: str, entry: TensorEntry, is_transposed: bool
 ) -> TensorEntry:
     shape = entry.shape[::-1] if is_transposed else entry.shape
-    kind = types.override(target) if len(shape) > 1 else None
-    if kind is not None or (config.outtype and "ffn_pred_" not in target):
+    if config.outtype and "ffn_pred_" not in target:
         kind = types.kind(target, shape)
-    elif entry.kind in NAMES and (entry.kind in FLOAT_NAMES or not is_transposed):
-        kind = entry.kind
-    else:  # q8_0 loses least; a transposed matrix is repacked, because blocks run along rows
-        kind = TensorTypes(outtype="q8_0").kind(target, shape)
+    else:  # blocks run along rows, so that those of a transposed matrix do not stay whole
+        kind = types.stored_kind(target, shape, entry.kind, is_whole=not is_transposed)
     if kind == entry.kind and not is_transposed:
         return entry
     label = f"{config.source}: tensor {target!r}"

@@ -26,7 +26,7 @@ class ConvertConfig:
     - `source`: a checkpoint folder, a .gguf file, or the name of a checkpoint on the Hugging Face
       hub.
     - `outtype`: None means f16 for a checkpoint and unchanged types for a GGUF; `tensor_types`
-      override it for tensors by name (see encode.TensorTypes).
+      override it for tensors by name (see tensor_types.TensorTypes).
     - `activation`: for a GGUF that does not record it: "relu", "drelu", "fatrelu=0.01" and so on.
     - `predictors`: a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
       so on; or the file predictors.safetensors itself.

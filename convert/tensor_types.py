@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotsplit.convert.options import check_outtype
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
-from hotsplit.model.weight_types import BY_NAME
+from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,15 @@ class TensorTypes:
                 f" of {BY_NAME[kind].block_values}; leave it out for this tensor"
             )
         return kind
+
+    def stored_kind(self, name: str, shape: tuple[int, ...], source: str, *, is_whole: bool) -> str:
+        """The type of a tensor that a GGUF has as `source`: what an override asks for; without one
+        its own, if there are kernels for it and its blocks stay whole; else q8_0, which loses least."""
+        if self.override(name) is not None and len(shape) > 1:
+            return self.kind(name, shape)
+        if source in NAMES and (source in FLOAT_NAMES or is_whole):
+            return source
+        return replace(self, outtype="q8_0").kind(name, shape)
 
     def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:
         """A note on matrices of another type than asked for, because their rows do not fit it."""

@@ -11,7 +11,7 @@
 #include "../runtime/kernels/cpu/dispatch.h"
 #include "../runtime/kernels/cpu/probe.h"
 #include "../runtime/kernels/cpu/row_copies.h"
-#include "../runtime/kernels/cpu/select.h"
+#include "../runtime/kernels/cpu/key_selection.h"
 #include "../runtime/kernels/cpu/step.h"
 
 namespace {

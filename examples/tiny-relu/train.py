@@ -124,17 +124,19 @@ class Muon(torch.optim.Optimizer):
                 momentum = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
                 update = orthogonal(p.grad.lerp(momentum, group["momentum"]))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+                p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape[-2:])))
 
 
 def orthogonal(g: Tensor) -> Tensor:
-    """Approximately U V^T of g = U S V^T, by five steps of Muon's quintic iteration."""
-    x = g.T if g.shape[0] > g.shape[1] else g
-    x = x / (x.norm() + 1e-7)
+    """Approximately U V^T of each matrix g = U S V^T [..., m, n], by five steps of Muon's quintic
+    iteration."""
+    is_tall = g.shape[-2] > g.shape[-1]
+    x = g.mT if is_tall else g
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
-        a = x @ x.T
+        a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
-    return x.T if g.shape[0] > g.shape[1] else x
+    return x.mT if is_tall else x
 
 
 class GateWatch:

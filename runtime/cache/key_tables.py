@@ -1,5 +1,5 @@
 """Summaries and codes of keys, and the search for the keys that a token reads: the torch
-reference for select.h.
+reference for key_selection.h.
 
 The tables are bit-identical to those of the kernels. Scores differ by rounding, so near ties may be
 resolved differently. Letters: B blocks of the cache, K key-value heads, N key blocks of a block of

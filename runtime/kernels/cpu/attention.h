@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cache_rows.h"
-#include "select.h"
+#include "key_selection.h"
 #include "operands.h"
 
 // Positions per work item.

@@ -99,5 +99,5 @@ inline void dot_one(const SuperTile<F>& tile, const Input& input, float* y) {
 }
 
 #ifdef LEVEL_AVX2
-#include "k_tiled_halves.h"
+#include "k_tiled_avx2.h"
 #endif

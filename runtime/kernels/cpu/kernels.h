@@ -246,7 +246,7 @@ inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
 inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
 // out[g * stride + i] = row i . query[g], exact integers, for i < n and all queries; see
-// select_template.h. dot_bytes: row[i] are `width` bytes each, 0 to 127. dot_codes: row[0] points to n
+// key_scores_template.h. dot_bytes: row[i] are `width` bytes each, 0 to 127. dot_codes: row[0] points to n
 // rows of `width` values of two bits.
 constexpr int64_t SELECT_WIDTH = 64;
 struct SelectDots {

@@ -311,7 +311,7 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
 #include "vectors_template.h"
 #include "exponentials.h"
 #include "attend_template.h"
-#include "select_template.h"
+#include "key_scores_template.h"
 #include "sums_template.h"
 #ifdef HAS_BF16_PAIRS
 #include "bf16_pairs.h"

@@ -73,7 +73,7 @@ struct HsTable {
     int64_t num_sequences, blocks_per_sequence, block_length, num_blocks;
 };
 
-// The positions that a token attends to, see select.h: the first `sinks` positions, `top` positions found
+// The positions that a token attends to, see key_selection.h: the first `sinks` positions, `top` positions found
 // by search, and all from the key block of the `window`-th last position on. `sinks`, `top` and
 // `window` are multiples of `block`, which divides the block length of the cache if a sequence has
 // several cache blocks.
@@ -94,7 +94,7 @@ struct HsAttention {
     HsNorm query_norm, key_norm;
     HsMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
     uint8_t *key, *value;       // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
-    // Only with a selection, see select.h; B: key blocks in a block of the cache.
+    // Only with a selection, see key_selection.h; B: key blocks in a block of the cache.
     uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
     float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
     int64_t num_heads, num_kv_heads, head_width;

@@ -174,5 +174,5 @@ inline void dot_one(const TiledTile<F>& tile, const Input& input, float* y) {
 }
 
 #ifdef LEVEL_AVX2
-#include "tiled_halves.h"
+#include "tiled_avx2.h"
 #endif

@@ -15,7 +15,7 @@ from the window's beginning, and all earlier keys count as a window's length awa
 al. 2024, arXiv 2402.04617). Distances are largest in a text that is still read entirely: they stay
 below sinks + top + window + block, so that a model can continue beyond its training context.
 
-The search itself is in runtime/kernels/cpu/select.h, and in torch in
+The search itself is in runtime/kernels/cpu/key_selection.h, and in torch in
 runtime/cache/key_tables.py."""
 
 from dataclasses import dataclass, fields, replace

@@ -1,4 +1,4 @@
-// Products of a whole tile of K-quants with one vector at the levels avx2 and avxvnni, as in tiled_halves.h. Included
+// Products of a whole tile of K-quants with one vector at the levels avx2 and avxvnni, as in tiled_avx2.h. Included
 // by k_tiled.h.
 
 // The terms of a part (see k_products.h) of half a tile's rows, of which `first` and `last` are the exact products of

@@ -1,5 +1,5 @@
 // Integer dot products, scores, softmax mass and the choice of the largest, for the selection of
-// keys (select.h). Included by rows_template.h.
+// keys (key_selection.h). Included by rows_template.h.
 //
 // Rows are bytes from 0 to 127, or codes of two bits; queries are signed bytes from -127 to 127, so the
 // sum of two products fits into 16 bits and every instruction set gives the same sums. Widths are
