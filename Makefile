@@ -318,7 +318,7 @@ check: build
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)
 	@ln -sfn $(CURDIR)/src/hotsplit/* $(addprefix $(CURDIR)/,$(STAGES)) $(TYPES)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(JOBS)
 
 # ---- documents -----------------------------------------------------------------------------
 
