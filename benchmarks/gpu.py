@@ -3,8 +3,8 @@
     python benchmarks/gpu.py FOLDER [--rival build/gpu-rival] [--minutes 8]
     python benchmarks/gpu.py FOLDER --smoke [--machine machine.json]     (anywhere, at toy scale)
 
-Models are synthetic (gpu_model.py): a 7B shape and eight layers of a 70B one, f16, with planted
-sparsity. For each shape the benchmark writes the model, calibrates (once, after the first model,
+Models are synthetic (gpu_model.py): a 7B shape and eight layers of a 70B one (with --short only
+eight layers of the 7B one), f16, with planted sparsity. For each shape the benchmark writes the model, calibrates (once, after the first model,
 unless --machine is given), solves at each budget (a share of the model's bytes, mode predicted)
 and, for 7B, at one that holds the whole model (all modes), loads each plan in a separate process,
 and measures them alternately (gpu_cases.py). A plan's limit is the solver's: the bytes that a token
@@ -31,7 +31,7 @@ from typing import Any
 import gpu_cases
 import torch
 from gpu_cases import Amount, Case
-from gpu_model import Planted, write_planted, write_stock
+from gpu_model import Planted, write_dense, write_planted
 from gpu_rival import Rival, RivalModel, best_rival
 from machine import machine as this_machine
 from processes import Process, ProcessError
@@ -78,6 +78,10 @@ def _shape(layers: int, width: int, neurons: int, heads: int, kv_heads: int, voc
     )  # fmt: skip
 
 
+SEVEN_B_8 = Scale(
+    name="7B/4", sizes=_shape(8, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
+    resident=("predicted",), context_length=1024, steps=32,
+)  # fmt: skip
 SCALES = (
     Scale(name="7B", sizes=_shape(32, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
           resident=("dense", "exact", "predicted"), context_length=1024, steps=32),
@@ -92,10 +96,11 @@ SMOKE = Scale(
 
 def main() -> int:
     """Returns 0 unless a case failed; the table and the notes list what was not measured."""
-    arguments = _arguments()
+    arguments = command_line().parse_args()
     bench = Bench(arguments)
-    for scale in (SMOKE,) if arguments.smoke else SCALES:
-        if bench.seconds_left < LEAST_SECONDS and not arguments.smoke:
+    scales = (SMOKE,) if arguments.smoke else (SEVEN_B_8,) if arguments.short else SCALES
+    for scale in scales:
+        if bench.seconds_left < LEAST_SECONDS and scale in SCALES:
             bench.note(f"{scale.name}: not started, {bench.seconds_left:.0f} s left")
             continue
         bench.run(scale)
@@ -197,7 +202,7 @@ class Bench:
         model, profile = write_planted(planted, folder / "model.gguf")
         profile.save(folder / "profile.safetensors")
         if self.asked.rival:
-            write_stock(planted, folder / "stock.gguf")
+            write_dense(planted, folder / "stock.gguf", layout="stock")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return model
@@ -294,7 +299,7 @@ class Bench:
                 case.rival = known
 
 
-def _arguments() -> argparse.Namespace:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="for models (30 GB, removed afterwards) and logs")
     parser.add_argument("--output", type=Path, help="folder for results, else FOLDER")
@@ -303,7 +308,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="a toy on the CPU, as a check")
-    return parser.parse_args()
+    parser.add_argument("--short", action="store_true", help="only eight layers of 7B: a minute")
+    return parser
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ rows are made on `Planted.device` while the file is written. Each neuron's firin
 known, so the profile is computed, not counted. Seeds depend on names and indices alone, so a file
 is the same for any number of threads; files made on a GPU and on a CPU differ.
 
-`write_stock` makes a random SiLU model of the same shape for llama.cpp, whose Llama graph
-has no ReLU.
+`write_dense` makes a random SiLU model of the same shape, in llama.cpp's layout too, whose Llama
+graph has no ReLU. In a quantised type, its blocks are random bytes with plausible scales.
 
 Letters: L layers, D model width, F neurons, R predictor rank, N rows of a piece."""
 
@@ -45,6 +45,9 @@ ADDED = 0.05  # scale of what attention and feed-forward layers add to the hidde
 PREDICTOR_KIND = "q8_0"
 NUM_TOKENS = 1_000_000  # of the computed profile
 MADE_ROWS = 512  # rows per draw of random numbers
+# By type: bytes of a block, and the offsets of its f16 scales with values that make random bytes a
+# distribution around zero of a standard deviation of about 1. q4_k: d and dmin, 7.5 times as large.
+RANDOM_BLOCKS = {"q8_0": (34, {0: 1 / 74}), "q4_k": (144, {0: 1 / 250, 2: 7.5 / 250})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +98,20 @@ def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
     return ModelFile.load(path), _profile(model, firing_LF)
 
 
-def write_stock(planted: Planted, path: Path) -> None:
-    """A SiLU model of the same shape in llama.cpp's own layout."""
-    _model(planted, "stock", lambda n, d: random_entry(n, d, planted.device), path, None).save(path)
+def write_dense(planted: Planted, path: Path, *, layout: Layout, kind: str = "f16") -> None:
+    """A SiLU model of the same shape, all of whose neurons fire, with matrices of the type."""
+
+    def entry(name: str, dims: tuple[int, ...]) -> TensorEntry:
+        if len(dims) > 1 and kind in RANDOM_BLOCKS:
+            return _block_entry(name, dims, kind, planted.device)
+        assert kind == "f16" or len(dims) == 1, kind
+        return random_entry(name, dims, planted.device)
+
+    _model(planted, layout, entry, path, None).save(path)
 
 
 def random_entry(name: str, dims: tuple[int, ...], device: torch.device) -> TensorEntry:
-    """A norm of ones, or a random matrix, small if its output is added to the hidden state."""
+    """A norm of ones, or a random f16 matrix, small if its output is added to the hidden state."""
     if len(dims) == 1:
         return TensorEntry(
             shape=dims, kind="f32", read_rows=lambda a, b: np.ones(b - a, np.float32)
@@ -123,13 +133,15 @@ def _model(
 ) -> ModelFile:
     sizes = planted.sizes
     rotary = Rotary(theta=10000.0, pairing="adjacent")
-    spec = llama_spec(sizes, rotary, "relu" if layout == "sparse" else "silu")
+    spec = llama_spec(sizes, rotary, "silu" if info is None else "relu")
     write_tokenizer(path.parent, sizes.vocab_size)
     keys = tokenizer_keys(path.parent, sizes.vocab_size, layout).keys
     model = ModelFile(
         path=path,
         layout=layout,
-        model_id=hashlib.sha256(f"{sizes} {planted.rank} {layout}".encode()).hexdigest(),
+        model_id=hashlib.sha256(
+            f"{sizes} {planted.rank} {layout} {info is None}".encode()
+        ).hexdigest(),
         bare_spec=spec,
         threshold_L=(0.0,) * sizes.num_layers,
         predictor=info,
@@ -217,6 +229,27 @@ def _f16_entry(dims: tuple[int, ...], rows: Callable[[int, int], Tensor]) -> Ten
     return TensorEntry(
         shape=dims, kind="f16", read_rows=lambda a, b: rows(a, b).half().cpu().numpy()
     )
+
+
+def _block_entry(name: str, dims: tuple[int, ...], kind: str, device: torch.device) -> TensorEntry:
+    """Blocks of random bytes, with f16 scales that make values of a standard deviation of 1 / 4 of
+    that of `random_entry`, whatever the matrix is."""
+    block_bytes, scales = RANDOM_BLOCKS[kind]
+    num_bytes = row_bytes(dims[-1], kind)
+    std = 0.25 * GAIN / max(dims) ** 0.5
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{name} {start}".encode()))
+        shape = (stop - start, num_bytes // block_bytes, block_bytes)
+        bytes_NB = torch.randint(
+            0, 256, shape, generator=generator, dtype=torch.uint8, device=device
+        )
+        blocks_NB = bytes_NB.cpu().numpy()
+        for offset, scale in scales.items():
+            blocks_NB[..., offset : offset + 2].view(np.float16)[...] = std * scale
+        return blocks_NB.reshape(stop - start, num_bytes)
+
+    return TensorEntry(shape=dims, kind=kind, read_rows=rows)
 
 
 def _predictor_entry(dims: tuple[int, ...], rows: Callable[[int, int], Tensor]) -> TensorEntry:

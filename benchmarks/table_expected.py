@@ -73,7 +73,7 @@ ENGLISH = Words(
     lost_norm="{norm} of a layer's output",
     on_gpu="ReLU model, f16, 45 to 80 % of it on an H100",
     synthetic_7b="synthetic: random weights, 7 B",
-    in_budget="{range}; dense, all of it there: {dense}",
+    in_budget="{range} with a dense twin; dense, all there: {dense}",
 )
 CHINESE = Words(
     header=("模型种类", "依据", "解码速度", "损失"),
@@ -97,7 +97,7 @@ CHINESE = Words(
     lost_norm="一层输出的 {norm}",
     on_gpu="ReLU 模型，f16，45 % 至 80 % 放在 H100 上",
     synthetic_7b="合成：随机权重，7 B",
-    in_budget="{range}；dense，全部在显卡上：{dense}",
+    in_budget="{range}（它运行 dense 模型）；dense，全部在显卡上：{dense}",
 )
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from table_contents import markdown, percent, result, times
 
-NAME = "gpu-nvidia-h100-80gb-hbm3"
+NAME, TRAINED = "gpu-nvidia-h100-80gb-hbm3", "gpu-trained-nvidia-h100-80gb-hbm3"
 DIVIDED, WHOLE = "%", "resident"
 
 
@@ -32,4 +32,22 @@ def decode() -> str:
     return markdown(header, rows)
 
 
-TABLES = {"gpu decode": decode}
+def trained() -> str:
+    """A trained model by plans, beside each of the two processors alone."""
+    header = (
+        "SmolLM2-135M on an H100",
+        "ms a token",
+        "predicted",
+        "a prompt of some 60 tokens, ms",
+    )
+    rows = []
+    for row in result(TRAINED)["rows"]:
+        predicted = row["predicted_s"]
+        rows.append([
+            row["name"], f"{1e3 * row['seconds_per_token']:.1f}",
+            "-" if predicted is None else f"{1e3 * predicted:.1f}", f"{1e3 * row['prompt_s']:.0f}",
+        ])  # fmt: skip
+    return markdown(header, rows)
+
+
+TABLES = {"gpu decode": decode, "gpu trained": trained}

@@ -24,7 +24,7 @@ import gpu_ready  # noqa: E402
 import gpu_rival  # noqa: E402
 import processes  # noqa: E402
 import test_step  # noqa: E402
-from gpu_model import Planted, write_planted, write_stock  # noqa: E402
+from gpu_model import Planted, write_dense, write_planted  # noqa: E402
 from processes import Process, ProcessError  # noqa: E402
 
 import run as gpu_run  # noqa: E402
@@ -89,7 +89,7 @@ def test_files_do_not_depend_on_the_pieces_they_are_written_in(planted, tmp_path
 
 
 def test_the_rivals_file_has_the_stock_layout(tmp_path):
-    write_stock(Planted(sizes=TOY, rank=64, device=CPU), tmp_path / "stock.gguf")
+    write_dense(Planted(sizes=TOY, rank=64, device=CPU), tmp_path / "stock.gguf", layout="stock")
     with Engine.load(tmp_path / "stock.gguf", device="cpu") as engine:
         assert engine.model.layout == "stock" and engine.model.activation == "silu"
         assert torch.isfinite(engine.logits([5, 6, 7])).all()

@@ -189,6 +189,28 @@ def _of(path: Path, *options: str) -> list[Job]:
     ]
 
 
+def chosen(jobs: list[Job], only: str | None, without: str | None) -> list[Job]:
+    """Jobs whose names contain a word of the one list and none of the other."""
+    left_out = without.split(",") if without else []
+    return [
+        job
+        for job in jobs
+        if any(word in job.name for word in (only or "").split(","))
+        and not any(word in job.name for word in left_out)
+    ]
+
+
+def resume(jobs: list[Job], folder: Path) -> None:
+    """Takes over the results of jobs that ended in an earlier run."""
+    path = folder / "test-gpu.json"
+    known = json.loads(path.read_text())["jobs"] if path.exists() else []
+    ended = {each["name"]: each for each in known if each["state"] in ("ok", "FAILED")}
+    for job in jobs:
+        for name, value in ended.get(job.name, {}).items():
+            if name != "arguments":
+                setattr(job, name, value)
+
+
 def table(jobs: list[Job]) -> str:
     lines = [f"{'tests':28} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}"]
     for job in jobs:
@@ -203,7 +225,8 @@ def table(jobs: list[Job]) -> str:
     return "\n".join([line[:200] for line in reasons[:MOST_LINES]] + more + lines)
 
 
-def main() -> int:
+def command_line() -> argparse.ArgumentParser:
+    listed = "one of these, separated by commas"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "test-gpu")
     parser.add_argument("--minutes", type=float, default=5.0)
@@ -212,16 +235,21 @@ def main() -> int:
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a trial run"
     )
-    parser.add_argument(
-        "--only", help="only files whose names contain one of these, separated by commas"
-    )
-    asked = parser.parse_args()
+    parser.add_argument("--only", help=f"only files whose names contain {listed}")
+    parser.add_argument("--without", help=f"no files whose names contain {listed}")
+    parser.add_argument("--resume", action="store_true", help="repeat no file that ended in OUTPUT")
+    return parser
+
+
+def main() -> int:
+    asked = command_line().parse_args()
     packages = PACKAGES.split(",") if asked.device == "cuda" else ["torch", "hotsplit"]
     missing = reason(packages, needs_kernels=True, needs_device=asked.device == "cuda")
     if missing:
         sys.exit(f"test-gpu: {missing}")
-    only = (asked.only or "").split(",")
-    jobs = [job for job in jobs_of(asked.device) if any(part in job.name for part in only)]
+    jobs = chosen(jobs_of(asked.device), asked.only, asked.without)
+    if asked.resume:
+        resume(jobs, asked.output)
     runner = Runner(jobs, asked.output, 60 * asked.minutes, asked.processes)
     runner.run()
     print(table(jobs))
