@@ -32,6 +32,7 @@ from hotsplit.runtime.gpu_setup import (
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
+from hotsplit.runtime.kernels.threads import use_default_threads
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
@@ -142,6 +143,7 @@ class Loaded:
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
         self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
         self.device = self.gpus[0]
+        use_default_threads(beside_gpu=self.check is not None)
         check_limits(self.model, self.device)
 
     def _place(self) -> None:

@@ -18,21 +18,19 @@ from pathlib import Path
 
 import torch
 import triton
+from gpu_matrices import TILE_KINDS
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
+from hotsplit.files.gguf_file import row_bytes
+from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
 from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.weights.matrix import Matrix
 
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
-# Bytes of 256 values of each kind.
-BYTES_OF_256 = {
-    "q4_0": 144, "q4_0_planar": 144, "q8_0": 272, "q8_0_planar": 272,
-    "q4_k": 144, "q5_k": 176, "q6_k": 210, "q6_k_planar": 210,
-}  # fmt: skip
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 FILE_KINDS = ("q4_0", "q8_0", "q6_k")  # supported by `unpack` alone
 
@@ -67,7 +65,7 @@ def matrix(kind: str, num_rows: int, width: int) -> Matrix:
     if kind in FLOATS:
         data = torch.empty(num_rows, width, dtype=FLOATS[kind])
     else:
-        data = torch.empty(num_rows, BYTES_OF_256[kind] * width // 256, dtype=torch.uint8)
+        data = torch.empty(num_rows, row_bytes(width, file_kind(kind)), dtype=torch.uint8)
     return Matrix(data=data, kind=kind, width=width)
 
 
@@ -75,6 +73,9 @@ def launch_for_kind(kind: str) -> None:
     kernels = triton_kernels()
     weights = matrix(kind, NEURONS, WIDTH)
     x, out = torch.empty(WIDTH), torch.empty(NEURONS)
+    if kind in TILE_KINDS:
+        kernels.unpack(weights, torch.empty(NEURONS, WIDTH, dtype=torch.float16))
+        return
     kernels.unpack(weights, torch.empty(64, WIDTH, dtype=torch.float16))
     if kind in FILE_KINDS:
         return

@@ -12,6 +12,8 @@ from k_quants import BLOCK_BYTES, random_rows
 from torch import Tensor
 
 from hotsplit.files.gguf_file import type_of
+from hotsplit.model.weight_types import TYPES, file_kind
+from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
@@ -19,7 +21,9 @@ from hotsplit.runtime.weights.matrix import Matrix
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
-FILE_KINDS = ("q8_0", "q4_0", "q6_k")  # supported by `unpack` alone
+# Supported by `unpack` alone.
+FILE_KINDS = ("q8_0", "q4_0", "q6_k")
+TILE_KINDS = tuple(t.kind_in(form) for t in TYPES for form in t.forms if form != "planar")
 EPS = torch.finfo(torch.float32).eps
 NAN = float("nan")
 REFERENCE = reference_kernels()
@@ -49,6 +53,15 @@ def make_matrix(
         whole[:, :size] = whole[:, 2 * size :] = 77
         return Matrix(data=whole.to(device())[:, size : 2 * size], kind=kind, width=width)
     return Matrix(data=data.to(device()), kind=kind, width=width)
+
+
+def make_tiles(kind: str, num_rows: int, width: int) -> tuple[Matrix, Matrix]:
+    """(a random matrix in tiles or groups, the same rows as in a file)."""
+    form = kind.rpartition("_")[2]
+    plain = make_matrix(file_kind(kind), num_rows, width)
+    made = torch.empty(num_rows, plain.row_bytes, dtype=torch.uint8)
+    assert library.pack_rows(plain.data.cpu(), plain.kind, None, made, form) == kind
+    return Matrix(data=made.to(device()), kind=kind, width=width), plain
 
 
 def _file_rows(kind: str, num_rows: int, width: int, seed: int) -> Tensor:

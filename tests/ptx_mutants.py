@@ -17,7 +17,7 @@ import test_gpu_kernels as rows
 import test_gpu_neurons as neurons
 import torch
 from ptx import Fault
-from ptx.kernels import FOLDER, PACKAGE, PtxKernels
+from ptx.kernels import FOLDER, MODULES, PACKAGE, PtxKernels
 
 from hotsplit.runtime.kernels.gpu import ranges
 
@@ -40,6 +40,11 @@ CASES: dict[str, Callable] = {
     "unpack q4_k": lambda k: rows.test_unpack(k, "q4_k"),
     "unpack to bf16": lambda k: rows.test_unpack_of_chosen_rows_with_gaps(k, "q8_0_planar"),
     "unpack to f16": rows.test_unpack_to_f16_into_rows_with_gaps,
+    "unpack q6_k in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q6_k_tiled", 1),
+    "unpack q5_k in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q5_k_tiled", 2),
+    "unpack q8_0 in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q8_0_tiled", 5),
+    "unpack q4_0 in groups": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q4_0_grouped", 2),
+    "unpack f16 in groups": lambda k: rows.test_unpack_of_tiles_and_groups(k, "f16_grouped", 2),
     "embed added": lambda k: rows.test_embed(k, "f16", True),
     "predict": lambda k: rows.test_predict(k, "q8_0_planar", 1),
     "predict gate": lambda k: rows.test_predict_of_a_gate(k, "gelu"),
@@ -160,7 +165,7 @@ def changed_source(mutant: Mutant) -> tuple[Path, str]:
     (target / "__init__.py").touch()
     for path in FOLDER.glob("*.py"):
         shutil.copy(path, target)
-    for name in ("activation", "blocks", "rows", "norm", "attention", "predictor", "neurons"):
+    for name in ("activation", "blocks", *MODULES):
         path = target / f"{name}.py"
         text = path.read_text()
         for helper in ("activation", "blocks"):  # the launching modules stay hotsplit's
@@ -241,6 +246,17 @@ SOURCE = [
     Mutant(what="rows of the index counted from 1", place="rows.py", case="unpack to bf16",
            old="row_R = tl.load(index + at_R,", new="row_R = 1 + tl.load(index + at_R,",
            found_by="OutOfBounds"),
+    Mutant(what="a last block alone taken for one of two", place="tiles.py",
+           case="unpack q6_k in tiles", old="block - is_second + 1 < WIDTH // 256",
+           new="block - is_second < WIDTH // 256", found_by="OutOfBounds", is_quick=True),
+    Mutant(what="units past a row of tiles are read", place="tiles.py", case="unpack q8_0 in tiles",
+           old="is_live = unit < WIDTH // (16 * PARTS)", new="is_live = unit < 16",
+           found_by="OutOfBounds"),
+    Mutant(what="rows of a group 8 apart", place="tiles.py", case="unpack q4_0 in groups",
+           old="(unit % (SIZE // 16) * 16 + lane) * 4 + row // 16",
+           new="(unit % (SIZE // 16) * 16 + lane) * 4 + row // 8 % 4", found_by="values"),
+    Mutant(what="a tile's bytes one row on", place="tiles.py", case="unpack q5_k in tiles",
+           old="byte // 4 * 64 + row * 4", new="byte // 4 * 64 + row % 15 * 4", found_by="values"),
     Mutant(what="a score at the threshold predicts", place="predictor.py",
            case="score at the threshold", old="(score_R <= threshold)", new="(score_R < threshold)",
            found_by="values"),

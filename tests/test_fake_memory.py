@@ -22,6 +22,7 @@ from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.device.streams import CudaStream
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.runtime.kernels.stored import rows_together
 from hotsplit.runtime.step.hybrid_step import GPU_SPIN_TIME
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # not a package
@@ -73,29 +74,36 @@ def test_a_card_that_is_too_small_is_refused_in_one_line():
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("is_resident", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_cold_weights_stream_to_the_device(tmp_path, is_resident):
-    """Pinned weights are copied directly, a mapped file's through two buffers."""
+@pytest.mark.parametrize(
+    "mode, is_resident",
+    [("exact", True), ("dense", True), pytest.param("exact", False, marks=pytest.mark.slow)],
+)
+def test_cold_weights_stream_to_the_device(tmp_path, mode, is_resident):
+    """Pinned weights are copied directly, a mapped file's through two buffers. In mode dense they
+    are in tiles and groups, which the device unpacks."""
     shape = make_sizes(num_layers=2, width=256, num_neurons=1024, context_length=64)
     model = make_model(sizes=shape, kind="q8_0", predictor_rank=8)
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
-    split = make_split(model, [np.arange(0, 1024, 3)] * 2, context_length=64)
+    hot = np.arange(0, 1024, 4 if mode == "dense" else 3)
+    split = make_split(model, [hot] * 2, context_length=64)
     split = dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes + 160 * MIB)
     split.save(tmp_path / "s.gguf")
     ids = np.random.default_rng(0).integers(0, 50, 40).tolist()
-    with Engine.load(model.path, mode="exact", device="cpu", context_length=64) as engine:
+    with Engine.load(model.path, mode=mode, device="cpu", context_length=64) as engine:
         want = engine.logits(ids)
     with (
         fake_cuda(seed=3),
         Engine.load(
-            model.path, split=tmp_path / "s.gguf", mode="exact", device="cuda",
+            model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda",
             is_resident=is_resident,
         ) as engine,
     ):  # fmt: skip
         streams = [layer.ffn.cold for layer in engine.layers]
         assert all(stream is not None for stream in streams), "no cold weights are streamed"
         assert (streams[0].staging is None) == is_resident
+        together = max(rows_together(m.kind) for m in engine.layers[0].ffn.blocks[1].matrices)
+        assert together == (64 if mode == "dense" and cpu_kernels.prefers_tiles() else 1)
         found, copies = [], []
         for least_tokens in (1, 1, 1 << 30):
             streams[0].least_tokens = least_tokens

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from gpu_compilation import FILE_KINDS, FLOATS
+from gpu_compilation import FILE_KINDS, FLOATS, TILE_KINDS
 from gpu_matrices import KINDS
 
 SCRIPT = Path(__file__).with_name("gpu_compilation.py")
@@ -43,7 +43,7 @@ def assert_good(records: list[dict]) -> None:
 
 
 def assert_wide_loads(records: list[dict]) -> None:
-    """Asserts that every kernel for matrices but _unpack has a load of 16 bytes, or at least one of
+    """Asserts that every kernel for matrices but those that unpack has a load of 16 bytes, or at least one of
     8 if `_is_narrow`."""
     hot = [r for r in records if r["kernel"] in FOR_MATRICES and r["kernel"] != "_unpack"]
     assert hot
@@ -58,23 +58,25 @@ def _is_narrow(record: dict) -> bool:
 
 
 def test_kernels_compile_for_a_kind_with_blocks_and_one_without():
-    records = compiled(HOPPER, "none", "f16", "q4_k")
+    records = compiled(HOPPER, "none", "f16", "q4_k", "q6_k_tiled")
     found = Counter(r["kernel"] for r in records)
-    assert found == Counter(FOR_VECTORS) + Counter(FOR_MATRICES) + Counter(FOR_MATRICES)
+    want = Counter(FOR_VECTORS) + Counter(FOR_MATRICES) + Counter(FOR_MATRICES)
+    assert found == want + Counter({"_unpack_tiles": 1})
     assert_good(records)
-    assert_wide_loads([r for r in records if r["kind"] != "none"])
+    assert_wide_loads([r for r in records if r["kind"] in ("f16", "q4_k")])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [HOPPER, ADA])
 def test_every_kernel_compiles_for_every_kind(arch):
-    records = compiled(arch, "none", *KINDS, *FILE_KINDS)
-    want = Counter(FOR_VECTORS) + Counter({"_unpack": len(FILE_KINDS)})
+    records = compiled(arch, "none", *KINDS, *FILE_KINDS, *TILE_KINDS)
+    want = Counter(FOR_VECTORS)
+    want += Counter({"_unpack": len(FILE_KINDS), "_unpack_tiles": len(TILE_KINDS)})
     for _ in KINDS:
         want += Counter(FOR_MATRICES)
     assert Counter(r["kernel"] for r in records) == want
     assert_good(records)
-    assert_wide_loads([r for r in records if r["kind"] not in FILE_KINDS])
+    assert_wide_loads([r for r in records if r["kind"] not in (*FILE_KINDS, *TILE_KINDS)])
 
 
 def test_the_kinds_match_the_other_tests():

@@ -14,12 +14,14 @@ from gpu_matrices import (
     KINDS,
     NAN,
     REFERENCE,
+    TILE_KINDS,
     assert_close,
     assert_same_bits,
     block_width,
     both,
     device,
     make_matrix,
+    make_tiles,
     product_bound,
     sizes,
     vector,
@@ -27,7 +29,9 @@ from gpu_matrices import (
 
 from hotsplit.model.spec import SMOOTH
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
+from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu import launch
+from hotsplit.runtime.kernels.stored import rows_together, unpack
 
 pytestmark = pytest.mark.usefixtures("several_rows")
 
@@ -148,6 +152,31 @@ def test_unpack_of_chosen_rows_with_gaps(kernels, kind):
     out = torch.empty(3, matrix.width + 32, device=device(), dtype=torch.bfloat16)
     got, want = both(kernels, "unpack", out[:, : matrix.width], matrix, index_A=index)
     assert_close(got, want, torch.finfo(torch.bfloat16).eps * sizes(matrix)[index.long()])
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("kind", TILE_KINDS)
+def test_unpack_of_tiles_and_groups(kernels, kind, blocks):
+    """Two blocks of a tile may be stored together, and a last one alone; a row has more units than
+    a program takes, and none are written past it."""
+    num_rows, width = 2 * rows_together(kind), blocks * block_width(kind)
+    matrix, plain = make_tiles(kind, num_rows, width)
+    out = torch.full((num_rows, width + 16), 7.0, device=device())
+    kernels.unpack(matrix, out[:, :width])
+    _, want = both(kernels, "unpack", torch.empty(num_rows, width, device=device()), plain)
+    assert_close(out[:, :width], want, 2 * EPS * sizes(plain))
+    assert (out[:, width:] == 7).all()
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_unpack_of_tiles_to_16_bits(kernels, dtype):
+    kind = "q4_k_tiled" if dtype == torch.float16 else "bf16_grouped"
+    matrix, plain = make_tiles(kind, rows_together(kind), block_width(kind))
+    out = torch.empty(matrix.num_rows, matrix.width, dtype=dtype, device=device())
+    kernels.unpack(matrix, out)
+    assert_close(out, unpack(plain.data, plain.kind), torch.finfo(dtype).eps * sizes(plain))
 
 
 def test_unpack_to_f16_into_rows_with_gaps(kernels):

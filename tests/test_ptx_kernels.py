@@ -26,7 +26,8 @@ pytestmark = [
 HOPPER, BLACKWELL = 90, 120
 QUICK = [
     ("dot q4_k", HOPPER), ("dot q4_0", BLACKWELL), ("dot q8_0", HOPPER), ("unpack q4_k", HOPPER),
-    ("unpack to bf16", BLACKWELL), ("unpack to f16", HOPPER), ("predict gate", HOPPER),
+    ("unpack to bf16", BLACKWELL), ("unpack q6_k in tiles", HOPPER),
+    ("unpack f16 in groups", BLACKWELL), ("unpack to f16", HOPPER), ("predict gate", HOPPER),
     ("gate_up of ids", BLACKWELL), ("silu", HOPPER), ("down, zeros skipped", HOPPER),
     ("norm", BLACKWELL), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
     ("attention", BLACKWELL), ("down of q6_k", HOPPER),

@@ -22,6 +22,7 @@ from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.gpu_setup import cold_blocks, with_stream
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.stored import rows_together
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.prefill import cold_stream
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
@@ -132,6 +133,25 @@ def test_every_type(tmp_path, kind, is_resident):
             # A sum in another order may round differently in the f16 KV cache.
             bound = BOUND if kind == "f32" else torch.finfo(torch.float16).eps
             assert rel_error(engine.logits(IDS), want) < bound
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_tiles_and_groups_are_whole(tmp_path, kind):
+    """Two layers, one of which is divided, whose cold neurons have the forms of the CPU alone."""
+    hot = [range(64), []]
+    model, split = planned(tmp_path, hot, kind=kind, sizes=make_sizes(width=256, num_neurons=256))
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense") as engine:
+        want = engine.logits(IDS)
+        stream = streamed(engine, split, piece_bytes=None)
+        found = {m.kind for layer in engine.layers for m in layer.ffn.blocks[-1].matrices}
+        together = max(rows_together(kind) for kind in found)
+        assert together == {"f32": 1, "q4_k": 16, "q5_k": 16, "q6_k": 16}.get(kind, 64)
+        pieces = counted(stream)
+        assert rel_error(engine.logits(IDS), want) < torch.finfo(torch.float16).eps
+        assert pieces == list(range(len(stream._pieces))) and len(pieces) > 2
+        assert not any(a % together or b % together for _, a, b in stream._pieces)
+        assert any(b - a > together for _, a, b in stream._pieces)
 
 
 @pytest.mark.parametrize("case", ["opt", "llama-biases", "falcon-many-keys"])
@@ -345,9 +365,9 @@ def test_copies_run_ahead(monkeypatch):
 
 
 @pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-@pytest.mark.parametrize("mode, num_spans", [("dense", 1), ("exact", 2)])
-def test_contiguous_neurons_are_one_copy(tmp_path, mode, num_spans):
-    model, split = planned(tmp_path, PATTERNS["random"], kind="q4_0")
+@pytest.mark.parametrize("mode, num_spans", [("dense", 3), ("exact", 2), ("predicted", 1)])
+def test_matrices_that_are_read_together_are_one_copy(tmp_path, mode, num_spans):
+    model, split = planned(tmp_path, PATTERNS["random"], kind="q4_0", predictor_rank=8)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, is_resident=True) as engine:
         placement = Placement.of_split(split, (CPU,))
         for layer, block in cold_blocks(engine._live.weights, placement, CPU).items():

@@ -9,11 +9,14 @@ import pytest
 import torch
 from control_group_files import TWO_PROCESSORS, write_groups
 from forked import run_python
+from models import make_machine, make_model, make_sizes
+from test_runtime import make_split
 
 from hotsplit.doctor import machine as doctor
 from hotsplit.errors import HotsplitError
 from hotsplit.files import pipeline
 from hotsplit.measure.calibrate import calibrate as calibrating
+from hotsplit.runtime.kernels import threads
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import use_threads
 from hotsplit.system import control_groups
@@ -144,6 +147,107 @@ def test_a_processor_has_one_name(tmp_path, monkeypatch, content, name):
 def test_torch_uses_the_same_number(restore_library):
     for count in (1, 3):
         assert use_threads(count) == count == torch.get_num_threads() == library.num_threads()
+
+
+WAKING = """
+import os, sys, time, torch
+from pathlib import Path
+from hotsplit import Engine
+from hotsplit.artifacts.split_file import Split
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.batch import rows_of
+from hotsplit.runtime.step.plain_backend import plain_backend
+
+def switches():
+    # Of all threads but this one.
+    found = {}
+    for name in os.listdir("/proc/self/task"):
+        if int(name) != os.getpid():
+            lines = Path(f"/proc/self/task/{name}/status").read_text().splitlines()
+            found[name] = sum(int(each.split()[1]) for each in lines if "ctxt_switches" in each)
+    return found
+
+def woken(run):
+    run()
+    time.sleep(0.2)  # until they sleep
+    before = switches()
+    run()
+    time.sleep(0.2)
+    return sum(count != before.get(name) for name, count in switches().items())
+
+library.set_threads(1)
+torch.set_num_threads(4)
+engine = Engine.load(sys.argv[1], split=sys.argv[2], mode="dense")
+step = hybrid_builder.build(
+    engine._live.weights, Placement.of_split(Split.load(Path(sys.argv[2])), (torch.device("cpu"),)),
+    engine.traffic, plain_backend(reference_kernels()), max_rows=2,
+)
+logits = step.run_rows(rows_of([1, 2], 0, "all")).clone()
+print(woken(lambda: step.run_rows(rows_of([3, 4], 2, "all"))), woken(lambda: logits[0].clone()))
+"""
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+@pytest.mark.skipif(sys.platform != "linux", reason="counts context switches in /proc")
+def test_a_step_beside_a_gpu_wakes_no_thread_of_torch(tmp_path):
+    """Copies of logits by torch would: of more than 32,768 values each is a region of all threads,
+    which then spin on the cores of the kernels' threads. They sleep, so a switch is a wake-up."""
+    model = make_model(sizes=make_sizes(vocab_size=40_000))
+    model.save(tmp_path / "m.gguf")
+    split = make_split(model, [[], []], dense_on_gpu=False, head_on_gpu=False)
+    split.save(tmp_path / "s.gguf")
+    done = run_python(WAKING, tmp_path / "m.gguf", tmp_path / "s.gguf")
+    assert done.stdout.split() == ["0", "3"], (done.stdout, done.stderr)
+
+
+def test_a_core_is_left_to_the_gpu_unless_the_user_names_a_number(
+    many_cores, monkeypatch, restore_library
+):
+    in_use = [16]
+    monkeypatch.setattr(threads, "_named", None)
+    monkeypatch.setattr(library, "num_threads", lambda: in_use[-1])
+    monkeypatch.setattr(library, "set_threads", in_use.append)
+    for beside_gpu, want in ((True, 15), (True, 15), (False, 16)):
+        threads.use_default_threads(beside_gpu=beside_gpu)
+        assert in_use[-1] == want
+    in_use.append(4)  # set by the program that uses the library
+    threads.use_default_threads(beside_gpu=True)
+    assert in_use[-1] == 4
+    assert use_threads(16) == 16
+    threads.use_default_threads(beside_gpu=True)
+    assert in_use[-1] == 16
+    use_threads(None)
+    threads.use_default_threads(beside_gpu=True)
+    assert in_use[-1] == 15
+    for allowed, want in (({0, 1, 2}, 2), ({0, 1}, 2), ({0}, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
+        assert processors().threads_beside_gpu == want
+
+
+def test_costs_beside_a_gpu_are_measured_with_the_threads_of_the_runtime(
+    many_cores, monkeypatch, tmp_path, restore_library
+):
+    machine, seen = make_machine(), []
+
+    def measured(*arguments):
+        seen.append(library.num_threads())
+        return machine.cpu_costs
+
+    figures = machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s
+    monkeypatch.setattr(threads, "_named", None)
+    monkeypatch.setattr(calibrating, "measure_cpu", lambda *arguments: figures)
+    monkeypatch.setattr(calibrating, "measure_costs", measured)
+    machine.save(tmp_path / "gpu.json")
+    library.set_threads(16)
+    for source in (tmp_path / "gpu.json", None):
+        config = calibrating.CalibrateConfig(
+            output=tmp_path / "m.json", gpu_from=source, force=True
+        )
+        calibrating.calibrate(config)
+    assert seen == [15, 16]
 
 
 @pytest.mark.parametrize("count", [0, -2, 1025])

@@ -9,8 +9,12 @@ from models import make_model, make_sizes
 from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.model.modes import MODES
+from hotsplit.model.weight_types import NAMES as WEIGHT_TYPES
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.loader import load_weights
+from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.store import MappedStore, ResidentStore, Stores
@@ -98,6 +102,51 @@ def test_biases_are_kept_only_for_gpus_to_copy():
     assert alone.neuron_bias(bias_N) is bias_N and residence.num_bytes == 0
     kept = dataclasses.replace(alone, is_streamed=True).neuron_bias(bias_N)
     assert kept is not bias_N and residence.num_bytes == bias_N.nbytes
+
+
+def forms(matrices):
+    """The kind of each matrix, and whether its rows follow each other."""
+    return [(matrix.kind, matrix.data.is_contiguous()) for matrix in matrices]
+
+
+def loaded(model, mode, placement, uploaders):
+    return load_weights(
+        model, placement, mode, 32, notice=print, residence=Residence(), uploaders=uploaders
+    )
+
+
+def weights_of(layer):
+    attention = layer.attention
+    return [linear.weight for linear in (*attention.inputs, attention.output)]
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", WEIGHT_TYPES)
+def test_beside_a_gpu_weights_have_the_forms_of_the_cpu_alone(kind, mode):
+    """Layers on the CPU, cold neurons and the head, though the GPU streams neurons from there."""
+    shape = make_sizes(num_layers=3, width=256, num_neurons=192, vocab_size=64)
+    model = make_model(sizes=shape, kind=kind, predictor_rank=32)
+    split = make_split(model, [range(64), [], []], dense_on_gpu=[1, 1, 0], head_on_gpu=False)
+    uploader = Uploader(memory=DeviceMemory.of(CARD, 8 << 20), piece_bytes=1 << 16)
+    planned = loaded(model, mode, Placement.of_split(split, (CARD,)), {CARD: uploader})
+    alone = loaded(model, mode, Placement.on_one_device(3, CPU), {})
+    assert forms([planned.head.weight]) == forms([alone.head.weight])
+    assert forms(weights_of(planned.layers[2])) == forms(weights_of(alone.layers[2]))
+    for mine, whole in zip(planned.layers, alone.layers, strict=True):
+        cold = by_role(mine.ffn.blocks)[1]
+        assert forms(cold.matrices) == forms(whole.ffn.blocks[0].matrices)
+    if library.prefers_tiles() and mode == "dense":
+        kinds = {matrix.kind for matrix in (*cold.matrices, *weights_of(planned.layers[2]))}
+        assert {kind.rpartition("_")[2] for kind in kinds} == FASTEST[kind]
+
+
+# The layouts of a layer in mode dense, by the type of its weights.
+FASTEST = {
+    "f32": {"f32"}, "f16": {"f16", "grouped"}, "bf16": {"bf16", "grouped"},
+    "q8_0": {"tiled", "grouped"}, "q4_0": {"tiled", "grouped"},
+    "q4_k": {"tiled", "k"}, "q5_k": {"tiled", "k"}, "q6_k": {"tiled", "k"},
+}  # fmt: skip
 
 
 def test_a_device_without_a_store_of_its_own_maps_the_file():

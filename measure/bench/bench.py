@@ -21,7 +21,7 @@ from hotsplit.measure.bench.runner import RandomTokens, Runner, TextTokens, Toke
 from hotsplit.measure.bench.setting import load_now, setting_of
 from hotsplit.measure.bench.summary import report_of
 from hotsplit.runtime.engine import Engine, load_engine
-from hotsplit.runtime.kernels.threads import use_threads
+from hotsplit.runtime.kernels.threads import threads_in_use, use_threads
 
 
 def bench(
@@ -35,12 +35,13 @@ def bench(
     _check_lengths(config, file)
     check_rival(config, file)
     plan = None if config.split is None else Split.load(config.split)
-    threads = use_threads(config.threads)
+    use_threads(config.threads)
     with ExitStack() as stack:
         engine = stack.enter_context(_load(config, plan))
         runner = Runner(engine)
         stack.callback(runner.close)
         tokens = _tokens(config, engine)
+        threads = threads_in_use()
         rival = start_rival(config, engine, threads)
         if rival is not None:
             stack.callback(rival.close)

@@ -5,7 +5,8 @@ disturbed least, and the quartiles, which show how much the rounds differ.
 
 CPU bandwidth is measured for several numbers of threads, with the runtime's own row products over
 an f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The CPU costs that plans
-are priced with are measured in `cpu`."""
+are priced with are measured in `cpu`, with the threads that the runtime uses beside a GPU if there
+is one."""
 
 import platform
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from hotsplit.measure.calibrate.cpu import measure_costs
 from hotsplit.measure.calibrate.gpu import measure_gpu
 from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.threads import use_default_threads
 from hotsplit.system.processors import processor_name, processors
 from hotsplit.system.system_memory import free_memory_bytes, memory_bytes
 
@@ -67,6 +69,7 @@ def calibrate(
         gpus = _of_another_machine(borrowed)
         say(f"no GPU here; figures of {gpus[0].name} ({gpus[0].source}) from {config.gpu_from}")
     kernels, sums = measure_cpu(say, on_probe)
+    use_default_threads(beside_gpu=bool(gpus))
     costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)
     machine = Machine(
         cpu_name=processor_name(),

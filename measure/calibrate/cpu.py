@@ -53,7 +53,7 @@ CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
 def measure_costs(
     buffer_bytes: int, time_limit_s: float, on_probe: Callable[[float], None]
 ) -> CpuCosts:
-    """Measures with all threads that the runtime uses; matrices take up to `buffer_bytes` each."""
+    """Measures with the threads that the kernels use now; matrices take up to `buffer_bytes` each."""
     probes = [p for kind in NAMES for p in _row_probes(kind, buffer_bytes)]
     engines = {
         (mode, n): _small_engine(replace(SMALL, num_layers=n), has_predictors=runs_predictors(mode))

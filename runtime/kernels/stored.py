@@ -8,13 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotsplit.model.weight_types import BY_NAME
+from hotsplit.model.weight_types import BY_NAME, Form
 from hotsplit.runtime.kernels import k_quants
-from hotsplit.runtime.kernels.grouped import from_grouped
+from hotsplit.runtime.kernels.grouped import GROUP_ROWS, from_grouped
 from hotsplit.runtime.kernels.planar import from_planar
-from hotsplit.runtime.kernels.tiled import from_tiled
+from hotsplit.runtime.kernels.tiled import TILE_ROWS, from_tiled
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+# Rows that a form interleaves; a matrix in it has a multiple of them.
+ROWS_TOGETHER: dict[Form, int] = {"planar": 1, "tiled": TILE_ROWS, "grouped": GROUP_ROWS}
+MOST_TOGETHER = max(ROWS_TOGETHER.values())  # a multiple of all of them
+
+
+def rows_together(kind: str) -> int:
+    """Number of rows that a layout interleaves; a matrix, or a slice of one, has a multiple of
+    it."""
+    return next((n for form, n in ROWS_TOGETHER.items() if kind.endswith(f"_{form}")), 1)
 
 
 def unpack(data: Tensor, kind: str) -> Tensor:
@@ -32,6 +41,17 @@ def unpack(data: Tensor, kind: str) -> Tensor:
     else:
         values = blocks[..., 2:].contiguous().view(torch.int8).float()
     return (values * scale).flatten(-2)
+
+
+def unpack_chosen(data: Tensor, kind: str, index_A: Tensor) -> Tensor:
+    """Unpacks the chosen rows of a matrix to f32 [A, D]; of their whole tiles or groups, if it has
+    such."""
+    together = rows_together(kind)
+    if together == 1:
+        return unpack(data[index_A], kind)
+    units = data.view(-1, together, data.shape[1])[index_A // together].flatten(0, 1)
+    place_A = torch.arange(len(index_A), device=data.device) * together + index_A % together
+    return unpack(units, kind)[place_A]
 
 
 def _from_nibbles(bytes_16: Tensor) -> Tensor:

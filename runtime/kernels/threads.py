@@ -13,12 +13,16 @@ from hotsplit.system.processors import processors
 
 log = logging.getLogger(__name__)
 
+_named: int | None = None  # the count that the user gave
+
 
 def use_threads(count: int | None) -> int:
     """Uses `count` threads (None: the default of system.processors) for each job; returns their number.
 
     Raises HotsplitError for an impossible count."""
+    global _named
     check_threads(count)
+    _named = count
     if count is None:
         count = processors().threads
     if count > (here := processors().usable):
@@ -27,6 +31,21 @@ def use_threads(count: int | None) -> int:
     if library.is_available():
         library.set_threads(count)
     return count
+
+
+def use_default_threads(*, beside_gpu: bool) -> None:
+    """Lets the kernels use the default for work beside a GPU, or for work without one. Changes
+    nothing if the user gave a number, by `use_threads` or in another way."""
+    here = processors()
+    if _named is not None or not library.is_available():
+        return
+    if library.num_threads() in (here.threads, here.threads_beside_gpu):
+        library.set_threads(here.threads_beside_gpu if beside_gpu else here.threads)
+
+
+def threads_in_use() -> int:
+    """The threads that share a job now."""
+    return library.num_threads() if library.is_available() else torch.get_num_threads()
 
 
 @cache

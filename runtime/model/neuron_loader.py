@@ -109,7 +109,7 @@ class NeuronLoader:
         store = self.stores.on(self.placement.homes[index] if role == "hot" else CPU)
         entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
         groups = self._read_together(index, [*entries, down])
-        num_whole = self._num_whole(index, entries) if rows == "all" else 0
+        num_whole = self._num_whole(index, entries)
         adds_all = self._reads_all(index) and num_whole > 0
         *linears, down_matrix = store.neurons(groups, chosen, num_whole, adds_all)
         gate, *up = (
@@ -140,17 +140,16 @@ class NeuronLoader:
 
     def _read_together(self, index: int, entries: list[TensorEntry]) -> list[list[TensorEntry]]:
         """Groups those of gate, up (if there is one) and down whose rows are read together. If all
-        rows are read, each matrix is read in full; but in divided layers all are one group, so that
-        a streamed piece is one copy. If no neurons are named, every gate is read but few rows of
-        the others."""
+        rows are read, each matrix is read in full. If no neurons are named, every gate is read but
+        few rows of the others."""
         if self._reads_all(index):
-            return [[e] for e in entries] if self.placement.hot is None else [entries]
+            return [[e] for e in entries]
         return [entries] if self._is_named(index) else [entries[:1], entries[1:]]
 
     def _num_whole(self, index: int, entries: list[TensorEntry]) -> int:
-        """How many of gate and up are multiplied in full for every token."""
-        is_divided = self.placement.hot is not None or self.resident_LN is not None
-        if is_divided or self._is_named(index):
+        """How many of a block's gates and ups are multiplied in full for every token. Rows of a
+        layer with slots are swapped one by one."""
+        if self.resident_LN is not None or self._is_named(index):
             return 0
         return len(entries) if self.computes_all else 1
 

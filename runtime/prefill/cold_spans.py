@@ -1,7 +1,7 @@
 """The neurons of a block as spans of host memory, and their layout in a buffer on a device.
 
 Interleaved matrices (runtime.weights.resident) form one span, in which a range of neurons is
-contiguous.
+contiguous; other matrices are a span each. Matrices in tiles or groups are divided at whole ones.
 
 Letters: N neurons of the block, S bytes of a neuron in a span."""
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import Stream
-from hotsplit.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.kernels.stored import rows_together
+from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 _ALIGNMENT = 256
@@ -59,7 +60,7 @@ class ColdBlock:
     @classmethod
     def of(cls, block: NeuronBlock) -> "ColdBlock":
         tensors = _tensors(block)
-        num_matrices = len(_matrices(block))
+        num_matrices = len(block.matrices)
         spans: list[Span] = []
         places: dict[int, _Place] = {}
         for group in _interleaved(tensors[:num_matrices]):
@@ -93,6 +94,11 @@ class ColdBlock:
     def can_be_copied(self) -> bool:
         return all(span.can_be_copied for span in self.spans)
 
+    @property
+    def together(self) -> int:
+        """Neurons that a piece has a multiple of: a power of two."""
+        return max(rows_together(matrix.kind) for matrix in self.block.matrices)
+
     def layout_bytes(self, count: int) -> int:
         """Bytes of a buffer for `count` neurons."""
         return sum(_aligned(count * span.row_bytes) for span in self.spans)
@@ -100,15 +106,16 @@ class ColdBlock:
     @property
     def least_piece_bytes(self) -> int:
         """The smallest `piece_bytes` that `pieces` accepts."""
-        return self.neuron_bytes + _ALIGNMENT * len(self.spans)
+        return self.together * self.neuron_bytes + _ALIGNMENT * len(self.spans)
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
         """Divides the block into about equal pieces of at most `piece_bytes`; yields the range of
         neurons (first, one after the last) of each."""
-        most = (piece_bytes - _ALIGNMENT * len(self.spans)) // self.neuron_bytes
-        assert most >= 1, (piece_bytes, self.neuron_bytes)
-        count = -(-self.num_neurons // most)
-        size = -(-self.num_neurons // count)
+        together = self.together
+        most = (piece_bytes - _ALIGNMENT * len(self.spans)) // self.neuron_bytes // together
+        assert most >= 1, (piece_bytes, self.neuron_bytes, together)
+        units = -(-self.num_neurons // together)
+        size = -(-units // -(-units // most)) * together
         for start in range(0, self.num_neurons, size):
             yield start, min(start + size, self.num_neurons)
 
@@ -135,7 +142,7 @@ class ColdBlock:
                 return Linear(weight=weight)
             return Linear(weight=weight, bias_N=at(bias, old.bias_N).flatten())
 
-        bias = len(_matrices(block))
+        bias = len(block.matrices)
         down = replace(block.down, data=at(bias - 1, block.down.data))
         return NeuronBlock(
             role=block.role,
@@ -156,16 +163,9 @@ class ColdBlock:
         return found
 
 
-def _matrices(block: NeuronBlock) -> list[Matrix]:
-    up = [] if block.up is None else [block.up.weight]
-    return [block.gate.weight, *up, block.down]
-
-
 def _tensors(block: NeuronBlock) -> list[Tensor]:
     """The block's matrices, biases (if any) and ids."""
-    linears = [block.gate, *([] if block.up is None else [block.up])]
-    biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
-    return [*(matrix.data for matrix in _matrices(block)), *biases, block.id_N]
+    return [*block.tensors, block.id_N]
 
 
 def _interleaved(tensors: list[Tensor]) -> list[list[int]]:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.model.weight_types import file_kind
+from hotsplit.runtime.kernels.stored import MOST_TOGETHER, StoredMatrix
 
 if TYPE_CHECKING:
     from hotsplit.runtime.kernels.gpu.kernels import Kernels
@@ -28,14 +29,14 @@ Tiles = Iterable[tuple[int, Tensor]]
 # Bytes of a tile of 16-bit values: it is unpacked and multiplied by a few launches, which 1,024 rows
 # of 4,096 values amortise.
 TILE_BYTES = 8 << 20
-LEAST_TILE_ROWS = 64
+LEAST_TILE_ROWS = MOST_TOGETHER
 # Values whose magnitude does not exceed this are rounded to f16 as they are.
 MOST_SMALL = 2.0**15
 
 
 def tile_rows(width: int) -> int:
-    """Rows of a tile of a matrix of this width."""
-    return max(LEAST_TILE_ROWS, TILE_BYTES // (2 * width))
+    """Rows of a tile of a matrix of this width: whole tiles and groups of any layout."""
+    return max(1, TILE_BYTES // (2 * width) // LEAST_TILE_ROWS) * LEAST_TILE_ROWS
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -44,7 +45,7 @@ def is_gpu(device: torch.device) -> bool:
 
 def tile_dtype(kind: str) -> torch.dtype:
     """The type of the tiles of a matrix of this kind."""
-    return {"f32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float16)
+    return {"f32": torch.float32, "bf16": torch.bfloat16}.get(file_kind(kind), torch.float16)
 
 
 # Faults that the check of this process's devices found (runtime.check), for all engines.

@@ -20,7 +20,12 @@ from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.grouped import is_grouped
 from hotsplit.runtime.kernels.planar import PLANAR_KIND
-from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
+from hotsplit.runtime.kernels.stored import (
+    FLOATS,
+    StoredMatrix,
+    rows_together,
+    unpack,
+)
 from hotsplit.runtime.weights import gpu_products
 
 # Layouts for GPUs that the CPU's kernels do not read.
@@ -44,13 +49,13 @@ class Matrix(StoredMatrix):
     def part(self, start: int, stop: int) -> "Matrix":
         """A range of consecutive rows, as a view; in a tiled or grouped matrix, whole tiles or
         groups."""
-        together = library.rows_together(self.kind)
+        together = rows_together(self.kind)
         assert start % together == stop % together == 0, (start, stop, together)
         return replace(self, data=self.data[start:stop])
 
     def rows(self, index_A: Tensor) -> Tensor:
         """f32 [A, D]: the chosen rows, unpacked."""
-        if library.rows_together(self.kind) > 1:
+        if rows_together(self.kind) > 1:
             rows_AD = torch.empty(len(index_A), self.width)
             library.unpack_rows(self.data, self.kind, rows_AD, index_A.to(torch.int32))
             return rows_AD
@@ -139,7 +144,7 @@ class Matrix(StoredMatrix):
             yield 0, self.data
             return
         tile = tile_rows(self.width)
-        tile -= tile % library.rows_together(self.kind)
+        tile -= tile % rows_together(self.kind)
         buffer = torch.empty(min(tile, count), self.width) if self.is_native else None
         rows_A = None if index_A is None or buffer is None else index_A.to(torch.int32)
         for start in range(0, count, tile):

@@ -3,8 +3,8 @@
 Mapped pages of a file have 4 KiB, and a neuron's gate, up and down are far apart in it. Here they
 are copied once, at load time, into huge pages (if the system has them), interleaved so that one
 neuron is contiguous; in mode "exact", which reads all gates but few rows of the others, gates are
-contiguous and up and down interleaved; in mode "dense" each matrix of an undivided layer is
-contiguous. In rows of small blocks all scales come first, which halves the instructions of products
+contiguous and up and down interleaved; in mode "dense" each matrix is contiguous. A GPU to which
+neurons are streamed reads the same memory. In rows of small blocks all scales come first, which halves the instructions of products
 and sums; with AVX-512, matrices that are multiplied whole are tiled (runtime.kernels.tiled), which
 halves them again, and a matrix all of whose rows are added is grouped (runtime.kernels.grouped).
 
@@ -43,13 +43,16 @@ class Residence:
         """A copy of a matrix of a model file, or of some of its rows."""
         return self.interleaved([entry], rows)[0]
 
-    def whole(self, entry: TensorEntry, form: library.Form) -> Matrix:
-        """A copy of a matrix that is always multiplied whole ("tiled") or whose rows are always all
-        added ("grouped"): in this form if its kind and size allow it and the level is not the
-        generic one."""
-        whole = self._take(entry.num_bytes).view(entry.shape[0], entry.row_bytes)
+    def whole(
+        self, entry: TensorEntry, form: library.Form, rows: np.ndarray | None = None
+    ) -> Matrix:
+        """A copy of a matrix, or of some of its rows, that is always multiplied whole ("tiled") or
+        whose rows are always all added ("grouped"): in this form if its kind and number of rows
+        allow it and the level is not the generic one."""
+        index_A, count = _chosen(entry, rows)
+        whole = self._take(count * entry.row_bytes).view(count, entry.row_bytes)
         form = form if library.prefers_tiles() else "planar"
-        return _copy(entry, None, whole, slice(0, entry.row_bytes), form)
+        return _copy(entry, index_A, whole, slice(0, entry.row_bytes), form)
 
     def interleaved(self, entries: list[TensorEntry], rows: np.ndarray | None) -> list[Matrix]:
         """Copies of matrices with equal numbers of rows, interleaved: row j of each matrix follows
@@ -57,8 +60,7 @@ class Residence:
         rows would not be aligned."""
         if len({entry.kind for entry in entries}) > 1:
             return [self.matrix(entry, rows) for entry in entries]
-        index_A = None if rows is None else torch.from_numpy(rows.astype(np.int32))
-        count = entries[0].shape[0] if rows is None else len(rows)
+        index_A, count = _chosen(entries[0], rows)
         sizes = [entry.row_bytes for entry in entries]
         whole = self._take(count * sum(sizes)).view(count, sum(sizes))
         found, start = [], 0
@@ -102,6 +104,13 @@ class Residence:
         if self._segments:
             memory, whole = self._segments[-1]
             self._segments[-1] = memory, whole[: len(whole) - len(self._rest)]
+
+
+def _chosen(entry: TensorEntry, rows: np.ndarray | None) -> tuple[Tensor | None, int]:
+    """(the list of rows, for the C++ kernels; their number)."""
+    if rows is None:
+        return None, entry.shape[0]
+    return torch.from_numpy(rows.astype(np.int32)), len(rows)
 
 
 def _copy(

@@ -113,8 +113,6 @@ class ResidentStore(WeightStore):
     is_streamed: bool
 
     def matrix(self, entry: TensorEntry, item: str) -> Matrix:
-        if self.is_streamed:
-            return self.residence.matrix(entry)
         return self.residence.whole(entry, "tiled")
 
     def neurons(
@@ -124,13 +122,10 @@ class ResidentStore(WeightStore):
         num_whole: int = 0,
         adds_all: bool = False,
     ) -> list[Matrix]:
-        if rows is not None or self.is_streamed:
-            num_whole = 0
-            adds_all = False
-        whole = [self.residence.whole(entry, "tiled") for (entry,) in groups[:num_whole]]
+        whole = [self.residence.whole(entry, "tiled", rows) for (entry,) in groups[:num_whole]]
         rest, last = (groups[num_whole:-1], groups[-1]) if adds_all else (groups[num_whole:], ())
         found = [m for group in rest for m in self.residence.interleaved(list(group), rows)]
-        return [*whole, *found, *(self.residence.whole(entry, "grouped") for entry in last)]
+        return [*whole, *found, *(self.residence.whole(entry, "grouped", rows) for entry in last)]
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         return values

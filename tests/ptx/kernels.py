@@ -23,12 +23,12 @@ from ptx.memory import Memory
 
 PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
-MODULES = ("rows", "norm", "attention", "predictor", "neurons")
+MODULES = ("rows", "tiles", "norm", "attention", "predictor", "neurons")
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
 # never reads; it counts as uninitialised before a launch and must have all its values after it.
 STORES = {
-    "_dot": {"out"}, "_unpack": {"out"}, "_add_norm": {"out", "x_out"},
+    "_dot": {"out"}, "_unpack": {"out"}, "_unpack_tiles": {"out"}, "_add_norm": {"out", "x_out"},
     "_rotate_append": {"qkv", "key", "value"}, "_attend_part": {"sums", "peaks", "weights"},
     "_attend_join": {"out"}, "_predict": {"named"}, "_gate_up": {"hidden"}, "_down": {"parts"},
     "_scatter": set(), "_pack_open": {"open_W"},
@@ -58,7 +58,8 @@ class PtxKernels:
         self.kernels = self._record()
 
     def _record(self) -> Kernels:
-        rows, norm, attention, predictor, neurons = map(self._module, MODULES)
+        rows, tiles, norm, attention, predictor, neurons = map(self._module, MODULES)
+        rows.unpack_tiles = tiles.unpack_tiles
         return Kernels(
             dot=rows.dot, embed=rows.embed, unpack=rows.unpack, add_norm=norm.add_norm,
             rotate_append=attention.rotate_append, attend=attention.attend,

@@ -28,16 +28,13 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import TYPES, Form
 from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS, open_library
-from hotsplit.runtime.kernels.grouped import GROUP_ROWS, is_grouped
-from hotsplit.runtime.kernels.stored import FLOATS
-from hotsplit.runtime.kernels.tiled import TILE_ROWS, is_tiled
+from hotsplit.runtime.kernels.grouped import is_grouped
+from hotsplit.runtime.kernels.stored import FLOATS, ROWS_TOGETHER, rows_together
+from hotsplit.runtime.kernels.tiled import is_tiled
 from hotsplit.system.processors import processors
 
 _BF16_LEVELS = ("amx", "avx512bf16")  # those with bf16_pairs.h
 log = logging.getLogger(__name__)
-
-
-_ROWS_TOGETHER = {"planar": 1, "tiled": TILE_ROWS, "grouped": GROUP_ROWS}
 
 
 class _Layout(NamedTuple):
@@ -253,12 +250,6 @@ def kind_code(kind: str) -> int:
     return _LAYOUTS[kind].code
 
 
-def rows_together(kind: str) -> int:
-    """Number of rows that a layout interleaves; a matrix, or a slice of one, has a multiple of
-    it."""
-    return _ROWS_TOGETHER.get(kind.rpartition("_")[2], 1)
-
-
 def step_bytes(step: ctypes.Structure) -> int:
     """Workspace bytes of a step described by native_step.py; -1 if it is inconsistent."""
     return int(_built().hs_step_bytes(ctypes.addressof(step)))
@@ -430,7 +421,7 @@ def pack_rows(
     is_ready = out.dtype == torch.uint8 and out.is_cpu and out.shape == (num_active, row_bytes)
     if not is_ready or out.stride(1) != 1 or out.stride(0) < row_bytes:
         _refuse("out", f"uint8 [{num_active}, {row_bytes}] with contiguous rows", out)
-    form = "planar" if num_active % _ROWS_TOGETHER[form] else form
+    form = "planar" if num_active % ROWS_TOGETHER[form] else form
     packed_kind = f"{kind}_{form}"
     if packed_kind not in _LAYOUTS or num_columns % _LAYOUTS[packed_kind].unit_values:
         packed_kind = kind

@@ -166,9 +166,14 @@ def scales_and_minima(row_R, live_R, in_row_U, unit_U, BLOCK_BYTES: tl.constexpr
 def _six_bits(first, second, third, part):
     """Scale and minimum of part 0 to 7 of a super-block, from its three words of 6-bit numbers."""
     shift = part % 4 * 8
-    low = (first >> shift) & 255
-    middle = (second >> shift) & 255
-    high = (third >> shift) & 255
+    return six_bit_numbers(
+        (first >> shift) & 255, (second >> shift) & 255, (third >> shift) & 255, part
+    )
+
+
+@triton.jit
+def six_bit_numbers(low, middle, high, part):
+    """Scale and minimum of part 0 to 7, from its byte of each of the three words, as int32."""
     scale = tl.where(part < 4, low & 63, (high & 15) | (low >> 6 << 4))
     minimum = tl.where(part < 4, middle & 63, (high >> 4) | (middle >> 6 << 4))
     return scale.to(tl.float32), minimum.to(tl.float32)

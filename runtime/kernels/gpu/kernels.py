@@ -68,7 +68,8 @@ class Embed(Protocol):
 class Unpack(Protocol):
     def __call__(self, matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
         """Unpacks the rows (those at `index_A`, int64 or int32, if given) to f32, f16 or bf16;
-        output rows may be strided too. Also takes types with a planar layout as stored in files."""
+        output rows may be strided too. Also takes types with a planar layout as stored in files,
+        and all rows of the CPU's tiles and groups (kernels.tiled, kernels.grouped)."""
 
 
 class AddNorm(Protocol):

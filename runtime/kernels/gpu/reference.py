@@ -180,9 +180,16 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
     for part, parts_D in enumerate(parts_SD):
         index_A = torch.arange(part * size, part * size + size, device=hidden_N.device)
         index_A = index_A[index_A < len(hidden_N)]
-        if skips_zeros:
-            index_A = index_A[hidden_N[index_A] != 0]
-        parts_D.copy_(hidden_N[index_A].double() @ _rows(down, index_A))
+        parts_D.copy_(weighted_sum(down, hidden_N, index_A, skips_zeros=skips_zeros))
+
+
+def weighted_sum(
+    down: StoredMatrix, hidden_N: Tensor, index_A: Tensor, *, skips_zeros: bool
+) -> Tensor:
+    """f64 [D]: the sum of hidden_j down_j over the neurons of a list."""
+    if skips_zeros:
+        index_A = index_A[hidden_N[index_A] != 0]
+    return hidden_N[index_A].double() @ _rows(down, index_A)
 
 
 def _positions(cache_BPKW: Tensor, block_N: Tensor, count: int) -> Tensor:
@@ -193,8 +200,9 @@ def _positions(cache_BPKW: Tensor, block_N: Tensor, count: int) -> Tensor:
 
 def _rows(matrix: StoredMatrix, index_A: Tensor | None = None) -> Tensor:
     """f64 [A, D]."""
-    data = matrix.data if index_A is None else matrix.data[index_A.long()]
-    return stored.unpack(data, matrix.kind).double()
+    if index_A is None:
+        return stored.unpack(matrix.data, matrix.kind).double()
+    return stored.unpack_chosen(matrix.data, matrix.kind, index_A.long()).double()
 
 
 def _product(matrix: StoredMatrix, bias_N: Tensor | None, x_D: Tensor) -> Tensor:

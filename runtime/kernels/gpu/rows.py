@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
-from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.kernels.gpu.tiles import unpack_tiles
+from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
 
 # A tile of `unpack`: 8 rows of 16 units.
 _UNPACK_ROWS = 8
@@ -139,6 +140,10 @@ def embed(
 
 
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+    if rows_together(matrix.kind) > 1:
+        assert index_A is None, f"rows of {matrix.kind} are unpacked all at once"
+        unpack_tiles(matrix, out_AD)
+        return
     _launch_unpack(matrix, index_A, out_AD, rows=_UNPACK_ROWS, is_added=False)
 
 

@@ -125,13 +125,10 @@ def attend(
 @by_rows
 def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
     size = range_of(len(hidden_N), len(parts_SD))
-    piece_1D = torch.empty_like(parts_SD[:1])
     for part, parts_D in enumerate(parts_SD):
         first, last = part * size, min((part + 1) * size, len(hidden_N))
         sum_D = torch.zeros_like(parts_D, dtype=torch.float64)
         for rows in _pieces(max(0, last - first)):
-            rows = slice(first + rows.start, first + rows.stop)
-            piece = _part(down, rows)
-            reference.down(piece, hidden_N[rows], piece_1D, skips_zeros=skips_zeros)
-            sum_D += piece_1D[0]
+            index_A = torch.arange(first + rows.start, first + rows.stop, device=hidden_N.device)
+            sum_D += reference.weighted_sum(down, hidden_N, index_A, skips_zeros=skips_zeros)
         parts_D.copy_(sum_D)

@@ -83,7 +83,8 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCosts:
-    """The runtime's costs on the CPU with all threads, with which plans are priced.
+    """The runtime's costs on the CPU, with which plans are priced, with the threads that it uses: beside
+    the GPU if the machine has one.
 
     Rates are in GB/s, by the type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
     `kv_gb_per_s` is the rate at which a token's attention reads keys and values. `layer_s` (by

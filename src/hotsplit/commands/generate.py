@@ -145,9 +145,9 @@ def write(
     # Refuses wrong options before the imports, which take seconds.
     config = EngineConfig(num_sequences=max(1, len(prompts)), **options)
     from hotsplit.runtime.engine import load_engine
-    from hotsplit.runtime.kernels.threads import use_threads
+    from hotsplit.runtime.kernels.threads import threads_in_use, use_threads
 
-    num_threads = use_threads(threads)
+    use_threads(threads)
     with load_engine(model, split, config) as engine:
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
         if wanted.is_many:
@@ -157,7 +157,7 @@ def write(
             with speculating(engine, speculation, draft_model) as drafts:
                 code, writings = _write_one(engine, wanted, sampling, endings, make, drafts)
                 said = drafts.line() if drafts and drafts.totals.drafted else None
-        report, lines = report_of(engine, writings, num_threads, drawn, is_many=wanted.is_many)
+        report, lines = report_of(engine, writings, threads_in_use(), drawn, is_many=wanted.is_many)
         lines += [f"[{said}]"] if said else []
     report |= more or {}
     if wanted.output == "lines":

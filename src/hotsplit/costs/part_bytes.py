@@ -49,8 +49,10 @@ def part_neurons(width: int, num_tokens: int) -> int:
 
 def gpu_part_neurons(num_tokens: int) -> int:
     """Neurons that a pass computes at a time on a GPU, where each part takes a dozen launches: as
-    many as keep the f32 values of one matrix within GPU_PART_BYTES."""
-    return max(LEAST_TILE_ROWS, GPU_PART_BYTES // (FLOAT_BYTES * num_tokens))
+    many multiples of LEAST_TILE_ROWS as keep the f32 values of one matrix within GPU_PART_BYTES, but
+    at least one."""
+    rows = LEAST_TILE_ROWS
+    return max(1, GPU_PART_BYTES // (FLOAT_BYTES * num_tokens) // rows) * rows
 
 
 @dataclass(frozen=True, kw_only=True)

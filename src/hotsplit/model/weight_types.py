@@ -15,6 +15,7 @@ PredictorTypeName = Literal["f16", "q8_0", "q4_0"]  # types of predictors that `
 Form = Literal["planar", "tiled", "grouped"]  # layouts of rows in memory, on the CPU
 
 NAMES: tuple[TypeName, ...] = get_args(TypeName)
+FORMS: tuple[Form, ...] = get_args(Form)
 PREDICTOR_NAMES: tuple[PredictorTypeName, ...] = get_args(PredictorTypeName)
 # Magnitudes from here on round to infinity in f16.
 F16_OVERFLOW = 65520.0
@@ -170,3 +171,10 @@ CACHE_NAMES = tuple(each.name for each in TYPES if each.is_float or each.has_sma
 def kinds_in(form: Form) -> dict[str, str]:
     """The kinds of a layout on the CPU, by the names of their types."""
     return {each.name: each.kind_in(form) for each in TYPES if form in each.forms}
+
+
+def file_kind(kind: str) -> str:
+    """The name of the type of a kind, without its layout."""
+    return next(
+        (kind.removesuffix(f"_{form}") for form in FORMS if kind.endswith(f"_{form}")), kind
+    )

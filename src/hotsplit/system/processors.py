@@ -32,6 +32,12 @@ class Processors:
         """The default number of threads: one per physical core, within the quota."""
         return self._within_quota(self.allowed_cores)
 
+    @property
+    def threads_beside_gpu(self) -> int:
+        """The default beside a GPU: of more than two cores, one is left to the thread that drives it,
+        whose work would otherwise wait for that of a pool that spins on all of them."""
+        return self.threads - 1 if self.threads > 2 else self.threads
+
     def _within_quota(self, count: int) -> int:
         """The quota's fraction of a processor is left to the rest of the process: a pool of more
         threads than the quota is stopped as a whole."""

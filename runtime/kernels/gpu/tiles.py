@@ -1,0 +1,180 @@
+"""Unpacks the tiles and groups of rows that the CPU reads (runtime.kernels.tiled and grouped), of
+cold weights streamed to a GPU for a prompt: both processors read one copy of them.
+
+A program takes some units of a whole tile or group. A unit has 16 bytes of a block, as in
+kernels.gpu.blocks, or 16 float values; here each byte has a place of its own, and all loads are of
+one or two bytes. The link that brings the weights is slower by far.
+
+Letters: R rows of a tile or group, U units."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotsplit.model.weight_types import file_kind
+from hotsplit.runtime.kernels.gpu.blocks import columns, six_bit_numbers
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS
+from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
+
+_UNITS_OF_ROWS = 256  # of a program: 16 units of a tile, 4 of a group
+
+
+@triton.jit
+def _fours(byte, row):
+    """The place of a byte of a row in a tile that has four bytes of each of 16 rows in turn."""
+    return byte // 4 * 64 + row * 4 + byte % 4
+
+
+@triton.jit
+def _half(pointer, is_live):
+    """The f16 number at a pointer to bytes, as f32."""
+    return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=is_live, other=0).to(tl.float32)
+
+
+@triton.jit
+def _small_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """(bytes, scales) of q4_0 and q8_0: two blocks have their scales first, or a last one alone."""
+    SIZE: tl.constexpr = 16 if KIND == "q4_0" else 32
+    block = unit // (SIZE // 16)
+    is_second = block % 2
+    num_scales = tl.where(block - is_second + 1 < WIDTH // 32, 64, 32)
+    pair = tile + block // 2 * (32 * (2 + SIZE))
+    at = num_scales + is_second * (16 * SIZE) + _fours(unit % (SIZE // 16) * 16 + lane, row)
+    return tl.load(pair + at, mask=is_live, other=0), _half(
+        pair + is_second * 32 + row * 2, is_live
+    )
+
+
+@triton.jit
+def _small_group(group, row, unit, lane, is_live, KIND: tl.constexpr):
+    """(bytes, scales) of q4_0 and q8_0: a block has its scales first, then each byte of four rows
+    16 apart."""
+    SIZE: tl.constexpr = 16 if KIND == "q4_0" else 32
+    block = group + unit // (SIZE // 16) * (64 * (2 + SIZE))
+    at = 128 + row % 16 * (4 * SIZE) + (unit % (SIZE // 16) * 16 + lane) * 4 + row // 16
+    return tl.load(block + at, mask=is_live, other=0), _half(block + row * 2, is_live)
+
+
+@triton.jit
+def _minimum_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr):
+    """(low, high) values of q4_k and q5_k; see blocks.scales_and_minima."""
+    SIZE: tl.constexpr = 144 if KIND == "q4_k" else 176
+    block = tile + unit // 8 * (16 * SIZE)
+    factor, least = _half(block + row * 2, is_live), _half(block + 32 + row * 2, is_live)
+    quants = block + 256
+    if KIND == "q5_k":
+        fifth = tl.load(quants + _fours(unit % 2 * 16 + lane, row), mask=is_live, other=0)
+        fifth = fifth >> (unit % 8 // 2 * 2).to(tl.uint8)
+        quants += 512
+    both = tl.load(quants + _fours(unit % 8 * 16 + lane, row), mask=is_live, other=0)
+    low = both & 15
+    high = both >> 4
+    if KIND == "q5_k":
+        low |= (fifth & 1) << 4
+        high |= (fifth & 2) << 3
+    part = unit % 8 // 2 * 2
+    scale, minimum = _six_bits(block + 64 + row, part, is_live)
+    low = low.to(tl.float32) * (factor * scale) - least * minimum
+    scale, minimum = _six_bits(block + 64 + row, part + 1, is_live)
+    high = high.to(tl.float32) * (factor * scale) - least * minimum
+    return low, high
+
+
+@triton.jit
+def _six_bits(numbers, part, is_live):
+    """Scale and minimum of part 0 to 7; the bytes of a row are 16 apart."""
+    at = numbers + part % 4 * 16
+    low = tl.load(at, mask=is_live, other=0).to(tl.int32)
+    middle = tl.load(at + 64, mask=is_live, other=0).to(tl.int32)
+    high = tl.load(at + 128, mask=is_live, other=0).to(tl.int32)
+    return six_bit_numbers(low, middle, high, part)
+
+
+@triton.jit
+def _q6_k_tile(tile, row, unit, lane, is_live, WIDTH: tl.constexpr):
+    """(low, high) values: two blocks have their f16 numbers first, a last one alone at its end."""
+    REST: tl.constexpr = 16 * 208
+    block = unit // 8
+    is_second = block % 2
+    is_pair = block - is_second + 1 < WIDTH // 256
+    pair = tile + block // 2 * (32 * 210)
+    factor = _half(pair + tl.where(is_pair, is_second * 32, REST) + row * 2, is_live)
+    rest = pair + tl.where(is_pair, 64 + is_second * REST, 0)
+    upper_at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane
+    upper = tl.load(rest + 256 + _fours(upper_at, row), mask=is_live, other=0)
+    upper = upper >> (unit // 2 % 2 * 2).to(tl.uint8)
+    both = tl.load(rest + 1280 + _fours(unit % 8 * 16 + lane, row), mask=is_live, other=0)
+    scale_at = rest + (unit % 8 // 4 * 8 + unit % 4) * 16 + row
+    scale_low = tl.load(scale_at, mask=is_live, other=0).to(tl.int8, bitcast=True)
+    scale_high = tl.load(scale_at + 64, mask=is_live, other=0).to(tl.int8, bitcast=True)
+    low = ((both & 15) | ((upper & 3) << 4)).to(tl.float32) - 32.0
+    high = ((both >> 4) | (upper & 48)).to(tl.float32) - 32.0
+    return low * (factor * scale_low.to(tl.float32)), high * (factor * scale_high.to(tl.float32))
+
+
+@triton.jit
+def _unpack_tiles(
+    data,
+    out,
+    out_stride,
+    unit_bytes,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64)
+    row_R = tl.arange(0, ROWS)
+    unit_U = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    row, unit, lane = row_R[:, None, None], unit_U[None, :, None], tl.arange(0, 16)[None, None, :]
+    is_live = unit < WIDTH // (16 * PARTS)
+    tile = data + number * unit_bytes
+    if KIND == "f16" or KIND == "bf16":
+        TYPE: tl.constexpr = tl.float16 if KIND == "f16" else tl.bfloat16
+        at = unit // 2 * 2048 + row * 32 + unit % 2 * 16 + lane
+        low = tl.load(tile.to(tl.pointer_type(TYPE)) + at, mask=is_live, other=0)
+        high = low
+    elif KIND == "q4_k" or KIND == "q5_k":
+        low, high = _minimum_tile(tile, row, unit, lane, is_live, KIND)
+    elif KIND == "q6_k":
+        low, high = _q6_k_tile(tile, row, unit, lane, is_live, WIDTH)
+    else:
+        tl.static_assert(KIND == "q4_0" or KIND == "q8_0", "an unknown kind")
+        if ROWS == 16:
+            both, scale = _small_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
+        else:
+            both, scale = _small_group(tile, row, unit, lane, is_live, KIND)
+        if KIND == "q8_0":
+            low = both.to(tl.int8, bitcast=True).to(tl.float32) * scale
+            high = low
+        else:
+            low = ((both & 15).to(tl.float32) - 8.0) * scale
+            high = ((both >> 4).to(tl.float32) - 8.0) * scale
+    target = out + (number * ROWS + row_R)[:, None, None] * out_stride
+    for part in tl.static_range(PARTS):
+        value = low if part == 0 else high
+        tl.store(target + columns(unit_U, KIND, part)[None, :, :], value, mask=is_live)
+
+
+def unpack_tiles(matrix: StoredMatrix, out_AD: Tensor) -> None:
+    """Unpacks all rows of a contiguous matrix in tiles or groups to f32, f16 or bf16; output rows
+    may be strided."""
+    kind, rows = file_kind(matrix.kind), rows_together(matrix.kind)
+    assert len(out_AD) == matrix.num_rows and matrix.num_rows % rows == 0, (out_AD.shape, rows)
+    assert matrix.data.is_contiguous() and out_AD.stride(1) == 1, matrix.data.stride()
+    parts = 1 if kind in FLOATS or kind == "q8_0" else 2
+    units = _UNITS_OF_ROWS // rows
+    num_units = matrix.width // (16 * parts)
+    _unpack_tiles[(matrix.num_rows // rows, triton.cdiv(num_units, units))](
+        matrix.data,
+        out_AD,
+        out_AD.stride(0),
+        rows * matrix.row_bytes,
+        KIND=kind,
+        WIDTH=matrix.width,
+        PARTS=parts,
+        ROWS=rows,
+        UNITS=units,
+        num_warps=NUM_WARPS,
+    )
