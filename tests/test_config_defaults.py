@@ -30,7 +30,9 @@ FIRST = {
     "Qwen2Config": "Qwen2ForCausalLM", "Qwen3Config": "Qwen3ForCausalLM",
     "OPTConfig": "OPTForCausalLM", "FalconConfig": "FalconForCausalLM",
     "Phi3Config": "Phi3ForCausalLM", "Gemma3TextConfig": "Gemma3ForCausalLM",
-    "SmolLM3Config": "SmolLM3ForCausalLM",
+    "SmolLM3Config": "SmolLM3ForCausalLM", "MixtralConfig": "MixtralForCausalLM",
+    "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
+    "Qwen3MoeConfig": "Qwen3MoeForCausalLM",
 }  # fmt: skip
 
 

@@ -198,6 +198,14 @@ class KeyReader:
             raise HotsplitError(f"{self.path}: {key} is {value}, wanted a count")
         return int(value)
 
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number, at least 0."""
+        key = f"{self.graph.name}.{key}"
+        value = self.number(key, default)
+        if not 0 <= value <= MAX_COUNT or value != int(value):
+            raise HotsplitError(f"{self.path}: {key} is {value:g}, wanted a whole number")
+        return int(value)
+
     def sizes(self, norm: NormKind = "rms") -> Sizes:
         """The numbers that all layers share. `norm` says under which key their epsilon is."""
         name, count = self.graph.name, self.count

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import (
     Activation,
-    Arrangement,
     Attention,
     LayerSpec,
     ModelSpec,
@@ -42,7 +42,8 @@ class Sizes:
 
     def attention(
         self, rotary: Rotary | None, options: Collection[str] = (), *, window: int | None = None,
-        scale: float | None = None, has_head_norms: bool = False, is_fused: bool = False,
+        scale: float | None = None, has_head_norms: bool = False, norms_all_heads: bool = False,
+        is_fused: bool = False,
     ) -> Attention:  # fmt: skip
         """`options`: names of optional tensors, of which the biases are used."""
         norm = Norm(name="attn_q_norm", kind="rms", size=self.head_dim, epsilon=self.epsilon)
@@ -54,6 +55,7 @@ class Sizes:
             window=window,
             scale=scale,
             head_norm=norm if has_head_norms else None,
+            norms_all_heads=norms_all_heads,
             is_fused=is_fused,
             biases=_biased(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), options),
         )
