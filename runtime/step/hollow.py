@@ -64,7 +64,11 @@ def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> 
     tokens."""
     structs, width = Structs(), hollow.spec.hidden_size
     experts = hollow.expert_loader(index).experts()
-    part = experts.expert(0) if experts else hollow.neurons.blocks(index)[0].part(0, number)
+    part = experts.expert(0) if experts else hollow.neurons.blocks(index)[0]
+    if not part.is_by_output:
+        part = part.part(0, number)
     block = block_struct(structs, replace(part, is_whole=True))
-    struct = NeuronsStruct(block=block, width=width, num_neurons=number, max_tokens=max_tokens)
+    struct = NeuronsStruct(
+        block=block, width=width, num_neurons=block.num_neurons, max_tokens=max_tokens
+    )  # fmt: skip
     return max(0, library.neurons_bytes(struct))
