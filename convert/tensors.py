@@ -190,7 +190,8 @@ def _sources(
             shapes[rows.source if rows else name] = (rows.num_rows, *shape[1:]) if rows else shape
     sources: dict[str, str] = {}
     for source, tensor in checkpoint.tensors.items():
-        if source.endswith(plan.ignored) or source in of_experts:
+        is_ignored = source.endswith(plan.ignored) or source.startswith(plan.ignored_layers)
+        if is_ignored or source in of_experts:
             continue
         place = plan.name_of(source)
         if place not in shapes or place in sources:

@@ -326,6 +326,11 @@ def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) 
             "positions=capped asked for, but the layers of this model do not all have the same rotary"
             " embedding; leave it out"
         )
+    if any(layer.attention.num_rotated < layer.attention.head_dim for layer in model.spec.layers):
+        raise HotsplitError(
+            "positions=capped asked for, but a part of each head of this model does not rotate; leave"
+            " it out"
+        )
     if types.key.is_rotated:
         raise HotsplitError(
             f"positions=capped asked for with keys in {types.key.name}, which are rotated by a"

@@ -32,7 +32,8 @@ FIRST = {
     "Phi3Config": "Phi3ForCausalLM", "Gemma3TextConfig": "Gemma3ForCausalLM",
     "SmolLM3Config": "SmolLM3ForCausalLM", "MixtralConfig": "MixtralForCausalLM",
     "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
-    "Qwen3MoeConfig": "Qwen3MoeForCausalLM",
+    "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",
+    "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM", "Glm4MoeConfig": "Glm4MoeForCausalLM",
 }  # fmt: skip
 
 

@@ -15,6 +15,9 @@ from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -58,6 +61,13 @@ ODD = {"vocab_size": 331}
 MQA = {"num_key_value_heads": 1}
 # Experts of 37 neurons: no width of theirs is a multiple of anything.
 MOE = GATED | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 37}
+GRANITE = MOE | {
+    "intermediate_size": 37, "num_local_experts": 6, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
+}  # fmt: skip
+del GRANITE["num_experts"], GRANITE["moe_intermediate_size"]
+GLM = MOE | {"n_routed_experts": 7, "routed_scaling_factor": 1.8}
+del GLM["num_experts"]
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 CASES = {
@@ -115,9 +125,11 @@ CASES = {
         **GATED | UNTIED | {"num_hidden_layers": 8}, attention_bias=True, mlp_bias=True
     ),
     "mixtral": MixtralConfig(**GATED | ODD | {"intermediate_size": 53}, num_local_experts=5),
-    "olmoe": OlmoeConfig(**MOE | ODD | {"intermediate_size": 53}),
+    "olmoe": OlmoeConfig(**MOE | ODD | {"intermediate_size": 53, "num_key_value_heads": 4}),
+    "olmoe-grouped": OlmoeConfig(**MOE | {"intermediate_size": 53}),
     "olmoe-renormalised": OlmoeConfig(
-        **MOE | {"intermediate_size": 64}, attention_bias=True, norm_topk_prob=True
+        **MOE | {"intermediate_size": 64, "num_key_value_heads": 4}, attention_bias=True,
+        norm_topk_prob=True,
     ),
     "qwen2moe": Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=43),
     "qwen2moe-plain": Qwen2MoeConfig(
@@ -125,6 +137,16 @@ CASES = {
         norm_topk_prob=True, hidden_act="relu", mlp_only_layers=[0],
     ),
     "qwen3moe": Qwen3MoeConfig(**MOE | ODD, head_dim=32, norm_topk_prob=True),
+    "granitemoe": GraniteMoeConfig(**GRANITE | ODD),
+    "granitemoe-shared": GraniteMoeSharedConfig(
+        **GRANITE | TIED | MQA, shared_intermediate_size=45, attention_bias=True
+    ),
+    "glm4moe": Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1),
+    "glm4moe-groups": Glm4MoeConfig(
+        **GLM | {"n_routed_experts": 12}, n_group=4, topk_group=2, use_qk_norm=True,
+        attention_bias=True, first_k_dense_replace=0, n_shared_experts=2, head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    ),
     "qwen3moe-first-dense": Qwen3MoeConfig(
         **MOE | TIED, head_dim=16, mlp_only_layers=[0, 1], attention_bias=True
     ),
@@ -215,7 +237,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 
 STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
-    "mixtral", "olmoe", "qwen2moe", "qwen3moe",
+    "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe",
 ]  # fmt: skip
 
 
@@ -240,6 +262,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("gemma3", "has windows in all layers but each 6th, this model in others"),
         ("gemma3-biases-untied", "computes GELU, this model is silu"),
         ("olmoe-renormalised", "does not divide the weights of experts by their sum"),
+        ("olmoe-grouped", "has norms of 64 keys, this model of 32"),
         ("qwen2moe-plain", "computes SiLU, this model is relu"),
         ("qwen3moe-first-dense", "has experts in every layer"),
     ],

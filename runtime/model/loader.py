@@ -213,8 +213,12 @@ class Builder:
         }
 
     def output_norm(self, device: torch.device, item: str = "attention") -> Norm | None:
-        norm = self.spec.output_norm
-        return None if norm is None else self.norm(norm, norm.name, device, item)
+        """Its weights also scale the logits."""
+        if self.spec.output_norm is None:
+            return None
+        norm = self.norm(self.spec.output_norm, self.spec.output_norm.name, device, item)
+        scale = self.spec.logit_scale
+        return norm if scale == 1.0 else replace(norm, weight_D=norm.weight_D * scale)
 
     def norm(
         self, norm: NormSpec, name: str, device: torch.device, item: str = "attention"
@@ -241,12 +245,12 @@ class Builder:
         """The rotary embedding of a layer, on this device; equal ones are one object."""
         if block.rotary is None:
             return None
-        key = block.rotary, block.head_dim, device
+        key = block.rotary, block.num_rotated, device
         if key not in self.rotaries:
             factors = None
             if block.rotary.has_factors:
                 factors = vector_of(self.model.tensors["rope_freqs.weight"], device)
-            self.rotaries[key] = Rotary.of(block.rotary, block.head_dim, factors, device)
+            self.rotaries[key] = Rotary.of(block.rotary, block.num_rotated, factors, device)
         return self.rotaries[key]
 
     def attention(self, index: int, device: torch.device) -> Attention:

@@ -242,7 +242,8 @@ def run_layer(
         if op.kind == "norm":
             return layer.norms[op.part].apply(read[0])
         if op.kind == "add":
-            return read[0] + (read[1] if len(read) == 2 else read[1] + read[2])
+            others = read[1] if len(read) == 2 else read[1] + read[2]
+            return read[0] + (others if op.factor == 1.0 else op.factor * others)
         if op.kind == "route":
             assert layer.router is not None
             return layer.router.forward(read[0])

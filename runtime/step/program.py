@@ -67,6 +67,7 @@ class Op:
     home: str = HOST  # the GPU to whose streams it is submitted; HOST before and after all GPUs
     is_beside: bool = False  # on that GPU's side stream, concurrent with its kernels
     weight_bytes: int = 0  # of its weights in full; a sparse mode reads fewer bytes of neurons
+    factor: float = 1.0  # of all terms of a sum but the first
 
     @property
     def is_between_gpus(self) -> bool:
@@ -157,7 +158,8 @@ class _LayerWriter:
                 yield from self._neurons(block)
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
-                yield self._op("add", terms, [block.writes])
+                op = self._op("add", terms, [block.writes])
+                yield replace(op, factor=block.factor)
 
     def _value(self, name: str) -> str:
         """The value of this layer that the spec calls by this name."""

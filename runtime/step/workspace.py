@@ -38,7 +38,7 @@ GAPS = 0.1  # the share of the memory for temporaries that may be lost to gaps b
 def pass_bytes(p: Pass) -> int:
     """Bytes at the peak of a pass."""
     spec, width = p.spec, p.floats(p.spec.hidden_size)
-    turned = {(a.rotary, a.head_dim) for a in (x.attention for x in spec.layers) if a.rotary}
+    turned = {(a.rotary, a.num_rotated) for a in (x.attention for x in spec.layers) if a.rotary}
     tables = p.floats(sum(head_dim for _, head_dim in turned))
     most = max(6 * width, width + head(p))  # an embedding's rows as stored, unpacked, scaled
     for index, layer in enumerate(spec.layers):

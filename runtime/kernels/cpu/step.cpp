@@ -239,8 +239,10 @@ class Step {
         float* out = w.vector[op.out].row(t);
         if (op.kind == OP_NORM) return apply(s.layer[op.layer].norm[op.part], in, D, out);
         if (in != out) std::memcpy(out, in, D * sizeof(float));
-        add(out,
-            op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].feed_forward.down_bias, D);
+        const float* by =
+            op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].feed_forward.down_bias;
+        if (op.kind == OP_ADD_BIAS || op.factor == 1.0f) return add(out, by, D);
+        for (int64_t d = 0; d < D; ++d) out[d] += op.factor * by[d];
     }
 
     // Calls body(t) for each row, on all threads if they touch many values.
@@ -350,9 +352,7 @@ class Step {
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
             norm_heads(l, values);
-            if (is_rotated(l))
-                kernels().rotate(values, H + K, w.cos + turn_at(l, t), w.sin + turn_at(l, t), W,
-                                 s.rotary[l.rotary].is_adjacent);
+            if (is_rotated(l)) rotate_heads(l, t, values);
             for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
             for (int64_t k = 0; s.is_value_rotated && k < K; ++k)
                 turn_by_hadamard(values + (H + K + k) * W, W);
@@ -361,6 +361,16 @@ class Step {
         w.attention.run(l, qkv, num_values, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
+    }
+
+    // Rotates the queries and keys of a row in place, or the first values of each head.
+    void rotate_heads(const HsAttention& l, int64_t t, float* values) {
+        const HsRotary& rotary = s.rotary[l.rotary];
+        const int64_t W = l.head_width, heads = l.num_heads + l.num_kv_heads, first = turn_at(l, t);
+        const int64_t together = rotary.head_width == W ? heads : 1;
+        for (int64_t h = 0; h < heads; h += together)
+            kernels().rotate(values + h * W, together, w.cos + first, w.sin + first, rotary.head_width,
+                             rotary.is_adjacent);
     }
 
     // Norms the queries and keys of a row in place.
@@ -487,8 +497,9 @@ bool fits(const HsAttention& l, const HsStep& s) {
     if (l.head_width > MAX_HEAD_WIDTH || l.window < 0) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (l.head_width % block_values(kind)) return false;
-    if (l.rotary >= s.num_rotaries || (l.rotary >= 0 && s.rotary[l.rotary].head_width != l.head_width))
-        return false;
+    if (l.rotary >= s.num_rotaries) return false;
+    const int64_t rotated = l.rotary < 0 ? 0 : s.rotary[l.rotary].head_width;
+    if (rotated > l.head_width || (s.select.cos && rotated != l.head_width)) return false;
     const int64_t q = heads_size(l), kv = l.num_kv_heads * l.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};

@@ -51,7 +51,7 @@ struct HsNorm {
     int32_t unused;
 };
 
-// A rotary embedding, which several layers may share.
+// A rotary embedding, which several layers may share. W: values of a head that rotate, its first.
 struct HsRotary {
     const double* frequency;  // [W / 2]
     double magnitude;         // multiplies cos and sin: 1, or YaRN's
@@ -163,7 +163,7 @@ struct HsLayer {
 enum OpKind : int32_t {
     OP_EMBED,      // out = the rows of the tokens * the step's scale + learned positions, if any
     OP_NORM,       // out = norm `part` of in
-    OP_ADD,        // out = in + in_2
+    OP_ADD,        // out = in + factor * in_2
     OP_ADD_BIAS,   // out = in + the bias of the down projection
     OP_ATTENTION,  // out = attention of in; appends to the cache
     OP_PREDICT,    // out = VALUE_NAMED, scores of all neurons from in
@@ -198,6 +198,7 @@ struct HsOp {
     int32_t kind, layer;  // num_layers: outside the layers
     int32_t part;
     int32_t in, in_2, out;  // values
+    float factor;           // of in_2 in OP_ADD
 };
 
 struct HsStep {

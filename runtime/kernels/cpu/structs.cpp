@@ -78,7 +78,7 @@ const StructField FIELDS[] = {
     FIELD(HsLayer, shared_gate),
     STRUCT(HsOp),
     FIELD(HsOp, kind), FIELD(HsOp, layer), FIELD(HsOp, part), FIELD(HsOp, in), FIELD(HsOp, in_2),
-    FIELD(HsOp, out),
+    FIELD(HsOp, out), FIELD(HsOp, factor),
     STRUCT(HsStep),
     FIELD(HsStep, embedding), FIELD(HsStep, positions), FIELD(HsStep, head),
     FIELD(HsStep, output_norm), FIELD(HsStep, layer), FIELD(HsStep, op), FIELD(HsStep, vector),

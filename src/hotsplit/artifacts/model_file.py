@@ -94,7 +94,7 @@ class ModelFile:
     def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
         """The model from the output of `read_model_gguf`; errors quote `path`."""
         read = KeyReader(path, keys, tensors)
-        spec = read.graph.of_keys(read)
+        spec, tensors = read.graph.of_keys(read), read.used_tensors()
         own = ("GGUF.", f"{read.graph.name}.", "hotsplit.", *_GENERAL)
         model = cls(
             path=path,

@@ -71,7 +71,9 @@ def _with_experts_apart(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntr
             found[name] = entry
             continue
         if len(entry.shape) != 3 or entry.shape[1] % 2:
-            raise HotsplitError(f"{name} is {list(entry.shape)}, wanted two matrices of each expert")
+            raise HotsplitError(
+                f"{name} is {list(entry.shape)}, wanted two matrices of each expert"
+            )
         half = entry.shape[1] // 2
         for part, stem in enumerate(("ffn_gate", "ffn_up")):
             own = name.replace("ffn_gate_up", stem)

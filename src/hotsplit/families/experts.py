@@ -140,7 +140,8 @@ def experts_of_keys(
 ) -> Experts:  # fmt: skip
     """The experts by a GGUF's keys; the arguments are what llama.cpp's graph does if a key is
     absent. `default_length`: neurons of an expert; None: `feed_forward_length`."""
-    name, tensors, num_layers = read.graph.name, read.tensors, read.count("block_count")
+    name, tensors = read.graph.name, read.tensors
+    num_layers = read.count("block_count") - read.num_skipped
     count = read.whole("expert_count")
     # By number, not by name: tensors of the last layer, since the first may have no experts.
     last = f"blk.{num_layers - 1}."

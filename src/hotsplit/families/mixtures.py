@@ -139,6 +139,14 @@ def _of_keys(
     )  # fmt: skip
 
 
+def _not_in_olmoe(spec: ModelSpec) -> str | None:
+    """llama.cpp's norm of keys has the hidden size."""
+    attention = spec.layers[0].attention
+    if attention.key_size != spec.hidden_size:
+        return f"has norms of {spec.hidden_size} keys, this model of {attention.key_size}"
+    return other_in_stock(spec, renormalises=False)
+
+
 _DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "norm_topk_prob": False}
 _QWEN = _DEFAULTS | {
     "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1,
@@ -178,7 +186,7 @@ OLMOE_GRAPH = Architecture(
     known_keys=KEYS,
     options=PROJECTION_BIASES,
     stock_activations=("silu",),
-    not_in_stock=partial(other_in_stock, renormalises=False),
+    not_in_stock=_not_in_olmoe,
 )
 QWEN2_GRAPH = Architecture(
     name="qwen2moe",

@@ -31,7 +31,8 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
     }
     rotary = spec.rotary
     if rotary is not None:
-        keys["rope.dimension_count"] = keys["attention.key_length"]
+        rotated = _same(a.num_rotated for a in attentions if a.rotary is not None)
+        keys["rope.dimension_count"] = np.uint32(rotated)
         keys["rope.freq_base"] = np.float32(rotary.theta)
         keys |= _scaling_keys(rotary.scaling)
     graph = ARCHITECTURES[spec.architecture]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families import falcon, gemma, llama, mixtures, opt, phi, qwen, smollm
+from hotsplit.families import falcon, gemma, glm, granite, llama, mixtures, opt, phi, qwen, smollm
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
@@ -30,6 +30,9 @@ FAMILIES: dict[str, Family] = {
     "OlmoeForCausalLM": mixtures.OLMOE,
     "Qwen2MoeForCausalLM": mixtures.QWEN2,
     "Qwen3MoeForCausalLM": mixtures.QWEN3,
+    "GraniteMoeForCausalLM": granite.GRANITE,
+    "GraniteMoeSharedForCausalLM": granite.GRANITE,
+    "Glm4MoeForCausalLM": glm.GLM4,
 }
 
 # By llama.cpp's or PowerInfer's name.
@@ -46,6 +49,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         mixtures.OLMOE_GRAPH,
         mixtures.QWEN2_GRAPH,
         mixtures.QWEN3_GRAPH,
+        granite.GRAPH,
+        glm.GRAPH,
     )  # fmt: skip
 }
 

@@ -29,9 +29,11 @@ class Arrangement:
         )  # fmt: skip
 
     def pre_norm(
-        self, attention: Attention, neurons: Neurons | Mixture, *, second: str = "ffn_norm"
-    ) -> LayerSpec:
-        """Norms before attention and feed-forward (Llama). `second`: the name of the latter."""
+        self, attention: Attention, neurons: Neurons | Mixture, *, second: str = "ffn_norm",
+        factor: float = 1.0,
+    ) -> LayerSpec:  # fmt: skip
+        """Norms before attention and feed-forward (Llama). `second`: the name of the latter.
+        `factor`: of both outputs, in the residual sums (Granite)."""
         first: tuple[Block, ...] = ()
         blocks: tuple[Block, ...] = (neurons,) if isinstance(neurons, Neurons) else ()
         if isinstance(neurons, Mixture):
@@ -45,10 +47,10 @@ class Arrangement:
                 *first,
                 self._norm("attn_norm", "x", "attn_in"),
                 attention,
-                Add(terms=("x", "attn_out")),
+                Add(terms=("x", "attn_out"), factor=factor),
                 self._norm(second, "x", "ffn_in"),
                 *blocks,
-                Add(terms=("x", *outputs)),
+                Add(terms=("x", *outputs), factor=factor),
             )
         )
 

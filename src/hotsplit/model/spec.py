@@ -47,14 +47,16 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head. `pairing` says which
-    values rotate together: adjacent ones, or those half a head apart. `has_factors`: the file
-    divides each frequency by a number of its own (rope_freqs.weight)."""
+    """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head, or of its first
+    `num_values` values. `pairing` says which values rotate together: adjacent ones, or those half of
+    these apart. `has_factors`: the file divides each frequency by a number of its own
+    (rope_freqs.weight)."""
 
     theta: float
     pairing: Pairing
     scaling: RopeScaling = NO_SCALING
     has_factors: bool = False
+    num_values: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,13 @@ class Attention:
     @property
     def score_scale(self) -> float:
         return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    @property
+    def num_rotated(self) -> int:
+        """Values of a head that rotate."""
+        if self.rotary is None:
+            return 0
+        return self.rotary.num_values or self.head_dim
 
     @property
     def query_size(self) -> int:
@@ -194,10 +203,11 @@ class Neurons:
 
 @dataclass(frozen=True, kw_only=True)
 class Add:
-    """writes = the first term + the sum of the others."""
+    """writes = the first term + factor * the sum of the others."""
 
     terms: tuple[str, ...]
     writes: str = "x"
+    factor: float = 1.0
 
 
 Block = Norm | Attention | Predict | Route | Neurons | Add
@@ -273,8 +283,8 @@ class LayerSpec:
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder. `architecture` is llama.cpp's name of its graph, or PowerInfer's.
-    `embedding_scale` multiplies the embedding; `has_positions`: learned positions are added to
-    it."""
+    `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives;
+    `has_positions`: learned positions are added to the embedding."""
 
     architecture: str
     hidden_size: int
@@ -283,6 +293,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     output_norm: Norm | None
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     has_positions: bool = False
 
     @property

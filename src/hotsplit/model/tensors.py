@@ -57,7 +57,7 @@ def optional_outer_shapes(spec: ModelSpec) -> Shapes:
     """The shapes of an output matrix, without which the head is the embedding, and of the divisors
     of rotary frequencies."""
     shapes: Shapes = {"output.weight": (spec.vocab_size, spec.hidden_size)}
-    rotating = [layer.attention.head_dim for layer in spec.layers if layer.attention.rotary]
+    rotating = [layer.attention.num_rotated for layer in spec.layers if layer.attention.rotary]
     return shapes | ({"rope_freqs.weight": (max(rotating) // 2,)} if rotating else {})
 
 

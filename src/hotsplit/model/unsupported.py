@@ -61,7 +61,7 @@ _BY_KEY = {
 CHECKPOINTS = (
     "Llama, Mistral, Qwen 2, Qwen 3, Phi-3, Gemma 3, SmolLM3, Falcon and OPT, sparse variants of"
     " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE,"
-    " Qwen 2 and Qwen 3"
+    " Qwen 2 and Qwen 3, Granite and GLM-4.5"
 )
 
 
