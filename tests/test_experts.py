@@ -17,10 +17,12 @@ from hotsplit import Engine
 from hotsplit.artifacts.changed_model import replace_thresholds
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
+from hotsplit.artifacts.profile_file import Corpus, Profile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.model.spec import Route
 from hotsplit.model.tensors import in_layout, is_down
+from hotsplit.profile.count.counting import Counter, experts_of, gates_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.route import Router, route_ref
 from hotsplit.runtime.weights.matrix import Linear, Matrix
@@ -309,6 +311,41 @@ def test_experts_stay_in_the_mapped_file(tmp_path):
                 stem = "ffn_down_exps_t" if name == "down" else f"ffn_{name}_exps"
                 entry = opened.entry(index, f"{stem}.weight")
                 assert np.shares_memory(own.data.numpy(), entry.read())
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_experts_and_their_neurons_are_counted(activation):
+    model = mixture(route=ROUTES["groups"], activation=activation, num_dense=1)
+    spec, chosen = model.spec, {}
+    with Engine.of(model, mode="dense") as engine:
+        counter = Counter(
+            gates_of(model, model.threshold_L), spec.most_neurons, experts_L=experts_of(model)
+        )
+        seen = {}
+        with (
+            engine.observe(counter.observe, counter.wants),
+            engine.observe(
+                lambda n, i, t: seen.update({(n, i): t}), lambda n, i: n.startswith("ffn")
+            ),
+        ):
+            engine.logits(IDS)
+        router = engine.layers[1].router
+        chosen = router.forward(seen["ffn_norm", 1]).id_TK
+    arrays = counter.arrays()
+    assert torch.equal(arrays["expert_count_LE"][1], chosen.flatten().bincount(minlength=12))
+    assert arrays["expert_count_LE"][0].sum() == 0 and len(IDS) * 4 == len(chosen.flatten())
+    fired_TF = seen["ffn_gate", 1] > 0 if activation == "relu" else seen["ffn_hidden", 1] != 0
+    assert torch.equal(arrays["active_count_LF"][1], fired_TF.sum(dim=0))
+    profile = Profile(
+        model_id=model.model_id, num_tokens=len(IDS), threshold_L=model.threshold_L,
+        corpora=(Corpus(name="ids", sha256="0" * 64, num_tokens=len(IDS)),),
+        **{name: values.numpy() for name, values in arrays.items() if name != "num_tokens"},
+    )  # fmt: skip
+    profile.validate()
+    assert (profile.merge(profile).expert_count_LE == 2 * arrays["expert_count_LE"].numpy()).all()
+    wrong = dataclasses.replace(profile, expert_count_LE=profile.expert_count_LE + len(IDS))
+    with pytest.raises(HotsplitError, match="experts were chosen"):
+        wrong.validate()
 
 
 # ---- files ---------------------------------------------------------------------------------------
