@@ -440,7 +440,7 @@ class Step {
                 for (float* y = out + t * D; y < out + (t + 1) * D; ++y) *y *= factor;
             });
         }
-        count(read, TIMED_NEURONS_2);
+        count(read, TIMED_NEURONS);
     }
 
     // Adds the bytes that a block of neurons needed to the step's, and ends the timed part.

@@ -17,7 +17,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("hidden size", f"{spec.hidden_size:,}"),
         ("neurons a layer", each(lambda layer: f"{layer.neurons.number:,}")),
         ("experts", each(_experts)),
-        ("shared experts", each(lambda layer: layer.shared and f"{layer.shared.number:,} neurons")),
+        ("shared experts", each(_shared)),
         ("heads", each(lambda layer: _heads(layer.attention))),
         ("vocabulary", f"{spec.vocab_size:,}"),
         ("context", f"{spec.context_length:,}"),
@@ -37,6 +37,10 @@ def _experts(layer: LayerSpec) -> str | None:
         f"{route.num_used} of {route.num_experts} a token, of {layer.neurons.of_expert:,} neurons each"
         f" ({route.gating.replace('_', ' ')})"
     )
+
+
+def _shared(layer: LayerSpec) -> str | None:
+    return None if layer.shared is None else f"{layer.shared.number:,} neurons"
 
 
 def _heads(attention: Attention) -> str:
