@@ -5,10 +5,12 @@ by which a router may choose others. Choices are compared in f32 (test_stock_fam
 
 import numpy as np
 import pytest
+import test_smallthinker
 import torch
 from checkpoints import random_model, save_tokenizer
 from reference import rel_error
 from test_families import GATED
+from test_smallthinker import checkpoint, logits_ref
 from transformers import Glm4MoeConfig, MixtralConfig, Qwen3MoeConfig
 
 from hotsplit import Engine
@@ -70,3 +72,16 @@ def test_files_of_llama_cpps_quantiser(llama_cpp, stock, tmp_path, kind):
     assert ModelFile.load(converted).layout == "sparse"
     with Engine.load(converted, mode="dense", device="cpu") as engine:
         assert rel_error(engine.logits(IDS)[-1], want_TV[0]) < BOUNDS[kind]
+
+
+def test_llama_cpp_computes_smallthinker(llama_cpp, tmp_path):
+    folder = checkpoint(tmp_path / "hf", {})
+    path = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=folder, output=path, layout="stock", outtype="f32"))
+    llama_cpp(
+        "greedy", model=path, prompt=test_smallthinker.IDS, count=1, kv_kind="f32",
+        logits=tmp_path / "logits.npy",
+    )  # fmt: skip
+    want_TV, got_V = logits_ref(folder), np.load(tmp_path / "logits.npy")[-1]
+    assert rel_error(got_V, want_TV[-1]) < 1e-5
+    assert rel_error(got_V, want_TV[-2]) > 1e-2

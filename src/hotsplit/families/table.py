@@ -5,7 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families import falcon, gemma, glm, granite, llama, mixtures, opt, phi, qwen, smollm
+from hotsplit.families import (
+    falcon,
+    gemma,
+    glm,
+    granite,
+    llama,
+    mixtures,
+    opt,
+    phi,
+    qwen,
+    smallthinker,
+    smollm,
+)
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
@@ -33,6 +45,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeForCausalLM": granite.GRANITE,
     "GraniteMoeSharedForCausalLM": granite.GRANITE,
     "Glm4MoeForCausalLM": glm.GLM4,
+    "SmallThinkerForCausalLM": smallthinker.SMALLTHINKER,
 }
 
 # By llama.cpp's or PowerInfer's name.
@@ -51,6 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mixtures.QWEN3_GRAPH,
         granite.GRAPH,
         glm.GRAPH,
+        smallthinker.GRAPH,
     )  # fmt: skip
 }
 
