@@ -17,14 +17,14 @@ from gguf.quants import dequantize
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.encode import encode, not_finite, restore
+from hotsplit.convert.experts import by_expert, of_expert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tensor_types import TensorTypes
-from hotsplit.convert.tensors import DOWN, DOWN_T
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
 from hotsplit.files.written import Restored
 from hotsplit.model.spec import SMOOTH
-from hotsplit.model.tensors import Layout, layout_of
+from hotsplit.model.tensors import Layout, in_layout, layout_of, transposed_shape
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
 from hotsplit.tokens.tokenizer_text import read_tokenizer
 
@@ -76,8 +76,7 @@ def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str
     the source has twice."""
     names: dict[str, str] = {}
     for name in tensors:
-        stock, sparse = name.replace(DOWN_T, DOWN), name.replace(DOWN, DOWN_T)
-        both = names.setdefault(sparse if config.layout == "sparse" else stock, name)
+        both = names.setdefault(in_layout(name, config.layout), name)
         if both != name:
             raise HotsplitError(
                 f"{config.source}: holds {both} and {name}, one matrix twice; only one of them"
@@ -92,13 +91,17 @@ def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
     for name, entry in tensors.items():
         if "ffn_pred_" in name or name.endswith(".limit"):
             continue
-        names = (name, name.replace(DOWN_T, DOWN), name.replace(DOWN, DOWN_T))
-        same = next(n for n in names if n in written.tensors)
-        is_transposed = same != name
-        want = _unpacked_rows(entry, 0, entry.shape[0])
-        new = written.tensors[same]
-        values = restore(new, want.T if is_transposed else want, f"{source}: tensor {name!r}")
-        yield Restored(source=name, rows=None, values=values.T if is_transposed else values)
+        same = in_layout(name, written.layout)
+        is_transposed, new = same != name, written.tensors[same]
+        what = f"{source}: tensor {name!r}"
+        for expert in range(entry.shape[0]) if len(entry.shape) == 3 else (None,):
+            old, made = entry, new
+            if expert is not None:
+                old, made = of_expert(entry, expert), of_expert(new, expert)
+            want = _unpacked_rows(old, 0, old.shape[0])
+            values = restore(made, want.T if is_transposed else want, what)
+            values = values.T if is_transposed else values
+            yield Restored(source=name, rows=None, values=values, expert=expert, tensor=name)
 
 
 def _activation_keys(
@@ -123,7 +126,7 @@ def _activation_keys(
 def _entry(
     config: ConvertConfig, types: TensorTypes, target: str, entry: TensorEntry, is_transposed: bool
 ) -> TensorEntry:
-    shape = entry.shape[::-1] if is_transposed else entry.shape
+    shape = transposed_shape(entry.shape) if is_transposed else entry.shape
     if config.outtype and "ffn_pred_" not in target:
         kind = types.kind(target, shape)
     else:  # blocks run along rows, so that those of a transposed matrix do not stay whole
@@ -131,6 +134,15 @@ def _entry(
     if kind == entry.kind and not is_transposed:
         return entry
     label = f"{config.source}: tensor {target!r}"
+    if len(shape) == 3:
+        read = by_expert(entry, lambda one: _made(one, kind, label, is_transposed))
+        return TensorEntry(shape=shape, kind=kind, read_rows=read)
+    return _made(entry, kind, label, is_transposed)
+
+
+def _made(entry: TensorEntry, kind: str, label: str, is_transposed: bool) -> TensorEntry:
+    """A matrix or vector in another type, or transposed."""
+    shape = transposed_shape(entry.shape) if is_transposed else entry.shape
     if (entry.kind, kind) == ("q5_0", "q8_0") and not is_transposed:
         same = dataclasses.replace(entry, kind=kind, read_rows=partial(_q5_0_as_q8_0, entry))
         return _checked(same, label)
@@ -228,9 +240,12 @@ def _error_notes(
     notes = []
     for (old_kind, kind), target in first.items():
         read = _unpacked_rows if names[target] == target else _transposed_rows
-        count = min(64, entries[target].shape[0])
-        want = read(tensors[names[target]], 0, count).astype(np.float64)
-        got = _unpacked_rows(entries[target], 0, count).astype(np.float64)
+        old, new = tensors[names[target]], entries[target]
+        if len(new.shape) == 3:
+            old, new = of_expert(old, 0), of_expert(new, 0)
+        count = min(64, new.shape[0])
+        want = read(old, 0, count).astype(np.float64)
+        got = _unpacked_rows(new, 0, count).astype(np.float64)
         error = float(np.linalg.norm(got - want)) / max(1e-30, float(np.linalg.norm(want)))
         loss = f"relative error {error:.1e} ({target})" if error else "the same values"
         notes.append(f"{old_kind} repacked as {kind}: {loss}")

@@ -8,12 +8,13 @@ from hotsplit.convert.options import check_outtype
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
+from hotsplit.model.tensors import is_router
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTypes:
-    """Vectors are f32. Matrices are `outtype`, or q8_0 or f16 if their rows are not whole blocks,
+    """Vectors and routers are f32. Other matrices are `outtype`, or q8_0 or f16 if their rows are not whole blocks,
     unless an override says otherwise.
 
     An override is "NAME=TYPE", where NAME is a regular expression that is searched for in the
@@ -46,9 +47,10 @@ class TensorTypes:
 
     def kind(self, name: str, shape: tuple[int, ...]) -> str:
         """The type of a tensor. Raises HotsplitError for an override that its rows do not fit."""
-        if len(shape) == 1:
+        is_vector = len(shape) == 1 or name.endswith(".bias")  # experts' biases are [E, N]
+        kind = None if is_vector else self.override(name)
+        if is_vector or (kind is None and is_router(name)):
             return "f32"
-        kind = self.override(name)
         if kind is None:
             kinds = (self.outtype, "q8_0")
             return next((k for k in kinds if is_whole_blocks(shape[-1], k)), "f16")
@@ -71,7 +73,10 @@ class TensorTypes:
     def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:
         """A note on matrices of another type than asked for, because their rows do not fit it."""
         block = BY_NAME[self.outtype].block_values
-        matrices = [(n, e) for n, e in tensors.items() if len(e.shape) == 2]
+        matrices = [
+            (n, e) for n, e in tensors.items()
+            if len(e.shape) > 1 and not is_router(n) and not n.endswith(".bias")
+        ]  # fmt: skip
         fallen = [(n, e) for n, e in matrices if e.shape[-1] % block and self.override(n) is None]
         if not fallen:
             return None

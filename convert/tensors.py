@@ -11,16 +11,27 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode, restore
+from hotsplit.convert.experts import (
+    ExpertSource,
+    expert_entry,
+    find_experts,
+    of_expert,
+    source_names,
+)
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.row_order import Rows
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.written import Restored
-from hotsplit.model.tensors import Layout, Shapes, layer_shapes, outer_shapes
-
-# The down projection in the stock layout, and in the sparse one, which transposes it.
-DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
+from hotsplit.model.tensors import (
+    Layout,
+    Shapes,
+    in_layout,
+    layer_shapes,
+    outer_shapes,
+    transposed_shape,
+)
 
 
 def tensor_entries(
@@ -32,9 +43,19 @@ def tensor_entries(
     Raises HotsplitError for an unknown or missing tensor, a wrong shape, a tied head that differs
     from the embedding, and a type that does not fit."""
     wanted = _wanted(plan)
-    sources = _sources(checkpoint, plan, wanted)
+    experts = find_experts(checkpoint, wanted)
+    sources = _sources(checkpoint, plan, wanted, experts)
     entries = {}
     for name, shape in wanted.items():
+        target = in_layout(name, layout)
+        is_transposed = target != name
+        target_shape = transposed_shape(shape) if is_transposed else shape
+        if name in experts:
+            kind = types.kind(target, target_shape)
+            entries[target] = expert_entry(
+                checkpoint, experts[name], target_shape, kind, is_transposed=is_transposed
+            )
+            continue
         constant = _by_end(plan.constants, name)
         if constant is not None:
             entries[name] = array_entry(np.full(shape, constant), "f32")
@@ -44,13 +65,13 @@ def tensor_entries(
         if source is None:
             assert name == "output.weight", name
             continue
-        is_transposed = layout == "sparse" and name.endswith(DOWN)
-        target = name.replace(DOWN, DOWN_T) if is_transposed else name
-        target_shape = shape[::-1] if is_transposed else shape
         kind = types.kind(target, target_shape)
         order = rows.order if rows else None
         added = _by_end(plan.added, name) or 0.0
-        read = partial(_read_rows, checkpoint, source, order, is_transposed, kind, added)
+        is_vector = len(shape) == 1
+        read = partial(
+            _read_rows, checkpoint, source, order, is_vector, is_transposed, kind, added
+        )  # fmt: skip
         entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
     if plan.rope_factors is not None:
         entries["rope_freqs.weight"] = array_entry(plan.rope_factors, "f32")
@@ -61,36 +82,59 @@ def tensor_entries(
 def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Iterator[Restored]:
     """Every tensor of the checkpoint in use, a fused one in parts, with the values in `written`."""
     wanted = _wanted(plan)
-    sources = _sources(checkpoint, plan, wanted)
+    experts = find_experts(checkpoint, wanted)
+    for name, each in experts.items():
+        yield from _restored_experts(checkpoint, written, name, each)
+    sources = _sources(checkpoint, plan, wanted, experts)
     for name in wanted:
         rows = _rows(plan, name)
         source = sources.get(rows.source if rows else name)
         if source is None or _by_end(plan.constants, name) is not None:
             continue
         order = rows.order if rows else None
-        target = name.replace(DOWN, DOWN_T)
-        is_transposed = target != name and target in written.tensors
+        target = in_layout(name, written.layout)
+        is_transposed = target != name
         tensor = checkpoint.read(source)
+        tensor = tensor.flatten() if len(wanted[name]) == 1 else tensor
         tensor = tensor if order is None else tensor[torch.from_numpy(order)]
         added = _by_end(plan.added, name) or 0.0
         want = (tensor.T if is_transposed else tensor).to(torch.float32).numpy() + added
-        entry = written.tensors[target if is_transposed else name]
+        entry = written.tensors[target]
         values = restore(entry, want, f"{checkpoint.folder}: tensor {source!r}") - added
         yield Restored(source=source, rows=order, values=values.T if is_transposed else values)
+
+
+def _restored_experts(
+    checkpoint: Checkpoint, written: ModelFile, name: str, sources: list[ExpertSource]
+) -> Iterator[Restored]:
+    """The experts of one tensor of the stock layout, each by itself."""
+    target = in_layout(name, written.layout)
+    for expert, source in enumerate(sources):
+        want = source.read(checkpoint).to(torch.float32).numpy()
+        want = want if target == name else want.T
+        what = f"{checkpoint.folder}: tensor {source.name!r}"
+        values = restore(of_expert(written.tensors[target], expert), want, what)
+        yield Restored(
+            source=source.name, rows=None, values=values if target == name else values.T,
+            expert=expert, tensor=name,
+        )  # fmt: skip
 
 
 def _read_rows(
     checkpoint: Checkpoint,
     source: str,
     order: np.ndarray | None,
+    is_vector: bool,
     is_transposed: bool,
     kind: str,
     added: float,
     start: int,
     stop: int,
 ) -> np.ndarray:
-    """The encoded bytes of some rows of a tensor, which does not stay in memory."""
+    """The encoded bytes of some rows of a tensor, which does not stay in memory. `is_vector`: it is
+    one in the model file, so a matrix of one row is taken as its row."""
     whole, rows = checkpoint.read(source), None  # held to the end: its mapping is shared
+    whole = whole.flatten() if is_vector else whole
     tensor = whole
     if is_transposed:
         columns = whole[:, start:stop]
@@ -130,16 +174,24 @@ def _by_end(values: Mapping[str, float], name: str) -> float | None:
     return next((value for end, value in values.items() if name.endswith(end)), None)
 
 
-def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[str, str]:
-    """The checkpoint's name of each tensor that is read, by the name that `plan.name_of` gives."""
+def _sources(
+    checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes,
+    experts: Mapping[str, list[ExpertSource]],
+) -> dict[str, str]:  # fmt: skip
+    """The checkpoint's name of each tensor that is read, by the name that `plan.name_of` gives,
+    without those of experts."""
     shapes: Shapes = {}
+    of_experts = source_names(experts)
     for name, shape in wanted.items():
+        if name in experts:
+            continue
         rows = _rows(plan, name)
         if _by_end(plan.constants, name) is None:
             shapes[rows.source if rows else name] = (rows.num_rows, *shape[1:]) if rows else shape
     sources: dict[str, str] = {}
     for source, tensor in checkpoint.tensors.items():
-        if source.endswith(plan.ignored):
+        is_ignored = source.endswith(plan.ignored) or source.startswith(plan.ignored_layers)
+        if is_ignored or source in of_experts:
             continue
         place = plan.name_of(source)
         if place not in shapes or place in sources:
@@ -147,13 +199,18 @@ def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[st
                 f"{tensor.file}: no rule for tensor {source!r} in a {plan.spec.architecture} of"
                 f" {plan.spec.num_layers} layers; is this another architecture?"
             )
-        if tensor.shape != shapes[place]:
+        if tensor.shape not in (shapes[place], *_of_one_row(shapes[place])):
             raise HotsplitError(
                 f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted"
                 f" {list(shapes[place])} by config.json; the two belong to different models"
             )
         sources[place] = source
     return _tied(checkpoint, plan, sources, shapes.keys() - sources.keys())
+
+
+def _of_one_row(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shape of the matrix of one row in which a checkpoint may have a vector."""
+    return ((1, *shape),) if len(shape) == 1 else ()
 
 
 def _tied(

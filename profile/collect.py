@@ -20,7 +20,7 @@ from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.profile.config import ProfileConfig, check_text
 from hotsplit.profile.corpus.corpus import Windows
 from hotsplit.profile.corpus.processes import Ranks
-from hotsplit.profile.count.counting import Counter, gates_of
+from hotsplit.profile.count.counting import Counter, experts_of, gates_of
 from hotsplit.profile.count.resume import resume_path
 from hotsplit.profile.count.run import Run
 from hotsplit.profile.inputs import (
@@ -107,6 +107,10 @@ def profile(
     with Ranks() as ranks:
         device = ranks.together(lambda: ranks.device(config.device))
         model = ranks.together(lambda: ModelFile.load(config.model))
+        if config.train_predictors is not None:
+            model.refuse_experts("predictors are", "leave --train-predictors out")
+        if config.chooses_thresholds:
+            model.refuse_experts("thresholds of gates are", "profile it without them")
         ranks.first_only(lambda: check_inputs(config, model, files))
         plan = ranks.together(lambda: stream_plan_of(config, model, device, ranks))
         run = None
@@ -172,7 +176,7 @@ def _count_streamed(
         silent = gates_of(model, (0.0,) * len(gates))
         histogram_LB = _histogram(stream, silent, tune, on_tokens)
         gates = gates_of(model, thresholds_for(histogram_LB, config.target_sparsity))
-    counter = Counter(gates, model.spec.most_neurons, model.limits.layers)
+    counter = Counter(gates, model.spec.most_neurons, model.limits.layers, experts_of(model))
     trained = None
     with stream.observe(counter.observe, counter.wants):
         if config.train_predictors:
@@ -201,7 +205,7 @@ def _run_whole(
     tune, ids = config.split(windows.ids)
     _say_what_is_counted(config, windows.ids, say)
     gates, found = _gates(config, run, tune, ids, say)
-    counter = Counter(gates, model.spec.most_neurons, model.limits.layers)
+    counter = Counter(gates, model.spec.most_neurons, model.limits.layers, experts_of(model))
     run.add("counter", counter)
     trained = None
     with engine.observe(counter.observe, counter.wants):
@@ -241,6 +245,9 @@ def _outcome(
         corpora=windows.corpora,
         active_count_LF=counted["active_count_LF"].numpy(),
         gate_histogram_LB=counted["gate_histogram_LB"].numpy(),
+        expert_count_LE=counted["expert_count_LE"].numpy()
+        if "expert_count_LE" in counted
+        else None,
         quality={} if measured is None else measured.record,
         arithmetic=arithmetic(device),
         limits=model.limits.sha256,

@@ -48,6 +48,7 @@ from hotsplit.runtime.resolved_options import (
     check_limits,
     context_of,
     device_of,
+    for_experts,
     gpus_of,
     mode_of,
     placement_of,
@@ -137,8 +138,10 @@ class Loaded:
         self.load_s = time.perf_counter() - began  # from an open file
 
     def _check_devices(self) -> None:
-        """If a device fails its check, everything runs on the CPU."""
+        """If a device fails its check, everything runs on the CPU; so does a mixture of experts."""
         plan = self.plan
+        if self.model.spec.has_experts:
+            self.config = for_experts(self.model, plan, self.config, self.notice)
         gpus = gpus_of(plan, device_of(self.config.device))
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
         self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus

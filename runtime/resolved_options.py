@@ -100,6 +100,11 @@ def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
             f"the plan is for mode {plan.mode} and has no room for predictors; leave --mode out, or"
             " run hotsplit solve with --mode predicted"
         )
+    if mode == "exact" and model.spec.has_experts and model.layout == "stock":
+        raise HotsplitError(
+            f"{model.path}: mode exact skips rows of down projections, which a mixture of experts in"
+            " the stock layout does not have; use mode dense, or hotsplit convert FILE -o model.gguf"
+        )
 
 
 def check_limits(file: ModelFile, gpu: torch.device) -> None:
@@ -109,6 +114,23 @@ def check_limits(file: ModelFile, gpu: torch.device) -> None:
             f"{file.path}: limits run only on the CPU so far; use device cpu, or convert the model"
             " without them"
         )
+
+
+def for_experts(
+    model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
+) -> EngineConfig:
+    """The options of a mixture of experts, which runs on the CPU. Raises HotsplitError if a GPU, a plan
+    or a neuron cache is asked for."""
+    if plan is not None:
+        model.refuse_experts("plans are", "leave the plan out")
+    if config.neuron_cache is not None:
+        model.refuse_experts("neuron caches are", "leave --neuron-cache out")
+    if device_of(config.device).type == "cpu":
+        return config
+    if config.device is not None:
+        model.refuse_experts("GPUs are", "use device cpu")
+    notice("a mixture of experts runs on the CPU; --device cpu says so")
+    return replace(config, device="cpu")
 
 
 def placement_of(
@@ -303,6 +325,11 @@ def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) 
         raise HotsplitError(
             "positions=capped asked for, but the layers of this model do not all have the same rotary"
             " embedding; leave it out"
+        )
+    if any(layer.attention.num_rotated < layer.attention.head_dim for layer in model.spec.layers):
+        raise HotsplitError(
+            "positions=capped asked for, but a part of each head of this model does not rotate; leave"
+            " it out"
         )
     if types.key.is_rotated:
         raise HotsplitError(

@@ -130,6 +130,7 @@ def load_inputs(
 ) -> Inputs:
     """Raises HotsplitError for files that do not belong together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
+    file.refuse_experts("plans are", "run it on the CPU, without one")
     if kv_offload is not None:
         kv_offload.check_windows(model, file.spec)
     profile_file, machine_file = Profile.load(profile), Machine.load(machine)

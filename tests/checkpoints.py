@@ -70,6 +70,9 @@ def random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Pa
             is_norm = weight.ndim == 1 and name.endswith("weight")
             if weight.ndim == 1:
                 torch.nn.init.normal_(weight, mean=1.0 if is_norm else 0.0, std=0.2)
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # decides, as trained ones do
+                torch.nn.init.normal_(values, std=0.2)
     model.save_pretrained(folder)
     return folder
 

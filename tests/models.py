@@ -17,6 +17,7 @@ from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.families import falcon, llama, opt
+from hotsplit.families.experts import Experts
 from hotsplit.families.family import Architecture
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.table import ARCHITECTURES
@@ -32,7 +33,9 @@ from hotsplit.model.spec import (
     Norm,
     PredictorKind,
     Rotary,
+    Route,
 )
+from hotsplit.model.tensors import is_router
 from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Problem
@@ -111,6 +114,19 @@ def family_spec(
     assert family in ("qwen2", "qwen3"), family
     return llama.llama_spec(
         sizes, halves, activation, options, architecture=family, has_head_norms=family == "qwen3"
+    )
+
+
+def mixture_spec(
+    sizes: Sizes, *, route: Route | None = None, num_neurons: int = 37, activation: Activation = "silu",
+    **numbers: Any,
+) -> ModelSpec:  # fmt: skip
+    """A Qwen 3 of experts; `numbers`: those of `Experts`."""
+    route = route or Route(num_experts=6, num_used=2)
+    experts = Experts(route=route, num_neurons=num_neurons, **numbers)
+    rotary = Rotary(theta=10000.0, pairing="halves")
+    return llama.llama_spec(
+        sizes, rotary, activation, architecture="qwen3moe", has_head_norms=True, experts=experts
     )
 
 
@@ -321,12 +337,14 @@ def _random_entry(
     if len(shape) == 1:
         return array_entry(1 + 0.1 * random.standard_normal(shape), "f32")
     values = (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-    if kind in ("f32", "f16") or "ffn_pred" in name:
-        return array_entry(values, "f32" if "ffn_pred" in name else kind)
+    is_f32 = "ffn_pred" in name or is_router(name)
+    if kind in ("f32", "f16") or is_f32:
+        return array_entry(values, "f32" if is_f32 else kind)
     if kind in BLOCK_BYTES:
-        data = random_rows(
-            kind, *shape, scale=shape[-1] ** -0.5, seed=int(random.integers(1 << 30))
-        )
+        num_rows, width = int(np.prod(shape[:-1])), shape[-1]
+        seed = int(random.integers(1 << 30))
+        data = random_rows(kind, num_rows, width, scale=width**-0.5, seed=seed)
+        data = data.reshape(*shape[:-1], -1)
     else:
         data = quants.quantize(values, type_of(kind))
     return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])

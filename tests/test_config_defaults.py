@@ -30,7 +30,10 @@ FIRST = {
     "Qwen2Config": "Qwen2ForCausalLM", "Qwen3Config": "Qwen3ForCausalLM",
     "OPTConfig": "OPTForCausalLM", "FalconConfig": "FalconForCausalLM",
     "Phi3Config": "Phi3ForCausalLM", "Gemma3TextConfig": "Gemma3ForCausalLM",
-    "SmolLM3Config": "SmolLM3ForCausalLM",
+    "SmolLM3Config": "SmolLM3ForCausalLM", "MixtralConfig": "MixtralForCausalLM",
+    "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
+    "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",
+    "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM", "Glm4MoeConfig": "Glm4MoeForCausalLM",
 }  # fmt: skip
 
 

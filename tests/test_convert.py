@@ -335,7 +335,7 @@ CONFIGS = {
     "attn_k.bias": {"attention_bias": True},
     "ffn_down.bias": {"mlp_bias": True},
     "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
-    "num_local_experts is 8, wanted 0 or 1: mixtures of experts are not": {"num_local_experts": 8},
+    "num_local_experts is 8, wanted 0 or 1: experts are not supported": {"num_local_experts": 8},
     "num_experts is 64": {"num_experts": 64},
     "n_routed_experts is '8'": {"n_routed_experts": "8"},
     "final_logit_softcapping is 30.0, wanted none: logits with a soft cap": {

@@ -15,12 +15,19 @@ from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -31,6 +38,8 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.measure.evaluate.verify_conversion import verify
+from hotsplit.model.tensors import is_neuron_major
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
@@ -50,6 +59,15 @@ OPT = SIZES | {"ffn_dim": 192, "init_std": 0.1, "word_embed_proj_dim": 64}
 FALCON = SIZES | {"ffn_hidden_size": 192, "initializer_range": 0.1}
 ODD = {"vocab_size": 331}
 MQA = {"num_key_value_heads": 1}
+# Experts of 37 neurons: no width of theirs is a multiple of anything.
+MOE = GATED | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 37}
+GRANITE = MOE | {
+    "intermediate_size": 37, "num_local_experts": 6, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
+}  # fmt: skip
+del GRANITE["num_experts"], GRANITE["moe_intermediate_size"]
+GLM = MOE | {"n_routed_experts": 7, "routed_scaling_factor": 1.8}
+del GLM["num_experts"]
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 CASES = {
@@ -106,7 +124,35 @@ CASES = {
     "smollm3-biases-untied": SmolLM3Config(
         **GATED | UNTIED | {"num_hidden_layers": 8}, attention_bias=True, mlp_bias=True
     ),
+    "mixtral": MixtralConfig(**GATED | ODD | {"intermediate_size": 53}, num_local_experts=5),
+    "olmoe": OlmoeConfig(**MOE | ODD | {"intermediate_size": 53, "num_key_value_heads": 4}),
+    "olmoe-grouped": OlmoeConfig(**MOE | {"intermediate_size": 53}),
+    "olmoe-renormalised": OlmoeConfig(
+        **MOE | {"intermediate_size": 64, "num_key_value_heads": 4}, attention_bias=True,
+        norm_topk_prob=True,
+    ),
+    "qwen2moe": Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=43),
+    "qwen2moe-plain": Qwen2MoeConfig(
+        **MOE | MQA | TIED, shared_expert_intermediate_size=32, qkv_bias=False,
+        norm_topk_prob=True, hidden_act="relu", mlp_only_layers=[0],
+    ),
+    "qwen3moe": Qwen3MoeConfig(**MOE | ODD, head_dim=32, norm_topk_prob=True),
+    "granitemoe": GraniteMoeConfig(**GRANITE | ODD),
+    "granitemoe-shared": GraniteMoeSharedConfig(
+        **GRANITE | TIED | MQA, shared_intermediate_size=45, attention_bias=True
+    ),
+    "glm4moe": Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1),
+    "glm4moe-groups": Glm4MoeConfig(
+        **GLM | {"n_routed_experts": 12}, n_group=4, topk_group=2, use_qk_norm=True,
+        attention_bias=True, first_k_dense_replace=0, n_shared_experts=2, head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    ),
+    "qwen3moe-first-dense": Qwen3MoeConfig(
+        **MOE | TIED, head_dim=16, mlp_only_layers=[0, 1], attention_bias=True
+    ),
 }  # fmt: skip
+
+MIXTURES = [case for case in CASES if "moe" in case or case == "mixtral"]
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +170,23 @@ def checkpoints(tmp_path_factory):
 
 
 def transformers_logits(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         return model(torch.tensor([IDS])).logits[0]
+
+
+def equals_transformers_with_its_weights(folder: Path, output: Path, outtype: str) -> None:
+    """Converts, and compares with transformers' graph of the weights as they are in the file."""
+    found = []
+
+    def check(written):
+        found.append(verify(written))
+        return [found[-1].line]
+
+    convert(ConvertConfig(source=folder, output=output, outtype=outtype), verify=check)
+    assert found[0].relative_error is not None and found[0].relative_error < 1e-5
 
 
 def converted(folder: Path, output: Path, **options) -> Path:
@@ -156,6 +216,9 @@ def test_logits_equal_those_of_transformers(checkpoints, tmp_path, case):
             assert rel_error(decoded(engine, IDS), want[-1]) < 1e-5
             assert rel_error(engine.logits(IDS[::-1]), want) > 0.1  # the measure sees a difference
     for outtype, eps in (("f16", torch.float16), ("bf16", torch.bfloat16)):
+        if case in MIXTURES:  # a router may choose others by rounded weights
+            equals_transformers_with_its_weights(folder, tmp_path / f"{outtype}.gguf", outtype)
+            continue
         path = converted(folder, tmp_path / f"{outtype}.gguf", outtype=outtype)
         with Engine.load(path, mode="dense") as engine:
             assert 1e-6 < rel_error(engine.logits(IDS), want) < 8 * torch.finfo(eps).eps
@@ -174,6 +237,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 
 STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
+    "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe",
 ]  # fmt: skip
 
 
@@ -181,7 +245,7 @@ STOCK = [
 def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
     folder = checkpoints(case)
     path = converted(folder, tmp_path / "m.gguf", outtype="f32", layout="stock")
-    assert not any("ffn_down_t" in name for name in ModelFile.load(path).tensors)
+    assert not any(is_neuron_major(name) for name in ModelFile.load(path).tensors)
     with Engine.load(path, mode="dense") as engine:
         assert rel_error(engine.logits(IDS), transformers_logits(folder)) < 1e-5
 
@@ -197,6 +261,10 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("opt", "llama.cpp has no opt graph"),
         ("gemma3", "has windows in all layers but each 6th, this model in others"),
         ("gemma3-biases-untied", "computes GELU, this model is silu"),
+        ("olmoe-renormalised", "does not divide the weights of experts by their sum"),
+        ("olmoe-grouped", "has norms of 64 keys, this model of 32"),
+        ("qwen2moe-plain", "computes SiLU, this model is relu"),
+        ("qwen3moe-first-dense", "has experts in every layer"),
     ],
 )
 def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
@@ -284,6 +352,13 @@ REFUSED = {
         {"layer_types": ["sliding_attention"] * 3},
     ),
     "no rule for tensor": ("qwen2", {"architectures": ["LlamaForCausalLM"]}),
+    "num_local_experts is 0, wanted a number of experts": ("mixtral", {"num_local_experts": 0}),
+    "num_experts is 65536, wanted a number of experts": ("qwen3moe", {"num_experts": 65536}),
+    "8 experts a token of 7": ("qwen3moe", {"num_experts_per_tok": 8}),
+    "no expert 7 for 'blk.0.ffn_down_exps.weight'": ("qwen3moe", {"num_experts": 8}),
+    "7 experts for 'blk.0.ffn_down_exps.weight'": ("qwen3moe", {"num_experts": 6}),
+    "supported only before all others": ("qwen3moe", {"mlp_only_layers": [1]}),
+    "clipped queries": ("olmoe", {"clip_qkv": 8.0}),
 }
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.errors import HotsplitError
+from hotsplit.families.experts import expert_place
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.typed import shown
 from hotsplit.files.written import Restored, Written
@@ -93,7 +94,7 @@ def _in_f32(model: ModelFile) -> ModelFile:
             matrix = matrix_of(entry, cpu)
             return unpack(matrix.data[start:stop], matrix.kind).numpy()
 
-        is_matrix = len(entry.shape) == 2 and entry.kind != "f32"
+        is_matrix = len(entry.shape) > 1 and entry.kind != "f32"
         return replace(entry, kind="f32", read_rows=read_rows) if is_matrix else entry
 
     return replace(model, tensors={name: unpacked(e) for name, e in model.tensors.items()})
@@ -145,8 +146,9 @@ def _load(folder: Path) -> torch.nn.Module:
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, local_files_only=True
-    ).eval()
+        folder, config=config, dtype=torch.float32, local_files_only=True,
+        experts_implementation="eager",  # others want widths that are multiples of 4
+    ).eval()  # fmt: skip
 
 
 def _check_known(folder: Path, values: Mapping[str, object]) -> None:
@@ -186,10 +188,31 @@ def _silent_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+def _renamed(name: str) -> str:
+    """A name as transformers 5 has it (conversion_mapping.py), for all models alike."""
+    return name.replace(".block_sparse_moe.", ".mlp.").replace(".router.layer.", ".router.")
+
+
+def _put_back_expert(state: dict[str, Tensor], item: Restored, expert: int) -> None:
+    """Overwrites one expert's matrix in those of all experts, which transformers 5 joins."""
+    for name in state:
+        place = expert_place(name)
+        if place is not None and item.tensor in place.names:
+            begin = place.names.index(item.tensor) * len(item.values)
+            values = torch.from_numpy(item.values)
+            state[name][expert][begin : begin + len(values)] = values
+            return
+    raise Skipped(f"transformers has another name for the experts in {item.source!r}")
+
+
 def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
     """Overwrites a model's weights with those of the file."""
     for item in restored:
-        names = [n for n in state if n == item.source or n.endswith("." + item.source)]
+        if item.expert is not None:
+            _put_back_expert(state, item, item.expert)
+            continue
+        source = _renamed(item.source)
+        names = [n for n in state if _renamed(n) == source or _renamed(n).endswith("." + source)]
         if len(names) != 1:
             raise Skipped(f"transformers has another name for the tensor {item.source!r}")
         values = torch.from_numpy(item.values)
@@ -220,7 +243,13 @@ def _source_logits(written: Written, ids: list[int]) -> Tensor:
     own = ModelFile.load(written.path)
     keys = keys | {"hotsplit.ffn.activation": own.activation}
     keys["hotsplit.ffn.threshold"] = list(own.threshold_L)
-    entries = {r.source: array_entry(r.values, "f32") for r in written.restored()}
+    values: dict[str, list[np.ndarray]] = {}
+    for item in written.restored():
+        values.setdefault(item.source, []).append(item.values)
+    entries = {
+        name: array_entry(np.stack(each) if len(tensors[name].shape) == 3 else each[0], "f32")
+        for name, each in values.items()
+    }
     entries |= {n: e for n, e in tensors.items() if "ffn_pred_" in n}
     return _logits(ModelFile.of(written.source, keys, entries), ids)
 

@@ -26,15 +26,20 @@ class Counter:
     """An observer of `ffn_gate` and the last `layer_out`; it counts what this process runs.
 
     `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
-    its activated gate is above it. Such a model must run in mode exact."""
+    its activated gate is above it. Such a model must run in mode exact. `experts_L`: the number of
+    each layer's experts (() for none), which are counted too. Neurons of experts that a router does
+    not choose, and those that a layer lacks of `num_neurons`, do not fire; their gates count as 0."""
 
     is_sum = True  # the counts of several processes add up; see profile.count.run.Part
 
     def __init__(
-        self, gates: tuple[Gate, ...], num_neurons: int, limits: Sequence[LayerLimits] = ()
-    ) -> None:
+        self, gates: tuple[Gate, ...], num_neurons: int, limits: Sequence[LayerLimits] = (),
+        experts_L: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
         self.limits = tuple(limits) or (LayerLimits(),) * len(gates)
+        self.experts_L = tuple(experts_L) or (1,) * len(gates)
+        self._chosen: dict[int, Tensor] = {}  # i64 [E] a layer with experts
         self._count: dict[int, Tensor] = {}  # i64 [F] a layer
         self._histogram: dict[int, Tensor] = {}  # i64 [B] a layer
         self._has_nan: Tensor | None = None  # bool []
@@ -51,13 +56,26 @@ class Counter:
         if layer not in self._count:
             zeros = partial(torch.zeros, dtype=torch.int64, device=tensor.device)
             self._count[layer], self._histogram[layer] = zeros(self.num_neurons), zeros(NUM_BINS)
+        num_experts = self.experts_L[layer]
+        if num_experts > 1:
+            tensor = self._of_chosen(layer, tensor, num_experts)
         self._add(layer, tensor)
+        self._histogram[layer][0] += len(tensor) * (self.num_neurons - tensor.shape[1])
         if layer == 0:
             self.num_tokens += len(tensor)
 
+    def _of_chosen(self, layer: int, gate_TF: Tensor, num_experts: int) -> Tensor:
+        """Counts the experts that were chosen, which have gates, and returns the gates, with 0 for
+        those of the others."""
+        chosen_TE = ~torch.isnan(gate_TF.unflatten(1, (num_experts, -1))).all(dim=2)
+        if layer not in self._chosen:
+            self._chosen[layer] = torch.zeros(num_experts, dtype=torch.int64)
+        self._chosen[layer] += chosen_TE.sum(dim=0)
+        return gate_TF.nan_to_num(nan=0.0)
+
     def _add(self, layer: int, gate_TF: Tensor) -> None:
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
-        count_F, histogram_B = self._count[layer], self._histogram[layer]
+        count_F, histogram_B = self._count[layer][: gate_TF.shape[1]], self._histogram[layer]
         # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
         value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
         limit_F, is_on_cpu = self.limits[layer].gate_F, gate_TF.device.type == "cpu"
@@ -93,23 +111,34 @@ class Counter:
             raise HotsplitError("the model gave NaN; convert its checkpoint again")
 
     def arrays(self) -> dict[str, Tensor]:
-        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros at the start."""
+        """active_count_LF, gate_histogram_LB, num_tokens and, of a mixture, expert_count_LE, int64;
+        zeros at the start."""
         layers = range(len(self.gates))
         count_LF = torch.zeros(len(layers), self.num_neurons, dtype=torch.int64)
         histogram_LB = torch.zeros(len(layers), NUM_BINS, dtype=torch.int64)
         for layer in self._count:
             count_LF[layer], histogram_LB[layer] = self._count[layer], self._histogram[layer]
-        return {
+        found = {
             "active_count_LF": count_LF,
             "gate_histogram_LB": histogram_LB,
             "num_tokens": torch.tensor(self.num_tokens),
         }
+        if max(self.experts_L) > 1:
+            found["expert_count_LE"] = torch.zeros(
+                len(layers), max(self.experts_L), dtype=torch.int64
+            )
+            for layer, count_E in self._chosen.items():
+                found["expert_count_LE"][layer, : len(count_E)] = count_E
+        return found
 
     def load(self, arrays: dict[str, Tensor]) -> None:
         """Continues from what `arrays` returned."""
         self._count = dict(enumerate(arrays["active_count_LF"].clone()))
         self._histogram = dict(enumerate(arrays["gate_histogram_LB"].clone()))
         self.num_tokens = int(arrays["num_tokens"])
+        for layer, num_experts in enumerate(self.experts_L):
+            if num_experts > 1:
+                self._chosen[layer] = arrays["expert_count_LE"][layer, :num_experts].clone()
 
 
 def histogram(value: Tensor) -> Tensor:
@@ -131,6 +160,11 @@ def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
     """The tables of `count`, copied to a device once: each copy synchronises with it."""
     first, edge = tables()
     return first.to(device), edge.to(device)
+
+
+def experts_of(model: ModelFile) -> tuple[int, ...]:
+    """The number of each layer's experts; 1 without any."""
+    return tuple(layer.neurons.num_experts for layer in model.spec.layers)
 
 
 def gates_of(model: ModelFile, threshold_L: Sequence[float]) -> tuple[Gate, ...]:

@@ -10,7 +10,9 @@ from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
+from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.ops.route import Router
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 
@@ -23,11 +25,14 @@ class Layer:
     norms: dict[str, Norm]  # those of the spec, by name
     attention: Attention
     ffn: FeedForward
+    router: Router | None = None  # with one, the layer has experts
+    shared: SharedExperts | None = None
 
     def with_threshold(self, threshold: float) -> "Layer":
         """The layer with another activation threshold."""
         gate = replace(self.ffn.gate, threshold=threshold)
-        return replace(self, ffn=replace(self.ffn, gate=gate))
+        shared = self.shared and replace(self.shared, ffn=replace(self.shared.ffn, gate=gate))
+        return replace(self, ffn=replace(self.ffn, gate=gate), shared=shared)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,14 @@ from hotsplit.model.tensors import KEY_NORM, QUERY_NORM
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
+from hotsplit.runtime.model.expert_loader import ExpertLoader, check_routers
 from hotsplit.runtime.model.layers import Layer, Weights, limited
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, Traffic
+from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights import gpu_products
@@ -66,6 +68,7 @@ def load_weights(
         cache_types=cache_types, resident_LN=resident_LN, are_slots_joined=are_slots_joined,
     )  # fmt: skip
     weights = builder.weights()
+    check_routers(model, weights.layers)
     builder.neurons.report_transposed(notice)
     return weights
 
@@ -149,6 +152,7 @@ class Builder:
 
     def layer(self, index: int) -> Layer:
         device, spec = self.placement.dense_device(index), self.spec.layers[index]
+        experts = self.expert_loader(index)
         layer = Layer(
             spec=spec,
             device=device,
@@ -162,9 +166,30 @@ class Builder:
                 down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
                 predictor=None if spec.predict is None else self.predictor(index, device),
                 traffic=self.traffic,
+                experts=experts.experts(),
             ),
+            router=experts.router(),
+            shared=self.shared(experts),
         )
         return limited(layer, self.model.limits.layers[index])
+
+    def expert_loader(self, index: int) -> ExpertLoader:
+        return ExpertLoader(
+            model=self.model, layer=index, store=self.stores.on_cpu,
+            computes_all=computes_all(self.mode),
+        )  # fmt: skip
+
+    def shared(self, experts: ExpertLoader) -> SharedExperts | None:
+        """The shared experts of a layer, if it has any."""
+        found = experts.shared()
+        if found is None:
+            return None
+        block, gate = found
+        ffn = FeedForward(
+            layer=experts.layer, num_neurons=len(block.id_N), gate=self.gate(experts.layer),
+            blocks=(block,), down_bias_D=None, predictor=None, traffic=self.traffic,
+        )  # fmt: skip
+        return SharedExperts(ffn=ffn, gate=gate)
 
     def gate(self, index: int) -> Gate:
         activation = self.model.spec.layers[index].neurons.activation
@@ -188,8 +213,12 @@ class Builder:
         }
 
     def output_norm(self, device: torch.device, item: str = "attention") -> Norm | None:
-        norm = self.spec.output_norm
-        return None if norm is None else self.norm(norm, norm.name, device, item)
+        """Its weights also scale the logits."""
+        if self.spec.output_norm is None:
+            return None
+        norm = self.norm(self.spec.output_norm, self.spec.output_norm.name, device, item)
+        scale = self.spec.logit_scale
+        return norm if scale == 1.0 else replace(norm, weight_D=norm.weight_D * scale)
 
     def norm(
         self, norm: NormSpec, name: str, device: torch.device, item: str = "attention"
@@ -216,12 +245,12 @@ class Builder:
         """The rotary embedding of a layer, on this device; equal ones are one object."""
         if block.rotary is None:
             return None
-        key = block.rotary, block.head_dim, device
+        key = block.rotary, block.num_rotated, device
         if key not in self.rotaries:
             factors = None
             if block.rotary.has_factors:
                 factors = vector_of(self.model.tensors["rope_freqs.weight"], device)
-            self.rotaries[key] = Rotary.of(block.rotary, block.head_dim, factors, device)
+            self.rotaries[key] = Rotary.of(block.rotary, block.num_rotated, factors, device)
         return self.rotaries[key]
 
     def attention(self, index: int, device: torch.device) -> Attention:
@@ -240,6 +269,7 @@ class Builder:
             output=self.linear(index, "attn_output", device),
             query_norm=norms[0],
             key_norm=norms[1],
+            norms_all_heads=block.norms_all_heads,
             cache=LayerCache.of(
                 self.table,
                 block.num_kv_heads,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,16 +233,23 @@ def run_layer(
     layer's feed-forward input, if the layer's predictor reads that. All blocks of neurons are one
     operation: see FeedForward."""
     ops, unread = plain_ops(index, layer.spec)
-    values = {"x": x_TD}
+    values: dict[str, Any] = {"x": x_TD}
     if predictor_input_TD is not None:
         values[ffn_in(index - 1)] = predictor_input_TD.to(layer.device)
     del x_TD, predictor_input_TD
 
-    def run(op: Op, read: list[Tensor]) -> Tensor:
+    def run(op: Op, read: list[Any]) -> Any:
         if op.kind == "norm":
             return layer.norms[op.part].apply(read[0])
         if op.kind == "add":
-            return read[0] + read[1]
+            others = read[1] if len(read) == 2 else read[1] + read[2]
+            return read[0] + (others if op.factor == 1.0 else op.factor * others)
+        if op.kind == "route":
+            assert layer.router is not None
+            return layer.router.forward(read[0])
+        if op.kind == "shared":
+            assert layer.shared is not None
+            return layer.shared.forward(read[0])
         if op.kind == "attention":
             observers.show("attn_norm", index, read[0])
             on_heads = partial(observers.show, "attn_heads", index)
@@ -251,9 +259,10 @@ def run_layer(
         if op.kind == "predict":
             observers.show("ffn_norm", index, values[ffn_in(index)])
             return layer.ffn.named(read[0], observers=observers)
-        if len(read) == 1:  # else shown before the predictor's scores
+        if layer.spec.predict is None:  # else shown before the predictor's scores
             observers.show("ffn_norm", index, read[0])
-        out_TD = layer.ffn.forward(*read, observers=observers)
+        forward = layer.ffn.forward if layer.router is None else layer.ffn.routed
+        out_TD = forward(*read, observers=observers)
         observers.show("ffn_out", index, out_TD)
         return out_TD
 

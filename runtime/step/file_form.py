@@ -67,15 +67,19 @@ def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> Sides:
     )
 
 
+_PARTS = {"ffn_down": "down_bias", "ffn_gate_inp": "router", "exp_probs_b": "router"}
+
+
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
     """Bytes by part. Those of the parts that the layer's operations read sum to what plans count
     (budget.layer_bytes); "attention" contains other parts, and so does "all"."""
     sizes, spec = layer_bytes(model, index), model.spec.layers[index]
-    found = dict.fromkeys((*spec.norms, "attention", "down_bias"), 0)
+    found = dict.fromkeys((*spec.norms, "attention", "down_bias", "router", "shared"), 0)
     of_layer = layer_tensors(model, index)
     for name, entry in of_layer.items():
         stem = name.partition(".")[0]
-        part = {"ffn_down": "down_bias"}.get(stem, stem if stem in spec.norms else "attention")
+        part = _PARTS.get(stem, stem if stem in spec.norms else "attention")
+        part = "shared" if "_shexp" in stem else part
         found[part] += entry.num_bytes if is_dense(name) else 0
     output = sum(e.num_bytes for n, e in of_layer.items() if n.startswith("attn_output"))
     num_cold = spec.neurons.number - num_hot

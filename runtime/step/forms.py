@@ -88,6 +88,8 @@ def _copying_bits(places: Sequence[LayerPlace]) -> list[LayerPlace]:
 
 
 def roles_of(layer: "Layer") -> tuple["Role", ...]:
+    if layer.ffn.experts is not None:
+        return ("hot",)
     return tuple(block.role for block in layer.ffn.blocks)
 
 

@@ -22,7 +22,8 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
     """A builder of weights without values, with a cache of one position. `is_divided`: the first
     layer has two blocks of neurons, the others one; plans may have both."""
     layers, tensors = model.spec.layers, dict(model.tensors)
-    if model.layout == "stock" and (is_divided or not computes_all(mode)):  # is transposed
+    is_whole = computes_all(mode) or model.spec.has_experts
+    if model.layout == "stock" and (is_divided or not is_whole):  # is transposed
         model = replace(model, layout="sparse")
         for index, layer in enumerate(layers):
             kind, name = down_kind(model, index), f"blk.{index}.ffn_down"
@@ -34,7 +35,7 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
     def hollow(entry: TensorEntry) -> TensorEntry:
         dtype = {"f32": np.float32, "f16": np.float16}.get(entry.kind, np.uint8)
         values = memory[: entry.num_bytes].view(dtype)
-        values = values.reshape(entry.shape[0], -1) if len(entry.shape) > 1 else values
+        values = values.reshape(*entry.shape[:-1], -1) if len(entry.shape) > 1 else values
         return replace(entry, read_rows=lambda start, stop: values)
 
     placement = Placement.on_one_device(len(layers), CPU)
@@ -62,7 +63,12 @@ def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> 
     """Workspace bytes of a call for `number` neurons of an undivided layer, and up to `max_tokens`
     tokens."""
     structs, width = Structs(), hollow.spec.hidden_size
-    part = hollow.neurons.blocks(index)[0].part(0, number)
+    experts = hollow.expert_loader(index).experts()
+    part = experts.expert(0) if experts else hollow.neurons.blocks(index)[0]
+    if not part.is_by_output:
+        part = part.part(0, number)
     block = block_struct(structs, replace(part, is_whole=True))
-    struct = NeuronsStruct(block=block, width=width, num_neurons=number, max_tokens=max_tokens)
+    struct = NeuronsStruct(
+        block=block, width=width, num_neurons=block.num_neurons, max_tokens=max_tokens
+    )  # fmt: skip
     return max(0, library.neurons_bytes(struct))

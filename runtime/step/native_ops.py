@@ -1,7 +1,7 @@
 """Lowers the host's operations in a step program to those of kernels/cpu/step.h."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from ctypes import Structure, c_int32
+from ctypes import Structure, c_float, c_int32
 
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.step.program import Op, name_of
@@ -9,11 +9,11 @@ from hotsplit.runtime.step.program import Op, name_of
 # In the order of the enums in step.h.
 OP_KINDS = (
     "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head",
-    "attend",
+    "attend", "route", "shared",
 )  # fmt: skip
 VALUES = (
     "x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out", "qkv",
-    "heads", "named",
+    "heads", "named", "routed", "shared_out",
 )  # fmt: skip
 _VALUE = {name: number for number, name in enumerate(VALUES)} | {"head_in": VALUES.index("attn_in")}
 _NONE = len(VALUES)
@@ -21,7 +21,7 @@ _NONE = len(VALUES)
 
 class OpStruct(Structure):
     _fields_ = [("kind", c_int32), ("layer", c_int32), ("part", c_int32),
-                ("in", c_int32), ("in_2", c_int32), ("out", c_int32)]  # fmt: skip
+                ("in", c_int32), ("in_2", c_int32), ("out", c_int32), ("factor", c_float)]  # fmt: skip
 
 
 def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[OpStruct]]:
@@ -33,7 +33,7 @@ def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[
         out = name_of(op.writes[0])
         layer = len(row_L) if op.layer is None else row_L[op.layer]
         if op.kind == "add":
-            yield list(_sum(layer, names, out))
+            yield list(_sum(layer, names, out, op.factor))
         elif op.kind == "norm" and op.layer is None:
             yield [_op("head norm", layer, names[0], out=out)]
         elif op.kind == "norm":
@@ -46,10 +46,8 @@ def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[
         elif op.kind == "neurons":
             named = names[1] if len(names) > 1 else None
             yield [_op("neurons", layer, names[0], named, out, part=int(op.part == "cold"))]
-        elif op.kind in ("attention", "attend"):
+        elif op.kind in ("attention", "attend", "predict", "route", "shared"):
             yield [_op(op.kind, layer, names[0], out=out)]
-        elif op.kind == "predict":
-            yield [_op("predict", layer, names[0], out=out)]
         elif op.kind == "embed":
             yield [_op("embed", layer, out=out)]
         else:
@@ -71,11 +69,11 @@ def overwritten(op: Op) -> tuple[str, ...]:
     return op.reads[1:2] if op.kind == "add" and len(op.reads) > 2 else ()
 
 
-def _sum(layer: int, terms: list[str], out: str) -> Iterator[OpStruct]:
-    """The first term + the sum of the others, which accumulates in the second term."""
+def _sum(layer: int, terms: list[str], out: str, factor: float) -> Iterator[OpStruct]:
+    """The first term + factor * the sum of the others, which accumulates in the second term."""
     first, second, *others = terms
     if second == "bias":
-        assert not others, terms
+        assert not others and factor == 1.0, (terms, factor)
         yield _op("add bias", layer, first, out=out)
         return
     for term in others:
@@ -83,12 +81,12 @@ def _sum(layer: int, terms: list[str], out: str) -> Iterator[OpStruct]:
             yield _op("add bias", layer, second, out=second)
         else:
             yield _op("add", layer, second, term, second)
-    yield _op("add", layer, first, second, out)
+    yield _op("add", layer, first, second, out, factor=factor)
 
 
 def _op(
     kind: str, layer: int, x: str | None = None, y: str | None = None, out: str | None = None,
-    part: int = 0,
+    part: int = 0, factor: float = 1.0,
 ) -> OpStruct:  # fmt: skip
     numbers = [_NONE if name is None else _VALUE[name] for name in (x, y, out)]
-    return OpStruct(OP_KINDS.index(kind), layer, part, *numbers)
+    return OpStruct(OP_KINDS.index(kind), layer, part, *numbers, factor)

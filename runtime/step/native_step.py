@@ -23,9 +23,14 @@ from hotsplit.runtime.ops.attention.native import (
 )
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.neurons.native import FeedForwardStruct, feed_forward_struct
+from hotsplit.runtime.ops.neurons.native import (
+    FeedForwardStruct,
+    experts_struct,
+    feed_forward_struct,
+)
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
+from hotsplit.runtime.ops.route import RouteStruct, route_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
@@ -37,7 +42,8 @@ from hotsplit.runtime.weights.neuron_block import NeuronBlock
 class LayerStruct(Structure):
     _fields_ = [("norm", POINTER(NormStruct)), ("num_norms", c_int64),
                 ("attention", AttentionStruct), ("predictor", PredictorStruct),
-                ("feed_forward", FeedForwardStruct)]  # fmt: skip
+                ("feed_forward", FeedForwardStruct), ("route", RouteStruct),
+                ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct)]  # fmt: skip
 
 
 class StepStruct(Structure):
@@ -133,6 +139,13 @@ def build(
         return str(reason)
 
 
+def _most_neurons(layer: Layer) -> int:
+    """Neurons of the layer that are computed together."""
+    experts = layer.ffn.experts
+    own = layer.ffn.num_neurons if experts is None else len(experts.id_F)
+    return own if layer.shared is None else max(own, layer.shared.ffn.num_neurons)
+
+
 class StepBuilder(Structs):
     """Builds the structs of a step and its layers."""
 
@@ -191,7 +204,7 @@ class StepBuilder(Structs):
             num_layers=len(layer_structs),
             num_rotaries=len(self.rotaries.each),
             width=width,
-            num_neurons=max(layer.ffn.num_neurons for layer in layers),
+            num_neurons=max(map(_most_neurons, layers)),
             table=table_struct(self, table),
             select=select_struct(self, types.selection, self.rotaries),
             context_length=table.context_length,
@@ -203,17 +216,25 @@ class StepBuilder(Structs):
         )
 
     def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
-        """The struct of a layer with these neuron blocks."""
+        """The struct of a layer with these neuron blocks, or with its experts."""
         ffn, norms = layer.ffn, [norm_struct(self, norm) for norm in layer.norms.values()]
-        return LayerStruct(
+        struct = LayerStruct(
             norm=self.array(NormStruct, norms),
             num_norms=len(norms),
             attention=attention_struct(self, layer.attention, self.rotaries, projects=True),
             predictor=predictor_struct(self, ffn.predictor),
+            route=route_struct(self, layer.router),
             feed_forward=feed_forward_struct(
                 self, ffn.gate, ffn.num_neurons, neuron_blocks, ffn.down_bias_D
-            ),
+            )
+            if ffn.experts is None
+            else experts_struct(self, ffn.gate, ffn.experts),
         )
+        if layer.shared is not None:
+            own, gate = layer.shared.ffn, layer.shared.gate
+            struct.shared = feed_forward_struct(self, own.gate, own.num_neurons, own.blocks, None)
+            struct.shared_gate = MatrixStruct() if gate is None else self.linear(gate)
+        return struct
 
     def heads(self, layer: Layer) -> LayerStruct:
         """The struct of a layer whose heads attend on the host while its weights are on a GPU."""

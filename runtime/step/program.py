@@ -14,6 +14,8 @@ it, but only after all earlier reads (`edges`).
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
                 predictor may take the previous layer's
     named       the neurons that the predictor selects
+    routed      the experts that the router chooses, and their weights
+    shared_out  the output of experts that fire for every token
     ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out, which are
                 summed into it, with the bias of the down projection, only if a norm reads it"""
 
@@ -21,12 +23,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict
+from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict, Route
 from hotsplit.model.spec import Block as SpecBlock
 
 Kind = Literal[
-    "embed", "norm", "attention", "project", "attend", "predict", "neurons", "bias", "add", "copy",
-    "head",
+    "embed", "norm", "attention", "project", "attend", "predict", "route", "neurons", "shared",
+    "bias", "add", "copy", "head",
 ]  # fmt: skip
 Block = Literal["all", "hot", "cold"]
 
@@ -65,6 +67,7 @@ class Op:
     home: str = HOST  # the GPU to whose streams it is submitted; HOST before and after all GPUs
     is_beside: bool = False  # on that GPU's side stream, concurrent with its kernels
     weight_bytes: int = 0  # of its weights in full; a sparse mode reads fewer bytes of neurons
+    factor: float = 1.0  # of all terms of a sum but the first
 
     @property
     def is_between_gpus(self) -> bool:
@@ -130,6 +133,7 @@ class _LayerWriter:
     def __init__(self, index: int, place: LayerPlace) -> None:
         self.index, self.place = index, place
         self.named: tuple[str, ...] = ()  # the value that names neurons, if any
+        self.routed: tuple[str, ...] = ()  # the value that names experts, if any
         self.terms: dict[str, tuple[str, ...]] = {}  # the values that sum to an output of neurons
 
     def block(self, block: SpecBlock) -> Iterator[Op]:
@@ -145,11 +149,17 @@ class _LayerWriter:
                 read = ffn_in(self.index - 1) if is_of_previous else self._value(block.reads)
                 self.named = (block.writes,)
                 yield self._op("predict", [read], self.named, "predictor")
+            case Route():
+                yield self._op("route", [self._value(block.reads)], [block.writes], "router")
+                self.routed = (block.writes,)
+            case Neurons() if block.suffix == "_shexp":
+                yield self._op("shared", [self._value(block.reads)], [block.writes], "shared")
             case Neurons():
                 yield from self._neurons(block)
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
-                yield self._op("add", terms, [block.writes])
+                op = self._op("add", terms, [block.writes])
+                yield replace(op, factor=block.factor)
 
     def _value(self, name: str) -> str:
         """The value of this layer that the spec calls by this name."""
@@ -200,7 +210,7 @@ class _LayerWriter:
         """The neurons on all devices; their outputs end up on the layer's device. In a layer that
         is not wholly on the host, neurons on the host run concurrently with the GPU's kernels."""
         place = self.place
-        inputs = [self._value(neurons.reads), *self.named]
+        inputs = [self._value(neurons.reads), *self.named, *self.routed]
         is_shared = not place.is_whole_on_host
         beside = [b for b, device in place.blocks if device == HOST and is_shared]
         others = [(b, device) for b, device in place.blocks if b not in beside]
@@ -209,7 +219,7 @@ class _LayerWriter:
         for block, device in others:
             yield from self._block(block, device, inputs, is_beside=False)
         outs = [OUT[block] for block, _ in place.blocks]
-        if "ffn_down" in neurons.biases:
+        if neurons.down_name in neurons.biases and not neurons.are_experts:  # each has its own
             yield self._op("bias", [], ["bias"], "down_bias")
             outs.append("bias")
         self.terms[neurons.writes] = tuple(outs)

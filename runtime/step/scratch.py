@@ -44,7 +44,8 @@ class Pass:
 
     @cached_property
     def hollow(self) -> Builder:
-        return hollow_builder(self.model, "exact", is_divided=False)
+        is_whole = self.model.spec.has_experts and self.model.layout == "stock"
+        return hollow_builder(self.model, "dense" if is_whole else "exact", is_divided=False)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -126,8 +127,36 @@ def predict(p: Pass, index: int) -> int:
     return found
 
 
+def route(p: Pass, index: int) -> int:
+    """Logits, scores, choices, their order, and the masks of groups."""
+    spec = p.spec.layers[index].route
+    assert spec is not None
+    return p.floats(8 * spec.num_experts + 8 * spec.num_used)
+
+
+def experts(p: Pass, index: int) -> int:
+    """The outputs of all experts of each token, twice, and one expert's values if it has all tokens; if
+    watched, gates and hidden values of all."""
+    spec, width = p.spec.layers[index], p.spec.hidden_size
+    assert spec.route is not None
+    seen = 2 * spec.neurons.number + 5 * spec.neurons.of_expert if p.way == "watched" else 0
+    outputs = p.floats(2 * spec.route.num_used * width + 4 * width + seen)
+    tile = FLOAT_BYTES * width * part_bytes.tile_rows(min(width, spec.neurons.of_expert))
+    return outputs + max(tile, _on_cpu(p, index, spec.neurons.of_expert, is_divided=False))
+
+
+def shared(p: Pass, index: int) -> int:
+    """Gates, what they are multiplied by, and the output, twice."""
+    spec, width = p.spec.layers[index].shared, p.spec.hidden_size
+    assert spec is not None
+    tile = FLOAT_BYTES * width * min(part_bytes.tile_rows(width), spec.number)
+    return p.floats(5 * spec.number + 3 * width) + tile
+
+
 def neurons(p: Pass, index: int) -> int:
     """The blocks' outputs and, if watched, gates and hidden values of both, and then of all."""
+    if p.spec.layers[index].route is not None:
+        return experts(p, index)
     width, number = p.spec.hidden_size, p.spec.layers[index].neurons.number
     hot = 0 if p.num_hot is None else p.num_hot[index]
     blocks = (hot,) if hot == number else (hot, number - hot)
@@ -188,5 +217,6 @@ def head(p: Pass) -> int:
 SCRATCH: dict[Kind, Callable[[Pass, int], int]] = {
     "norm": lambda p, index: p.floats(2 * p.spec.hidden_size + 1),
     "add": lambda p, index: p.floats(p.spec.hidden_size),
-    "attention": attention, "predict": predict, "neurons": neurons,
+    "attention": attention, "predict": predict, "neurons": neurons, "route": route,
+    "shared": shared,
 }  # fmt: skip

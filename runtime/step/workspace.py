@@ -38,7 +38,7 @@ GAPS = 0.1  # the share of the memory for temporaries that may be lost to gaps b
 def pass_bytes(p: Pass) -> int:
     """Bytes at the peak of a pass."""
     spec, width = p.spec, p.floats(p.spec.hidden_size)
-    turned = {(a.rotary, a.head_dim) for a in (x.attention for x in spec.layers) if a.rotary}
+    turned = {(a.rotary, a.num_rotated) for a in (x.attention for x in spec.layers) if a.rotary}
     tables = p.floats(sum(head_dim for _, head_dim in turned))
     most = max(6 * width, width + head(p))  # an embedding's rows as stored, unpacked, scaled
     for index, layer in enumerate(spec.layers):
@@ -69,7 +69,7 @@ def workspace_bytes(
     watched = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context_length,
                    way="watched", num_sequences=num_sequences)  # fmt: skip
     most = max(map(pass_bytes, (watched, replace(watched, way="unwatched"))))
-    for is_divided in (False, True):
+    for is_divided in (False,) if model.spec.has_experts else (False, True):
         builder = hollow_builder(model, mode, is_divided=is_divided)
         most = max(most, step_bytes(builder, context_length, num_sequences))
     return -(-max(most, planned_bytes(model, context_length, mode)) // ROUNDED_TO) * ROUNDED_TO
@@ -77,7 +77,9 @@ def workspace_bytes(
 
 def planned_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
     """The workspace that a plan should reserve on a GPU; 0 for a small model, whose plans can't
-    afford it."""
+    afford it, and for a mixture of experts, which has no plans."""
+    if model.spec.has_experts:
+        return 0
     tokens = min(PLANNED_TOKENS, context_length)
     p = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context_length, way="flash")
     beside = _PRODUCT_BYTES + SMALL_BYTES + decode_bytes(model, context_length, PLANNED_ROWS)

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "attention.h"
-#include "neurons.h"
+#include "experts.h"
 #include "step_clock.h"
 
 namespace {
@@ -23,8 +23,11 @@ uint32_t forms_of(const HsStep& step) {
         const HsLayer& l = step.layer[i];
         for (const HsMatrix& m : l.attention.input) forms |= form_bit(m);
         forms |= form_bit(l.attention.output) | form_bit(l.predictor.down) | form_bit(l.predictor.up);
-        const HsFeedForward& f = l.feed_forward;
-        for (int64_t b = 0; b < f.num_blocks; ++b) forms |= forms_of(f.block[b]);
+        forms |= form_bit(l.route.router) | form_bit(l.shared_gate);
+        for (const HsFeedForward* f : {&l.feed_forward, &l.shared}) {
+            for (int64_t b = 0; b < f->num_blocks; ++b) forms |= forms_of(f->block[b]);
+            if (f->experts) forms |= forms_of(f->experts->first);
+        }
     }
     return forms;
 }
@@ -32,9 +35,16 @@ uint32_t forms_of(const HsStep& step) {
 uint32_t by_output_forms(const HsStep& step) {
     uint32_t forms = 0;
     for (const HsLayer* l = step.layer; l < step.layer + step.num_layers; ++l)
-        for (int64_t b = 0; b < l->feed_forward.num_blocks; ++b)
-            forms |= by_output_forms(l->feed_forward.block[b]);
+        for (const HsFeedForward* f : {&l->feed_forward, &l->shared})
+            for (int64_t b = 0; b < f->num_blocks; ++b) forms |= by_output_forms(f->block[b]);
     return forms;
+}
+
+int64_t most_experts(const HsStep& step) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < step.num_layers; ++i)
+        found = std::max(found, step.layer[i].route.router.num_rows);
+    return found;
 }
 
 int64_t heads_size(const HsAttention& a) { return a.num_heads * a.head_width; }
@@ -51,6 +61,7 @@ int64_t most(const HsStep& s, const Size& size) {
 int64_t size_of(const HsStep& s, int32_t value) {
     if (value == VALUE_QKV) return most(s, qkv_size);
     if (value == VALUE_NAMED) return s.num_neurons;
+    if (value == VALUE_ROUTED) return 2 * ExpertSizes(s).most_used;
     return value == VALUE_HEADS ? most(s, heads_size) : s.width;
 }
 
@@ -61,7 +72,7 @@ int64_t most_pairs(const HsStep& s) {
 // Operations whose input is multiplied by matrices, and those that process each row separately.
 bool is_product(const HsOp& op) {
     return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS ||
-           op.kind == OP_HEAD;
+           op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD;
 }
 bool is_of_rows(const HsOp& op) {
     return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
@@ -71,6 +82,7 @@ struct Work {
     Work(const HsStep& step, uint8_t* memory)
         : arena(memory),
           neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step)),
+          experts(arena, ExpertSizes(step), step.width, step.max_rows, neurons),
           attention(step, arena) {
         const int64_t D = step.width, R = step.max_rows;
         const uint32_t forms = forms_of(step);
@@ -83,6 +95,10 @@ struct Work {
         cos = arena.take<float>(step.num_rotaries * R * num_pairs);
         sin = arena.take<float>(step.num_rotaries * R * num_pairs);
         named = vector[VALUE_NAMED].f32;
+        const int64_t E = most_experts(step);
+        logits = arena.take<float>(R * E);
+        choice = arena.take<float>(R * E);
+        shared_gate = arena.take<float>(E ? R : 0);
     }
 
     // Allocates a value that an operation uses.
@@ -99,10 +115,13 @@ struct Work {
 
     Arena arena;
     Neurons neurons;
+    Experts experts;
     Attention attention;
     int64_t num_pairs;               // of the widest head
     float *qkv, *cos, *sin, *named;  // cos, sin: [num_rotaries, max_rows, num_pairs]
     float* learned;                  // positions
+    float *logits, *choice;          // [max_rows, E] of a router
+    float* shared_gate;              // [max_rows]
     Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
 
@@ -200,7 +219,12 @@ class Step {
                 return clock.ended(TIMED_PREDICTOR);
             }
             case OP_NEURONS:
-                return neurons(op, in, out.f32);
+                return op.in_2 == VALUE_ROUTED ? experts(s.layer[op.layer], in, out.f32)
+                                               : neurons(op, in, out.f32);
+            case OP_ROUTE:
+                return route(s.layer[op.layer].route, in, out.f32);
+            case OP_SHARED:
+                return shared(s.layer[op.layer], in, out.f32);
             case OP_HEAD_NORM:
                 for (int64_t t = 0; t < num_wanted; ++t) output_norm(in.row(wanted[t]), out.row(t));
                 return clock.ended(TIMED_OTHER);
@@ -215,8 +239,10 @@ class Step {
         float* out = w.vector[op.out].row(t);
         if (op.kind == OP_NORM) return apply(s.layer[op.layer].norm[op.part], in, D, out);
         if (in != out) std::memcpy(out, in, D * sizeof(float));
-        add(out,
-            op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].feed_forward.down_bias, D);
+        const float* by =
+            op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].feed_forward.down_bias;
+        if (op.kind == OP_ADD_BIAS || op.factor == 1.0f) return add(out, by, D);
+        for (int64_t d = 0; d < D; ++d) out[d] += op.factor * by[d];
     }
 
     // Calls body(t) for each row, on all threads if they touch many values.
@@ -325,13 +351,8 @@ class Step {
         heads.size = heads_size(l);
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
-            for (int64_t h = 0; h < H + K; ++h) {
-                const HsNorm& norm = h < H ? l.query_norm : l.key_norm;
-                if (norm.weight) apply(norm, values + h * W, W, values + h * W);
-            }
-            if (is_rotated(l))
-                kernels().rotate(values, H + K, w.cos + turn_at(l, t), w.sin + turn_at(l, t), W,
-                                 s.rotary[l.rotary].is_adjacent);
+            norm_heads(l, values);
+            if (is_rotated(l)) rotate_heads(l, t, values);
             for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
             for (int64_t k = 0; s.is_value_rotated && k < K; ++k)
                 turn_by_hadamard(values + (H + K + k) * W, W);
@@ -340,6 +361,28 @@ class Step {
         w.attention.run(l, qkv, num_values, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
+    }
+
+    // Rotates the queries and keys of a row in place, or the first values of each head.
+    void rotate_heads(const HsAttention& l, int64_t t, float* values) {
+        const HsRotary& rotary = s.rotary[l.rotary];
+        const int64_t W = l.head_width, heads = l.num_heads + l.num_kv_heads, first = turn_at(l, t);
+        const int64_t together = rotary.head_width == W ? heads : 1;
+        for (int64_t h = 0; h < heads; h += together)
+            kernels().rotate(values + h * W, together, w.cos + first, w.sin + first, rotary.head_width,
+                             rotary.is_adjacent);
+    }
+
+    // Norms the queries and keys of a row in place.
+    void norm_heads(const HsAttention& l, float* values) {
+        const int64_t W = l.head_width, H = l.num_heads, K = l.num_kv_heads;
+        if (!l.query_norm.weight) return;
+        if (l.norms_all_heads) {
+            apply(l.query_norm, values, H * W, values);
+            return apply(l.key_norm, values + H * W, K * W, values + H * W);
+        }
+        for (int64_t h = 0; h < H + K; ++h)
+            apply(h < H ? l.query_norm : l.key_norm, values + h * W, W, values + h * W);
     }
 
     // Multiplies x by attention's matrices, y [T, stride].
@@ -363,6 +406,41 @@ class Step {
         w.neurons.run(block, gate, are_named ? named : nullptr, input, T, out, read, fired,
                       {s.seen_gate, s.seen_hidden, f.num_neurons});
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
+    }
+
+    // Writes the experts of each row and their weights, [T, 2 K].
+    void route(const HsRoute& r, Operand& input, float* out) {
+        const int64_t E = r.router.num_rows;
+        multiply(&r.router, 1, input, T, w.logits, E);
+        rows(E * r.num_used, [&](int64_t t) {
+            Chooser(r, w.choice + t * E).run(w.logits + t * E, out + t * 2 * r.num_used);
+        });
+        s.predictor_bytes += num_bytes(r.router);
+        clock.ended(TIMED_PREDICTOR);
+    }
+
+    void experts(const HsLayer& l, Operand& input, float* out) {
+        const HsFeedForward& f = l.feed_forward;
+        const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
+        NeuronBytes read;
+        w.experts.run(*f.experts, gate, w.vector[VALUE_ROUTED].f32, l.route.num_used, input, T, out,
+                      read);
+        count(read, TIMED_NEURONS);
+    }
+
+    void shared(const HsLayer& l, Operand& input, float* out) {
+        const HsFeedForward& f = l.shared;
+        const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
+        NeuronBytes read;
+        w.neurons.run(f.block[0], gate, nullptr, input, T, out, read);
+        if (l.shared_gate.data) {
+            multiply(&l.shared_gate, 1, input, T, w.shared_gate, 1);
+            rows(D, [&](int64_t t) {
+                const float factor = 1.0f / (1.0f + std::exp(-w.shared_gate[t]));
+                for (float* y = out + t * D; y < out + (t + 1) * D; ++y) *y *= factor;
+            });
+        }
+        count(read, TIMED_NEURONS);
     }
 
     // Adds the bytes that a block of neurons needed to the step's, and ends the timed part.
@@ -419,8 +497,9 @@ bool fits(const HsAttention& l, const HsStep& s) {
     if (l.head_width > MAX_HEAD_WIDTH || l.window < 0) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (l.head_width % block_values(kind)) return false;
-    if (l.rotary >= s.num_rotaries || (l.rotary >= 0 && s.rotary[l.rotary].head_width != l.head_width))
-        return false;
+    if (l.rotary >= s.num_rotaries) return false;
+    const int64_t rotated = l.rotary < 0 ? 0 : s.rotary[l.rotary].head_width;
+    if (rotated > l.head_width || (s.select.cos && rotated != l.head_width)) return false;
     const int64_t q = heads_size(l), kv = l.num_kv_heads * l.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
@@ -446,8 +525,18 @@ bool fits(const HsFeedForward& f, const HsStep& s) {
     return true;
 }
 
+// True if the router and experts of a layer fit together. Bits of neurons are not kept for experts.
+bool fits_experts(const HsLayer& l, const HsStep& s) {
+    const HsFeedForward& f = l.feed_forward;
+    if (!f.experts) return !l.route.router.data;
+    return l.route.router.data && fits(l.route, s.width) && !f.num_blocks && !s.fired && !s.seen_gate &&
+           !s.seen_hidden && f.num_neurons == f.experts->first.num_neurons &&
+           fits(*f.experts, l.route, s.width, f.computes_all);
+}
+
 bool fits(const HsLayer& l, const HsStep& s) {
-    return fits(l.attention, s) && fits(l.feed_forward, s) &&
+    return fits(l.attention, s) && fits(l.feed_forward, s) && fits(l.shared, s) && fits_experts(l, s) &&
+           (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) &&
            fits(l.predictor, l.feed_forward.num_neurons, s);
 }
 
@@ -459,6 +548,9 @@ bool fits(const HsOp& op, const HsStep& s) {
         if (value < 0 || value > VALUE_NONE) return false;
         if ((value == VALUE_QKV || value == VALUE_HEADS) && op.kind != OP_ATTEND) return false;
     }
+    if (op.in == VALUE_ROUTED || (op.in_2 == VALUE_ROUTED && op.kind != OP_NEURONS) ||
+        (op.out == VALUE_ROUTED) != (op.kind == OP_ROUTE))
+        return false;
     if (op.in == VALUE_NAMED || (op.in_2 == VALUE_NAMED && op.kind != OP_NEURONS) ||
         (op.out == VALUE_NAMED) != (op.kind == OP_PREDICT))
         return false;
@@ -479,7 +571,12 @@ bool fits(const HsOp& op, const HsStep& s) {
             return op.in == VALUE_QKV && op.out == VALUE_HEADS;
         case OP_PREDICT:
             return l->predictor.up.data;
+        case OP_ROUTE:
+            return l->route.router.data;
+        case OP_SHARED:
+            return l->shared.num_blocks == 1;
         case OP_NEURONS:
+            if (op.in_2 == VALUE_ROUTED) return l->feed_forward.experts;
             if (op.part < 0 || op.part >= l->feed_forward.num_blocks) return false;
             return op.in_2 == VALUE_NONE ||
                    (op.in_2 == VALUE_NAMED && takes_names(l->feed_forward.block[op.part]));

@@ -18,7 +18,11 @@ constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
 constexpr int64_t LEAST_BLOCK = 32;
 constexpr int64_t MAX_SHARED_HEADS = 256;  // queries that share a key-value head
 constexpr int64_t MAX_ROTARIES = 16;       // distinct rotary embeddings of a step
+constexpr int64_t MAX_EXPERTS = 4096;      // of a layer
+constexpr int64_t MAX_USED = 64;           // experts of a token
+constexpr int64_t MAX_GROUPS = 64;         // of a layer's experts
 
+enum Gating : int32_t { GATING_SOFTMAX, GATING_SIGMOID, GATING_SOFTMAX_OF_CHOSEN, NUM_GATINGS };
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
 // The parts of a step that are timed. The clock is read between parts, so they sum to the whole.
 enum Timed : int32_t {
@@ -47,7 +51,7 @@ struct HsNorm {
     int32_t unused;
 };
 
-// A rotary embedding, which several layers may share.
+// A rotary embedding, which several layers may share. W: values of a head that rotate, its first.
 struct HsRotary {
     const double* frequency;  // [W / 2]
     double magnitude;         // multiplies cos and sin: 1, or YaRN's
@@ -98,9 +102,11 @@ struct HsAttention {
     uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
     float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
     int64_t num_heads, num_kv_heads, head_width;
-    int64_t window;  // a token attends to this many of the latest positions; 0: to all
-    float scale;     // of the scores
-    int32_t rotary;  // index in HsStep's `rotary`; below 0: queries and keys are not rotated
+    int64_t window;           // a token attends to this many of the latest positions; 0: to all
+    float scale;              // of the scores
+    int32_t rotary;           // index in HsStep's `rotary`; below 0: queries and keys are not rotated
+    int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
+    int32_t unused;
 };
 
 struct HsPredictor {
@@ -110,11 +116,31 @@ struct HsPredictor {
     float threshold;
 };
 
+// Chooses the experts of a row; the formula is in model/spec.py (Route).
+struct HsRoute {
+    HsMatrix router;           // [E, D]; absent: the layer has no experts
+    const float* choice_bias;  // [E] or null
+    int64_t num_used, num_groups, num_used_groups;
+    int32_t gating, renormalises;
+    float scale;
+    int32_t unused;
+};
+
+// The experts of a layer. `first` is the first one; the matrices of each other one follow those of the
+// one before at these distances in bytes, its biases without a gap.
+struct HsExperts {
+    HsBlock first;
+    const float* down_bias;  // [E, D] or null
+    int64_t gate_bytes, up_bytes, down_bytes, num_experts;
+};
+
 struct HsFeedForward {
     const float* down_bias;  // [D] or null
     const HsBlock* block;
+    const HsExperts* experts;  // null: the layer has blocks
     int64_t num_blocks;
-    int64_t num_neurons;  // F; 0: only the heads of the layer are used
+    int64_t
+        num_neurons;  // F, of an expert if there are experts; 0: only the heads of the layer are used
     int32_t activation;
     int32_t computes_all;  // silent neurons too, if they are named or none are; else those that fire
     float threshold;
@@ -127,6 +153,9 @@ struct HsLayer {
     HsAttention attention;
     HsPredictor predictor;
     HsFeedForward feed_forward;
+    HsRoute route;
+    HsFeedForward shared;  // experts that fire for every row; without blocks: none
+    HsMatrix shared_gate;  // [1, D], their output is multiplied by sigmoid(shared_gate . in); or absent
 };
 
 // The operations of a step, in order, lowered from the program that step/program.py declares. Adjacent
@@ -134,14 +163,18 @@ struct HsLayer {
 enum OpKind : int32_t {
     OP_EMBED,      // out = the rows of the tokens * the step's scale + learned positions, if any
     OP_NORM,       // out = norm `part` of in
-    OP_ADD,        // out = in + in_2
+    OP_ADD,        // out = in + factor * in_2
     OP_ADD_BIAS,   // out = in + the bias of the down projection
     OP_ATTENTION,  // out = attention of in; appends to the cache
     OP_PREDICT,    // out = VALUE_NAMED, scores of all neurons from in
-    OP_NEURONS,  // out = block `part` of the neurons, from in; with in_2 = VALUE_NAMED, of those named
+    // out = block `part` of the neurons, from in; with in_2 = VALUE_NAMED, of those named; with in_2 =
+    // VALUE_ROUTED the chosen experts
+    OP_NEURONS,
     OP_HEAD_NORM,  // out = the output norm, if any, of in's rows with logits
     OP_HEAD,       // logits of in, which OP_HEAD_NORM has written
     OP_ATTEND,  // out = the heads' outputs for in, the queries, keys and values; appends to the cache
+    OP_ROUTE,   // out = VALUE_ROUTED, the experts that the router chooses from in
+    OP_SHARED,  // out = the shared experts of in
     NUM_OP_KINDS
 };
 enum Value : int32_t {
@@ -153,16 +186,19 @@ enum Value : int32_t {
     VALUE_FFN_OUT,
     VALUE_HOT_OUT,  // in layers with divided neurons
     VALUE_COLD_OUT,
-    VALUE_QKV,    // [(H + 2 K) W] queries, keys and values, if a GPU has projected them; overwritten
-    VALUE_HEADS,  // [H W]
-    VALUE_NAMED,  // [F] scores; a neuron is named if its score is above the predictor's threshold
-    VALUE_NONE,   // no vector
+    VALUE_QKV,     // [(H + 2 K) W] queries, keys and values, if a GPU has projected them; overwritten
+    VALUE_HEADS,   // [H W]
+    VALUE_NAMED,   // [F] scores; a neuron is named if its score is above the predictor's threshold
+    VALUE_ROUTED,  // [2 K] experts, as numbers, and their weights
+    VALUE_SHARED_OUT,
+    VALUE_NONE,  // no vector
     NUM_VALUES = VALUE_NONE
 };
 struct HsOp {
     int32_t kind, layer;  // num_layers: outside the layers
     int32_t part;
     int32_t in, in_2, out;  // values
+    float factor;           // of in_2 in OP_ADD
 };
 
 struct HsStep {

@@ -30,6 +30,7 @@ class Attention:
     output: Linear
     query_norm: Norm | None  # of each head
     key_norm: Norm | None
+    norms_all_heads: bool  # together, rather than each
     cache: LayerCache
     num_heads: int
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
@@ -76,7 +77,12 @@ class Attention:
             [self.num_heads, num_kv, num_kv], dim=1
         )
         if self.query_norm and self.key_norm:
-            query, key = self.query_norm.apply(query), self.key_norm.apply(key)
+            query, key = (
+                norm.apply(heads.flatten(1)).view_as(heads)
+                if self.norms_all_heads
+                else norm.apply(heads)
+                for norm, heads in ((self.query_norm, query), (self.key_norm, key))
+            )
         types, tables = self.cache.types, self.cache.tables
         is_capped = tables is not None and tables.rule.is_capped
         scale, window, turn = self.score_scale, self.window, turns.of(self.rotary)

@@ -22,7 +22,8 @@ class AttentionStruct(Structure):
                 ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
                 ("code_factor", c_void_p),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
-                ("window", c_int64), ("scale", c_float), ("rotary", c_int32)]  # fmt: skip
+                ("window", c_int64), ("scale", c_float), ("rotary", c_int32),
+                ("norms_all_heads", c_int32), ("unused", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -58,6 +59,7 @@ def attention_struct(
         window=attention.window or 0,
         scale=rounded_scale(attention.score_scale),
         rotary=rotaries.index(attention.rotary),
+        norms_all_heads=attention.norms_all_heads,
         **{
             name: structs.pointer(tensor, tensor.dtype)
             for name, tensor in zip(_TABLES, tables, strict=False)

@@ -56,7 +56,15 @@ class Turn:
     sin: Tensor
     rotary: Rotary
 
+    @property
+    def num_values(self) -> int:
+        """The values of a head that rotate: its first."""
+        return 2 * self.cos.shape[-1]
+
     def apply(self, x_THW: Tensor) -> Tensor:
+        if self.num_values < x_THW.shape[-1]:
+            rest_THW = x_THW[..., self.num_values :]
+            return torch.cat([self.apply(x_THW[..., : self.num_values]), rest_THW], dim=-1)
         if self.rotary.is_adjacent:
             first, second = x_THW[..., 0::2], x_THW[..., 1::2]
         else:
@@ -68,6 +76,7 @@ class Turn:
 
     def apply_(self, x_THW: Tensor) -> None:
         """`apply` in place, with fewer launches and half of the memory."""
+        x_THW = x_THW[..., : self.num_values]
         if self.rotary.is_adjacent:
             first, second = x_THW[..., 0::2], x_THW[..., 1::2]
         else:

@@ -29,7 +29,9 @@ from hotsplit.costs.part_bytes import gpu_part_neurons, part_neurons
 from hotsplit.runtime.ops.neurons.native import add_neurons
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.predict import Predictor
+from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
 
@@ -91,11 +93,14 @@ class FeedForward:
     layer: int
     num_neurons: int  # F
     gate: Gate
-    blocks: tuple[NeuronBlock, ...]  # hot before cold; every neuron is in exactly one
+    blocks: tuple[
+        NeuronBlock, ...
+    ]  # hot before cold; every neuron is in exactly one, or in `experts`
     down_bias_D: Tensor | None
     predictor: Predictor | None
     traffic: Traffic = field(repr=False)
     cold: ColdNeurons | None = field(default=None, repr=False)
+    experts: ExpertBlock | None = None
     is_input_small: bool = False  # see gpu_products.Factor
 
     def forward(
@@ -108,7 +113,7 @@ class FeedForward:
         """Output [T, D] for the normed input of T tokens; of the neurons in
         `named_TF`, if given. The hot block comes first, so that a GPU computes it while the CPU
         computes the cold one."""
-        is_watched = any(observers.want(name, self.layer) for name in _SHOWN)
+        is_watched = self._is_watched(observers)
         cold = None if observers.active else self.cold  # observers need every value
         results = []
         for block in self.blocks:
@@ -118,17 +123,48 @@ class FeedForward:
             named_TN = None if named_TF is None else named_TF.to(block.device)
             if named_TN is not None and not block.is_whole:
                 named_TN = named_TN[:, block.id_N]
-            x = x_TD.to(block.device)
-            is_gathered = len(x) == 1 and block.device.type == "cpu" and not self.gate.computes_all
-            run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
-            if block.is_by_output and (is_watched or not block.is_native):
-                run = self._by_output
-            results.append(run(block, x, named_TN))
+            results.append(self._run(block, x_TD.to(block.device), named_TN, is_watched))
         self._show(results, observers)
         total = results[0].y_TD.to(x_TD.device)
         for result in results[1:]:
             total = total + result.y_TD.to(x_TD.device)
         return total if self.down_bias_D is None else total + self.down_bias_D
+
+    def routed(self, x_TD: Tensor, routed: Routed, *, observers: Observers) -> Tensor:
+        """Output [T, D] of the experts that each token's router has chosen."""
+        assert self.experts is not None
+        is_watched = self._is_watched(observers)
+        y_TKD = x_TD.new_zeros(*routed.id_TK.shape, x_TD.shape[1])
+        shape = len(x_TD), self.experts.num_experts, len(self.experts.id_F)
+        seen_TEF = {name: x_TD.new_full(shape, unknown) for name, unknown in _SHOWN.items()
+                    if observers.want(name, self.layer)}  # fmt: skip
+        for expert in routed.id_TK.unique().tolist():
+            token_N, place_N = (routed.id_TK == expert).nonzero(as_tuple=True)
+            result = self._run(self.experts.expert(expert), x_TD[token_N], None, is_watched)
+            bias_ED = self.experts.down.bias_EN
+            y_TKD[token_N, place_N] = (
+                result.y_TD if bias_ED is None else result.y_TD + bias_ED[expert]
+            )
+            for name, values_TEF in seen_TEF.items():
+                part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
+                assert part is not None
+                values_TEF[token_N, expert] = part
+        for name, values_TEF in seen_TEF.items():
+            observers.show(name, self.layer, values_TEF.flatten(1))
+        return (routed.weight_TK[..., None] * y_TKD).sum(dim=1)
+
+    def _is_watched(self, observers: Observers) -> bool:
+        return any(observers.want(name, self.layer) for name in _SHOWN)
+
+    def _run(
+        self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None, is_watched: bool
+    ) -> BlockResult:
+        """A block of neurons, on its device."""
+        is_one = len(x_TD) == 1 and block.device.type == "cpu" and not self.gate.computes_all
+        run = self._gathered if is_one else self._masked if is_watched else self._in_parts
+        if block.is_by_output and (is_watched or not block.is_native):
+            run = self._by_output
+        return run(block, x_TD, named_TN)
 
     def named(self, x_TD: Tensor, *, observers: Observers) -> Tensor:
         """bool [T, F]: the predicted neurons."""

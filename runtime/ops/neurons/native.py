@@ -19,6 +19,7 @@ from torch import Tensor
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs
+from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
 
 # In the order of step.h's enum.
@@ -31,10 +32,16 @@ class BlockStruct(Structure):
                 ("is_by_output", c_int32)]  # fmt: skip
 
 
+class ExpertsStruct(Structure):
+    _fields_ = [("first", BlockStruct), ("down_bias", c_void_p), ("gate_bytes", c_int64),
+                ("up_bytes", c_int64), ("down_bytes", c_int64), ("num_experts", c_int64)]  # fmt: skip
+
+
 class FeedForwardStruct(Structure):
     """The neurons of a layer in a step."""
 
-    _fields_ = [("down_bias", c_void_p), ("block", POINTER(BlockStruct)), ("num_blocks", c_int64),
+    _fields_ = [("down_bias", c_void_p), ("block", POINTER(BlockStruct)),
+                ("experts", POINTER(ExpertsStruct)), ("num_blocks", c_int64),
                 ("num_neurons", c_int64), ("activation", c_int32), ("computes_all", c_int32),
                 ("threshold", c_float), ("unused", c_int32)]  # fmt: skip
 
@@ -62,6 +69,26 @@ def feed_forward_struct(
         block=structs.array(BlockStruct, [block_struct(structs, block) for block in blocks]),
         num_blocks=len(blocks),
         num_neurons=num_neurons,
+        **_activation(gate),
+    )
+
+
+def experts_struct(structs: Structs, gate: Gate, block: ExpertBlock) -> FeedForwardStruct:
+    """The struct of a layer with experts."""
+    down_bias, stacks = block.down.bias_EN, (block.gate, block.up, block.down)
+    gate_bytes, up_bytes, down_bytes = (0 if m is None else m.expert_bytes for m in stacks)
+    structs.kept.append([None if m is None else m.data for m in stacks])
+    experts = ExpertsStruct(
+        first=block_struct(structs, block.expert(0)),
+        down_bias=structs.vector(down_bias),
+        gate_bytes=gate_bytes,
+        up_bytes=up_bytes,
+        down_bytes=down_bytes,
+        num_experts=block.num_experts,
+    )
+    return FeedForwardStruct(
+        experts=structs.array(ExpertsStruct, [experts]),
+        num_neurons=len(block.id_F),
         **_activation(gate),
     )
 

@@ -94,7 +94,7 @@ class ModelFile:
     def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
         """The model from the output of `read_model_gguf`; errors quote `path`."""
         read = KeyReader(path, keys, tensors)
-        spec = read.graph.of_keys(read)
+        spec, tensors = read.graph.of_keys(read), read.used_tensors()
         own = ("GGUF.", f"{read.graph.name}.", "hotsplit.", *_GENERAL)
         model = cls(
             path=path,
@@ -160,6 +160,7 @@ class ModelFile:
                 )
         self._check_rotary()
         if self.predictor is not None:
+            self.refuse_experts("predictors are", "convert it without them")
             self._check_predictor(self.predictor)
 
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
@@ -169,7 +170,9 @@ class ModelFile:
         for index, layer in enumerate(spec.layers):
             in_layer = layer_shapes(spec, layer, self.layout)
             required |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
-            in_layer = optional_layer_shapes(layer) | {GATE: (layer.neurons.number,)}
+            in_layer = optional_layer_shapes(layer)
+            if layer.route is None:
+                in_layer |= {GATE: (layer.neurons.number,)}
             optional |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
         return required, optional
 
@@ -258,6 +261,13 @@ class ModelFile:
         limits.validate()
         return limits
 
+    def refuse_experts(self, what: str, instead: str) -> None:
+        """Raises HotsplitError for a mixture of experts, for which `what` is not supported."""
+        if self.bare_spec.has_experts:
+            raise HotsplitError(
+                f"{self.path}: {what} not supported for mixtures of experts; {instead}"
+            )
+
     @property
     def has_limits(self) -> bool:
         return bool(self.limits)
@@ -272,6 +282,7 @@ class ModelFile:
                 f"{source}: limits of model {str(limits.model_id)[:12]}, this is"
                 f" {self.model_id[:12]}; make them for this model"
             )
+        self.refuse_experts("limits of gates are", f"leave {source} out")
         with about(source, "; make the limits again"):
             limits.validate()
         limits.check_shape(self.bare_spec, source)
@@ -291,7 +302,10 @@ class ModelFile:
     @cached_property
     def own_type(self) -> str:
         """The type of the up projections, of most layers if they differ."""
-        kinds = [self.entry(layer, "ffn_up.weight").kind for layer in range(self.spec.num_layers)]
+        kinds = [
+            self.entry(index, f"{layer.neurons.up_name}.weight").kind
+            for index, layer in enumerate(self.spec.layers)
+        ]
         return max(kinds, key=kinds.count)
 
     def entry(self, layer: int, name: str) -> TensorEntry:

@@ -6,6 +6,8 @@ files are translated.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +51,44 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
         samples = ((n, e.shape, sample_bytes(e.read())) for n, e in tensors.items())
         keys = keys | {"hotsplit.model_id": compute_model_id(config, samples)}
     if file.magic == "GGUF":
-        return keys, tensors
+        with about(path, "; get the file again"):
+            return keys, _with_experts_apart(tensors)
     with about(path, "; convert its checkpoint again"):
         return _adopted(keys, tensors)
+
+
+_JOINED = ".ffn_gate_up_exps.weight"
+
+
+def _with_experts_apart(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors, with experts' gates and ups, which llama.cpp may join in one tensor [E, 2F, D], as
+    two views of it. Raises HotsplitError for a layer with both kinds, and if there is no half."""
+    if not any(name.endswith(_JOINED) for name in tensors):
+        return tensors
+    found: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        if not name.endswith(_JOINED):
+            found[name] = entry
+            continue
+        if len(entry.shape) != 3 or entry.shape[1] % 2:
+            raise HotsplitError(
+                f"{name} is {list(entry.shape)}, wanted two matrices of each expert"
+            )
+        half = entry.shape[1] // 2
+        for part, stem in enumerate(("ffn_gate", "ffn_up")):
+            own = name.replace("ffn_gate_up", stem)
+            if own in tensors:
+                raise HotsplitError(f"has {name} and {own}, one matrix twice")
+            found[own] = replace(
+                entry, shape=(entry.shape[0], half, entry.shape[2]),
+                read_rows=partial(_some_rows, entry, part * half, (part + 1) * half),
+            )  # fmt: skip
+    return found
+
+
+def _some_rows(entry: TensorEntry, begin: int, end: int, start: int, stop: int) -> np.ndarray:
+    """Rows begin .. end-1 of the matrices of experts start .. stop-1, a view."""
+    return entry.read_rows(start, stop)[:, begin:end]
 
 
 def compute_model_id(

@@ -42,6 +42,8 @@ class Profile:
     corpora: tuple[Corpus, ...]
     active_count_LF: np.ndarray  # int64
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
+    # Of a mixture of experts: tokens for which each expert was chosen, int64.
+    expert_count_LE: np.ndarray | None = None
     # The quality of modes with these thresholds or limits and the predictors of the same run.
     # {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
@@ -65,6 +67,15 @@ class Profile:
         top = descending_LF[:, : round(0.2 * descending_LF.shape[1])].sum(axis=1)
         return top / np.maximum(1, descending_LF.sum(axis=1))
 
+    def hottest_fifth_of_experts_L(self) -> np.ndarray | None:
+        """Share of a layer's choices that fall on the most chosen fifth of its experts, f64; None
+        without experts."""
+        if self.expert_count_LE is None:
+            return None
+        descending_LE = -np.sort(-self.expert_count_LE, axis=1)
+        top_L = descending_LE[:, : max(1, round(0.2 * descending_LE.shape[1]))].sum(axis=1)
+        return top_L / np.maximum(1, descending_LE.sum(axis=1))
+
     def merge(self, other: "Profile") -> "Profile":
         """The profile of both texts, without quality, which cannot be added.
 
@@ -80,6 +91,9 @@ class Profile:
             num_tokens=self.num_tokens + other.num_tokens,
             corpora=self.corpora + other.corpora,
             active_count_LF=self.active_count_LF + other.active_count_LF,
+            expert_count_LE=None
+            if self.expert_count_LE is None or other.expert_count_LE is None
+            else self.expert_count_LE + other.expert_count_LE,
             gate_histogram_LB=self.gate_histogram_LB + other.gate_histogram_LB,
             quality={},
             arithmetic=_of_both(self.arithmetic, other.arithmetic),
@@ -91,7 +105,7 @@ class Profile:
         names = {"model_id", "num_tokens", "threshold_L", "corpora"}
         optional = {"quality", "arithmetic", "limits"}
         metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
-        if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
+        if arrays.keys() - {"expert_count_LE"} != {"active_count_LF", "gate_histogram_LB"}:
             raise HotsplitError(f"{path}: holds {shown(sorted(arrays))}; profile the model again")
         read = Fields(metadata)
         with about(path, "; profile the model again"):
@@ -135,6 +149,8 @@ class Profile:
             "active_count_LF": self.active_count_LF,
             "gate_histogram_LB": self.gate_histogram_LB,
         }
+        if self.expert_count_LE is not None:
+            arrays["expert_count_LE"] = self.expert_count_LE
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:
@@ -155,6 +171,7 @@ class Profile:
             raise HotsplitError(
                 f"counts from {counts.min()} to {counts.max()} for {self.num_tokens} tokens"
             )
+        self._check_experts()
         total = self.num_tokens * counts.shape[1]
         if total > MAX_COUNT:
             raise HotsplitError(
@@ -162,6 +179,21 @@ class Profile:
             )
         if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
             raise HotsplitError("the histograms do not count every neuron once per token")
+
+    def _check_experts(self) -> None:
+        count_LE = self.expert_count_LE
+        if count_LE is None:
+            return
+        has_shape = count_LE.ndim == 2 and len(count_LE) == len(self.active_count_LF)
+        if not has_shape or not count_LE.size or count_LE.dtype != np.int64:
+            raise HotsplitError(
+                f"counts of experts are {count_LE.dtype} {count_LE.shape}, wanted int64 [L, E]"
+            )
+        if count_LE.min() < 0 or count_LE.max() > self.num_tokens:
+            raise HotsplitError(
+                f"experts were chosen {count_LE.min()} to {count_LE.max()} times in"
+                f" {self.num_tokens} tokens"
+            )
 
 
 def _of_both(one: str | None, other: str | None) -> str | None:

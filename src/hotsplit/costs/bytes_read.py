@@ -9,9 +9,11 @@ from hotsplit.costs.part_bytes import head_bytes, layer_bytes
 
 
 def neurons_read(model: ModelFile, layer: int, named: float = 1.0, fired: float = 1.0) -> float:
-    """Bytes of a layer's neurons that a token reads on average. `named`: the share whose gates are
+    """Bytes of a layer's neurons, those of the experts that a router chooses, that a token reads on
+    average. `named`: the share whose gates are
     computed; `fired`: the share whose up and down rows are used."""
-    sizes, number = layer_bytes(model, layer), model.spec.layers[layer].neurons.number
+    sizes, spec = layer_bytes(model, layer), model.spec.layers[layer]
+    number = spec.neurons.of_expert * (1 if spec.route is None else spec.route.num_used)
     return number * (named * sizes.gate_row + fired * (sizes.up_row + sizes.down_row))
 
 

@@ -41,7 +41,10 @@ def mode_meant(model: ModelFile) -> Mode:
 
 
 def can_silence(model: ModelFile) -> bool:
-    """True if the activation, thresholds or limits can silence values, as mode exact requires."""
+    """True if the activation, thresholds or limits can silence values, as mode exact requires. Not
+    in experts of the stock layout, whose down projections have no row for each neuron."""
+    if model.spec.has_experts and model.layout == "stock":
+        return False
     return not is_smooth(model) or any(model.threshold_L) or model.has_limits
 
 

@@ -58,7 +58,7 @@ def gpu_part_neurons(num_tokens: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
     """Bytes of one layer: its dense block, the predictor, one neuron. `attention` is the dense
-    block (see `is_dense`) and includes `head_norms`, the norms of queries and keys per head, which
+    block (see `is_dense`), with the router and shared experts of a mixture, and includes `head_norms`, the norms of queries and keys per head, which
     are stored on the device that holds the keys and values.
 
     `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
@@ -82,11 +82,15 @@ def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
     return {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
 
 
-_NEURONS = ("ffn_gate.", "ffn_up.", "ffn_down.weight", "ffn_down_t.", "ffn_pred_")
+_NEURONS = (
+    "ffn_gate.", "ffn_up.", "ffn_down.weight", "ffn_down_t.", "ffn_pred_",
+    "ffn_gate_exps.", "ffn_up_exps.", "ffn_down_exps.weight", "ffn_down_exps_t.",
+)  # fmt: skip
 
 
 def is_dense(name: str) -> bool:
-    """True if a layer's tensor is part of the dense block: attention, norms, the down bias."""
+    """True if a layer's tensor is part of the dense block: attention, norms, the down bias, and all
+    that every token reads of a mixture."""
     return not name.startswith(_NEURONS)
 
 
@@ -110,7 +114,7 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
         head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
         predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
         gate_row=row(neurons.gate_name),
-        up_row=row("ffn_up") if neurons.is_gated else 0,
+        up_row=row(neurons.up_name) if neurons.is_gated else 0,
         down_row=row_bytes(model.spec.hidden_size, down_kind(model, layer)),
     )
 
@@ -126,11 +130,12 @@ def all_neuron_bytes(model: ModelFile) -> int:
 def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
     """Bytes of a layer's feed-forward matrices, and of the biases of gate and up, as stored in the
     file."""
-    names = (*model.spec.layers[layer].neurons.matrices, "ffn_down", "ffn_down_t")
+    neurons = model.spec.layers[layer].neurons
+    names = (*neurons.matrices, neurons.down_name, f"{neurons.down_name}_t")
     return sum(
         entry.num_bytes
         for name, entry in layer_tensors(model, layer).items()
-        if name.split(".")[0] in names and name != "ffn_down.bias"
+        if name.split(".")[0] in names and name != f"{neurons.down_name}.bias"
     )
 
 
@@ -140,10 +145,10 @@ def down_kind(model: ModelFile, layer: int) -> str:
     That of a stock file is transposed at load, except where the CPU runs all of it in mode "dense".
     Float types are kept; block types become f16, because their blocks run along the other
     dimension."""
-    entries = layer_tensors(model, layer)
-    if "ffn_down_t.weight" in entries:
-        return entries["ffn_down_t.weight"].kind
-    return BY_NAME[entries["ffn_down.weight"].kind].transposed
+    entries, name = layer_tensors(model, layer), model.spec.layers[layer].neurons.down_name
+    if f"{name}_t.weight" in entries:
+        return entries[f"{name}_t.weight"].kind
+    return BY_NAME[entries[f"{name}.weight"].kind].transposed
 
 
 def kv_kind(model: ModelFile) -> str:

@@ -34,6 +34,7 @@ class Blueprint:
     constants: Mapping[str, float] = field(default_factory=dict)
     added: Mapping[str, float] = field(default_factory=dict)
     ignored: tuple[str, ...] = IGNORED  # suffixes of the names of tensors that are left out
+    ignored_layers: tuple[str, ...] = ()  # prefixes of such names
     notes: tuple[str, ...] = ()
 
 

@@ -66,6 +66,13 @@ class ConfigReader:
             )
         return int(value)
 
+    def whole(self, key: str) -> int:
+        """A whole number, at least 0."""
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+            raise HotsplitError(f"{self.path}: {key} is {shown(value)}, wanted a whole number")
+        return value
+
     def flag(self, key: str) -> bool:
         value = self.values.get(key)
         if not isinstance(value, bool):
@@ -149,14 +156,15 @@ class ConfigReader:
 
     def rotary(
         self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = ROPE_TYPES,
-        default_theta: float = 10000.0,
+        default_theta: float = 10000.0, default_share: float | None = None,
     ) -> tuple[Sizes, Rotary, np.ndarray | None]:  # fmt: skip
         """The sizes, whose context YaRN may extend, the rotary embedding, and Llama 3's divisors of
         the frequencies (f32 [head_dim / 2]) or None.
 
         They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys
         are given, `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a
-        key of the config itself."""
+        key of the config itself. `default_share`: of the values of a head that rotate, where a part
+        of them may."""
         self.check_size(sizes)
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
@@ -169,8 +177,12 @@ class ConfigReader:
                 f"{self.path}: {key} is of type {shown(kind)}, which is not supported; supported for"
                 f" this family: {', '.join(ROPE_WORDS[name] for name in known)}{_instead(kind)}"
             )
-        for reader in (self, rope):
-            reader.refuse("partial_rotary_factor", 1.0, 1)
+        num_values = None
+        if default_share is None:
+            for reader in (self, rope):
+                reader.refuse("partial_rotary_factor", 1.0, 1)
+        else:
+            num_values = self._rotated(rope, sizes.head_dim, default_share)
         theta = rope.positive("rope_theta", self.positive("rope_theta", default_theta))
         scaling = NO_SCALING
         if kind == "linear":
@@ -179,9 +191,22 @@ class ConfigReader:
             sizes, scaling = _with_yarn(rope, sizes, theta)
         factors = _llama3_factors(rope, sizes.head_dim, theta) if kind == "llama3" else None
         rotary = Rotary(
-            theta=theta, pairing=pairing, scaling=scaling, has_factors=factors is not None
-        )
+            theta=theta, pairing=pairing, scaling=scaling, has_factors=factors is not None,
+            num_values=num_values,
+        )  # fmt: skip
         return sizes, rotary, factors
+
+    def _rotated(self, rope: "ConfigReader", head_dim: int, default: float) -> int | None:
+        """The number of values of a head that rotate; None for all."""
+        key = "partial_rotary_factor"
+        share = rope.positive(key, self.positive(key, default))
+        count = int(head_dim * share)
+        if share > 1 or count % 2 or not count:
+            raise HotsplitError(
+                f"{self.path}: {key} is {share:g}: {count} of {head_dim} values of a head cannot rotate"
+                " in pairs"
+            )
+        return None if count == head_dim else count
 
     def rotary_of(
         self, sizes: Sizes, layers: str, theta_key: str, default_theta: float

@@ -40,8 +40,10 @@ class Family:
     `blueprint` reads and that may be missing; a key that is null in the file stays null. A missing
     key that is not listed here is refused, unless transformers' default for it is null or the
     reader has its own (as for rope_theta). `model_types`: what a config says it is; () for a class
-    that transformers does not have, whose configs say various things."""
+    that transformers does not have, whose configs say various things. `read_keys`: of the keys that
+    other families refuse (CONFIG_KEYS), those that this one reads."""
 
     blueprint: Callable[["ConfigReader"], "Blueprint"]
     defaults: Mapping[str, object] = field(default_factory=dict)
     model_types: tuple[str, ...] = ()
+    read_keys: tuple[str, ...] = ()

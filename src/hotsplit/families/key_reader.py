@@ -198,12 +198,42 @@ class KeyReader:
             raise HotsplitError(f"{self.path}: {key} is {value}, wanted a count")
         return int(value)
 
-    def sizes(self, norm: NormKind = "rms") -> Sizes:
-        """The numbers that all layers share. `norm` says under which key their epsilon is."""
+    @property
+    def num_skipped(self) -> int:
+        """The layers at the end that only predict tokens further ahead, of an architecture that may
+        have some."""
+        key = "nextn_predict_layers"
+        count = self.whole(key, 0) if key in self.graph.known_keys else 0
+        if count >= self.count("block_count"):
+            raise HotsplitError(
+                f"{self.path}: {self.graph.name}.{key} is {count}: no layer is left"
+            )
+        return count
+
+    def used_tensors(self) -> dict[str, TensorEntry]:
+        """The tensors without those of layers that are skipped."""
+        last = self.count("block_count") if self.num_skipped else 0
+        skipped = tuple(f"blk.{layer}." for layer in range(last - self.num_skipped, last))
+        return {name: e for name, e in self.tensors.items() if not name.startswith(skipped)}
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number, at least 0."""
+        key = f"{self.graph.name}.{key}"
+        value = self.number(key, default)
+        if not 0 <= value <= MAX_COUNT or value != int(value):
+            raise HotsplitError(f"{self.path}: {key} is {value:g}, wanted a whole number")
+        return int(value)
+
+    def sizes(self, norm: NormKind = "rms", *, is_partly_rotated: bool = False) -> Sizes:
+        """The numbers that all layers share. `norm` says under which key their epsilon is.
+        `is_partly_rotated`: a part of each head may rotate."""
         name, count = self.graph.name, self.count
         heads, hidden_size = count("attention.head_count"), count("embedding_length")
         head_dim = count("attention.key_length", hidden_size // heads)
-        is_whole = count("rope.dimension_count", head_dim) == head_dim
+        rotated = count("rope.dimension_count", head_dim)
+        is_whole = rotated == head_dim or (
+            is_partly_rotated and rotated < head_dim and rotated % 2 == 0
+        )
         same_value_width = count("attention.value_length", head_dim) == head_dim
         if not is_whole or not same_value_width:
             raise HotsplitError(
@@ -227,7 +257,7 @@ class KeyReader:
             )
         embedding = self.tensors.get("token_embd.weight")
         return Sizes(
-            num_layers=count("block_count"),
+            num_layers=count("block_count") - self.num_skipped,
             hidden_size=hidden_size,
             num_neurons=count("feed_forward_length"),
             num_heads=heads,
@@ -270,8 +300,11 @@ class KeyReader:
         period = self.count("attention.sliding_window_pattern", period)
         return [(layer + 1) % period != 0 for layer in range(num_layers)]
 
-    def rotary(self, pairing: Pairing) -> Rotary:
+    def rotary(self, pairing: Pairing, head_dim: int | None = None) -> Rotary:
+        """`head_dim`: of heads of which a part may rotate."""
+        rotated = head_dim and self.count("rope.dimension_count", head_dim)
         return Rotary(
+            num_values=None if rotated == head_dim else rotated,
             theta=self.positive(f"{self.graph.name}.rope.freq_base", 10000.0),
             pairing=pairing,
             scaling=self._rope_scaling(),

@@ -4,12 +4,15 @@ Sparse variants differ by the activation: `relu` (ReLULLaMA), `fatrelu` with the
 config (ProSparse, arXiv 2402.13516), `drelu` (TurboSparse, arXiv 2406.05955)."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import gguf
 
 from hotsplit.families.blueprint import IGNORED, Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
+from hotsplit.families.experts import KEYS as EXPERT_KEYS
+from hotsplit.families.experts import Experts, expert_keys, experts_of_keys, other_in_stock
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.row_order import rotary_rows
 from hotsplit.families.sizes import Sizes
@@ -86,18 +89,31 @@ def whole_sizes(read: ConfigReader, context_length: int) -> Sizes:
 
 def llama_spec(
     sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = (),
-    *, architecture: str = "llama", has_head_norms: bool = False,
+    *, architecture: str = "llama", has_head_norms: bool = False, experts: Experts | None = None,
+    norms_all_heads: bool = False,
 ) -> ModelSpec:  # fmt: skip
-    """Layers that are all alike: RMS norms before attention and feed-forward."""
-    attention = sizes.attention(rotary, options, has_head_norms=has_head_norms)
-    layer = sizes.arrangement().pre_norm(attention, sizes.neurons(activation, options))
-    return sizes.model(architecture, sizes.alike(layer))
+    """RMS norms before attention and feed-forward, in layers that are all alike but for the first of
+    a mixture, which may have no experts."""
+    attention = sizes.attention(
+        rotary, options, has_head_norms=has_head_norms, norms_all_heads=norms_all_heads
+    )
+    arrange, neurons = sizes.arrangement(), sizes.neurons(activation, options)
+    num_dense = sizes.num_layers if experts is None else experts.num_dense
+    layers = [arrange.pre_norm(attention, neurons)] * num_dense
+    if experts is not None:
+        mixed = arrange.pre_norm(attention, experts.mixture(activation, options))
+        layers += [mixed] * (sizes.num_layers - num_dense)
+    return sizes.model(architecture, layers)
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
+    """With experts, it is a Mixtral."""
     sizes = read.sizes()
     options = read.options(sizes.num_layers)
-    return llama_spec(sizes, read.rotary("adjacent"), read.activation(), options)
+    experts = experts_of_keys(read) if read.whole("expert_count", 0) else None
+    return llama_spec(
+        sizes, read.rotary("adjacent"), read.activation(), options, experts=experts
+    )  # fmt: skip
 
 
 # transformers' Mistral has neither of the keys for biases; `mistral` refuses them.
@@ -112,6 +128,9 @@ OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
 GRAPH = Architecture(
     name="llama",
     of_keys=of_keys,
+    keys=expert_keys,
+    known_keys=EXPERT_KEYS,
+    not_in_stock=partial(other_in_stock, renormalises=True),
     options=OPTIONS,
     stock_activations=("silu",),
     stock_options=OPTIONS,

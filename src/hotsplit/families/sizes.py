@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import (
     Activation,
-    Arrangement,
     Attention,
     LayerSpec,
     ModelSpec,
@@ -42,7 +42,8 @@ class Sizes:
 
     def attention(
         self, rotary: Rotary | None, options: Collection[str] = (), *, window: int | None = None,
-        scale: float | None = None, has_head_norms: bool = False, is_fused: bool = False,
+        scale: float | None = None, has_head_norms: bool = False, norms_all_heads: bool = False,
+        is_fused: bool = False,
     ) -> Attention:  # fmt: skip
         """`options`: names of optional tensors, of which the biases are used."""
         norm = Norm(name="attn_q_norm", kind="rms", size=self.head_dim, epsilon=self.epsilon)
@@ -54,6 +55,7 @@ class Sizes:
             window=window,
             scale=scale,
             head_norm=norm if has_head_norms else None,
+            norms_all_heads=norms_all_heads,
             is_fused=is_fused,
             biases=_biased(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), options),
         )
@@ -74,7 +76,7 @@ class Sizes:
 
     def model(
         self, architecture: str, layers: Iterable[LayerSpec], *, output_norm: NormKind | None = "rms",
-        embedding_scale: float = 1.0, has_positions: bool = False,
+        embedding_scale: float = 1.0, logit_scale: float = 1.0, has_positions: bool = False,
     ) -> ModelSpec:  # fmt: skip
         last = Norm(
             name="output_norm", kind=output_norm or "rms", size=self.hidden_size,
@@ -88,6 +90,7 @@ class Sizes:
             layers=tuple(layers),
             output_norm=last if output_norm else None,
             embedding_scale=embedding_scale,
+            logit_scale=logit_scale,
             has_positions=has_positions,
         )
 

@@ -21,7 +21,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         "block_count": np.uint32(spec.num_layers),
         "context_length": np.uint32(spec.context_length),
         "embedding_length": np.uint32(spec.hidden_size),
-        "feed_forward_length": np.uint32(_same(layer.neurons.number for layer in spec.layers)),
+        "feed_forward_length": np.uint32(_neurons(spec)),
         "attention.head_count": np.uint32(_same(a.num_heads for a in attentions)),
         "attention.head_count_kv": np.uint32(_same(a.num_kv_heads for a in attentions)),
         "attention.key_length": np.uint32(_same(a.head_dim for a in attentions)),
@@ -31,13 +31,21 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
     }
     rotary = spec.rotary
     if rotary is not None:
-        keys["rope.dimension_count"] = keys["attention.key_length"]
+        rotated = _same(a.num_rotated for a in attentions if a.rotary is not None)
+        keys["rope.dimension_count"] = np.uint32(rotated)
         keys["rope.freq_base"] = np.float32(rotary.theta)
         keys |= _scaling_keys(rotary.scaling)
     graph = ARCHITECTURES[spec.architecture]
     keys |= graph.keys(spec)
     own: dict[str, Value] = {} if spec.output_norm else {"hotsplit.is_post_norm": True}
     return {f"{graph.name}.{key}": value for key, value in keys.items()} | own
+
+
+def _neurons(spec: ModelSpec) -> int:
+    """Neurons of a layer, if some layers have experts and some do not of one that has none, and if
+    all have them of an expert."""
+    dense = [layer.neurons.number for layer in spec.layers if layer.route is None]
+    return _same(dense or (layer.neurons.of_expert for layer in spec.layers))
 
 
 def _same(values: Iterable[int]) -> int:

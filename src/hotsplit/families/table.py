@@ -5,7 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families import falcon, gemma, llama, opt, phi, qwen, smollm
+from hotsplit.families import (
+    falcon,
+    gemma,
+    glm,
+    granite,
+    llama,
+    mixtures,
+    opt,
+    phi,
+    qwen,
+    smallthinker,
+    smollm,
+)
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
@@ -26,6 +38,14 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": phi.PHI3,
     "Gemma3ForCausalLM": gemma.GEMMA3,
     "SmolLM3ForCausalLM": smollm.SMOLLM3,
+    "MixtralForCausalLM": mixtures.MIXTRAL,
+    "OlmoeForCausalLM": mixtures.OLMOE,
+    "Qwen2MoeForCausalLM": mixtures.QWEN2,
+    "Qwen3MoeForCausalLM": mixtures.QWEN3,
+    "GraniteMoeForCausalLM": granite.GRANITE,
+    "GraniteMoeSharedForCausalLM": granite.GRANITE,
+    "Glm4MoeForCausalLM": glm.GLM4,
+    "SmallThinkerForCausalLM": smallthinker.SMALLTHINKER,
 }
 
 # By llama.cpp's or PowerInfer's name.
@@ -39,6 +59,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         opt.GRAPH,
         gemma.GRAPH,
         smollm.GRAPH,
+        mixtures.OLMOE_GRAPH,
+        mixtures.QWEN2_GRAPH,
+        mixtures.QWEN3_GRAPH,
+        granite.GRAPH,
+        glm.GRAPH,
+        smallthinker.GRAPH,
     )  # fmt: skip
 }
 
@@ -60,7 +86,8 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
     read.refuse("quantization_config", why="its weights are packed; use the original checkpoint")
     for key, (plain, why) in CONFIG_KEYS.items():
-        read.refuse(key, *plain, why=why)
+        if key not in family.read_keys:
+            read.refuse(key, *plain, why=why)
     found = family.blueprint(read)
     threshold = read.threshold(found.spec.activation)
     notes = (*found.notes, *_type_notes(path, config.get("model_type"), family, str(name)))

@@ -14,11 +14,14 @@ import numpy as np
 class Restored:
     """A tensor of the source, as it is in the written file: f32, in the source's orientation.
 
-    `rows` are the rows of the source that `values` hold, or None for all of them."""
+    `rows` are the rows of the source that `values` hold, or None for all of them. Of experts, the
+    values are those of one, and `tensor` is the name of all of them in the stock layout."""
 
     source: str
     rows: np.ndarray | None
     values: np.ndarray
+    expert: int | None = None
+    tensor: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ class ProfileSummary(Summary):
             "density_L": profile.density_L.tolist(),
             "hottest_fifth_L": profile.hottest_fifth_L().tolist(),
             "never_fired_L": self._never_fired_L(),
+            "experts": self._experts(),
             "threshold_L": profile.threshold_L,
             "limits": profile.limits,
             "arithmetic": profile.arithmetic,
@@ -67,12 +68,29 @@ class ProfileSummary(Summary):
     def tables(self, *, all_tensors: bool) -> list[Table]:
         profile = self.profile
         columns = ["layer", "density", "firings of the hottest fifth", "never fired", "threshold"]
-        return [columns_table("layers", columns, [
+        layers = columns_table("layers", columns, [
             (layer, f"{density:.2%}", f"{fifth:.1%}", f"{never:,}", f"{threshold:g}")
             for layer, (density, fifth, never, threshold) in enumerate(zip(
                 profile.density_L, profile.hottest_fifth_L(), self._never_fired_L(),
                 profile.threshold_L, strict=True))
-        ])]  # fmt: skip
+        ])  # fmt: skip
+        columns = ["layer", "choices of the hottest fifth", "never chosen"]
+        experts = self._experts()
+        rows = [
+            (layer, f"{each['hottest_fifth']:.1%}", f"{each['never_chosen']:,}")
+            for layer, each in enumerate(experts)
+        ]
+        return [layers, *([columns_table("experts", columns, rows)] if rows else [])]
+
+    def _experts(self) -> list[dict[str, float]]:
+        """What is known of each layer's experts; [] of a model without any."""
+        count_LE, fifth_L = self.profile.expert_count_LE, self.profile.hottest_fifth_of_experts_L()
+        if count_LE is None or fifth_L is None:
+            return []
+        return [
+            {"hottest_fifth": float(fifth), "never_chosen": int((count_E == 0).sum())}
+            for count_E, fifth in zip(count_LE, fifth_L, strict=True)
+        ]
 
     def _never_fired_L(self) -> list[int]:
         return (self.profile.active_count_LF == 0).sum(axis=1).tolist()

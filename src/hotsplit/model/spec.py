@@ -5,10 +5,11 @@ operations of a step) are folds over these blocks.
 
 A block reads and writes named values of its layer: `x` is the hidden state, from layer to layer;
 `attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say; `named` are the neurons that
-a predictor selects. A norm may write the value that it reads.
+a predictor selects, `routed` the experts that a router chooses, `shared_out` is the output of
+shared experts. A norm may write the value that it reads.
 
-Letters: D hidden size, F neurons of a layer, H heads, K key-value heads, W head dim, R predictor
-rank."""
+Letters: D hidden size, F neurons of a layer, E experts, H heads, K key-value heads, W head dim, R
+predictor rank."""
 
 import math
 from collections.abc import Sequence
@@ -23,6 +24,10 @@ Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
 PredictorKind = Literal["linear", "relu", "gate"]
 NormKind = Literal["rms", "layer"]
 Pairing = Literal["adjacent", "halves"]
+Gating = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+# What the names of the tensors of neurons end with: of a layer's own, of its experts, of experts
+# that always fire.
+Suffix = Literal["", "_exps", "_shexp"]
 # Activations whose small values are not zero: only thresholds and limits silence neurons.
 SMOOTH = ("silu", "gelu", "gelu_tanh")
 
@@ -42,21 +47,24 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head. `pairing` says which
-    values rotate together: adjacent ones, or those half a head apart. `has_factors`: the file
-    divides each frequency by a number of its own (rope_freqs.weight)."""
+    """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head, or of its first
+    `num_values` values. `pairing` says which values rotate together: adjacent ones, or those half of
+    these apart. `has_factors`: the file divides each frequency by a number of its own
+    (rope_freqs.weight)."""
 
     theta: float
     pairing: Pairing
     scaling: RopeScaling = NO_SCALING
     has_factors: bool = False
+    num_values: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """Causal grouped-query attention. `window`: how many of the latest tokens a token attends to,
     itself included; None for all. `head_norm`: the norm of each head of queries and keys, before
-    they rotate. `biases`: names of the projections that have one."""
+    they rotate; of all heads together if `norms_all_heads` (OLMoE). `biases`: names of the
+    projections that have one."""
 
     num_heads: int
     num_kv_heads: int
@@ -65,6 +73,7 @@ class Attention:
     window: int | None = None
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     head_norm: Norm | None = None
+    norms_all_heads: bool = False
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
     biases: frozenset[str] = frozenset()
     reads: str = "attn_in"
@@ -73,6 +82,13 @@ class Attention:
     @property
     def score_scale(self) -> float:
         return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    @property
+    def num_rotated(self) -> int:
+        """Values of a head that rotate."""
+        if self.rotary is None:
+            return 0
+        return self.rotary.num_values or self.head_dim
 
     @property
     def query_size(self) -> int:
@@ -110,38 +126,92 @@ class Predict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Route:
+    """Chooses the experts of a token and their weights, in f32, and never approximately:
+
+        score_E = gating(W_ED x_D + bias_E), or the logits themselves if "softmax_of_chosen"
+        chosen  = the `num_used` experts with the largest score_E + choice_bias_E; of equal ones the
+                  first. With groups, only of the `num_used_groups` groups whose two largest sum to
+                  most.
+        weight  = the scores of the chosen ("softmax_of_chosen": their softmax), divided by their
+                  sum if `renormalises`, times `scale`
+
+    as in llama.cpp's build_moe_ffn (src/llama-graph.cpp) and in transformers. `has_choice_bias`: a
+    bias for the choice alone (DeepSeek-V3, arXiv 2412.19437)."""
+
+    num_experts: int
+    num_used: int
+    gating: Gating = "softmax"
+    renormalises: bool = True
+    scale: float = 1.0
+    has_bias: bool = False
+    has_choice_bias: bool = False
+    num_groups: int = 1
+    num_used_groups: int = 1
+    reads: str = "ffn_in"
+    writes: str = "routed"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Neurons:
     """A feed-forward block as neurons: h_j = act(gate_j . x) * (up_j . x), or act(up_j . x) without
-    gates; y = the sum of h_j down_j. `biases`: names of the matrices that have one."""
+    gates; y = the sum of h_j down_j. `biases`: names of the matrices that have one.
+
+    Experts are ranges of neurons that fire together, `number` is that of all of them: y = the sum of
+    weight * y of the chosen experts. `has_output_gate`: y is multiplied by sigmoid(w . x)."""
 
     number: int
     activation: Activation
     is_gated: bool = True
     biases: frozenset[str] = frozenset()
+    suffix: Suffix = ""
+    num_experts: int = 1
+    has_output_gate: bool = False
     reads: str = "ffn_in"
     writes: str = "ffn_out"
 
     @property
     def gate_name(self) -> str:
         """The matrix whose product decides which neurons fire: without gates, the up projection."""
-        return "ffn_gate" if self.is_gated else "ffn_up"
+        return self.matrices[0]
+
+    @property
+    def up_name(self) -> str:
+        return self.matrices[-1]
+
+    @property
+    def down_name(self) -> str:
+        """The down projection, as llama.cpp stores it; if it has a row for each neuron, its name ends
+        in _t."""
+        return f"ffn_down{self.suffix}"
 
     @property
     def matrices(self) -> tuple[str, ...]:
         """The matrices with a row for each neuron, without the down projection."""
-        return ("ffn_gate", "ffn_up") if self.is_gated else ("ffn_up",)
+        names = ("ffn_gate", "ffn_up") if self.is_gated else ("ffn_up",)
+        return tuple(f"{name}{self.suffix}" for name in names)
+
+    @property
+    def are_experts(self) -> bool:
+        return self.suffix == "_exps"
+
+    @property
+    def of_expert(self) -> int:
+        """Neurons of an expert; of the whole layer if it has none."""
+        return self.number // self.num_experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Add:
-    """writes = the first term + the sum of the others."""
+    """writes = the first term + factor * the sum of the others."""
 
     terms: tuple[str, ...]
     writes: str = "x"
+    factor: float = 1.0
 
 
-Block = Norm | Attention | Predict | Neurons | Add
-B = TypeVar("B", Norm, Attention, Predict, Neurons, Add)
+Block = Norm | Attention | Predict | Route | Neurons | Add
+B = TypeVar("B", Norm, Attention, Predict, Route, Neurons, Add)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +224,19 @@ class LayerSpec:
 
     @cached_property
     def neurons(self) -> Neurons:
-        return self._one(Neurons)
+        """The neurons of the layer, without shared experts."""
+        (found,) = (b for b in self.blocks if isinstance(b, Neurons) and b.suffix != "_shexp")
+        return found
+
+    @cached_property
+    def shared(self) -> Neurons | None:
+        """The experts that fire for every token."""
+        blocks = (block for block in self.blocks if isinstance(block, Neurons))
+        return next((block for block in blocks if block.suffix == "_shexp"), None)
+
+    @cached_property
+    def route(self) -> Route | None:
+        return next((block for block in self.blocks if isinstance(block, Route)), None)
 
     @cached_property
     def predict(self) -> Predict | None:
@@ -201,8 +283,8 @@ class LayerSpec:
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder. `architecture` is llama.cpp's name of its graph, or PowerInfer's.
-    `embedding_scale` multiplies the embedding; `has_positions`: learned positions are added to
-    it."""
+    `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives;
+    `has_positions`: learned positions are added to the embedding."""
 
     architecture: str
     hidden_size: int
@@ -211,6 +293,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     output_norm: Norm | None
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     has_positions: bool = False
 
     @property
@@ -239,6 +322,11 @@ class ModelSpec:
         the model has none."""
         found = [layer.attention for layer in self.layers if layer.attention.rotary is not None]
         return min(found, key=lambda a: a.window is not None).rotary if found else None
+
+    @property
+    def has_experts(self) -> bool:
+        """True for a mixture of experts."""
+        return any(layer.route is not None for layer in self.layers)
 
     @cached_property
     def most_rank(self) -> int:
@@ -278,78 +366,3 @@ class ModelSpec:
             return layer.with_rotary(replace(rotary, scaling=scaling))
 
         return self.with_layers([scaled(layer) for layer in self.layers])
-
-
-# ---- arrangements: the orders of blocks in a layer ---------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """Makes a layer's blocks in one of the orders that models have, with norms of one kind."""
-
-    norm: NormKind
-    hidden_size: int
-    epsilon: float
-
-    def _norm(self, name: str, reads: str, writes: str) -> Norm:
-        return Norm(
-            name=name, kind=self.norm, size=self.hidden_size, epsilon=self.epsilon,
-            reads=reads, writes=writes,
-        )  # fmt: skip
-
-    def pre_norm(self, attention: Attention, neurons: Neurons) -> LayerSpec:
-        """Norms before attention and feed-forward (Llama)."""
-        return LayerSpec(
-            blocks=(
-                self._norm("attn_norm", "x", "attn_in"),
-                attention,
-                Add(terms=("x", "attn_out")),
-                self._norm("ffn_norm", "x", "ffn_in"),
-                neurons,
-                Add(terms=("x", "ffn_out")),
-            )
-        )
-
-    def post_norm(self, attention: Attention, neurons: Neurons) -> LayerSpec:
-        """Norms after each residual sum (OPT 350M)."""
-        return LayerSpec(
-            blocks=(
-                replace(attention, reads="x"),
-                Add(terms=("x", "attn_out")),
-                self._norm("attn_norm", "x", "ffn_in"),
-                neurons,
-                Add(terms=("ffn_in", "ffn_out")),
-                self._norm("ffn_norm", "x", "x"),
-            )
-        )
-
-    def parallel(self, attention: Attention, neurons: Neurons, *, num_norms: int) -> LayerSpec:
-        """Attention and feed-forward read the same hidden state, through one norm or one each
-        (Falcon)."""
-        has_two = num_norms == 2
-        second = (self._norm("attn_norm_2", "x", "attn_in"),) if has_two else ()
-        return LayerSpec(
-            blocks=(
-                self._norm("attn_norm", "x", "ffn_in"),
-                *second,
-                attention if has_two else replace(attention, reads="ffn_in"),
-                Add(terms=("x", "attn_out")),
-                neurons,
-                Add(terms=("x", "ffn_out")),
-            )
-        )
-
-    def sandwich(self, attention: Attention, neurons: Neurons) -> LayerSpec:
-        """Norms before and after attention and feed-forward, all before the sums (Gemma 2, 3)."""
-        return LayerSpec(
-            blocks=(
-                self._norm("attn_norm", "x", "attn_in"),
-                attention,
-                self._norm("post_attention_norm", "attn_out", "attn_out"),
-                Add(terms=("x", "attn_out")),
-                self._norm("ffn_norm", "x", "ffn_in"),
-                neurons,
-                self._norm("post_ffw_norm", "ffn_out", "ffn_out"),
-                Add(terms=("x", "ffn_out")),
-            )
-        )

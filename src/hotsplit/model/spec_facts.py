@@ -16,6 +16,8 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("layers", str(spec.num_layers)),
         ("hidden size", f"{spec.hidden_size:,}"),
         ("neurons a layer", each(lambda layer: f"{layer.neurons.number:,}")),
+        ("experts", each(_experts)),
+        ("shared experts", each(_shared)),
         ("heads", each(lambda layer: _heads(layer.attention))),
         ("vocabulary", f"{spec.vocab_size:,}"),
         ("context", f"{spec.context_length:,}"),
@@ -25,6 +27,20 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("norm epsilon", each(lambda layer: f"{max(n.epsilon for n in layer.norms.values()):g}")),
     ]
     return [row for row in rows if row[1]]
+
+
+def _experts(layer: LayerSpec) -> str | None:
+    if layer.route is None:
+        return None
+    route = layer.route
+    return (
+        f"{route.num_used} of {route.num_experts} a token, of {layer.neurons.of_expert:,} neurons each"
+        f" ({route.gating.replace('_', ' ')})"
+    )
+
+
+def _shared(layer: LayerSpec) -> str | None:
+    return None if layer.shared is None else f"{layer.shared.number:,} neurons"
 
 
 def _heads(attention: Attention) -> str:

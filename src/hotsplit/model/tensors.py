@@ -3,14 +3,16 @@
 Names are llama.cpp's where it has them. In the layout `stock` all are as llama.cpp loads them; in
 `sparse` the down projection is transposed, so that each row of a feed-forward matrix is a neuron."""
 
+import re
 from collections.abc import Iterable
 from typing import Literal
 
-from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict
+from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict, Route
 
 Layout = Literal["sparse", "stock"]
 Shapes = dict[str, tuple[int, ...]]
 QUERY_NORM, KEY_NORM = "attn_q_norm", "attn_k_norm"
+ROUTER, CHOICE_BIAS, OUTPUT_GATE = "ffn_gate_inp", "exp_probs_b.bias", "ffn_gate_inp_shexp.weight"
 
 
 def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
@@ -24,6 +26,8 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
                 shapes |= _attention(block, spec.hidden_size)
             case Neurons():
                 shapes |= _neurons(block, spec.hidden_size, layout)
+            case Route():
+                shapes |= _route(block, spec.hidden_size)
             case Predict():
                 shapes |= _predict(block, spec.hidden_size, layer.neurons.number)
             case Add():
@@ -53,14 +57,45 @@ def optional_outer_shapes(spec: ModelSpec) -> Shapes:
     """The shapes of an output matrix, without which the head is the embedding, and of the divisors
     of rotary frequencies."""
     shapes: Shapes = {"output.weight": (spec.vocab_size, spec.hidden_size)}
-    rotating = [layer.attention.head_dim for layer in spec.layers if layer.attention.rotary]
+    rotating = [layer.attention.num_rotated for layer in spec.layers if layer.attention.rotary]
     return shapes | ({"rope_freqs.weight": (max(rotating) // 2,)} if rotating else {})
 
 
 def layout_of(names: Iterable[str]) -> Layout:
     """The layout of a file with these tensors."""
-    is_sparse = any(name.endswith(".ffn_down_t.weight") for name in names)
-    return "sparse" if is_sparse else "stock"
+    return "sparse" if any(is_neuron_major(name) for name in names) else "stock"
+
+
+_DOWN = re.compile(r"(?:^|\.)ffn_down(?:_exps|_shexp)?(_t)?\.weight$")
+
+
+def is_down(name: str) -> bool:
+    """True for a down projection, of any neurons and in any layout."""
+    return _DOWN.search(name) is not None
+
+
+def is_neuron_major(name: str) -> bool:
+    """True for a down projection with a row for each neuron."""
+    match = _DOWN.search(name)
+    return match is not None and match.group(1) is not None
+
+
+def is_router(name: str) -> bool:
+    """True for the matrix of a router, which decides in f32."""
+    return name.endswith(f"{ROUTER}.weight")
+
+
+def in_layout(name: str, layout: Layout) -> str:
+    """The name in this layout of a tensor that has one in the other."""
+    if not is_down(name) or is_neuron_major(name) == (layout == "sparse"):
+        return name
+    stem = name.removesuffix(".weight")
+    return (f"{stem}_t" if layout == "sparse" else stem.removesuffix("_t")) + ".weight"
+
+
+def transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a matrix, or of one for each expert, with rows and columns exchanged."""
+    return *shape[:-2], shape[-1], shape[-2]
 
 
 def _norm(norm: Norm) -> Shapes:
@@ -73,19 +108,31 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
     shapes: Shapes = {f"{name}.weight": (count, hidden_size) for name, count in rows.items()}
     shapes["attn_output.weight"] = (hidden_size, block.query_size)
     if block.head_norm is not None:
-        shapes |= {f"{name}.weight": (block.head_norm.size,) for name in (QUERY_NORM, KEY_NORM)}
+        whole = {QUERY_NORM: block.query_size, KEY_NORM: block.key_size}
+        sizes = whole if block.norms_all_heads else dict.fromkeys(whole, block.head_dim)
+        shapes |= {f"{name}.weight": (size,) for name, size in sizes.items()}
     sizes = {"attn_output": hidden_size, **rows}
     return shapes | {f"{n}.bias": (size,) for n, size in sizes.items() if n in block.biases}
 
 
+def _route(block: Route, hidden_size: int) -> Shapes:
+    shapes: Shapes = {f"{ROUTER}.weight": (block.num_experts, hidden_size)}
+    one = {f"{ROUTER}.bias": block.has_bias, CHOICE_BIAS: block.has_choice_bias}
+    return shapes | {name: (block.num_experts,) for name, is_there in one.items() if is_there}
+
+
 def _neurons(block: Neurons, hidden_size: int, layout: Layout) -> Shapes:
-    shapes: Shapes = {f"{name}.weight": (block.number, hidden_size) for name in block.matrices}
-    if layout == "sparse":
-        shapes["ffn_down_t.weight"] = (block.number, hidden_size)
-    else:
-        shapes["ffn_down.weight"] = (hidden_size, block.number)
-    sizes = dict.fromkeys(block.matrices, block.number) | {"ffn_down": hidden_size}
-    return shapes | {f"{n}.bias": (size,) for n, size in sizes.items() if n in block.biases}
+    """Experts are the first dimension of each tensor."""
+    first = (block.num_experts,) if block.are_experts else ()
+    rows = (*first, block.of_expert, hidden_size)
+    shapes: Shapes = {f"{name}.weight": rows for name in block.matrices}
+    down = in_layout(f"{block.down_name}.weight", layout)
+    shapes[down] = rows if layout == "sparse" else transposed_shape(rows)
+    sizes = dict.fromkeys(block.matrices, block.of_expert) | {block.down_name: hidden_size}
+    if block.has_output_gate:
+        shapes[OUTPUT_GATE] = (hidden_size,)
+    biases = {f"{n}.bias": (*first, size) for n, size in sizes.items() if n in block.biases}
+    return shapes | biases
 
 
 def _predict(block: Predict, hidden_size: int, num_neurons: int) -> Shapes:

@@ -7,8 +7,8 @@ from numbers import Integral
 
 # Parts of a name, case-insensitive -> why; the first match counts.
 _BY_NAME = (
-    (("moe", "mixtral", "dbrx", "deepseek", "gptoss", "gpt-oss", "grok", "arctic", "llama4",
-      "minimax", "kimi"), "mixtures of experts are not supported"),
+    (("moe", "dbrx", "deepseek", "gptoss", "gpt-oss", "grok", "arctic", "llama4",
+      "minimax", "kimi"), "this mixture of experts is not supported"),
     (("mamba", "rwkv", "jamba", "recurrentgemma", "plamo2", "lfm2", "bamba", "nemotron_h",
       "nemotronh", "qwen3next"), "recurrent layers (Mamba, RWKV and the like) are not supported"),
     (("t5", "bart", "marian", "whisper", "pegasus"),
@@ -23,7 +23,7 @@ _BY_NAME = (
       "baichuan", "minicpm", "exaone", "nemotron", "ernie", "hunyuan", "plamo"),
      "its graph is not supported"),
 )  # fmt: skip
-_EXPERTS = "mixtures of experts are not supported"
+_EXPERTS = "experts are not supported in this architecture"
 _CAPPED = "logits with a soft cap are not supported"
 _SCALED = "values scaled by a factor of the config are not supported"
 _LATENT = "attention over latent keys and values is not supported"
@@ -59,8 +59,9 @@ _BY_KEY = {
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
 CHECKPOINTS = (
-    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3, Gemma 3, SmolLM3, Falcon and OPT, and sparse variants of"
-    " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse)"
+    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3, Gemma 3, SmolLM3, Falcon and OPT, sparse variants of"
+    " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE,"
+    " Qwen 2 and Qwen 3, Granite, GLM-4.5 and SmallThinker"
 )
 
 

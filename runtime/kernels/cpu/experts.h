@@ -1,0 +1,297 @@
+// The chosen experts of a layer. Rows are sorted by expert, so that each expert is read once for all
+// of its rows; the weights of one that no row has chosen are not read. A row's sum is in the order in
+// which its router chose, so its bits do not depend on the other rows. The reference is
+// feed_forward.py.
+//
+// Letters: T tokens, K experts of a token, P = T * K, D model width, F neurons of an expert.
+#pragma once
+#include "neurons.h"
+#include "route.h"
+
+// The largest numbers of a step's layers with experts, for which memory is taken.
+struct ExpertSizes {
+    int64_t most_used = 0, most_neurons = 0, most_experts = 0;
+    uint32_t forms = 0, down_forms = 0;
+    bool has_neuron_major = false;
+
+    explicit ExpertSizes(const HsStep& step) {
+        for (const HsLayer* l = step.layer; l < step.layer + step.num_layers; ++l) {
+            if (!l->feed_forward.experts) continue;
+            const HsExperts& e = *l->feed_forward.experts;
+            most_used = std::max(most_used, l->route.num_used);
+            most_experts = std::max(most_experts, e.num_experts);
+            most_neurons = std::max(most_neurons, e.first.num_neurons);
+            forms |= forms_of(e.first);
+            down_forms |= by_output_forms(e.first);
+            has_neuron_major |= !e.first.is_by_output;
+        }
+    }
+};
+
+class Experts {
+  public:
+    Experts(Arena& arena, const ExpertSizes& sizes, int64_t D, int64_t T, Neurons& neurons)
+        : D(D), neurons_(neurons) {
+        const int64_t K = sizes.most_used, P = T * K;
+        if (!K) return;
+        const int64_t F = groups_of(sizes.most_neurons) * SUM_ROWS;
+        count_ = arena.take<int32_t>(sizes.most_experts + 1);
+        place_ = arena.take<int32_t>(P);
+        token_ = arena.take<int32_t>(P);
+        used_ = arena.take<Used>(std::min(P, sizes.most_experts));
+        x_ = arena.operand(D, T > 1 ? P : 0, sizes.forms);
+        hidden_ = arena.operand(F, P, sizes.down_forms);
+        up_ = arena.take<float>(P * F);
+        out_ = arena.take<float>(P * D);
+        if (!sizes.has_neuron_major) return;
+        gate_ = arena.take<float>(K * F);
+        open_ = arena.take<int32_t>(K * F);
+        open_position_ = arena.take<int32_t>(K * F);
+        mask_ = arena.take<uint64_t>(K * F / SUM_ROWS);
+        sum_ = arena.take<float>(K * MAX_CHUNKS * D);
+    }
+
+    // Writes the sum of the chosen experts' outputs, each times its weight, to out [T, D]. `routed`: [T, 2 K].
+    void run(const HsExperts& experts, const Gate& gate, const float* routed, int64_t num_used,
+             Operand& x, int64_t T, float* out, NeuronBytes& read) {
+        e_ = &experts, K = num_used, F = experts.first.num_neurons, T_ = T;
+        sort(routed);
+        if (experts.first.is_by_output)
+            run_by_output(gate, x, read);
+        else if (T == 1)
+            run_one(gate, x, read);
+        else
+            run_many(gate, x, read);
+        split(T * K * D * 4, T, 1, 4, [&](int64_t t0, int64_t t1) {
+            for (int64_t t = t0; t < t1; ++t) add({routed + t * 2 * K, K}, t, out + t * D);
+        });
+    }
+
+  private:
+    // An expert that rows have chosen: pairs begin .. begin + count - 1 of a row and an expert.
+    struct Used {
+        int32_t expert, begin, count;
+    };
+
+    // Sorts the pairs by expert, those of an expert by row.
+    void sort(const float* routed) {
+        std::fill_n(count_, e_->num_experts + 1, 0);
+        for (int64_t t = 0; t < T_; ++t)
+            for (int64_t k = 0; k < K; ++k) ++count_[Routed{routed + t * 2 * K, K}.expert(k) + 1];
+        num_used_ = 0;
+        for (int64_t e = 0; e < e_->num_experts; ++e) {
+            const int32_t own = count_[e + 1];
+            if (own) used_[num_used_++] = {static_cast<int32_t>(e), count_[e], own};
+            count_[e + 1] += count_[e];
+        }
+        for (int64_t t = 0; t < T_; ++t)
+            for (int64_t k = 0; k < K; ++k) {
+                const int32_t pair = count_[Routed{routed + t * 2 * K, K}.expert(k)]++;
+                place_[t * K + k] = pair;
+                token_[pair] = static_cast<int32_t>(t);
+            }
+    }
+
+    HsBlock block_of(const Used& used) const {
+        HsBlock block = e_->first;
+        const int64_t e = used.expert;
+        auto shift = [&](HsMatrix& m, int64_t bytes) {
+            if (m.data) m.data += e * bytes;
+            if (m.bias) m.bias += e * m.num_rows;
+        };
+        shift(block.gate, e_->gate_bytes), shift(block.up, e_->up_bytes),
+            shift(block.down, e_->down_bytes);
+        return block;
+    }
+
+    // The sum of a row's outputs, in the order of its router.
+    void add(const Routed& routed, int64_t t, float* out) const {
+        std::fill_n(out, D, 0.0f);
+        for (int64_t k = 0; k < K; ++k) {
+            const float* own = out_ + place_[t * K + k] * D;
+            const float* bias = e_->down_bias ? e_->down_bias + routed.expert(k) * D : nullptr;
+            const float weight = routed.weight(k);
+            for (int64_t d = 0; d < D; ++d) out[d] += weight * (bias ? own[d] + bias[d] : own[d]);
+        }
+    }
+
+    // The vectors of an expert's pairs, of which the packed forms begin at its first pair.
+    static Operand vectors(const Operand& all, const Used& used, int64_t size) {
+        Operand own = {all.f32 + used.begin * size, {}, {}, size, used.count};
+        for (int form = 0; form < NUM_FORMS; ++form)
+            if (all.packed[form]) own.packed[form] = all.packed[form] + used.begin * packed_bytes(size);
+        return own;
+    }
+
+    // Packs an expert's vectors for products with matrices of `kind`; a thread by itself.
+    static Input packed(const Operand& own, int32_t kind, bool is_packed) {
+        Input input{own.f32, own.packed[form_of(kind)], own.size, own.capacity, 0, own.capacity};
+        Quantise* quantise = kernels().quantise[kind];
+        if (quantise && !is_packed) quantise(input, own.size);
+        return input;
+    }
+
+    // The input of an expert's products; `one`: of all experts, if there is one row.
+    Input input_of(const Input& one, const Used& used, int32_t kind) const {
+        return T_ == 1 ? one : packed(vectors(x_, used, D), kind, true);
+    }
+
+    // Copies the rows of each expert's pairs together, and packs them.
+    void gather(Operand& x) {
+        const HsBlock& b = e_->first;
+        if (T_ == 1) {
+            gate_x_ = x.as(b.gate.kind, 1);
+            up_x_ = b.up.data ? x.as(b.up.kind, 1) : gate_x_;
+            return;
+        }
+        split(T_ * K * D * 16, num_used_, 1, 4, [&](int64_t u0, int64_t u1) {
+            for (const Used* u = used_ + u0; u < used_ + u1; ++u) {
+                const Operand own = vectors(x_, *u, D);
+                for (int64_t i = 0; i < u->count; ++i)
+                    std::memcpy(own.row(i), x.row(token_[u->begin + i]), D * sizeof(float));
+                packed(own, b.gate.kind, false);
+                if (b.up.data && form_of(b.up.kind) != form_of(b.gate.kind))
+                    packed(own, b.up.kind, false);
+            }
+        });
+    }
+
+    // ---- a row of `down` per output --------------------------------------------------------------
+
+    // Two passes over a list of jobs, groups of rows of all chosen experts: gates and ups, then downs.
+    void run_by_output(const Gate& gate, Operand& x, NeuronBytes& read) {
+        const HsBlock& b = e_->first;
+        const int64_t grain = T_ == 1 ? TILE_ROWS : 32, pairs = T_ * K;
+        gather(x);
+        over_rows(F, grain, pairs * F * (row_bytes(b.gate) + (b.up.data ? row_bytes(b.up) : 0)),
+                  [&](const Used& u, const Used* next, int64_t a0, int64_t a1) {
+            gates_and_ups(gate, u, next, a0, a1);
+        });
+        split(pairs * F * 16, num_used_, 1, 4, [&](int64_t u0, int64_t u1) {
+            for (const Used* u = used_ + u0; u < used_ + u1; ++u)
+                packed(vectors(hidden_, *u, F), b.down.kind, false);
+        });
+        over_rows(D, grain, pairs * D * row_bytes(b.down),
+                  [&](const Used& u, const Used* next, int64_t d0, int64_t d1) {
+            const HsMatrix down = block_of(u).down;
+            Rows rows = rows_of(down);
+            if (next && d1 == D) rows.after = block_of(*next).down.data;
+            kernels().dot_rows[down.kind](rows, packed(vectors(hidden_, u, F), down.kind, true),
+                                          out_ + u.begin * D, D, d0, d1);
+        });
+        read.gate += num_used_ * F * row_bytes(b.gate), read.down += num_used_ * D * row_bytes(b.down);
+        if (b.up.data) read.up += num_used_ * F * row_bytes(b.up);
+    }
+
+    // Calls body(used, next, a0, a1) for pieces of `count` rows of each chosen expert; `next`: the expert
+    // that the thread reads afterwards, or null.
+    template <class Body>
+    void over_rows(int64_t count, int64_t grain, int64_t bytes, const Body& body) {
+        const int64_t groups = (count + grain - 1) / grain;
+        split(bytes, num_used_ * groups, 1, 16, [&](int64_t i0, int64_t i1) {
+            for (int64_t i = i0, end; i < i1; i = end) {
+                const int64_t u = i / groups, first = u * groups;
+                end = std::min(i1, first + groups);
+                body(used_[u], end < i1 ? used_ + u + 1 : nullptr, (i - first) * grain,
+                     std::min(count, (end - first) * grain));
+            }
+        });
+    }
+
+    // Writes the hidden values of neurons a0 .. a1-1 of an expert.
+    void gates_and_ups(const Gate& gate, const Used& u, const Used* next, int64_t a0, int64_t a1) {
+        const HsBlock block = block_of(u);
+        float *hidden = hidden_.f32 + u.begin * F, *up = up_ + u.begin * F;
+        Rows gates = rows_of(block.gate), ups = rows_of(block.up);
+        const uint8_t* then = next ? block_of(*next).gate.data : nullptr;
+        gates.after = block.up.data ? block.up.data + a0 * block.up.stride : then;
+        ups.after = then;
+        kernels().dot_rows[block.gate.kind](gates, input_of(gate_x_, u, block.gate.kind), hidden, F, a0,
+                                            a1);
+        if (block.up.data)
+            kernels().dot_rows[block.up.kind](ups, input_of(up_x_, u, block.up.kind), up, F, a0, a1);
+        for (int64_t i = 0; i < u.count; ++i)
+            activate_whole(block, gate, i, a0, a1, hidden + i * F, up + i * F, {});
+    }
+
+    // ---- a row of `down` per neuron --------------------------------------------------------------
+
+    // One row: one pass over a list of jobs, chunks of neurons of all chosen experts.
+    void run_one(const Gate& gate, Operand& x, NeuronBytes& read) {
+        const HsBlock& b = e_->first;
+        const int64_t chunk = groups_of_chunk(F) * SUM_ROWS, chunks = (F + chunk - 1) / chunk;
+        const int64_t stride = groups_of(F) * SUM_ROWS;
+        gather(x);
+        Opened opened[MAX_CHUNKS * MAX_USED] = {};
+        split(K * F * row_bytes(b.gate), num_used_ * chunks, 1, MAX_CHUNKS,
+              [&](int64_t i0, int64_t i1) {
+            for (int64_t i = i0, end; i < i1; i = end) {
+                const int64_t u = i / chunks, first = u * chunks;
+                end = std::min(i1, first + chunks);
+                opened[i] = run_chunks(gate, used_[u], i - first, end - first, chunk, stride);
+            }
+        });
+        split(K * chunks * D * 4, D, 128, 1, [&](int64_t d0, int64_t d1) {
+            for (int64_t u = 0; u < num_used_; ++u)
+                RowSums::join(sum_ + u * MAX_CHUNKS * D, D, chunks, b.down.kind, d0, d1, out_ + u * D);
+        });
+        int64_t fired = 0;
+        for (int64_t i = 0; i < num_used_ * chunks; ++i) fired += opened[i].end - opened[i].begin;
+        count(b, num_used_ * F, WholeNeurons::takes(b, gate) ? num_used_ * F : fired, read);
+    }
+
+    // Writes the sums of chunks c0 .. c1-1 of an expert.
+    Opened run_chunks(const Gate& gate, const Used& u, int64_t c0, int64_t c1, int64_t chunk,
+                      int64_t stride) {
+        const HsBlock block = block_of(u);
+        const int64_t at = u.begin * stride;
+        float *hidden = hidden_.f32 + at, *up = up_ + at, *sum = sum_ + u.begin * MAX_CHUNKS * D;
+        if (WholeNeurons::takes(block, gate)) {
+            WholeNeurons{block,  gate, gate_x_, up_x_, 1, hidden, up, mask_ + at / SUM_ROWS,
+                         stride, sum,  chunk,   {}}
+                .run(c0, c1);
+            return {};
+        }
+        const TokenRoom room = {gate_ + at, up, hidden, open_ + at, open_position_ + at, sum, chunk};
+        return OneToken(block, gate, gate_x_, up_x_, room, {nullptr, nullptr, F}).run(c0, c1);
+    }
+
+    // Several rows: one expert after another.
+    void run_many(const Gate& gate, Operand& x, NeuronBytes& read) {
+        for (const Used* u = used_; u < used_ + num_used_; ++u) {
+            Operand own = vectors(x_, *u, D);
+            for (int64_t i = 0; i < u->count; ++i)
+                std::memcpy(own.row(i), x.row(token_[u->begin + i]), D * sizeof(float));
+            neurons_.run(block_of(*u), gate, nullptr, own, u->count, out_ + u->begin * D, read);
+        }
+    }
+
+    static void count(const HsBlock& b, int64_t num_gates, int64_t num_fired, NeuronBytes& read) {
+        read.gate += num_gates * row_bytes(b.gate), read.down += num_fired * row_bytes(b.down);
+        if (b.up.data) read.up += num_fired * row_bytes(b.up);
+    }
+
+    const int64_t D;
+    Neurons& neurons_;
+    const HsExperts* e_ = nullptr;
+    int64_t K = 0, F = 0, T_ = 0, num_used_ = 0;
+    int32_t *count_ = nullptr, *place_ = nullptr, *token_ = nullptr;  // place_: the pair of [T, K]
+    Used* used_ = nullptr;
+    Operand x_ = {}, hidden_ = {};   // by pair
+    Input gate_x_ = {}, up_x_ = {};  // of one row
+    float *up_ = nullptr, *out_ = nullptr, *gate_ = nullptr, *sum_ = nullptr;
+    int32_t *open_ = nullptr, *open_position_ = nullptr;
+    uint64_t* mask_ = nullptr;
+};
+
+// True if these are experts of a layer of width D.
+inline bool fits(const HsExperts& e, const HsRoute& route, int64_t D, bool computes_all) {
+    const HsBlock& b = e.first;
+    if (e.num_experts != route.router.num_rows || route.num_used > MAX_USED || b.row || b.id)
+        return false;
+    if (b.gate_limit || b.num_neurons < 1 || is_grouped(b.down.kind) || is_tiled(b.gate.kind))
+        return false;
+    for (int64_t bytes : {e.gate_bytes, e.up_bytes, e.down_bytes})
+        if (bytes < 0) return false;
+    return fits(b, D, b.num_neurons, b.up.data != nullptr, computes_all);
+}

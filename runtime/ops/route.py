@@ -1,0 +1,120 @@
+"""The router of a mixture of experts: in torch, as its definition in float64, and as a struct for C++.
+
+Letters: T tokens, D hidden size, E experts, K experts of a token, G groups."""
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotsplit.model.spec import Route
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.weights.matrix import Linear
+
+# In the order of step.h's enum.
+GATINGS = ("softmax", "sigmoid", "softmax_of_chosen")
+# Added to the sum by which weights are divided, as in transformers (modeling_glm4_moe.py): it only
+# counts where sigmoids are all about zero.
+LEAST_SUM = 1e-20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """The experts of each token, the most probable first, and what their outputs are multiplied by."""
+
+    id_TK: Tensor  # int64
+    weight_TK: Tensor  # f32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """`spec` has the formula. In f32; of equal scores the lower index is chosen."""
+
+    spec: Route
+    linear: Linear
+    choice_bias_E: Tensor | None
+
+    def forward(self, x_TD: Tensor) -> Routed:
+        spec, logit_TE = self.spec, self.linear.apply(x_TD)
+        score_TE = _gated(logit_TE, spec)
+        choice_TE = score_TE if self.choice_bias_E is None else score_TE + self.choice_bias_E
+        if spec.num_groups > 1:
+            choice_TE = choice_TE.masked_fill(~_in_groups(choice_TE, spec), -torch.inf)
+        id_TK = _largest(choice_TE, spec.num_used)
+        weight_TK = score_TE.gather(1, id_TK)
+        if spec.gating == "softmax_of_chosen":
+            weight_TK = weight_TK.softmax(dim=1)
+        if spec.renormalises:
+            weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + LEAST_SUM)
+        return Routed(id_TK=id_TK, weight_TK=weight_TK * spec.scale)
+
+
+def _gated(logit_TE: Tensor, spec: Route) -> Tensor:
+    if spec.gating == "softmax":
+        return logit_TE.softmax(dim=1)
+    return logit_TE.sigmoid() if spec.gating == "sigmoid" else logit_TE
+
+
+def _in_groups(choice_TE: Tensor, spec: Route) -> Tensor:
+    """bool [T, E]: the experts of the groups whose two largest choices sum to most."""
+    choice_TGE = choice_TE.unflatten(1, (spec.num_groups, -1))
+    best_TG = choice_TGE.topk(2, dim=2).values.sum(dim=2)
+    mask_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+    mask_TG.scatter_(1, _largest(best_TG, spec.num_used_groups), True)
+    return mask_TG[:, :, None].expand_as(choice_TGE).flatten(1)
+
+
+def _largest(value_TE: Tensor, count: int) -> Tensor:
+    """The indices of the largest values of each row, the largest first; of equal ones the lower."""
+    return value_TE.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def route_ref(
+    spec: Route, weight_ED: np.ndarray, x_D: np.ndarray, bias_E: np.ndarray | float = 0.0,
+    choice_bias_E: np.ndarray | float = 0.0,
+) -> tuple[list[int], np.ndarray]:  # fmt: skip
+    """The definition, in float64, for one token: (experts, their weights [K])."""
+    logit_E = weight_ED.astype(np.float64) @ x_D.astype(np.float64) + bias_E
+    powers_E = np.exp(logit_E - logit_E.max())
+    score_E = {
+        "softmax": powers_E / powers_E.sum(),
+        "sigmoid": 1.0 / (1.0 + np.exp(-logit_E)),
+        "softmax_of_chosen": logit_E,
+    }[spec.gating]
+    choice_E = score_E + choice_bias_E
+    size = spec.num_experts // spec.num_groups
+    best_G = [np.sort(choice_E[g * size :][:size])[-2:].sum() for g in range(spec.num_groups)]
+    groups = sorted(range(spec.num_groups), key=lambda g: (-best_G[g], g))[: spec.num_used_groups]
+    allowed = [e for e in range(spec.num_experts) if e // size in groups]
+    chosen = sorted(allowed, key=lambda e: (-choice_E[e], e))[: spec.num_used]
+    weight_K = score_E[chosen]
+    if spec.gating == "softmax_of_chosen":
+        weight_K = np.exp(weight_K - weight_K.max())
+        weight_K = weight_K / weight_K.sum()
+    if spec.renormalises:
+        weight_K = weight_K / weight_K.sum()
+    return chosen, weight_K * spec.scale
+
+
+class RouteStruct(Structure):
+    _fields_ = [("router", MatrixStruct), ("choice_bias", c_void_p), ("num_used", c_int64),
+                ("num_groups", c_int64), ("num_used_groups", c_int64), ("gating", c_int32),
+                ("renormalises", c_int32), ("scale", c_float), ("unused", c_int32)]  # fmt: skip
+
+
+def route_struct(structs: Structs, router: Router | None) -> RouteStruct:
+    if router is None:
+        return RouteStruct()
+    spec = router.spec
+    return RouteStruct(
+        router=structs.linear(router.linear),
+        choice_bias=structs.vector(router.choice_bias_E),
+        num_used=spec.num_used,
+        num_groups=spec.num_groups,
+        num_used_groups=spec.num_used_groups,
+        gating=GATINGS.index(spec.gating),
+        renormalises=spec.renormalises,
+        scale=spec.scale,
+    )

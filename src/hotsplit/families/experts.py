@@ -1,0 +1,254 @@
+"""Mixtures of experts: their numbers, from a checkpoint's config or a GGUF's keys, and where a
+checkpoint has the matrices of each expert."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+
+from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import NameOf, gguf_names
+from hotsplit.files.gguf_file import Value
+from hotsplit.files.typed import shown
+from hotsplit.model.arrangements import Mixture
+from hotsplit.model.spec import Activation, Gating, ModelSpec, Neurons, Route
+
+if TYPE_CHECKING:
+    from hotsplit.families.config_reader import ConfigReader
+    from hotsplit.families.key_reader import KeyReader
+
+MAX_EXPERTS = 4096
+# llama.cpp's numbers (llama_expert_gating_func_type).
+GATINGS: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}
+# Names of the number of experts in configs, in the order in which they are looked for.
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+KEYS = (
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_count",
+    "expert_shared_feed_forward_length", "expert_gating_func", "expert_weights_norm",
+    "expert_weights_scale", "expert_group_count", "expert_group_used_count",
+    "leading_dense_block_count",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The numbers of the experts of a model. `num_neurons`: of one; `num_shared`: neurons of the
+    shared experts, 0 without any; `num_dense`: layers at the beginning without experts."""
+
+    route: Route
+    num_neurons: int
+    num_shared: int = 0
+    has_shared_gate: bool = False
+    num_dense: int = 0
+
+    def mixture(self, activation: Activation, options: Collection[str] = ()) -> Mixture:
+        """`options`: names of optional tensors, of which the biases are used."""
+        count = self.route.num_experts
+        experts = Neurons(
+            number=count * self.num_neurons, activation=activation, suffix="_exps",
+            num_experts=count,
+        )  # fmt: skip
+        names = (*experts.matrices, experts.down_name)
+        biases = frozenset(name for name in names if f"{name}.bias" in options)
+        shared = None
+        if self.num_shared:
+            shared = Neurons(
+                number=self.num_shared, activation=activation, suffix="_shexp",
+                has_output_gate=self.has_shared_gate, writes="shared_out",
+            )  # fmt: skip
+        return Mixture(route=self.route, experts=replace(experts, biases=biases), shared=shared)
+
+
+def check_experts(where: str, experts: Experts, num_layers: int) -> Experts:
+    """Raises HotsplitError, which begins with `where`, for numbers that do not fit together."""
+    route = experts.route
+    faults = {
+        f"{route.num_experts} experts, wanted 1 to {MAX_EXPERTS}": (
+            not 1 <= route.num_experts <= MAX_EXPERTS
+        ),
+        f"{route.num_used} experts a token of {route.num_experts}": (
+            not 1 <= route.num_used <= route.num_experts
+        ),
+        f"{route.num_experts} experts do not divide into {route.num_groups} groups of two or more": (
+            route.num_groups > 1
+            and (route.num_experts % route.num_groups or route.num_experts < 2 * route.num_groups)
+        ),
+        f"{route.num_used_groups} groups a token of {route.num_groups}": (
+            not 1 <= route.num_used_groups <= route.num_groups
+        ),
+        f"{route.num_used} experts a token from {route.num_used_groups} of {route.num_groups} groups"
+        f" of {route.num_experts} experts": (
+            route.num_used * route.num_groups > route.num_experts * route.num_used_groups
+        ),
+        f"{experts.num_dense} layers without experts of {num_layers}": (
+            not 0 <= experts.num_dense < num_layers
+        ),
+    }
+    fault = next((words for words, is_wrong in faults.items() if is_wrong), None)
+    if fault is not None:
+        raise HotsplitError(f"{where}: {fault}: no such mixture; get the model again")
+    return experts
+
+
+def config_count(read: "ConfigReader") -> int:
+    """The number of experts, by any of its names."""
+    key = next((name for name in COUNTS if name in read.said), None)
+    key = key or next(name for name in COUNTS if name in read.values)
+    value = read.values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_EXPERTS:
+        raise HotsplitError(
+            f"{read.path}: {key} is {shown(value)}, wanted a number of experts from 1 to"
+            f" {MAX_EXPERTS}"
+        )
+    return value
+
+
+def dense_layers(read: "ConfigReader", num_layers: int) -> int:
+    """The number of layers without experts, which are the first, by `mlp_only_layers` and
+    `decoder_sparse_step` (transformers, modeling_qwen2_moe.py)."""
+    only, step = read.values.get("mlp_only_layers") or [], read.count("decoder_sparse_step")
+    if not isinstance(only, list):
+        raise HotsplitError(f"{read.path}: mlp_only_layers is {shown(only)}, wanted a list")
+    are_dense = [layer in only or (layer + 1) % step != 0 for layer in range(num_layers)]
+    count = are_dense.index(False) if False in are_dense else num_layers
+    if any(are_dense[count:]):
+        raise HotsplitError(
+            f"{read.path}: layers without experts (mlp_only_layers, decoder_sparse_step) are supported"
+            " only before all others; this checkpoint is not supported"
+        )
+    return count
+
+
+def with_dense_layers(name_of: NameOf, num_layers: int) -> NameOf:
+    """The names, with those of neurons in layers without experts, which llama.cpp's map for a graph
+    that has experts in all layers lacks."""
+    of_dense = gguf_names(gguf.MODEL_ARCH.LLAMA, num_layers)
+
+    def name(source: str) -> str | None:
+        return name_of(source) or of_dense(source)
+
+    return name
+
+
+def experts_of_keys(
+    read: "KeyReader", *, gating: Gating = "softmax", renormalises: bool = True,
+    default_length: int | None = None, has_shared: bool = False, has_shared_gate: bool = False,
+    reads: str = "ffn_in",
+) -> Experts:  # fmt: skip
+    """The experts by a GGUF's keys; the arguments are what llama.cpp's graph does if a key is
+    absent. `default_length`: neurons of an expert; None: `feed_forward_length`."""
+    name, tensors = read.graph.name, read.tensors
+    num_layers = read.count("block_count") - read.num_skipped
+    count = read.whole("expert_count")
+    # By number, not by name: tensors of the last layer, since the first may have no experts.
+    last = f"blk.{num_layers - 1}."
+    func = read.whole("expert_gating_func", next(n for n, g in GATINGS.items() if g == gating))
+    if func not in GATINGS:
+        raise HotsplitError(
+            f"{read.path}: key '{name}.expert_gating_func' is {func}, wanted one of"
+            f" {', '.join(map(str, GATINGS))}: this router is not supported"
+        )
+    norm_key, length = f"{name}.expert_weights_norm", read.whole("expert_feed_forward_length", 0)
+    route = Route(
+        num_experts=count,
+        num_used=read.whole("expert_used_count"),
+        gating=GATINGS[func],
+        renormalises=read.flag(norm_key) if norm_key in read.keys else renormalises,
+        scale=read.number(f"{name}.expert_weights_scale", 0.0) or 1.0,  # 0 is none, as in llama.cpp
+        has_bias=f"{last}ffn_gate_inp.bias" in tensors,
+        has_choice_bias=f"{last}exp_probs_b.bias" in tensors,
+        num_groups=read.whole("expert_group_count", 1) or 1,
+        num_used_groups=read.whole("expert_group_used_count", 1) or 1,
+        reads=reads,
+    )
+    length = length or default_length or read.count("feed_forward_length")
+    shared = read.whole("expert_shared_feed_forward_length", 0)
+    shared = shared or length * read.whole("expert_shared_count", 0)
+    experts = Experts(
+        route=route,
+        num_neurons=length,
+        num_shared=shared if has_shared else 0,
+        has_shared_gate=has_shared_gate,
+        num_dense=read.whole("leading_dense_block_count", 0),
+    )
+    return check_experts(str(read.path), experts, num_layers)
+
+
+def expert_keys(spec: ModelSpec) -> Mapping[str, Value]:
+    """The keys that `experts_of_keys` reads."""
+    layer = spec.layers[-1]
+    route, neurons, shared = layer.route, layer.neurons, layer.shared
+    if route is None:
+        return {}
+    num_dense = sum(layer.route is None for layer in spec.layers)
+    keys: dict[str, Value] = {
+        "expert_count": np.uint32(route.num_experts),
+        "expert_used_count": np.uint32(route.num_used),
+        "expert_feed_forward_length": np.uint32(neurons.of_expert),
+        "expert_gating_func": np.uint32(next(n for n, g in GATINGS.items() if g == route.gating)),
+        "expert_weights_norm": route.renormalises,
+        "expert_weights_scale": np.float32(route.scale),
+    }
+    if shared is not None:
+        keys["expert_shared_feed_forward_length"] = np.uint32(shared.number)
+        keys["expert_shared_count"] = np.uint32(max(1, shared.number // neurons.of_expert))
+    if num_dense:
+        keys["leading_dense_block_count"] = np.uint32(num_dense)
+    if route.num_groups > 1:
+        keys["expert_group_count"] = np.uint32(route.num_groups)
+        keys["expert_group_used_count"] = np.uint32(route.num_used_groups)
+    return keys
+
+
+def other_in_stock(spec: ModelSpec, *, renormalises: bool) -> str | None:
+    """What llama.cpp's graph of a softmax router without keys of its own computes otherwise."""
+    route = spec.layers[-1].route
+    if route is None:
+        return None
+    if spec.layers[0].route is None:
+        return "has experts in every layer, this model not in the first"
+    if route.renormalises != renormalises:
+        does, other = ("divides", "does not") if renormalises else ("does not divide", "does")
+        return f"{does} the weights of experts by their sum, this model {other}"
+    return None
+
+
+# ---- where a checkpoint has experts --------------------------------------------------------------
+
+# Names of an expert's matrices, or of all experts' together, and ours.
+_MATRICES = {
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    "w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down",
+    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+}  # fmt: skip
+_LAYER = r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\."
+_ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")
+_ALL = re.compile(_LAYER + r"(?:experts\.(gate_up|down)_proj|(input|output)_linear\.weight)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlace:
+    """Where in a model file the experts of a checkpoint's tensor are. `expert`: the only one that it
+    has; None: all, [E, N, M]. `names`: tensors of the model file; of two, the first has the first
+    half of each expert's rows."""
+
+    names: tuple[str, ...]
+    expert: int | None = None
+
+
+def expert_place(source: str) -> ExpertPlace | None:
+    """The place of a tensor of experts, as published and as transformers 5 joins them
+    (conversion_mapping.py); None for another tensor."""
+    if (one := _ONE.fullmatch(source)) is not None and one[3] in _MATRICES:
+        name = f"blk.{one[1]}.{_MATRICES[one[3]]}_exps.weight"
+        return ExpertPlace(names=(name,), expert=int(one[2]))
+    if (every := _ALL.fullmatch(source)) is not None:
+        stems = ("ffn_down",) if "down" in every[0] or every[3] == "output" else _JOINED
+        return ExpertPlace(names=tuple(f"blk.{every[1]}.{stem}_exps.weight" for stem in stems))
+    return None
+
+
+_JOINED = ("ffn_gate", "ffn_up")

@@ -1,0 +1,99 @@
+"""The orders of blocks that the layers of models have."""
+
+from dataclasses import dataclass, replace
+
+from hotsplit.model.spec import Add, Attention, Block, LayerSpec, Neurons, Norm, NormKind, Route
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The feed-forward blocks of a layer with experts."""
+
+    route: Route
+    experts: Neurons
+    shared: Neurons | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """Makes a layer's blocks in one of the orders that models have, with norms of one kind."""
+
+    norm: NormKind
+    hidden_size: int
+    epsilon: float
+
+    def _norm(self, name: str, reads: str, writes: str) -> Norm:
+        return Norm(
+            name=name, kind=self.norm, size=self.hidden_size, epsilon=self.epsilon,
+            reads=reads, writes=writes,
+        )  # fmt: skip
+
+    def pre_norm(
+        self, attention: Attention, neurons: Neurons | Mixture, *, second: str = "ffn_norm",
+        factor: float = 1.0,
+    ) -> LayerSpec:  # fmt: skip
+        """Norms before attention and feed-forward (Llama). `second`: the name of the latter.
+        `factor`: of both outputs, in the residual sums (Granite)."""
+        first: tuple[Block, ...] = ()
+        blocks: tuple[Block, ...] = (neurons,) if isinstance(neurons, Neurons) else ()
+        if isinstance(neurons, Mixture):
+            is_early = neurons.route.reads == "x"  # of the layer's input
+            first = (neurons.route,) if is_early else ()
+            shared = () if neurons.shared is None else (neurons.shared,)
+            blocks = (*(() if is_early else (neurons.route,)), neurons.experts, *shared)
+        outputs = tuple(block.writes for block in blocks if isinstance(block, Neurons))
+        return LayerSpec(
+            blocks=(
+                *first,
+                self._norm("attn_norm", "x", "attn_in"),
+                attention,
+                Add(terms=("x", "attn_out"), factor=factor),
+                self._norm(second, "x", "ffn_in"),
+                *blocks,
+                Add(terms=("x", *outputs), factor=factor),
+            )
+        )
+
+    def post_norm(self, attention: Attention, neurons: Neurons) -> LayerSpec:
+        """Norms after each residual sum (OPT 350M)."""
+        return LayerSpec(
+            blocks=(
+                replace(attention, reads="x"),
+                Add(terms=("x", "attn_out")),
+                self._norm("attn_norm", "x", "ffn_in"),
+                neurons,
+                Add(terms=("ffn_in", "ffn_out")),
+                self._norm("ffn_norm", "x", "x"),
+            )
+        )
+
+    def parallel(self, attention: Attention, neurons: Neurons, *, num_norms: int) -> LayerSpec:
+        """Attention and feed-forward read the same hidden state, through one norm or one each
+        (Falcon)."""
+        has_two = num_norms == 2
+        second = (self._norm("attn_norm_2", "x", "attn_in"),) if has_two else ()
+        return LayerSpec(
+            blocks=(
+                self._norm("attn_norm", "x", "ffn_in"),
+                *second,
+                attention if has_two else replace(attention, reads="ffn_in"),
+                Add(terms=("x", "attn_out")),
+                neurons,
+                Add(terms=("x", "ffn_out")),
+            )
+        )
+
+    def sandwich(self, attention: Attention, neurons: Neurons) -> LayerSpec:
+        """Norms before and after attention and feed-forward, all before the sums (Gemma 2, 3)."""
+        return LayerSpec(
+            blocks=(
+                self._norm("attn_norm", "x", "attn_in"),
+                attention,
+                self._norm("post_attention_norm", "attn_out", "attn_out"),
+                Add(terms=("x", "attn_out")),
+                self._norm("ffn_norm", "x", "ffn_in"),
+                neurons,
+                self._norm("post_ffw_norm", "ffn_out", "ffn_out"),
+                Add(terms=("x", "ffn_out")),
+            )
+        )

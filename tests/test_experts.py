@@ -1,0 +1,458 @@
+"""Mixtures of experts: the router against its definition in float64, each row's bits whatever the other
+rows are, weights that are not read unless their expert is chosen, and files that are refused."""
+
+import dataclasses
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import make_model, make_sizes, mixture_spec
+from reference import Bounds, rel_error
+from test_sequences import CONTEXT, ROOM, Alone, schedule
+
+from hotsplit import Engine
+from hotsplit.artifacts.changed_model import replace_thresholds
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_gguf import read_model_gguf
+from hotsplit.artifacts.profile_file import Corpus, Profile
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
+from hotsplit.model.spec import Route
+from hotsplit.model.tensors import in_layout, is_down
+from hotsplit.profile.count.counting import Counter, experts_of, gates_of
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.ops.route import Router, route_ref
+from hotsplit.runtime.weights.matrix import Linear, Matrix
+
+native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+LEVELS = library.usable_levels() if library.is_available() else []
+BOUNDS = Bounds(
+    f32=1e-5, f16=1e-3, bf16=1e-3, q8_0=1e-3, q4_0=1e-3, q4_k=1e-3, q5_k=1e-3, q6_k=1e-3
+)
+IDS = [3, 41, 7, 7, 19, 0, 33, 28, 12, 49, 5]
+GROUPS = {"num_groups": 3, "num_used_groups": 2}
+ROUTES = {
+    "softmax": Route(num_experts=7, num_used=3, renormalises=False),
+    "renormalised": Route(num_experts=5, num_used=5, scale=1.5),
+    "one": Route(num_experts=9, num_used=1),
+    "sigmoid": Route(num_experts=8, num_used=3, gating="sigmoid", has_choice_bias=True, scale=2.5),
+    "groups": Route(
+        num_experts=12, num_used=4, gating="sigmoid", has_choice_bias=True, **GROUPS
+    ),
+    "softmax groups": Route(num_experts=6, num_used=3, has_bias=True, **GROUPS),
+    "of chosen": Route(
+        num_experts=8, num_used=4, gating="softmax_of_chosen", has_bias=True, renormalises=False
+    ),
+}  # fmt: skip
+
+
+def mixture(
+    *, route: Route = ROUTES["softmax"], kind: str = "f32", layout: str = "sparse", width: int = 64,
+    num_neurons: int = 37, path: Path = Path("memory.gguf"), **numbers,
+) -> ModelFile:  # fmt: skip
+    """A random mixture whose routers choose clearly; K-quants need whole blocks."""
+    activation = numbers.pop("activation", "silu")
+    sizes = make_sizes(width=width, num_neurons=num_neurons, context_length=CONTEXT)
+    spec = mixture_spec(
+        sizes, route=route, num_neurons=num_neurons, activation=activation, **numbers
+    )
+    model = make_model(spec=spec, kind=kind, path=path)
+    tensors = {in_layout(n, layout): e for n, e in model.tensors.items()}
+    if layout == "stock":
+        tensors |= {n: transposed(e, kind) for n, e in tensors.items() if is_down(n)}
+    chance = np.random.default_rng(1)
+    for name, entry in model.tensors.items():
+        if "ffn_gate_inp.w" in name:
+            tensors[name] = array_entry(4 * chance.standard_normal(entry.shape) / 8, "f32")
+        elif name.endswith(("exp_probs_b.bias", "ffn_gate_inp.bias")):
+            tensors[name] = array_entry(0.2 * chance.standard_normal(entry.shape), "f32")
+    return dataclasses.replace(model, layout=layout, tensors=tensors)
+
+
+def transposed(entry: TensorEntry, kind: str) -> TensorEntry:
+    """Random values in the shape of the transpose."""
+    shape = *entry.shape[:-2], entry.shape[-1], entry.shape[-2]
+    flat = make_model(
+        sizes=make_sizes(width=shape[-1], num_neurons=int(np.prod(shape[:-1]))), kind=kind
+    )
+    data = flat.tensors["blk.0.ffn_up.weight"].read().reshape(*shape[:-1], -1)
+    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
+
+
+def with_expert_in(model: ModelFile, expert: int, value: float) -> ModelFile:
+    """The model with all weights of one expert, of every layer, of this value."""
+
+    def filled(entry: TensorEntry) -> TensorEntry:
+        data = entry.read().copy()
+        if entry.kind == "q8_0":  # the scale of each block
+            data[expert].reshape(-1, 34)[:, :2] = np.array([value], np.float16).view(np.uint8)
+        else:
+            data[expert] = value
+        return dataclasses.replace(entry, read_rows=lambda a, b: data[a:b])
+
+    changed = {n: filled(e) for n, e in model.tensors.items() if "_exps" in n}
+    return dataclasses.replace(model, tensors=model.tensors | changed)
+
+
+def watched(engine: Engine, ids) -> torch.Tensor:
+    """Logits through torch, which is used because an observer is present."""
+    with engine.observe(lambda n, i, t: None, lambda n, i: False):
+        return engine.logits(ids)
+
+
+# ---- the router ----------------------------------------------------------------------------------
+
+
+def router_of(spec: Route, seed: int, width: int = 24) -> tuple[Router, dict[str, np.ndarray]]:
+    chance = np.random.default_rng(seed)
+    weight_ED = chance.standard_normal((spec.num_experts, width)).astype(np.float32) / 4
+    bias_E, choice_E = chance.standard_normal((2, spec.num_experts)).astype(np.float32) / 4
+    own = {"bias_E": bias_E} if spec.has_bias else {}
+    own |= {"choice_bias_E": choice_E} if spec.has_choice_bias else {}
+    parts = {name: torch.from_numpy(values) for name, values in own.items()}
+    matrix = Matrix(data=torch.from_numpy(weight_ED), kind="f32", width=width)
+    linear = Linear(weight=matrix, bias_N=parts.get("bias_E"))
+    router = Router(spec=spec, linear=linear, choice_bias_E=parts.get("choice_bias_E"))
+    return router, {"weight_ED": weight_ED, **own}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_the_router_equals_its_definition(name):
+    spec = ROUTES[name]
+    for seed in range(20):
+        router, arrays = router_of(spec, seed)
+        x_TD = np.random.default_rng(100 + seed).standard_normal((5, 24)).astype(np.float32)
+        routed = router.forward(torch.from_numpy(x_TD))
+        for x_D, id_K, weight_K in zip(x_TD, routed.id_TK, routed.weight_TK, strict=True):
+            want_ids, want_K = route_ref(spec, x_D=x_D, **arrays)
+            assert id_K.tolist() == want_ids
+            assert np.abs(weight_K.numpy() - want_K).max() < 2e-6 * spec.scale
+
+
+def test_the_definition_by_hand():
+    """Logits 0, ln 2 and ln 4: softmax gives 1/7, 2/7 and 4/7."""
+    spec = Route(num_experts=3, num_used=2, renormalises=False)
+    weight_ED = np.log(np.array([[1.0], [2.0], [4.0]]))
+    ids, weight_K = route_ref(spec, weight_ED, np.ones(1))
+    assert ids == [2, 1] and np.allclose(weight_K, [4 / 7, 2 / 7])
+    ids, weight_K = route_ref(
+        dataclasses.replace(spec, renormalises=True, scale=3.0), weight_ED, np.ones(1)
+    )
+    assert ids == [2, 1] and np.allclose(weight_K, [2.0, 1.0])
+    ids, weight_K = route_ref(spec, weight_ED, np.ones(1), choice_bias_E=np.array([9.0, 0, 0]))
+    assert ids == [0, 2] and np.allclose(weight_K, [1 / 7, 4 / 7])  # the bias only chooses
+
+
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_of_equal_scores_the_lower_index_is_chosen(tmp_path, in_torch):
+    """All scores are equal, so the first three experts are chosen, and the others have NaN."""
+    model = mixture(path=tmp_path / "m.gguf")
+    zeros = {
+        n: array_entry(np.zeros(e.shape), "f32") for n, e in model.tensors.items() if "inp.w" in n
+    }
+    model = dataclasses.replace(model, tensors=model.tensors | zeros)
+    for expert in (0, 2, 3, 6):
+        with Engine.of(with_expert_in(model, expert, np.nan)) as engine:
+            got = watched(engine, IDS) if in_torch else engine.logits(IDS)
+            assert bool(got.isfinite().all()) == (expert >= 3)
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+LAYOUTS = [("sparse", "dense"), ("sparse", "exact"), ("stock", "dense")]
+
+
+@native
+@pytest.mark.parametrize("layout, mode", LAYOUTS)
+@pytest.mark.parametrize("name", ROUTES)
+def test_native_experts_equal_those_of_torch(name, layout, mode):
+    """Also with shared experts, a gate of theirs, and a first layer without experts."""
+    for activation, numbers in (
+        ("relu", {"num_shared": 29, "has_shared_gate": True, "num_dense": 1}),
+        ("silu", {"num_shared": 64}),
+    ):
+        model = mixture(route=ROUTES[name], layout=layout, activation=activation, **numbers)
+        with Engine.of(model, mode=mode) as engine:
+            assert engine.not_native is None
+            assert rel_error(engine.logits(IDS), watched(engine, IDS)) < 1e-5
+
+
+@native
+@pytest.mark.parametrize("layout, mode", LAYOUTS)
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_all_types(restore_library, kind, layout, mode):
+    """A step of one row, steps of several, and any number of threads give the same bits."""
+    is_super = kind.endswith("_k")
+    num_neurons = 256 if is_super and layout == "stock" else 96
+    model = mixture(
+        kind=kind, layout=layout, num_neurons=num_neurons, width=256 if is_super else 64,
+        activation="relu", num_shared=num_neurons,
+    )  # fmt: skip
+    with Engine.of(model, mode=mode) as engine:
+        want = engine.logits(IDS)
+        assert rel_error(want, watched(engine, IDS)) < BOUNDS[kind]
+        for threads in (1, 2, 3):
+            library.set_threads(threads)
+            assert torch.equal(engine.logits(IDS), want)
+            for position, token in enumerate(IDS):
+                assert torch.equal(engine._step(token, position), want[position])
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("layout, mode", LAYOUTS)
+def test_all_levels(restore_library, level, layout, mode):
+    library.set_level(level)
+    for kind in ("f32", "q8_0", "bf16"):
+        model = mixture(kind=kind, layout=layout, num_neurons=160, activation="relu")
+        with Engine.of(model, mode=mode) as engine:
+            want = engine.logits(IDS)
+            assert rel_error(want, watched(engine, IDS)) < BOUNDS[kind]
+            library.set_threads(2)
+            for position, token in enumerate(IDS):
+                assert torch.equal(engine._step(token, position), want[position])
+
+
+@native
+@pytest.mark.parametrize("layout, mode", LAYOUTS)
+def test_random_schedules(layout, mode, num_seeds=8):
+    for kind in ("f32", "q8_0"):
+        model = mixture(kind=kind, layout=layout, num_neurons=64, activation="relu", num_shared=32)
+        with (
+            Engine.of(model, mode=mode, context_length=CONTEXT) as single,
+            Engine.of(model, mode=mode, context_length=CONTEXT, num_sequences=ROOM) as engine,
+        ):
+            alone = Alone(single)
+            chances = (random.Random(f"{kind} {mode} {seed}") for seed in range(num_seeds))
+            assert sum(schedule(engine, alone, chance, 12) for chance in chances) > 200
+
+
+@pytest.mark.slow
+@native
+def test_a_thousand_random_schedules():
+    for layout, mode in LAYOUTS:
+        test_random_schedules(layout, mode, num_seeds=170)
+
+
+@native
+@pytest.mark.parametrize("layout, mode", LAYOUTS)
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_an_expert_that_no_row_chooses_is_not_read(kind, layout, mode):
+    """Expert 2 is never chosen, by its bias, and has NaN; if it may be chosen, the results are NaN."""
+    model = mixture(route=ROUTES["sigmoid"], kind=kind, layout=layout, num_neurons=64)
+    for bias, is_finite in ((-100.0, True), (100.0, False)):
+        values = np.zeros(8, np.float32)
+        values[2] = bias
+        biases = {n: array_entry(values, "f32") for n in model.tensors if "exp_probs_b" in n}
+        own = dataclasses.replace(model, tensors=model.tensors | biases)
+        broken = with_expert_in(own, 2, np.nan)
+        with Engine.of(own, mode=mode) as whole, Engine.of(broken, mode=mode) as engine:
+            got, one = engine.logits(IDS), engine._step(IDS[0], 0)
+            assert bool(got.isfinite().all()) == bool(one.isfinite().all()) == is_finite
+            if is_finite:
+                assert torch.equal(got, whole.logits(IDS))
+                assert watched(engine, IDS).isfinite().all()
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+@native
+@pytest.mark.parametrize("layout", ["sparse", "stock"])
+def test_bytes_are_those_of_the_chosen_experts(layout):
+    """Three of seven for one row; of several rows, each expert that any row chooses once."""
+    model = mixture(kind="q8_0", layout=layout, num_neurons=96)
+    with Engine.of(model, mode="dense") as engine:
+        seen = {}
+        with engine.observe(
+            lambda n, i, t: seen.setdefault(i, (t != 0).any(0)), lambda n, i: n == "ffn_hidden"
+        ):
+            engine.logits(IDS)
+        used = sum(int(fired.view(7, 96).any(1).sum()) for fired in seen.values())
+        row, of_expert = 68, 3 * 96 * 68 if layout == "sparse" else 2 * 96 * 68 + 64 * 102
+        for run, experts in (
+            (partial(engine._step, IDS[0], 0), 2 * 3),
+            (partial(engine.logits, IDS), used),
+        ):
+            before = dataclasses.replace(engine.traffic)
+            run()
+            read = [getattr(engine.traffic, n) - getattr(before, n) for n in ("gate", "up", "down")]
+            assert read[0] == read[1] == experts * 96 * row and sum(read) == experts * of_expert
+
+
+@native
+def test_exact_mode_skips_silent_neurons_of_the_chosen_experts():
+    model = mixture(kind="q8_0", num_neurons=96, activation="relu")
+    with Engine.of(model, mode="exact") as engine:
+        fired = []
+        with engine.observe(
+            lambda n, i, t: fired.append(int((t > 0).sum())), lambda n, i: n == "ffn_gate"
+        ):
+            engine._step(IDS[0], 0)
+        before = dataclasses.replace(engine.traffic)
+        engine._step(IDS[0], 0)
+        read = engine.traffic.down - before.down
+        assert 0 < read == sum(fired) * 68 < 2 * 3 * 96 * 68
+
+
+def test_experts_stay_in_the_mapped_file(tmp_path):
+    model = mixture(path=tmp_path / "m.gguf", kind="q8_0", num_neurons=96)
+    model.save(model.path)
+    opened = ModelFile.load(model.path)
+    with Engine.of(opened, is_resident=True) as engine:
+        for index, layer in enumerate(engine.layers):
+            block = layer.ffn.experts
+            for name, own in zip(
+                ("gate", "up", "down"), (block.gate, block.up, block.down), strict=True
+            ):
+                stem = "ffn_down_exps_t" if name == "down" else f"ffn_{name}_exps"
+                entry = opened.entry(index, f"{stem}.weight")
+                assert np.shares_memory(own.data.numpy(), entry.read())
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_experts_and_their_neurons_are_counted(activation):
+    model = mixture(route=ROUTES["groups"], activation=activation, num_dense=1)
+    spec, chosen = model.spec, {}
+    with Engine.of(model, mode="dense") as engine:
+        counter = Counter(
+            gates_of(model, model.threshold_L), spec.most_neurons, experts_L=experts_of(model)
+        )
+        seen = {}
+        with (
+            engine.observe(counter.observe, counter.wants),
+            engine.observe(
+                lambda n, i, t: seen.update({(n, i): t}), lambda n, i: n.startswith("ffn")
+            ),
+        ):
+            engine.logits(IDS)
+        router = engine.layers[1].router
+        chosen = router.forward(seen["ffn_norm", 1]).id_TK
+    arrays = counter.arrays()
+    assert torch.equal(arrays["expert_count_LE"][1], chosen.flatten().bincount(minlength=12))
+    assert arrays["expert_count_LE"][0].sum() == 0 and len(IDS) * 4 == len(chosen.flatten())
+    fired_TF = seen["ffn_gate", 1] > 0 if activation == "relu" else seen["ffn_hidden", 1] != 0
+    assert torch.equal(arrays["active_count_LF"][1], fired_TF.sum(dim=0))
+    profile = Profile(
+        model_id=model.model_id, num_tokens=len(IDS), threshold_L=model.threshold_L,
+        corpora=(Corpus(name="ids", sha256="0" * 64, num_tokens=len(IDS)),),
+        **{name: values.numpy() for name, values in arrays.items() if name != "num_tokens"},
+    )  # fmt: skip
+    profile.validate()
+    assert (profile.merge(profile).expert_count_LE == 2 * arrays["expert_count_LE"].numpy()).all()
+    wrong = dataclasses.replace(profile, expert_count_LE=profile.expert_count_LE + len(IDS))
+    with pytest.raises(HotsplitError, match="experts were chosen"):
+        wrong.validate()
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def header_of(path: Path, model: ModelFile) -> tuple[dict, dict]:
+    dataclasses.replace(model, path=path).save(path)
+    return read_model_gguf(path)
+
+
+@pytest.mark.parametrize("layout", ["sparse", "stock"])
+def test_a_file_says_all_of_its_mixture(tmp_path, layout):
+    for route in (ROUTES["groups"], ROUTES["renormalised"]):
+        model = mixture(route=route, layout=layout, path=tmp_path / "m.gguf", num_dense=1)
+        model.save(model.path)
+        spec, own = ModelFile.load(model.path).bare_spec, model.bare_spec
+        for layer, want in zip(spec.layers, own.layers, strict=True):
+            assert (layer.route, layer.neurons, layer.shared) == (
+                want.route,
+                want.neurons,
+                want.shared,
+            )
+
+
+WRONG_KEYS = {
+    "0 experts, wanted 1 to": {"expert_count": 0},
+    "65536 experts, wanted 1 to": {"expert_count": 65536},
+    "13 experts a token of 12": {"expert_used_count": 13},
+    "0 experts a token of 12": {"expert_used_count": 0},
+    "12 experts do not divide into 5 groups": {"expert_group_count": 5},
+    "4 groups a token of 3": {"expert_group_used_count": 4},
+    "9 experts a token from 2 of 3 groups": {"expert_used_count": 9},
+    "expert_gating_func' is 4, wanted one of 1, 2, 3": {"expert_gating_func": 4},
+    "2 layers without experts of 2": {"leading_dense_block_count": 2},
+    "blk.0.ffn_gate_exps.weight is f32 .12, 37, 64., wanted .12, 36, 64.": {
+        "expert_feed_forward_length": 36
+    },
+}
+
+
+@pytest.mark.parametrize("words", WRONG_KEYS)
+def test_keys_that_do_not_fit_are_refused(tmp_path, words):
+    keys, tensors = header_of(tmp_path / "m.gguf", mixture(route=ROUTES["groups"]))
+    ModelFile.of(tmp_path / "m.gguf", keys, tensors)
+    changed = {f"qwen3moe.{name}": np.uint32(value) for name, value in WRONG_KEYS[words].items()}
+    with pytest.raises(HotsplitError, match=words) as caught:
+        ModelFile.of(tmp_path / "m.gguf", keys | changed, tensors)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_router_of_the_wrong_shape_is_refused(tmp_path):
+    keys, tensors = header_of(tmp_path / "m.gguf", mixture())
+    name = "blk.1.ffn_gate_inp.weight"
+    tensors[name] = array_entry(np.ones((6, 64)), "f32")
+    with pytest.raises(HotsplitError, match=rf"{name} is f32 \[6, 64\], wanted \[7, 64\]"):
+        ModelFile.of(tmp_path / "m.gguf", keys, tensors)
+
+
+def test_a_router_with_nan_is_refused_with_its_layer():
+    model = mixture(route=ROUTES["softmax groups"])
+    for name in ("ffn_gate_inp.weight", "ffn_gate_inp.bias"):
+        values = model.entry(1, name).read().copy()
+        values.flat[3] = np.nan
+        broken = model.tensors | {f"blk.1.{name}": array_entry(values, "f32")}
+        with pytest.raises(HotsplitError, match=f"blk.1.{name} has NaN.* the router of layer 1"):
+            Engine.of(dataclasses.replace(model, tensors=broken))
+
+
+def test_gates_and_ups_in_one_tensor_are_two_views(tmp_path):
+    model = mixture(kind="q8_0", num_neurons=64, layout="stock")
+    keys, tensors = header_of(tmp_path / "m.gguf", model)
+    with Engine.load(tmp_path / "m.gguf") as engine:
+        want = engine.logits(IDS)
+    joined = dict(tensors)
+    for layer in range(2):
+        gate, up = (joined.pop(f"blk.{layer}.ffn_{n}_exps.weight").read() for n in ("gate", "up"))
+        both = np.concatenate([gate, up], axis=1)
+        joined[f"blk.{layer}.ffn_gate_up_exps.weight"] = TensorEntry(
+            shape=(7, 128, 64), kind="q8_0", read_rows=lambda a, b, both=both: both[a:b]
+        )
+    extra = {k: v for k, v in keys.items() if not k.startswith(("GGUF.", "general.arch"))}
+    write_gguf(tmp_path / "j.gguf", "qwen3moe", extra, joined)
+    with Engine.load(tmp_path / "j.gguf") as engine:
+        assert engine.not_native is None and torch.equal(engine.logits(IDS), want)
+        assert rel_error(watched(engine, IDS), want) < 1e-3
+    twice = joined | {"blk.1.ffn_up_exps.weight": tensors["blk.1.ffn_up_exps.weight"]}
+    write_gguf(tmp_path / "t.gguf", "qwen3moe", extra, twice)
+    with pytest.raises(
+        HotsplitError, match="has blk.1.ffn_gate_up_exps.weight and blk.1.ffn_up_exps"
+    ):
+        Engine.load(tmp_path / "t.gguf")
+
+
+def test_what_mixtures_cannot_do_is_refused(tmp_path):
+    model = mixture(path=tmp_path / "m.gguf")
+    for words, refused in {
+        "thresholds of gates are not supported for mixtures": lambda: replace_thresholds(
+            model, (0.1, 0.1), "p"
+        ),
+        "limits of gates are not supported for mixtures": lambda: model.with_limits(
+            dataclasses.replace(model.limits, model_id=None), "l"
+        ),
+        "GPUs are not supported for mixtures|sees 0 CUDA": lambda: Engine.of(model, device="cuda"),
+        "which a mixture of experts in the stock layout does not have": lambda: Engine.of(
+            mixture(layout="stock", activation="relu"), mode="exact"
+        ),
+    }.items():
+        with pytest.raises(HotsplitError, match=words) as caught:
+            refused()
+        assert "\n" not in str(caught.value)
