@@ -3,10 +3,9 @@
 import ast
 import importlib.util
 import math
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +18,13 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny-relu"
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 TEXT = "def area(width, height):\n    return width * height\n"
+
+
+AS_A_PROGRAM = """
+import runpy, sys
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
 
 
 def run(name: str, *arguments: str):
@@ -80,9 +86,7 @@ def test_a_text_without_a_second_token_has_no_perplexity(model):
 def test_a_wrong_model_gives_one_line(script):
     """The line says that a folder is not a model file; the script itself names one."""
     more = () if script.stem in ("generate", "observe", "speculate") else ("text",)
-    done = subprocess.run(
-        [sys.executable, script, TINY, *more], capture_output=True, text=True, check=False
-    )
+    done = forked.run_python(AS_A_PROGRAM.format(script=str(script)), TINY, *more)
     assert done.returncode == 1 and "is a folder; wanted a model file" in done.stderr
     assert done.stderr.count("\n") == 1 and "build/demo/model.gguf" in script.read_text()
 

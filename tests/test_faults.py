@@ -122,11 +122,13 @@ def test_a_writer_with_a_fixed_temporary_name_is_found(tmp_path, monkeypatch):
         two_writers.run_rounds("json", 200, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["json", "folder"])
-def test_of_two_writers_one_is_refused_where_the_system_has_no_links(tmp_path, monkeypatch, kind):
-    """And no renaming that refuses to replace."""
+@pytest.mark.parametrize("kind, rounds", [("json", 60), ("folder", 15)])
+def test_of_two_writers_one_is_refused_where_the_system_has_no_links(
+    tmp_path, monkeypatch, kind, rounds
+):
+    """And no renaming that refuses to replace. As many rounds as with links, above."""
     no_links(monkeypatch)
-    assert sum(two_writers.run_new_rounds(kind, 200, tmp_path).values()) == 200
+    assert sum(two_writers.run_new_rounds(kind, rounds, tmp_path).values()) == rounds
 
 
 def test_where_the_system_has_no_links_a_failed_renaming_leaves_no_empty_file(

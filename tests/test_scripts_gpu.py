@@ -1,12 +1,12 @@
 """The scripts for machines with a CUDA device, as far as they run without one."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -249,25 +249,23 @@ def test_a_script_refuses_in_one_line(tmp_path, script, arguments, message):
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
-def test_the_smoke_run_succeeds(tmp_path):
+def test_the_smoke_run_succeeds(tmp_path, monkeypatch, capsys):
     machine = tmp_path / "machine.json"
     make_machine(cpu_gb_per_s=5, launch_s=1e-9, round_trip_s=1e-9, copy_latency_s=1e-9).save(
         machine
     )
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", tmp_path / "out", "--smoke", "--rounds", "2",
-         "--machine", machine],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    arguments = [tmp_path / "out", "--smoke", "--rounds", "2", "--machine", machine]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *(str(each) for each in arguments)])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes that it starts
+    assert gpu.main() == 0
+    out = capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert [row["mode"] for row in found["rows"]] == ["predicted", "dense"]
     for row in found["rows"]:
         assert row["error"] is None, row["error"]
         assert row["decode_tokens_per_s"] > 0 and row["prefill_tokens_per_s"] > 0
-    assert "toy 60% predicted" in done.stdout and "no rival" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1])["benchmark"] == "gpu"
+    assert "toy 60% predicted" in out and "no rival" in out
+    assert json.loads(out.splitlines()[-1])["benchmark"] == "gpu"
     assert not list((tmp_path / "out").rglob("*.gguf"))
 
 
@@ -366,13 +364,18 @@ def test_skipping_everything_is_not_passing(tmp_path):
     assert not job.is_fine
 
 
+COLLECT = """
+import sys, pytest
+sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
 def test_no_part_of_a_file_is_without_tests():
     """pytest fails if it selects no test."""
     paths = {Path(job.arguments[-1]) for job in gpu_run.jobs_of("cuda")}
     paths = [path for path in sorted(paths) if path.stem in gpu_run.PARTS]
     assert len(paths) == len(gpu_run.PARTS)
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *paths], capture_output=True, text=True, cwd=ROOT)
+    done = forked.run_python(COLLECT, *paths, cwd=ROOT)
     for path in paths:
         names = [n.split("::")[1] for n in done.stdout.splitlines() if f"{path.name}::" in n]
         parts = gpu_run.PARTS[path.stem]
