@@ -135,11 +135,13 @@ class ResidentStore(WeightStore):
             num_silent = _num_silent(whole, last, len(rows), adds_all=adds_all)
             rows = np.pad(rows, (0, num_silent), mode="edge")
         found = [home.whole(entry, "tiled", rows) for (entry,) in groups[:num_whole]]
-        for group in groups[num_whole:-1]:
-            found += home.interleaved(list(group), rows)
-        if adds_all:
-            return [*found, home.whole(groups[-1][0], "grouped", rows, num_silent)]
-        return [*found, *home.interleaved(list(groups[-1]), rows, num_silent)]
+        for number, group in enumerate(groups[num_whole:], start=num_whole + 1):
+            silent = num_silent if number == len(groups) else 0
+            if adds_all and number == len(groups):
+                found.append(home.whole(group[0], "grouped", rows, silent))
+            else:
+                found += home.interleaved(list(group), rows, silent)
+        return found
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         return values
