@@ -131,8 +131,8 @@ class ResidentStore(WeightStore):
     ) -> list[Matrix]:
         home, num_silent = self.residence, 0
         if rows is not None and num_whole:
-            whole, last = groups[:num_whole], groups[-1][-1]
-            num_silent = _num_silent(whole, last, len(rows), adds_all=adds_all)
+            kinds, last = [entry.kind for (entry,) in groups[:num_whole]], groups[-1][-1]
+            num_silent = num_appended(kinds, last.kind, len(rows), last.shape[0], adds_all=adds_all)
             rows = np.pad(rows, (0, num_silent), mode="edge")
         found = [home.whole(entry, "tiled", rows) for (entry,) in groups[:num_whole]]
         for number, group in enumerate(groups[num_whole:], start=num_whole + 1):
@@ -157,17 +157,19 @@ class ResidentStore(WeightStore):
         return huge_pages.zeros(shape, dtype)
 
 
-def _num_silent(whole: Groups, last: TensorEntry, num_rows: int, *, adds_all: bool) -> int:
-    """How many rows are missing for whole tiles in the matrices `whole`, or whole groups in the last
-    one; 0 if the layer does not have as many neurons, if there are no such forms, or where sums of
-    f32 terms would be added in another order."""
-    kind, together = BY_NAME[last.kind], 1
-    if adds_all and "grouped" in kind.forms:
+def num_appended(
+    whole_kinds: Sequence[str], last_kind: str, num_rows: int, num_neurons: int, *, adds_all: bool
+) -> int:
+    """How many rows are missing for whole tiles in the matrices that are multiplied whole, of these
+    kinds, or whole groups in the last one; 0 if the layer does not have as many neurons, if there are
+    no such forms, or where sums of f32 terms would be added in another order."""
+    last, together = BY_NAME[last_kind], 1
+    if adds_all and "grouped" in last.forms:
         together = GROUP_ROWS
-    elif kind.has_small_blocks and any("tiled" in BY_NAME[entry.kind].forms for (entry,) in whole):
+    elif last.has_small_blocks and any("tiled" in BY_NAME[kind].forms for kind in whole_kinds):
         together = TILE_ROWS
     missing = -num_rows % together if library.prefers_tiles() else 0
-    return missing if num_rows + missing <= last.shape[0] else 0
+    return missing if num_rows + missing <= num_neurons else 0
 
 
 @dataclass(frozen=True, kw_only=True)
