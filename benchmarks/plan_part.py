@@ -116,7 +116,7 @@ def _measured(
         samples = take_turns(turns, arguments.rounds)
         alone = samples.pop("CPU alone")
         ms = 1e3 * statistics.median(float(parts_LP.sum()) for parts_LP in alone)
-        print(f"{model.path.stem}, {count} threads: CPU alone {ms:.2f} ms")
+        print(f"{model.path.name}, {count} threads: CPU alone {ms:.2f} ms")
         found[str(count)] = {
             name: _compared(name, split, model.spec.most_neurons, samples[name], alone)
             for name, split in plans.items()

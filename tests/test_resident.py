@@ -83,7 +83,10 @@ def test_mapped_and_resident_weights_give_the_same_logits(model, tmp_path, mode)
             assert mapped.not_native is copied.not_native is None
             assert rel_error(decoded(copied, IDS), decoded(mapped, IDS)) < 1e-3
             assert rel_error(copied.logits(IDS), mapped.logits(IDS)) < 1e-5
-            assert mapped.traffic.total == pytest.approx(copied.traffic.total, rel=1e-2)
+            # Copies of these few neurons have some more, which complete tiles and groups.
+            num_ids = sum(len(b.id_N) for layer in copied.layers for b in layer.ffn.blocks)
+            share = num_ids / sum(layer.ffn.num_neurons for layer in copied.layers) - 1
+            assert mapped.traffic.total == pytest.approx(copied.traffic.total, rel=1e-2 + share)
 
 
 def test_matrices_of_different_types_are_not_interleaved(tmp_path):

@@ -72,9 +72,13 @@ def test_every_store_has_the_rows_of_the_file(model, stores, kind, groups, num_w
         grouped.append(entries[start : start + size])
         start += size
     found = store.neurons(grouped, rows, num_whole)
+    if rows is not None and num_whole and kind == "resident" and library.prefers_tiles():
+        rows = np.pad(rows, (0, 16 - len(rows)), mode="edge")
     for entry, matrix in zip(entries, found, strict=True):
         whole = values(MappedStore(CPU).matrix(entry, "neurons"))
         want = whole if rows is None else whole[rows]
+        if entry is entries[-1] and want[len(ROWS) :].shape[0] == 16 - len(ROWS):
+            want[len(ROWS) :] = 0  # silent neurons
         assert torch.equal(values(matrix), want) and want.abs().sum() > 0
         assert not torch.equal(values(matrix), want.flip(0))
     num_bytes = sum(matrix.num_bytes for matrix in found)
@@ -139,6 +143,33 @@ def test_beside_a_gpu_weights_have_the_forms_of_the_cpu_alone(kind, mode):
     if library.prefers_tiles() and mode == "dense":
         kinds = {matrix.kind for matrix in (*cold.matrices, *weights_of(planned.layers[2]))}
         assert {kind.rpartition("_")[2] for kind in kinds} == FASTEST[kind]
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("mode, together", [("dense", 64), ("exact", 16), ("predicted", 1)])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_cold_neurons_of_any_number_are_whole_tiles(kind, mode, together):
+    """Neurons that repeat the last one, and add nothing, complete the last tile or group."""
+    shape = make_sizes(num_layers=2, width=64, num_neurons=192, vocab_size=64)
+    model = make_model(sizes=shape, kind=kind, predictor_rank=32)
+    whole = loaded(model, mode, Placement.on_one_device(2, CPU), {}).layers[0].ffn.blocks[0]
+    for num_hot in (1, 61, 120, 190):
+        cold_ids = list(range(num_hot, 192))
+        split = make_split(model, [range(num_hot), []])
+        uploader = Uploader(memory=DeviceMemory.of(CARD, 8 << 20), piece_bytes=1 << 16)
+        planned = loaded(model, mode, Placement.of_split(split, (CARD,)), {CARD: uploader})
+        cold = by_role(planned.layers[0].ffn.blocks)[1]
+        if not library.prefers_tiles():
+            assert len(cold.id_N) == len(cold_ids)
+            continue
+        assert forms(cold.matrices) == forms(whole.matrices)
+        missing = -len(cold_ids) % together
+        assert cold.id_N.tolist() == [*cold_ids, *[191] * missing]
+        for mine, right in zip(cold.matrices, whole.matrices, strict=True):
+            found, want = values(mine), values(right)[cold.id_N]
+            if mine is cold.down:
+                want[len(cold_ids) :] = 0
+            assert torch.equal(found, want) and mine.num_rows == len(cold.id_N)
 
 
 # The layouts of a layer in mode dense, by the type of its weights.

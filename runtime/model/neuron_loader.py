@@ -114,6 +114,8 @@ class NeuronLoader:
         num_whole = self._num_whole(index, entries)
         adds_all = self._reads_all(index) and num_whole > 0
         *linears, down_matrix = store.neurons(groups, chosen, num_whole, adds_all)
+        if rows == "own":  # ids and biases of neurons that were appended
+            chosen = ids = np.pad(ids, (0, down_matrix.num_rows - len(ids)), mode="edge")
         gate, *up = (
             Linear(
                 weight=weight,

@@ -5,6 +5,7 @@ values, all neurons are named and fire."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.hollow import hollow_builder, neurons_bytes
 from hotsplit.runtime.step.program import Kind
 from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.store import num_appended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +164,26 @@ def neurons(p: Pass, index: int) -> int:
     blocks = (hot,) if hot == number else (hot, number - hot)
     shown, of_block = 2 if p.way == "watched" else 0, _on_gpu if p.is_on_gpu else _on_cpu
     most = waiting = named = 0
-    for size in blocks:
+    more = [_appended(p, index, size) for size in blocks]
+    if p.num_hot is None:  # blocks of any number, each with as many more as it may have
+        waiting += p.floats(shown * 2 * max(_appended(p, index, size) for size in range(1, 65)))
+    for size in map(add, blocks, more):
         named = p.floats(size / 4) if p.spec.layers[index].predict else 0
         most = max(most, waiting + named + of_block(p, index, size, is_divided=len(blocks) > 1))
         waiting += p.floats(width + shown * size)
     joined = max(shown * number, 2 * width) if len(blocks) > 1 else width
     return max(most, waiting + named + p.floats(joined))
+
+
+def _appended(p: Pass, index: int, number: int) -> int:
+    """Neurons by which a part of a layer on the CPU is completed to whole tiles."""
+    layer = p.spec.layers[index]
+    own, adds_all = layer.neurons, computes_all(p.mode)
+    if p.is_on_gpu or layer.predict or number in (0, own.number) or not library.is_available():
+        return 0
+    kinds = [p.kind(f"blk.{index}.{name}") for name in own.matrices][: None if adds_all else 1]
+    down = part_bytes.down_kind(p.model, index)
+    return num_appended(kinds, down, number, own.number, adds_all=adds_all)
 
 
 def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:

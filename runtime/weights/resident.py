@@ -44,28 +44,38 @@ class Residence:
         return self.interleaved([entry], rows)[0]
 
     def whole(
-        self, entry: TensorEntry, form: library.Form, rows: np.ndarray | None = None
+        self,
+        entry: TensorEntry,
+        form: library.Form,
+        rows: np.ndarray | None = None,
+        num_silent: int = 0,
     ) -> Matrix:
         """A copy of a matrix, or of some of its rows, that is always multiplied whole ("tiled") or
         whose rows are always all added ("grouped"): in this form if its kind and number of rows
-        allow it and the level is not the generic one."""
+        allow it and the level is not the generic one. Zeros replace the last `num_silent` rows."""
         index_A, count = _chosen(entry, rows)
         whole = self._take(count * entry.row_bytes).view(count, entry.row_bytes)
         form = form if library.prefers_tiles() else "planar"
-        return _copy(entry, index_A, whole, slice(0, entry.row_bytes), form)
+        return _copy(entry, index_A, whole, slice(0, entry.row_bytes), form, num_silent)
 
-    def interleaved(self, entries: list[TensorEntry], rows: np.ndarray | None) -> list[Matrix]:
+    def interleaved(
+        self, entries: list[TensorEntry], rows: np.ndarray | None, num_silent: int = 0
+    ) -> list[Matrix]:
         """Copies of matrices with equal numbers of rows, interleaved: row j of each matrix follows
         row j of the previous one. Matrices of different types are not interleaved, because their
-        rows would not be aligned."""
+        rows would not be aligned. Zeros replace the last `num_silent` rows of the last matrix."""
         if len({entry.kind for entry in entries}) > 1:
-            return [self.matrix(entry, rows) for entry in entries]
+            *others, last = entries
+            found = [self.matrix(entry, rows) for entry in others]
+            return [*found, *self.interleaved([last], rows, num_silent)]
         index_A, count = _chosen(entries[0], rows)
         sizes = [entry.row_bytes for entry in entries]
         whole = self._take(count * sum(sizes)).view(count, sum(sizes))
         found, start = [], 0
         for entry, size in zip(entries, sizes, strict=True):
-            found.append(_copy(entry, index_A, whole, slice(start, start + size)))
+            silent = num_silent if entry is entries[-1] else 0
+            part = slice(start, start + size)
+            found.append(_copy(entry, index_A, whole, part, num_silent=silent))
             start += size
         return found
 
@@ -119,12 +129,18 @@ def _copy(
     whole: Tensor,
     part: slice,
     form: library.Form = "planar",
+    num_silent: int = 0,
 ) -> Matrix:
-    """Copies the rows (at `index_A`, or all) into some columns of `whole`; drops the mapped
-    pages."""
+    """Copies the rows (at `index_A`, or all) into some columns of `whole`, and zeros instead of the
+    last `num_silent` of them; drops the mapped pages."""
     prefetch(entry)
     source = matrix_of(entry, _CPU)
-    kind = library.pack_rows(source.data, source.kind, index_A, whole[:, part], form)
+    data = source.data
+    if num_silent:
+        assert index_A is not None
+        some = data[index_A[:-num_silent]]
+        data, index_A = torch.cat([some, some.new_zeros(num_silent, some.shape[1])]), None
+    kind = library.pack_rows(data, source.kind, index_A, whole[:, part], form)
     release(entry)
     if kind != source.kind:
         return replace(source, kind=kind, data=whole[:, part])

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.grouped import GROUP_ROWS
+from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
@@ -52,7 +56,10 @@ class WeightStore(Protocol):
         """These rows (None: all) of every matrix. The matrices of a group are read together; a
         resident store interleaves them. Each of the first `num_whole` groups is a single
         matrix that is multiplied whole for every token; with `adds_all`, the last group is a single
-        matrix of which every token adds all rows."""
+        matrix of which every token adds all rows.
+
+        A resident store may append a few rows, so that such matrices have whole tiles and groups:
+        they repeat the last one, but are zero in the last matrix, so such neurons add nothing."""
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         """A norm's weights or a bias, given as f32 on the CPU."""
@@ -122,10 +129,19 @@ class ResidentStore(WeightStore):
         num_whole: int = 0,
         adds_all: bool = False,
     ) -> list[Matrix]:
-        whole = [self.residence.whole(entry, "tiled", rows) for (entry,) in groups[:num_whole]]
-        rest, last = (groups[num_whole:-1], groups[-1]) if adds_all else (groups[num_whole:], ())
-        found = [m for group in rest for m in self.residence.interleaved(list(group), rows)]
-        return [*whole, *found, *(self.residence.whole(entry, "grouped", rows) for entry in last)]
+        home, num_silent = self.residence, 0
+        if rows is not None and num_whole:
+            kinds, last = [entry.kind for (entry,) in groups[:num_whole]], groups[-1][-1]
+            num_silent = num_appended(kinds, last.kind, len(rows), last.shape[0], adds_all=adds_all)
+            rows = np.pad(rows, (0, num_silent), mode="edge")
+        found = [home.whole(entry, "tiled", rows) for (entry,) in groups[:num_whole]]
+        for number, group in enumerate(groups[num_whole:], start=num_whole + 1):
+            silent = num_silent if number == len(groups) else 0
+            if adds_all and number == len(groups):
+                found.append(home.whole(group[0], "grouped", rows, silent))
+            else:
+                found += home.interleaved(list(group), rows, silent)
+        return found
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         return values
@@ -139,6 +155,21 @@ class ResidentStore(WeightStore):
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return huge_pages.zeros(shape, dtype)
+
+
+def num_appended(
+    whole_kinds: Sequence[str], last_kind: str, num_rows: int, num_neurons: int, *, adds_all: bool
+) -> int:
+    """How many rows are missing for whole tiles in the matrices that are multiplied whole, of these
+    kinds, or whole groups in the last one; 0 if the layer does not have as many neurons, if there are
+    no such forms, or where sums of f32 terms would be added in another order."""
+    last, together = BY_NAME[last_kind], 1
+    if adds_all and "grouped" in last.forms:
+        together = GROUP_ROWS
+    elif last.has_small_blocks and any("tiled" in BY_NAME[kind].forms for kind in whole_kinds):
+        together = TILE_ROWS
+    missing = -num_rows % together if library.prefers_tiles() else 0
+    return missing if num_rows + missing <= num_neurons else 0
 
 
 @dataclass(frozen=True, kw_only=True)
