@@ -31,11 +31,10 @@ from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention.attend import has_flash
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
 from hotsplit.runtime.step.hybrid_device import Take
-from hotsplit.runtime.step.scratch import Pass
+from hotsplit.runtime.step.scratch import Pass, way_on
 from hotsplit.runtime.step.workspace import GAPS, decode_bytes, pass_bytes
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
@@ -204,9 +203,7 @@ def with_cold_streams(
     for device, memory in memories.items():
         room, blocks = memory.room_bytes, cold[device]
         planned = items["gpu"]["workspace"] // len(memories)
-        wanted = pass_bytes(
-            replace(p, num_tokens=chunk, way="flash" if has_flash(device) else "gpu")
-        )
+        wanted = pass_bytes(replace(p, num_tokens=chunk, way=way_on(device)))
         piece = min(MOST_PIECE_BYTES, int((room * (1 - GAPS) - wanted) / 2))
         piece = min(piece, max([block.layout_bytes(block.num_neurons) for block in blocks.values()],
                                default=0) + SEGMENT_BYTES)  # fmt: skip
@@ -232,7 +229,7 @@ def _shortened(p: Pass, memory: DeviceMemory, beside: int = 0) -> Pass:
     slab; those of more than SHORT_CHUNK tokens leave `beside` bytes of it. Raises HotsplitError
     if those of a single token do not fit."""
     room = int(memory.room_bytes * (1 - GAPS))
-    p = replace(p, way="flash" if has_flash(memory.device) else "gpu")
+    p = replace(p, way=way_on(memory.device))
     while True:
         wanted = pass_bytes(p)
         if wanted + (beside if p.num_tokens > SHORT_CHUNK else 0) <= room:

@@ -37,7 +37,7 @@ from hotsplit.doctor import gpu as doctor
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.check import device_check
 from hotsplit.runtime.check import parts as device_parts
-from hotsplit.runtime.check.launches import NAMES
+from hotsplit.runtime.check.launches import NAMES, PROMPTS
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
@@ -108,12 +108,14 @@ def test_a_device_that_works_is_checked_once_and_prints_nothing(load):
     names = {name.split()[0] for name in checks.verdicts}
     assert names == {"device", "pinned", "memory", "kernel", "products", "host", "step", "graph"}
     kernels = {name.split()[1] for name in checks.verdicts if name.startswith("kernel ")}
-    assert kernels == set(NAMES) - {"embed"}  # the embedding is on the host
+    assert kernels == set(NAMES) - ELSEWHERE
     again = load(fake_parts(use=failing(), pin=failing(), multiply=failing(), limit=failing(),
                             kernels=with_kernel("down", halved)))  # fmt: skip
     assert again.lines == []  # nothing was tried again
 
 
+# The embedding is on the host, and no matrix is in blocks (test_gpu_products.py checks these).
+ELSEWHERE = {"embed", "multiply", "multiply_down"}
 FAILURES = {
     "device": (fake_parts(use=failing()), "everything runs on the CPU"),
     "pinned memory": (fake_parts(pin=failing()), "layer by layer"),
@@ -124,7 +126,7 @@ FAILURES = {
     "graph": (fake_parts(prepare=forgetful), "submitted kernel by kernel"),
     "graph that raises": (fake_parts(prepare=failing()), "submitted kernel by kernel"),
 }
-for kernel in (name for name in NAMES if name != "embed"):  # which is on the host
+for kernel in (name for name in NAMES if name not in ELSEWHERE):
     for wrong in (idle, halved, raising):
         FAILURES[f"kernel {kernel} {wrong.__name__}"] = (
             fake_parts(kernels=with_kernel(kernel, wrong)), "torch computes it",
@@ -370,7 +372,7 @@ def test_steps_of_several_rows_are_checked_at_their_first_use(texts, num_texts):
     steps = [name for name in kept if name.startswith("steps of ")]
     assert [name.rpartition(" ")[0] for name in steps] == ["steps of 8 rows"]
     kernels = {name.split()[1] for name in kept if name.endswith(" 8 rows")}
-    assert kernels == set(NAMES) - {"embed", "unpack"}
+    assert kernels == set(NAMES) - {"embed", *PROMPTS}
     assert not [name for name in kept if name.endswith((" 2 rows", " 4 rows"))]
     again = texts(fake_parts(kernels=with_kernel("attend", many(halved))), num_texts=num_texts)
     assert again.lines == [] and again.error > 1e-3  # nothing was tried again

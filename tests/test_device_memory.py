@@ -6,7 +6,6 @@ import math
 import os
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,19 +23,17 @@ from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
-from hotsplit.model.spec import Activation
 from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime import gpu_setup, resolved_options
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention import attend
-from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
@@ -50,7 +47,6 @@ from hotsplit.runtime.step.workspace import (
 )
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
-from hotsplit.runtime.weights.neuron_block import Gate
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
 
@@ -466,7 +462,11 @@ def eps_of(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeypatch, kind):
+@pytest.mark.parametrize("has_tensor_cores", [True, False])
+def test_products_round_to_the_type_of_the_tile_and_no_more(
+    as_on_a_gpu, monkeypatch, kind, has_tensor_cores
+):
+    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: has_tensor_cores)
     matrix, exact_ND = random_matrix(kind)
     generator = torch.Generator().manual_seed(1)
     for rows in (64, 1000):  # several tiles; one
@@ -487,6 +487,7 @@ def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeyp
 def test_tiles_unpacked_by_triton(monkeypatch, kind):
     """The rows are strided, as in a streamed piece."""
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
+    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: False)
     monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
     in_file = kind.removesuffix("_planar")
     entry = make_model(sizes=make_sizes(width=256), kind=in_file).tensors["blk.0.ffn_up.weight"]
@@ -543,20 +544,6 @@ def test_a_layer_knows_whether_its_inputs_fit_f16(as_on_a_gpu):
         known = {layer.attention.is_input_small for layer in decoder.weights.layers}
         known |= {layer.ffn.is_input_small for layer in decoder.weights.layers}
         assert known == {weight == 1.0}
-
-
-@pytest.mark.parametrize("activation", get_args(Activation))
-@pytest.mark.parametrize("threshold", [0.0, 0.05])
-@pytest.mark.parametrize("is_dense", [True, False])
-def test_activations_in_place_are_activations(activation, threshold, is_dense):
-    gate = Gate(activation=activation, threshold=threshold, computes_all=is_dense)
-    x, up = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
-    x[:6] = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 0.05, -0.05])
-    want, _ = gate.act(x)
-    got = gate.activated_(x.clone())
-    assert torch.equal(got.nan_to_num(7), want.nan_to_num(7))
-    hidden = gate.hidden_(got, up.clone())
-    assert torch.equal(hidden.nan_to_num(7), gate.hidden(want, up).nan_to_num(7))
 
 
 @pytest.mark.parametrize("missing", [(), ("k",), ("q", "k", "v")])
@@ -622,25 +609,14 @@ def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
     )
     monkeypatch.setattr(attend, "flash_attention", flash_on_the_cpu)
     for query, key, value, want in attentions(heads, kv_heads):
-        got = attend.attend_on_gpu(query, key, value, scale=0.25)
+        rounded = (0.25 * query).half()
+        assert attend.supports_flash(rounded, key)
+        got = attend.attend_with_flash(rounded, key, value)
         assert got.dtype == (torch.float32 if len(query) == 1 else torch.float16)
         assert rel_error(got, want) < 2 * torch.finfo(torch.float16).eps
     # torch refuses a causal mask for other keys than the queries' own, but not the lower right one.
     assert seen == [True, False, True, False]
-    assert attend._attend_with_flash(query, key.float(), value.float(), 0.25) is None
-
-
-@pytest.mark.parametrize("is_adjacent", [True, False])
-def test_rotation_in_place_is_rotation(is_adjacent):
-    rotary = Rotary(
-        frequency_W=torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), is_adjacent=is_adjacent
-    )
-    x_THW = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(0))
-    turn = rotary.turn(7, 5)
-    want, left = turn.apply(x_THW[:, :3]), x_THW[:, 3].clone()
-    turn.apply_(x_THW[:, :3])
-    assert rel_error(x_THW[:, :3], want) < 1e-6
-    assert torch.equal(x_THW[:, 3], left)
+    assert not attend.supports_flash(query, key.float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -669,15 +645,14 @@ def on_gpu(model, mode, tokens, context, *, has_flash=False):
 
 
 def allocate_as_on_cuda(monkeypatch):
-    """Products, unpacking and rounding compute nothing and allocate only their results, as on CUDA.
-    (Where a result's type differs, torch makes a copy on the CPU.)"""
+    """Kernels compute nothing, and products allocate only their results, as on CUDA. (Where a
+    result's type differs, torch makes a copy on the CPU.)"""
 
-    def rounded(factor):
-        values_TK = factor.values_TK
-        return torch.empty_like(values_TK, dtype=torch.float16), values_TK.new_ones(len(factor), 1)
+    def nothing(*arguments, **options):
+        pass
 
-    monkeypatch.setattr(gpu_products, "unpack", lambda matrix, out_AD, index_A: None)
-    monkeypatch.setattr(gpu_products.Factor, "_in_f16", rounded)
+    kernels = Kernels(**{each.name: nothing for each in dataclasses.fields(Kernels)})
+    monkeypatch.setattr(gpu_products, "kernels", lambda: kernels)
     monkeypatch.setattr(
         gpu_products, "_in_f32", lambda left, right: torch.zeros(len(left), right.shape[1])
     )
@@ -704,6 +679,7 @@ def test_a_pass_stays_within_its_memory_bound(
     model = make_model(sizes=shape, predictor_rank=32, kind=kind)
     if kind == "f32":
         monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
+    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: False)
     for tokens in (SHORT_CHUNK, 16):
         split = make_split(model, [range(0, neurons, 2)] * 2, context_length=context)
         decoder, _, _ = load(model, split, mode=mode, context=context, is_resident=False)

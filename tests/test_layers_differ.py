@@ -134,7 +134,7 @@ def test_torch(monkeypatch, heads, window, score_bytes):
     for num_tokens, num_cached in ((1, 1), (1, 20), (5, 5), (7, 20), (20, 20)):
         tensors = drawn(num_tokens, num_cached, heads)
         want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, window)
-        for compute in (attend.attend, attend.attend_by_heads, attend.attend_on_gpu):
+        for compute in (attend.attend, attend.attend_by_heads):
             assert rel_error(compute(*tensors, scale=0.3, window=window), want) < 1e-6
 
 

@@ -24,6 +24,7 @@ from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.native_step import StepBuilder
 from hotsplit.runtime.step.scratch import Pass
 from hotsplit.runtime.step.workspace import pass_bytes, workspace_bytes
+from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
 
@@ -132,6 +133,7 @@ def test_passes_on_a_gpu_stay_within_a_close_bound(seed, monkeypatch, as_on_a_gp
     has_flash, tokens = choose.choice([True, False]), max(2, tokens)
     context = max(tokens, context)
     monkeypatch.setattr(attend, "can_use_flash_attention", lambda params: has_flash)
+    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: has_flash)
     monkeypatch.setattr(attend, "flash_attention", allocating_flash)
     allocate_as_on_cuda(monkeypatch)
     peak = peak_of(gpu_weights(model, mode, context, hot, num_sequences), tokens, context)

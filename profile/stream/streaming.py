@@ -37,7 +37,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.observers import Observation, Observe, Observers, Wants
-from hotsplit.runtime.step.decoder import run_layer
+from hotsplit.runtime.step.decoder import as_tensor, run_layer
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.weights.matrix import matrix_of
@@ -318,15 +318,16 @@ class StreamedLayer:
                     self.index, x_TD, start=start, predictor_input_TD=before_TD, observers=observers
                 )
             else:
-                x_TD, ffn_input_TD = run_layer(
+                found = run_layer(
                     self.index,
                     self.layer,
                     x_TD,
                     start=start,
                     turns=Turns(start, count),
-                    predictor_input_TD=before_TD,
+                    predictor_input=before_TD,
                     observers=observers,
                 )
+                x_TD, ffn_input_TD = map(as_tensor, found)
             waiting.states.write(at, x_TD)
             if waiting.inputs:
                 waiting.inputs.write(at, ffn_input_TD)

@@ -21,6 +21,7 @@ from hotsplit.runtime.weights import gpu_products
 # error of about 1e-6; the rest is room for the device's exp and sin.
 BOUND = 1e-4
 ROUNDED_BOUND = 2e-3  # for results in 16 bits: bf16 keeps 8 significant bits; the last may differ
+_ROUNDING = ("multiply", "multiply_down")  # kernels that round weights to f16
 # Close to a threshold, a neuron may be silent in one kernel and not in the other.
 FIRING_BOUND = 1e-3
 # The share of a predictor's bits that may differ for the same reason, and the number that always
@@ -32,11 +33,15 @@ _INPUTS = {
     "rotate_append": ("qkv", "position_1", "sequence_1", "table_SN"),
     "attend": ("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
     "predict": ("inner_R",), "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
+    "multiply": ("x_TD", "power_T"), "multiply_down": ("hidden_TN", "power_T"),
+    "round_tokens": ("x_TD", "added_TD"), "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
 }  # fmt: skip
 _OUTPUTS = {
     "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
-    "add_norm": ("out_D", "x_out_D"), "rotate_append": ("qkv", "key_CKW", "value_CKW"),
+    "add_norm": ("out_D", "x_out_D"), "rotate_append": ("qkv", "key_CKW", "value_CKW", "query_THW"),
     "attend": ("out_HW",), "predict": ("named_B",), "gate_up": ("hidden_N",), "down": ("parts_SD",),
+    "multiply": ("out_TN",), "multiply_down": ("out_TD",),
+    "round_tokens": ("out_TD", "power_T", "x_out_TD"), "hidden_tokens": ("out_TN", "power_T"),
 }  # fmt: skip
 _CACHES = ("key_CKW", "value_CKW")
 
@@ -83,7 +88,7 @@ def _bits(words: Tensor) -> Tensor:
 
 
 def _bound(launch: Launch, want: Tensor) -> float:
-    if want.dtype in (torch.float16, torch.bfloat16):
+    if want.dtype in (torch.float16, torch.bfloat16) or launch.kernel in _ROUNDING:
         return ROUNDED_BOUND
     return FIRING_BOUND if launch.kernel == "gate_up" else BOUND
 
@@ -105,11 +110,11 @@ def _outputs(launch: Launch) -> list[Tensor]:
     found = [given[name] for name in _OUTPUTS[launch.kernel] if given[name] is not None]
     if launch.kernel != "rotate_append":
         return found
-    qkv, *caches = found
+    qkv, *caches = found[:3]
     queries = given["num_heads"] * caches[0].shape[-1]
     if given["table_SN"] is None:  # the positions that `_fill` chooses
         caches = [cache[-launch.num_rows :] for cache in caches]
-    return [qkv[..., :queries], *caches]
+    return [qkv[..., :queries], *caches, *found[3:]]
 
 
 def _with_few_blocks(launch: Launch) -> Launch:
@@ -141,7 +146,7 @@ def _filled(launch: Launch) -> Iterator[None]:
         for target in _outputs(launch):
             target.fill_(0x5555 if target.dtype == torch.int32 else torch.nan)
         if given.get("is_added"):
-            _randomise(given["out_D"], random)
+            _randomise(_outputs(launch)[0], random)
         for name in inputs:
             _fill(launch, name, random)
         yield
@@ -180,9 +185,11 @@ def _context_length(given: dict[str, Any]) -> int:
 
 
 def _randomise(values: Tensor, random: torch.Generator) -> None:
-    """Fills with normal numbers, or int32 with random bits; drawn on the CPU, so that they are the
+    """Fills with normal numbers, or int32 and bool with random bits; drawn on the CPU, so that they are the
     same on every device."""
-    if values.dtype == torch.int32:
+    if values.dtype == torch.bool:
+        values.copy_(torch.rand(values.shape, generator=random) < 0.5)
+    elif values.dtype == torch.int32:
         limits = torch.iinfo(torch.int32)
         drawn = torch.randint(limits.min, limits.max, values.shape, generator=random)
         values.copy_(drawn.to(torch.int32))

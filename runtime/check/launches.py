@@ -22,9 +22,11 @@ from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
-from hotsplit.runtime.kernels.stored import StoredMatrix
-from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
+from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.attention.gpu_pass import append
+from hotsplit.runtime.ops.attention.rotary import Places
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder
@@ -32,12 +34,17 @@ from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
 
+# Kernels of prompts alone.
+PROMPTS = ("unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens")
 NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference, name)) for name in NAMES}
 _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
-          torch.int32: "i32", torch.int64: "i64"}  # fmt: skip
+          torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}  # fmt: skip
 _WIDE_LOAD = 16  # bytes; pointers with a smaller alignment make another variant
 _UNPACKED_ROWS = 64
+_NEURONS = 3000  # hidden values of a check, at most: more than a chunk
+# Tokens of passes that take different tiles. No step has as many rows as the first.
+_PASSES = (3, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +150,12 @@ def launches_of(
             step.prepare(num_rows)
             return tuple(found.values())
     for matrix, device in _multiplied(weights, placement):
-        _note_unpack(noting, matrix, device)
+        _note_products(noting, matrix, device)
+    for index, layer in enumerate(weights.layers):
+        if placement.dense_on_gpu[index]:
+            _note_norms(noting, layer, placement.homes[index])
+            _note_attention(noting, layer, placement.homes[index])
+        _note_tokens(noting, layer, placement.homes[index])
     return tuple(found.values())
 
 
@@ -164,10 +176,78 @@ def _multiplied(
         yield weights.head.weight, placement.homes[-1]
 
 
-def _note_unpack(kernels: Kernels, matrix: StoredMatrix, device: torch.device) -> None:
-    """Notes the unpacking of a tile: the first rows of the matrix, copied to the device if they are
-    elsewhere."""
+def _note_products(kernels: Kernels, matrix: StoredMatrix, device: torch.device) -> None:
+    """Notes the products of a prompt with the first rows of a matrix, copied to the device if they
+    are elsewhere, and their unpacking to a tile, which replaces a wrong product."""
     data = matrix.data[:_UNPACKED_ROWS].to(device)
-    dtype = gpu_products.tile_dtype(matrix.kind)
-    tile = type(matrix)(data=data, kind=matrix.kind, width=matrix.width)
-    kernels.unpack(tile, torch.empty(len(data), matrix.width, dtype=dtype, device=device))
+    part = type(matrix)(data=data, kind=matrix.kind, width=matrix.width)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    kernels.unpack(part, new(len(data), part.width, dtype=gpu_products.tile_dtype(part.kind)))
+    is_in_rows = part.kind not in FLOATS and rows_together(part.kind) == 1
+    if not (is_in_rows and gpu_products.multiplies_blocks(device)):
+        return
+    for tokens in _PASSES:
+        x_TD = new(tokens, part.width, dtype=torch.float16)
+        kernels.multiply(part, None, x_TD, new(tokens), new(tokens, len(data)))
+        hidden_TN = new(tokens, len(data), dtype=torch.float16)
+        out_TD = new(tokens, part.width)
+        kernels.multiply_down(part, hidden_TN, new(tokens), out_TD, is_added=True)
+
+
+def _new(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A value, or a row of them, for each token of a pass."""
+    return torch.empty(_PASSES[0], *shape, dtype=dtype, device=device)
+
+
+def _note_norms(kernels: Kernels, layer: Layer, device: torch.device) -> None:
+    """Notes the norms of a prompt, in the types of the products that read them."""
+    readers = [linear.weight for linear in (*layer.attention.inputs, layer.ffn.blocks[0].gate)]
+    if (predictor := layer.ffn.predictor) is not None:
+        readers.append((predictor.down or predictor.up).weight)
+    for dtype in dict.fromkeys(gpu_products.tile_dtype(matrix.kind) for matrix in readers):
+        for norm in layer.norms.values():
+            width, has_power = len(norm.weight_D), dtype == torch.float16 and not norm.fits_f16
+            x_TD, added_TD, sum_TD = (_new(device, width) for _ in range(3))
+            kernels.round_tokens(
+                x_TD, added_TD, norm.weight_D, norm.bias_D, norm.epsilon,
+                _new(device, width, dtype=dtype), _new(device) if has_power else None, sum_TD,
+            )  # fmt: skip
+
+
+def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device) -> None:
+    """Notes the hidden values of a prompt, and values that are rounded as they are: those of heads,
+    of the last hidden state, and of layers whose norms are elsewhere."""
+    for width in (layer.attention.widths[1], layer.ffn.blocks[0].width):
+        x_TD, out_TD = _new(device, width), _new(device, width, dtype=torch.float16)
+        kernels.round_tokens(x_TD, None, None, None, 0.0, out_TD, _new(device), None)
+    block, gate = layer.ffn.blocks[0], layer.ffn.gate
+    number, dtype = min(len(block.id_N), _NEURONS), gpu_products.tile_dtype(block.down.kind)
+    named_TN = _new(device, number, dtype=torch.bool) if layer.ffn.predictor else None
+    kernels.hidden_tokens(
+        _new(device, number), _new(device, number) if block.up else None, named_TN,
+        gate.activation, gate.threshold, gate.computes_all, _new(device, number, dtype=dtype),
+        _new(device) if dtype == torch.float16 else None,
+    )  # fmt: skip
+
+
+def _note_attention(kernels: Kernels, layer: Layer, device: torch.device) -> None:
+    """Notes the rotation of a prompt's heads, with queries in the type of the keys."""
+    attention, tokens = layer.attention, _PASSES[0]
+    table = attention.cache.table
+    if not gpu_products.is_on(attention.cache.key_BKPX, device):
+        return
+    sequence_T = table_SN = None
+    if not table.is_whole:
+        sequence_T = torch.zeros(tokens, dtype=torch.int32, device=device)
+        table_SN = torch.zeros(1, table.block_SN.shape[1], dtype=torch.int32, device=device)
+    places = Places(torch.arange(tokens, device=device), sequence_T, table_SN)
+    qkv, queries = attention.widths
+    joined_TQ = torch.empty(tokens, qkv, device=device)
+    query_THW = torch.empty(
+        tokens, attention.num_heads, queries // attention.num_heads,
+        dtype=attention.cache.key_BKPX.dtype, device=device,
+    )  # fmt: skip
+    append(kernels, attention, joined_TQ, places, query_THW)

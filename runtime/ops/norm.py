@@ -8,6 +8,7 @@ from ctypes import Structure, c_float, c_int32, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -42,6 +43,66 @@ class Norm:
         if self.bias_D is None:
             return F.rms_norm(x_TD, self.weight_D.shape, self.weight_D, self.epsilon)
         return F.layer_norm(x_TD, self.weight_D.shape, self.weight_D, self.bias_D, self.epsilon)
+
+
+class HiddenState:
+    """The hidden state [T, D] of a pass on a GPU, as a sum of one or two tensors: the next norm adds
+    them as it reads them."""
+
+    def __init__(self, x_TD: Tensor, added_TD: Tensor | None = None) -> None:
+        self._x_TD, self._added_TD = x_TD, added_TD
+
+    def __add__(self, y_TD: Tensor) -> "HiddenState":
+        return HiddenState(self.values(), y_TD)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._x_TD.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self._x_TD.device
+
+    def values(self) -> Tensor:
+        if self._added_TD is not None:
+            self._x_TD, self._added_TD = self._x_TD + self._added_TD, None
+        return self._x_TD
+
+    def write_norm(self, norm: Norm, out_TD: Tensor, power_T: Tensor | None) -> None:
+        """The norm in the type of `out_TD`; see kernels.RoundTokens."""
+        x_TD, added_TD = self._x_TD, self._added_TD
+        sum_TD = None if added_TD is None else torch.empty_like(x_TD)
+        with gpu_products.made_current(x_TD.device):
+            gpu_products.kernels().round_tokens(
+                x_TD, added_TD, norm.weight_D, norm.bias_D, norm.epsilon, out_TD, power_T, sum_TD
+            )
+        if sum_TD is not None:
+            self._x_TD, self._added_TD = sum_TD, None
+
+
+class Normed(gpu_products.Factor):
+    """The norm of a hidden state as a factor: one launch for each type that it is multiplied in."""
+
+    def __init__(self, norm: Norm, state: HiddenState) -> None:
+        self._norm, self._state = norm, state
+        self._rounded: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
+
+    def __len__(self) -> int:
+        return self._state.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._state.device
+
+    def values(self) -> Tensor:
+        return self.rounded(torch.float32)[0]
+
+    def _round(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        is_small = dtype != torch.float16 or self._norm.fits_f16
+        power_T = None if is_small else torch.empty(len(self), device=self.device)
+        out_TD = torch.empty(self._state.shape, dtype=dtype, device=self.device)
+        self._state.write_norm(self._norm, out_TD, power_T)
+        return out_TD, power_T
 
 
 class NormStruct(Structure):

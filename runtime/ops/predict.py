@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from hotsplit.model.spec import PredictorKind
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.weights.gpu_products import Factor
 from hotsplit.runtime.weights.matrix import Linear, side_by_side
 from hotsplit.runtime.weights.neuron_block import Gate
 
@@ -28,11 +29,11 @@ class Predictor:
     threshold: float
     gate: Gate
 
-    def scores(self, x_TD: Tensor, *, is_small: bool = False) -> Tensor:
-        """[T, F]; a neuron is predicted if its score is above the threshold or NaN. `is_small`: see
+    def scores(self, x: Tensor | Factor, *, is_small: bool = False) -> Tensor:
+        """[T, F] for inputs [T, D]; a neuron is predicted if its score is above the threshold or NaN. `is_small`: see
         gpu_products.Factor."""
         first = self.up if self.down is None else self.down
-        inner_TR = side_by_side((first,), x_TD, is_small=is_small)
+        inner_TR = side_by_side((first,), x, is_small=is_small)
         if self.down is None:
             logits_TF = inner_TR
         else:

@@ -20,6 +20,7 @@ from hotsplit.runtime.ops.attention.block import Attend
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.head import logits
+from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step.batch import Row, runs_of
 from hotsplit.runtime.step.decode_step import DecodeStep
@@ -35,6 +36,8 @@ from hotsplit.runtime.step.program import (
     layer_ops,
     name_of,
 )
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.gpu_products import Factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,38 +139,39 @@ class Decoder:
         Takes at most `most_tokens` tokens; appends keys and values to the cache."""
         assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
         weights = self.weights
-        x_TD = embed(
+        x: Tensor | HiddenState = embed(
             weights.embedding, weights.positions, ids_T, start, scale=weights.embedding_scale
         )
-        self.observers.show("embedding", None, x_TD)
+        self.observers.show("embedding", None, as_tensor(x))
         turns = Turns(start, len(ids_T))
         host = self.host_attention
         is_native = len(ids_T) > 1 and self._is_seen_natively()
         native = self._native_layers if is_native else None
-        before_TD: Tensor | None = None
+        before: Tensor | Factor | None = None
         for index, layer in enumerate(weights.layers):
             predict = layer.spec.predict
-            before_TD = before_TD if predict and predict.input_layer_offset else None
+            before = before if predict and predict.input_layer_offset else None
             if native is not None:
-                x_TD, before_TD = native.run(
-                    index, x_TD, sequence=sequence, start=start, predictor_input_TD=before_TD,
+                x, before = native.run(
+                    index, as_tensor(x), sequence=sequence, start=start,
+                    predictor_input_TD=None if before is None else as_tensor(before),
                     observers=self.observers,
                 )  # fmt: skip
                 continue
-            x_TD, before_TD = run_layer(
+            x, before = run_layer(
                 index,
                 layer,
-                x_TD.to(layer.device),
+                x,
                 sequence=sequence,
                 start=start,
                 turns=turns,
-                predictor_input_TD=before_TD,
+                predictor_input=before,
                 observers=self.observers,
                 attend=None
                 if host is None
                 else partial(host.attend, index, sequence=sequence, start=start),
             )
-        return x_TD.to(weights.head_device)
+        return as_tensor(x).to(weights.head_device)
 
     def _is_seen_natively(self) -> bool:
         """True if native operations are to show what observers want."""
@@ -216,34 +220,48 @@ def plain_ops(index: int, spec: LayerSpec) -> tuple[tuple[Op, ...], list[tuple[s
 def run_layer(
     index: int,
     layer: Layer,
-    x_TD: Tensor,
+    x: Tensor | HiddenState,
     *,
     sequence: int = 0,
     start: int,
     turns: Turns,
-    predictor_input_TD: Tensor | None,
+    predictor_input: Tensor | Factor | None,
     observers: Observers,
     attend: Attend | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | HiddenState, Tensor | Factor]:
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
 
-    This is the reference for the operations of a layer; its spec has their order. `x_TD` is on the
-    layer's device; its cache holds the tokens before `start`. `predictor_input_TD`: the previous
-    layer's feed-forward input, if the layer's predictor reads that. All blocks of neurons are one
-    operation: see FeedForward."""
+    This is the reference for the operations of a layer; its spec has their order. The layer's cache
+    holds the tokens before `start`. `predictor_input`: the previous layer's feed-forward input, if
+    the layer's predictor reads that. All blocks of neurons are one operation: see FeedForward.
+
+    On a GPU, unless observers see the values, sums and norms are left to the products that read
+    them: see HiddenState and Normed."""
     ops, unread = plain_ops(index, layer.spec)
-    values: dict[str, Any] = {"x": x_TD}
-    if predictor_input_TD is not None:
-        values[ffn_in(index - 1)] = predictor_input_TD.to(layer.device)
-    del x_TD, predictor_input_TD
+    is_lazy = gpu_products.is_gpu(layer.device) and not observers.active
+    moved = _moved(x, layer.device, is_lazy)
+    values: dict[str, Any] = {"x": _state(moved) if is_lazy else moved}
+    if predictor_input is not None:
+        values[ffn_in(index - 1)] = _moved(predictor_input, layer.device, is_lazy)
+    del x, moved, predictor_input
 
     def run(op: Op, read: list[Any]) -> Any:
+        if op.kind in ("attention", "predict", "neurons"):
+            read = [x.values() if isinstance(x, HiddenState) else x for x in read]
+        elif op.kind != "norm":
+            read = (
+                [read[0], *map(as_tensor, read[1:])]
+                if op.kind == "add"
+                else [*map(as_tensor, read)]
+            )
         if op.kind == "norm":
-            return layer.norms[op.part].apply(read[0])
+            norm = layer.norms[op.part]
+            return Normed(norm, _state(read[0])) if is_lazy else norm.apply(read[0])
         if op.kind == "add":
             others = read[1] if len(read) == 2 else read[1] + read[2]
-            return read[0] + (others if op.factor == 1.0 else op.factor * others)
+            first = _state(read[0]) if is_lazy else read[0]
+            return first + (others if op.factor == 1.0 else op.factor * others)
         if op.kind == "route":
             assert layer.router is not None
             return layer.router.forward(read[0])
@@ -274,3 +292,18 @@ def run_layer(
         values[written] = run(op, read)
     observers.show("layer_out", index, values["x"])
     return values["x"], values[ffn_in(index)]
+
+
+def _moved(
+    x: Tensor | HiddenState | Factor, device: torch.device, is_lazy: bool
+) -> Tensor | HiddenState | Factor:
+    """A value on a layer's device: a tensor, unless it is there and `is_lazy`."""
+    return x if is_lazy and gpu_products.is_on(x, device) else as_tensor(x).to(device)
+
+
+def as_tensor(x: Tensor | HiddenState | Factor) -> Tensor:
+    return x if isinstance(x, Tensor) else x.values()
+
+
+def _state(x: Tensor | HiddenState | Factor) -> HiddenState:
+    return x if isinstance(x, HiddenState) else HiddenState(as_tensor(x))

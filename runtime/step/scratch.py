@@ -19,18 +19,24 @@ from hotsplit.model.spec import SMOOTH, Attention, ModelSpec
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.loader import Builder
-from hotsplit.runtime.ops.attention.attend import SCORE_BYTES, takes_flash
+from hotsplit.runtime.ops.attention.attend import SCORE_BYTES, has_flash, takes_flash
 from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.hollow import hollow_builder, neurons_bytes
-from hotsplit.runtime.step.program import Kind
+from hotsplit.runtime.step.program import Kind, Op, name_of
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.store import num_appended
+
+
+def way_on(device: torch.device) -> Literal["gpu", "flash"]:
+    """The way of passes on a GPU."""
+    is_fast = has_flash(device) and gpu_products.multiplies_blocks(device)
+    return "flash" if is_fast else "gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """A pass over T tokens at the end of a context. `way`: "watched" by observers, who see all
-    values; "flash" on a GPU with flash attention. `num_hot`: of each layer; None: any number."""
+    values; "flash" on a GPU with flash attention and products of matrices in blocks. `num_hot`: of each layer; None: any number."""
 
     model: ModelFile
     mode: Mode
@@ -60,33 +66,83 @@ class Pass:
     def kind(self, name: str) -> str:
         return self.model.tensors[f"{name}.weight"].kind
 
-    def product(self, kind: str, width: int, num_rows: int, *, is_copied: bool = False) -> int:
-        """Bytes of a product on a GPU beside its result: the rounded input and, unless the matrix is
-        read as stored, a tile of rows and, if there are several, a tile's product."""
+    def rounded(self, kind: str, width: int) -> int:
+        """Bytes of the input of a product on a GPU, rounded for a matrix of this kind."""
+        return 0 if kind == "f32" else self.floats(width / 2 + 2)
+
+    def tile(self, kind: str, width: int, num_rows: int, *, is_copied: bool = False) -> int:
+        """Bytes of a product on a GPU beside its input and its result: unless the matrix is read as
+        stored, a tile of rows and, if there are several, a tile's product."""
         dtype = gpu_products.tile_dtype(kind)
-        rounded = 0 if kind == "f32" else self.floats(width / 2 + 2)
-        if FLOATS.get(kind) == dtype and not is_copied:
-            return rounded
+        is_as_stored = FLOATS.get(kind) == dtype or (kind not in FLOATS and self.way == "flash")
+        if is_as_stored and not is_copied:
+            return 0
         rows = min(gpu_products.tile_rows(width), num_rows)
-        return rounded + dtype.itemsize * rows * width + self.floats(rows * (rows < num_rows))
+        return dtype.itemsize * rows * width + self.floats(rows * (rows < num_rows))
+
+    def product(self, kind: str, width: int, num_rows: int) -> int:
+        """Bytes of a product on a GPU beside its result."""
+        return self.rounded(kind, width) + self.tile(kind, width, num_rows)
+
+
+def written_bytes(p: Pass, index: int, op: Op, held: int) -> dict[str, int]:
+    """Bytes of the values that exist, or have another size, after an operation of a layer whose first
+    operand has `held`, 0 if the caller holds it. On a GPU, a sum is two values until a norm reads
+    it."""
+    read, written = name_of(op.reads[0]), name_of(op.writes[0])
+    width = p.floats(p.spec.hidden_size)
+    if op.kind == "predict":
+        return {written: p.num_tokens * p.spec.layers[index].neurons.number}  # a byte for each
+    if op.kind == "norm" and p.is_on_gpu:
+        summed = {read: width} if read == "x" and held else {}
+        return {**summed, written: _norm_bytes(p, index)}
+    return {written: 2 * width if op.kind == "add" and p.is_on_gpu and held else width}
+
+
+def _norm_bytes(p: Pass, index: int) -> int:
+    """Bytes of a norm's result on a GPU, where it is made in the types that read it: here is only
+    the one for f32; the products count the others."""
+    layer, predictor = p.spec.layers[index], f"blk.{index}.ffn_pred"
+    kinds = {p.kind(f"blk.{index}.{each}") for each in layer.attention.projections}
+    kinds |= {p.kind(f"blk.{index}.{layer.neurons.gate_name}")}
+    if layer.predict:
+        kinds |= {p.kind(f"{predictor}_{'down' if layer.predict.rank else 'up'}")}
+    return p.floats(p.spec.hidden_size) * ("f32" in kinds)
+
+
+def kept_norm(p: Pass, index: int) -> int:
+    """What a GPU keeps of the input of a layer's neurons for the next layer's predictor, beside one
+    f32 tensor: the hidden state, and the rounded input."""
+    kind = p.kind(f"blk.{index}.{p.spec.layers[index].neurons.gate_name}")
+    width = p.spec.hidden_size
+    return p.floats(width) + p.rounded(kind, width) if p.is_on_gpu else 0
 
 
 def attention(p: Pass, index: int) -> int:
-    """Projections, then norms and rotation of the heads, the heads, and the output's projection."""
+    """Projections, then norms and rotation of the heads (on a GPU in one kernel), the heads, and the
+    output's projection."""
     a, width, name = p.spec.layers[index].attention, p.spec.hidden_size, f"blk.{index}"
     qkv, query, key = a.qkv_size, a.query_size, a.key_size
-    normed = query + key if a.head_norm else 0
-    turning = query if p.is_on_gpu else max(2 * query, query + 2 * key)
+    normed = query + key if a.head_norm and not p.is_on_gpu else 0
+    turning = 0 if p.is_on_gpu else max(2 * query, query + 2 * key, 4 * a.head_dim)
     kinds = {p.kind(f"{name}.{each}") for each in a.projections}
     is_joined = len(kinds if p.is_on_gpu else a.projections) == 1 and not a.biases
     joined = qkv if is_joined else 2 * qkv
-    before = p.floats(max(joined, qkv + normed + max(turning, 4 * a.head_dim)))
+    before = p.floats(max(joined, qkv + normed + turning))
     kept = normed if p.is_on_gpu or not a.rotary else query + key
-    after = p.floats(qkv + query + width * (1 + ("attn_output" in a.biases)))
+    rounded = max(p.rounded(kind, width) for kind in kinds) if p.is_on_gpu else 0
+    heads = query / 2 if _is_flash(p, a) else query
+    after = p.floats(qkv + heads + width * (1 + ("attn_output" in a.biases)))
     if p.is_on_gpu:
         before = max(before, p.floats(qkv) + max(p.product(k, width, qkv) for k in kinds))
         after += p.product(p.kind(f"{name}.attn_output"), query, width)
-    return max(before, p.floats(qkv + kept) + _attend(p, a), after)
+    return max(before, p.floats(qkv + kept) + rounded + _attend(p, a), after + rounded)
+
+
+def _is_flash(p: Pass, a: Attention) -> bool:
+    is_whole = a.window is None or a.window >= p.context_length
+    is_f16 = part_bytes.kv_kind(p.model) != "f32"
+    return p.way == "flash" and is_f16 and takes_flash(a.head_dim) and is_whole
 
 
 def _attend(p: Pass, a: Attention) -> int:
@@ -95,12 +151,13 @@ def _attend(p: Pass, a: Attention) -> int:
     tokens, context, is_f32 = p.num_tokens, p.context_length, part_bytes.kv_kind(p.model) == "f32"
     seen = context if a.window is None else min(context, tokens + a.window - 1)
     appended, head = (0, 0) if is_f32 else (p.floats(a.key_size), 8 * seen * a.head_dim)
+    appended = 0 if p.is_on_gpu else appended
     positions = 0 if p.num_sequences == 1 else part_bytes.kv_positions(context, 2) // 2
     gathered = positions * a.key_size * (FLOAT_BYTES if is_f32 else 2)
     unpacked, out = 0, p.floats(a.query_size + a.num_heads)
-    is_whole = a.window is None or a.window >= context
-    if p.way == "flash" and not is_f32 and takes_flash(a.head_dim) and is_whole:
-        out += p.floats(a.query_size / 2)  # queries in f16
+    if _is_flash(p, a):  # queries and heads in f16
+        out = p.floats(a.query_size + a.num_heads)
+        appended = p.floats(a.query_size / 2)
     elif p.is_on_gpu:  # one key head, and some tokens, at a time; masks, and scores twice
         group = a.num_heads // a.num_kv_heads
         rows = min(tokens, max(1, SCORE_BYTES // (FLOAT_BYTES * group * seen)))
@@ -163,7 +220,8 @@ def neurons(p: Pass, index: int) -> int:
     hot = 0 if p.num_hot is None else p.num_hot[index]
     blocks = (hot,) if hot == number else (hot, number - hot)
     shown, of_block = 2 if p.way == "watched" else 0, _on_gpu if p.is_on_gpu else _on_cpu
-    most = waiting = named = 0
+    gate = p.kind(f"blk.{index}.{p.spec.layers[index].neurons.gate_name}")
+    most, waiting, named = 0, p.rounded(gate, width) if p.is_on_gpu else 0, 0
     more = [_appended(p, index, size) for size in blocks]
     if p.num_hot is None:  # blocks of any number, each with as many more as it may have
         waiting += p.floats(shown * 2 * max(_appended(p, index, size) for size in range(1, 65)))
@@ -206,19 +264,20 @@ def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
 
 
 def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
-    """A part of a block at a time: gates and what they are multiplied by; then their rounded
-    products, and the sum of the rows of down."""
-    layer, width = p.spec.layers[index], p.spec.hidden_size
-    own, is_smooth = layer.neurons, layer.neurons.activation in SMOOTH
+    """A part of a block at a time: gates and what they are multiplied by; their hidden values; and
+    the sum of the rows of down, apart from that of earlier parts."""
+    own, width = p.spec.layers[index].neurons, p.spec.hidden_size
     part = min(number, part_bytes.gpu_part_neurons(p.num_tokens))
-    values = 1 + own.is_gated + bool(own.biases & set(own.matrices))
-    least = (
-        3.25 if is_smooth and not computes_all(p.mode) else 2 if is_smooth or layer.predict else 1
-    )
+    values, has_biases = 1 + own.is_gated, bool(own.biases & set(own.matrices))
     gate, down = p.kind(f"blk.{index}.{own.gate_name}"), part_bytes.down_kind(p.model, index)
-    gates = p.floats(max(values, least) * part) + p.product(gate, width, part, is_copied=is_divided)
-    sums = p.floats(part + (part / 2 + width) * (down != "f32"))
-    return p.floats(width) + max(gates, sums + p.product(down, width, part, is_copied=is_divided))
+    hidden = p.floats(part * (1 if down == "f32" else 0.5) + 1)
+    tile = p.tile(gate, width, part, is_copied=is_divided)
+    gates = p.floats(values * part) + max(tile, p.floats(has_biases * part), hidden)
+    sums = hidden + p.tile(down, width, part, is_copied=is_divided)
+    again = p.floats(width) * (part < number and (down in FLOATS or is_divided))
+    if part == number and not is_divided:  # else earlier parts or pieces have begun the sum
+        return max(gates, p.floats(width) + sums)
+    return p.floats(width) + max(gates, sums + again)
 
 
 def head(p: Pass) -> int:

@@ -19,11 +19,12 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.device.device_memory import ALIGNMENT, SMALL_BYTES
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
+from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.step.decoder import plain_ops
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers
 from hotsplit.runtime.step.program import name_of
-from hotsplit.runtime.step.scratch import SCRATCH, Pass, head
+from hotsplit.runtime.step.scratch import SCRATCH, Pass, head, kept_norm, written_bytes
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
@@ -39,20 +40,21 @@ def pass_bytes(p: Pass) -> int:
     """Bytes at the peak of a pass."""
     spec, width = p.spec, p.floats(p.spec.hidden_size)
     turned = {(a.rotary, a.num_rotated) for a in (x.attention for x in spec.layers) if a.rotary}
-    tables = p.floats(sum(head_dim for _, head_dim in turned))
-    most = max(6 * width, width + head(p))  # an embedding's rows as stored, unpacked, scaled
+    tables = 0 if p.is_on_gpu else p.floats(sum(head_dim for _, head_dim in turned))
+    # An embedding's rows as stored, unpacked, scaled, with positions.
+    embedding = p.model.tensors["token_embd.weight"].kind
+    most = max((4 if embedding in FLOATS else 6) * width, width + head(p))
     for index, layer in enumerate(spec.layers):
-        # The caller holds the layer's input, and the previous layer's if the predictor reads it; on
-        # a GPU they may be copies.
-        inputs = width * (1 + bool(index and layer.predict and layer.predict.input_layer_offset))
-        alive = {"x": inputs if p.is_on_gpu else 0}
+        # The caller holds the layer's input, and the previous layer's if the predictor reads it.
+        has_before = bool(index and layer.predict and layer.predict.input_layer_offset)
+        inputs = width * (1 + has_before) + (kept_norm(p, index - 1) if has_before else 0)
+        alive = {"x": 0}
         for op, last in zip(*plain_ops(index, layer), strict=True):
             taken = SCRATCH[op.kind](p, index)
             most = max(most, tables + inputs + sum(alive.values()) + taken)
+            held = alive.get(name_of(op.reads[0]), 0)
             alive = {name: size for name, size in alive.items() if name not in last}
-            (written, *_) = map(name_of, op.writes)
-            is_named = written == "named"  # one byte a neuron
-            alive[written] = p.num_tokens * layer.neurons.number if is_named else width
+            alive |= written_bytes(p, index, op, held)
     if not p.is_on_gpu and not library.is_available():  # torch unpacks every matrix, in tiles
         widest = max(spec.hidden_size, spec.most_query_size)
         most += 4 * FLOAT_BYTES * widest * tile_rows(widest)

@@ -1,8 +1,12 @@
-"""Matrix products of several tokens on a GPU: tiles of rows, accumulated in f32.
+"""Matrix products of several tokens on a GPU, accumulated in f32.
 
-Tiles are f16; bf16 for matrices in bf16, whose values may exceed f16's range; and f32 for matrices
-in f32, whose results are compared with other programs'. Tensor cores multiply the 16-bit types and
-return f32. f16 ends at 65,504, and hidden values of a feed-forward layer may be larger: each
+Matrices of floats are multiplied by torch, as they are. Those in blocks are multiplied by a kernel
+that unpacks their weights in registers (kernels.gpu.products), in one launch; where it is missing
+or wrong, they are unpacked to tiles of rows, which torch multiplies in some three launches each.
+
+Weights are rounded to f16; bf16 stays, because its values may exceed f16's range, and so does f32,
+whose results are compared with other programs'. Tensor cores multiply the 16-bit types and return
+f32. f16 ends at 65,504, and hidden values of a feed-forward layer may be larger: each
 token's values are divided by a power of two before they are rounded to f16, and the result is
 multiplied by it, which is exact. This is left out for values that are known to be small, such as
 those of nearly every norm.
@@ -13,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -85,6 +89,46 @@ def _kernels(replaced: frozenset[str]) -> "Kernels":
         ) from error
 
 
+# Compute capability from which Triton uses tensor cores.
+_TENSOR_CORES = 8
+_BLOCK_KERNELS = {"multiply", "multiply_down"}
+
+
+def multiplies_blocks(device: torch.device) -> bool:
+    """True if kernels multiply matrices in blocks on a device, without tiles."""
+    return not _BLOCK_KERNELS & _replaced and _has_tensor_cores(device)
+
+
+@cache
+def _has_tensor_cores(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True  # emulated
+    return bool(torch.cuda.get_device_properties(device).major >= _TENSOR_CORES)
+
+
+def multiply(matrix: StoredMatrix, x: "Tensor | Factor", out: Tensor | None = None) -> Tensor:
+    """f32 [T, N]: every token times every row of a matrix in blocks; `out`, if given, takes them."""
+    factor = Factor.of(x)
+    left, power_T = factor.rounded(torch.float16)
+    out = factor.new(matrix.num_rows) if out is None else out
+    with made_current(out.device):
+        kernels().multiply(matrix, None, left, power_T, out)
+    return out
+
+
+def multiply_down(
+    matrix: StoredMatrix, weight_TN: "Tensor | Factor", sum_TD: Tensor | None
+) -> Tensor:
+    """Adds every row of a matrix in blocks times its weight to f32 `sum_TD`, and returns it; None:
+    to zeros."""
+    factor, is_added = Factor.of(weight_TN), sum_TD is not None
+    left, power_T = factor.rounded(torch.float16)
+    sum_TD = factor.new(matrix.width) if sum_TD is None else sum_TD
+    with made_current(sum_TD.device):
+        kernels().multiply_down(matrix, left, power_T, sum_TD, is_added=is_added)
+    return sum_TD
+
+
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None) -> None:
     """Runs kernels.unpack on the device of the matrix."""
     with made_current(out_AD.device):
@@ -113,74 +157,117 @@ def product(x: "Tensor | Factor", num_rows: int, tiles: Tiles, out: Tensor | Non
     return factor.new(0) if out is None else out
 
 
-def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
-    """Adds every row times its weight to f32 `sum_TD`, and returns it."""
+def add_many(sum_TD: Tensor | None, weight_TN: "Tensor | Factor", tiles: Tiles) -> Tensor:
+    """Adds every row times its weight to f32 `sum_TD`, and returns it; None: to zeros."""
     factor = Factor.of(weight_TN)
     for start, rows_AD in tiles:
-        factor.add_times(sum_TD, rows_AD, slice(start, start + len(rows_AD)))
+        columns = slice(start, start + len(rows_AD))
+        if sum_TD is None:
+            sum_TD = factor.times(rows_AD, columns=columns)
+        else:
+            factor.add_times(sum_TD, rows_AD, columns)
+    assert sum_TD is not None
     return sum_TD
 
 
 class Factor:
-    """[T, K] in f32 or f16, rounded on first use to each type of tiles that it is multiplied by.
-    One factor serves all matrices with the same input, because rounding takes up to four launches.
-    `is_small`: f16 takes the values as they are (Norm.fits_f16); f16 values are taken so, too."""
+    """[T, K] in f32 or f16, rounded on first use to each type that it is multiplied in; one factor
+    serves all matrices with the same input. `is_small`: f16 takes the values as they are
+    (Norm.fits_f16); f16 values are taken so, too."""
 
     def __init__(self, values_TK: Tensor, *, is_small: bool = False) -> None:
-        self.values_TK = values_TK
+        self._values_TK = values_TK
         self._is_small = is_small or values_TK.dtype == torch.float16
         self._rounded: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
 
     @classmethod
-    def of(cls, values: "Tensor | Factor") -> "Factor":
-        return values if isinstance(values, Factor) else cls(values)
+    def of(cls, values: "Tensor | Factor", *, is_small: bool = False) -> "Factor":
+        return values if isinstance(values, Factor) else cls(values, is_small=is_small)
+
+    @classmethod
+    def of_rounded(cls, values_TK: Tensor, power_T: Tensor | None) -> "Factor":
+        """A factor that can be multiplied in the type of these values alone."""
+        factor = cls(values_TK)
+        factor._rounded[values_TK.dtype] = values_TK, power_T
+        return factor
 
     def __len__(self) -> int:
-        return len(self.values_TK)
+        return len(self._values_TK)
+
+    @property
+    def device(self) -> torch.device:
+        return self._values_TK.device
+
+    def values(self) -> Tensor:
+        """f32 [T, K], or f16 as given."""
+        return self._values_TK
 
     def new(self, num_columns: int) -> Tensor:
         """Uninitialised, f32 [T, N]."""
-        return self.values_TK.new_empty(len(self), num_columns, dtype=torch.float32)
+        return torch.empty(len(self), num_columns, device=self.device)
 
-    def times(self, tile: Tensor, out: Tensor | None = None) -> Tensor:
-        """f32 [T, columns of `tile`]: the factor times `tile`."""
-        left, power_T1 = self._as(tile.dtype)
+    def times(
+        self, tile: Tensor, out: Tensor | None = None, columns: slice = slice(None)
+    ) -> Tensor:
+        """f32 [T, columns of `tile`]: the factor, or these columns of it, times `tile`."""
+        left, power_T = self.rounded(tile.dtype)
+        left = left[:, columns]
         if tile.dtype == torch.float32:
             return torch.mm(left, tile, out=out)
         y = _in_f32(left, tile)
-        if power_T1 is not None:
-            return torch.mul(y, power_T1, out=y if out is None else out)
+        if power_T is not None:
+            return torch.mul(y, power_T[:, None], out=y if out is None else out)
         return y if out is None else out.copy_(y)
 
     def add_times(self, sum_TD: Tensor, tile: Tensor, columns: slice) -> None:
         """Adds these columns of the factor times `tile` to f32 `sum_TD`."""
-        left, power_T1 = self._as(tile.dtype)
+        left, power_T = self.rounded(tile.dtype)
         left = left[:, columns]
         if tile.dtype == torch.float32:
             sum_TD.addmm_(left, tile)
-        elif power_T1 is None:
+        elif power_T is None:
             sum_TD += _in_f32(left, tile)
         else:
-            sum_TD.addcmul_(_in_f32(left, tile), power_T1)
+            sum_TD.addcmul_(_in_f32(left, tile), power_T[:, None])
 
-    def _as(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """(the values in this type, the power of two of each token by which they were divided)."""
+    def rounded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """(the values in this type, [T, K]; the powers of two by which they were divided, [T])."""
         if dtype not in self._rounded:
-            if dtype == torch.float16 and not self._is_small:
-                self._rounded[dtype] = self._in_f16()
-            else:
-                self._rounded[dtype] = self.values_TK.to(dtype), None
+            self._rounded[dtype] = self._round(dtype)
         return self._rounded[dtype]
 
-    def _in_f16(self) -> tuple[Tensor, Tensor]:
-        values_TK = self.values_TK
-        largest_T1 = torch.linalg.vector_norm(values_TK, torch.inf, dim=1, keepdim=True)
-        # The exponent's bits alone are the power of two at or below a number; those of zero, of
-        # infinity and of NaN are not, and are limited to powers of two.
-        bits_T1 = largest_T1.view(torch.int32).bitwise_and_(0x7F800000)
-        power_T1 = bits_T1.view(torch.float32).clamp_(2.0**-126, 2.0**126)
-        half_TK = torch.empty_like(values_TK, dtype=torch.float16)
-        return torch.div(values_TK, power_T1, out=half_TK), power_T1
+    def _round(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        values_TK = self._values_TK
+        assert not self._rounded or values_TK.dtype == torch.float32, (values_TK.dtype, dtype)
+        if dtype != torch.float16 or self._is_small:
+            return values_TK.to(dtype), None
+        out_TK, power_T = new_rounded(values_TK, dtype)
+        with made_current(values_TK.device):
+            kernels().round_tokens(values_TK, None, None, None, 0.0, out_TK, power_T, None)
+        return out_TK, power_T
+
+
+def new_rounded(
+    like_TK: Tensor, dtype: torch.dtype, *, is_small: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Uninitialised values of a type, and powers of two if they are to be divided."""
+    has_power = dtype == torch.float16 and not is_small
+    power_T = torch.empty(len(like_TK), device=like_TK.device) if has_power else None
+    return torch.empty_like(like_TK, dtype=dtype), power_T
+
+
+class OnDevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+def is_on(x: OnDevice, device: torch.device) -> bool:
+    """True if a value is on a device, where no index means the first one."""
+    return (x.device.type, x.device.index or 0) == (device.type, device.index or 0)
+
+
+def as_tensor(x: Tensor | Factor) -> Tensor:
+    return x.values() if isinstance(x, Factor) else x
 
 
 def _in_f32(left: Tensor, right: Tensor) -> Tensor:

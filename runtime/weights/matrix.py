@@ -3,7 +3,7 @@
 Sums are f32. On the CPU, the C++ kernels compute products, and sums of rows for one token; they
 quantise vectors to blocks of 16-bit integers if the weights are in blocks. Sums for several tokens,
 and everything if the kernels are not built, are torch's. On a GPU, products of several tokens are
-computed in tiles (runtime.weights.gpu_products).
+computed as runtime.weights.gpu_products says.
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
 
@@ -39,6 +39,11 @@ class Matrix(StoredMatrix):
     @property
     def _is_on_gpu(self) -> bool:
         return gpu_products.is_gpu(self.data.device)
+
+    @property
+    def _is_multiplied_in_blocks(self) -> bool:
+        is_in_rows = self.kind not in FLOATS and rows_together(self.kind) == 1
+        return is_in_rows and gpu_products.multiplies_blocks(self.data.device)
 
     @property
     def is_native(self) -> bool:
@@ -87,6 +92,8 @@ class Matrix(StoredMatrix):
         for matrices on a GPU."""
         count = self.num_rows if index_A is None else len(index_A)
         if self._is_on_gpu:
+            if self._is_multiplied_in_blocks and index_A is None:
+                return gpu_products.multiply(self, x, out)
             return gpu_products.product(x, count, self._gpu_tiles(index_A), out)
         assert isinstance(x, Tensor) and out is None
         x_TD = x
@@ -103,11 +110,20 @@ class Matrix(StoredMatrix):
         sum_TD = weight_TA.new_zeros(len(weight_TA), self.width)
         return self.add_many(sum_TD, weight_TA, index_A)
 
-    def add_many(self, sum_TD: Tensor, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
-        """Adds the result of `combine_many` to `sum_TD`, f32, and returns it."""
+    def add_many(
+        self,
+        sum_TD: Tensor | None,
+        weight_TA: Tensor | gpu_products.Factor,
+        index_A: Tensor | None = None,
+    ) -> Tensor:
+        """Adds the result of `combine_many` to `sum_TD`, f32, and returns it. None, a new sum, and
+        a factor are for matrices on a GPU."""
         if self._is_on_gpu:
+            if self._is_multiplied_in_blocks and index_A is None:
+                return gpu_products.multiply_down(self, weight_TA, sum_TD)
             tiles = self._gpu_tiles(index_A)
             return gpu_products.add_many(sum_TD, weight_TA, tiles)
+        assert isinstance(sum_TD, Tensor) and isinstance(weight_TA, Tensor)
         for start, rows_AD in self._tiles(index_A):
             sum_TD.addmm_(weight_TA[:, start : start + len(rows_AD)], rows_AD)
         return sum_TD
@@ -169,10 +185,10 @@ class Linear:
     bias_N: Tensor | None = None
 
     def apply(self, x: Tensor | gpu_products.Factor) -> Tensor:
-        """f32 [T, N]; uses the single-token product if T is 1. A factor is for several tokens and
-        matrices on a GPU."""
-        if isinstance(x, Tensor) and len(x) == 1:
-            y_TN = self.weight.dot(x[0].contiguous())[None]
+        """f32 [T, N]; uses the single-token product if T is 1. A factor is for matrices on a
+        GPU."""
+        if len(x) == 1:
+            y_TN = self.weight.dot(gpu_products.as_tensor(x)[0].float().contiguous())[None]
         else:
             y_TN = self.weight.product(x)
         return y_TN if self.bias_N is None else y_TN + self.bias_N
@@ -191,15 +207,20 @@ class Linear:
         return Linear(weight=self.weight.part(start, stop), bias_N=bias)
 
 
-def side_by_side(linears: Sequence[Linear], x_TD: Tensor, *, is_small: bool = False) -> Tensor:
-    """Outputs of matrices with the same input, f32 [T, sum of N]. `is_small`: see
+def side_by_side(
+    linears: Sequence[Linear], x: Tensor | gpu_products.Factor, *, is_small: bool = False
+) -> Tensor:
+    """Outputs of matrices with the same input [T, D], f32 [T, sum of N]. `is_small`: see
     gpu_products.Factor."""
-    if not (gpu_products.is_gpu(x_TD.device) and len(x_TD) > 1):
-        found = [linear.apply(x_TD) for linear in linears]
+    if not (gpu_products.is_gpu(x.device) and len(x) > 1):
+        found = [linear.apply(x) for linear in linears]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-    factor = gpu_products.Factor(x_TD, is_small=is_small)
+    factor = gpu_products.Factor.of(x, is_small=is_small)
     if len(linears) == 1:
         return linears[0].apply(factor)
+    factor.rounded(
+        gpu_products.tile_dtype(linears[0].weight.kind)
+    )  # before the result takes memory
     y_TN = factor.new(sum(linear.num_outputs for linear in linears))
     start = 0
     for linear in linears:

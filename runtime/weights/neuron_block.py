@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotsplit.model.spec import SMOOTH, Activation
+from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 # "hot": the plan's hot neurons, and all neurons of undivided layers; "cold": on the CPU, while the
@@ -42,14 +43,18 @@ class Gate:
         fires = self._fires(value) if limit is None else above(value, limit)
         return torch.where(fires, value, 0.0), fires  # a product would turn -inf into NaN
 
-    def activated_(self, gate: Tensor) -> Tensor:
-        """The activated values that `act` returns without a limit, in the memory of `gate` where
-        that is possible, and in fewer launches on a GPU."""
-        if self.activation in SMOOTH:
-            if not self.computes_all:
-                return self.act(gate)[0]
-            return F.silu(gate, inplace=True) if self.activation == "silu" else self.smooth(gate)
-        return F.threshold(gate, self.opens_above, 0.0, inplace=True)  # keeps NaN
+    def hidden_factor(
+        self, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None, dtype: torch.dtype
+    ) -> gpu_products.Factor:
+        """The hidden values on a GPU, in one launch, as a factor of products in a type; those of
+        neurons that are not named are 0."""
+        out_TN, power_T = gpu_products.new_rounded(gate_TN, dtype)
+        with gpu_products.made_current(gate_TN.device):
+            gpu_products.kernels().hidden_tokens(
+                gate_TN, up_TN, named_TN, self.activation, self.threshold, self.computes_all,
+                out_TN, power_T,
+            )  # fmt: skip
+        return gpu_products.Factor.of_rounded(out_TN, power_T)
 
     def before_threshold(self, gate: Tensor) -> Tensor:
         """The value compared with a threshold: SiLU or GELU of the gate, else the gate."""
@@ -77,10 +82,6 @@ class Gate:
         if up is None:
             return activated
         return activated * (F.relu(up) if self.activation == "drelu" else up)
-
-    def hidden_(self, activated: Tensor, up: Tensor) -> Tensor:
-        """`hidden`, in the memory of `activated`; overwrites `up`."""
-        return activated.mul_(F.relu_(up) if self.activation == "drelu" else up)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,15 @@ WRITTEN = {
     "embed": {"out_D"},
     "unpack": {"out_AD"},
     "add_norm": {"out_D", "x_out_D"},
-    "rotate_append": {"qkv", "key_CKW", "value_CKW"},
+    "rotate_append": {"qkv", "key_CKW", "value_CKW", "query_THW"},
     "attend": {"scratch", "out_HW"},
     "predict": {"named_B"},
     "gate_up": {"hidden_N"},
     "down": {"parts_SD"},
+    "multiply": {"out_TN"},
+    "multiply_down": {"out_TD"},
+    "round_tokens": {"out_TD", "power_T", "x_out_TD"},
+    "hidden_tokens": {"out_TN", "power_T"},
 }
 
 

@@ -11,10 +11,11 @@ from ptx.floats import FLOAT
 from ptx.integers import INTEGER, sum_with_carry
 from ptx.moves import MOVE
 from ptx.operands import ALL_BYTES, Registers
+from ptx.tensor_cores import TENSOR_CORES
 from ptx.text import BYTES, Instruction, Kernel
 from ptx.warps import WARPS, warp_barrier
 
-FACTORIES = {**INTEGER, **FLOAT, **MOVE, **WARPS}
+FACTORIES = {**INTEGER, **FLOAT, **MOVE, **WARPS, **TENSOR_CORES}
 
 
 @dataclass(kw_only=True)

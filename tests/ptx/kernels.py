@@ -23,18 +23,20 @@ from ptx.memory import Memory
 
 PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
-MODULES = ("rows", "tiles", "norm", "attention", "predictor", "neurons")
+MODULES = ("rows", "tiles", "norm", "attention", "predictor", "neurons", "products", "tokens")
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
 # never reads; it counts as uninitialised before a launch and must have all its values after it.
 STORES = {
     "_dot": {"out"}, "_unpack": {"out"}, "_unpack_tiles": {"out"}, "_add_norm": {"out", "x_out"},
-    "_rotate_append": {"qkv", "key", "value"}, "_attend_part": {"sums", "peaks", "weights"},
+    "_rotate_append": {"qkv", "key", "value", "query"}, "_attend_part": {"sums", "peaks", "weights"},
     "_attend_join": {"out"}, "_predict": {"named"}, "_gate_up": {"hidden"}, "_down": {"parts"},
-    "_scatter": set(), "_pack_open": {"open_W"},
+    "_multiply": {"out"}, "_multiply_down": {"out"}, "_round_tokens": {"out", "power", "x_out"},
+    "_hidden_tokens": {"out", "power"}, "_scatter": set(), "_pack_open": {"open_W"},
 }  # fmt: skip
 FILLS = {"_dot": "out", "_attend_join": "out", "_predict": "named", "_gate_up": "hidden",
-         "_down": "parts", "_pack_open": "open_W"}  # fmt: skip
+         "_down": "parts", "_multiply": "out",
+         "_round_tokens": "out", "_hidden_tokens": "out", "_pack_open": "open_W"}  # fmt: skip
 
 
 class PtxKernels:
@@ -58,12 +60,16 @@ class PtxKernels:
         self.kernels = self._record()
 
     def _record(self) -> Kernels:
-        rows, tiles, norm, attention, predictor, neurons = map(self._module, MODULES)
+        rows, tiles, norm, attention, predictor, neurons, products, tokens = map(
+            self._module, MODULES
+        )
         rows.unpack_tiles = tiles.unpack_tiles
         return Kernels(
             dot=rows.dot, embed=rows.embed, unpack=rows.unpack, add_norm=norm.add_norm,
             rotate_append=attention.rotate_append, attend=attention.attend,
             predict=predictor.predict, gate_up=neurons.gate_up, down=neurons.down,
+            multiply=products.multiply, multiply_down=products.multiply_down, round_tokens=tokens.round_tokens,
+            hidden_tokens=tokens.hidden_tokens,
         )  # fmt: skip
 
     @property

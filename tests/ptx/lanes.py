@@ -17,6 +17,7 @@ from ptx.faults import (
 from ptx.memory import Outside, check_alignment
 from ptx.operands import ALL_BYTES, Reads, either
 from ptx.races import Access, find_race
+from ptx.tensor_cores import Copies
 
 WARP = 32
 SHARED_BASE = 1 << 10  # the start of shared memory, so that small wrong addresses lie outside
@@ -78,6 +79,7 @@ class Machine:
         self.is_read = np.zeros(units, bool)
         self.may_race = False
         self.shared_log: list[Access] = []
+        self.copies = Copies()
 
     # ---- registers ----------------------------------------------------------------------------
 

@@ -41,34 +41,38 @@ def _rotate_append(
     sequence,
     table,
     table_stride,
+    query,
+    query_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     IS_ADJACENT: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
     MAGNITUDE: tl.constexpr,
 ):
     """One program per head and row. Values are loaded in pairs even if they are not rotated. A row
     that repeats the previous one appends nothing."""
     head = tl.program_id(0)
-    if NUM_ROWS > 1:
+    if HAS_ROWS:
         row = tl.program_id(1)
         qkv += row * ((NUM_HEADS + 2 * NUM_KV) * WIDTH)
         position += row
+        if query is not None:
+            query += row * (NUM_HEADS * WIDTH)
     at = tl.load(position)
     pair = tl.arange(0, HALF)
     in_head = pair < WIDTH // 2
     is_kept = in_head
-    if NUM_ROWS > 1:
+    if HAS_ROWS:
         is_new = (row == 0) | (tl.load(position - 1, mask=row > 0, other=-1) != at)
         if table is not None:
             before = tl.load(sequence + row - 1, mask=row > 0, other=-1)
             is_new = is_new | (before != tl.load(sequence + row))
         is_kept = in_head & is_new
     if table is not None:
-        own = tl.load(sequence + (row if NUM_ROWS > 1 else 0)).to(tl.int64)
+        own = tl.load(sequence + (row if HAS_ROWS else 0)).to(tl.int64)
         block = tl.load(table + own * table_stride + at // BLOCK_LENGTH).to(tl.int64)
         key += block * key_block_stride
         value += block * value_block_stride
@@ -98,9 +102,15 @@ def _rotate_append(
         if frequency is not None:
             first, second = _turn(first, second, frequency, pair, in_head, at, MAGNITUDE)
         if head < NUM_HEADS:
-            tl.debug_barrier()  # in place: all threads must have loaded before any stores
-            tl.store(qkv + head * WIDTH + first_at, first, mask=in_head)
-            tl.store(qkv + head * WIDTH + second_at, second, mask=in_head)
+            if query is not None:
+                target = query + head * WIDTH
+                first, second = first * query_scale, second * query_scale
+                tl.store(target + first_at, first.to(query.dtype.element_ty), mask=in_head)
+                tl.store(target + second_at, second.to(query.dtype.element_ty), mask=in_head)
+            else:
+                tl.debug_barrier()  # in place: all threads must have loaded before any stores
+                tl.store(qkv + head * WIDTH + first_at, first, mask=in_head)
+                tl.store(qkv + head * WIDTH + second_at, second, mask=in_head)
         else:
             target = key + place * key_stride + kv_head * key_head_stride
             tl.store(target + first_at, first.to(key.dtype.element_ty), mask=is_kept)
@@ -304,11 +314,14 @@ def rotate_append(
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     magnitude: float = 1.0,
+    query_THW: Tensor | None = None,
+    query_scale: float = 1.0,
 ) -> None:
     cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
-    num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
+    num_rows, num_kv, width = 1 if qkv.dim() == 1 else len(qkv), *key_CKW.shape[-2:]
     assert qkv.shape[-1] == (num_heads + 2 * num_kv) * width, (qkv.shape, num_heads, key_CKW.shape)
     assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
+    assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
     grid = (num_heads + 2 * num_kv,) if num_rows == 1 else (num_heads + 2 * num_kv, num_rows)
     _rotate_append[grid](
         qkv,
@@ -321,12 +334,14 @@ def rotate_append(
         value_CKW,
         *cache.strides,
         *cache.paging,
+        query_THW,
+        float(query_scale),
         NUM_HEADS=num_heads,
         NUM_KV=num_kv,
         WIDTH=width,
         HALF=power_of_2(width // 2),
         IS_ADJACENT=is_adjacent,
-        NUM_ROWS=num_rows,
+        HAS_ROWS=num_rows > 1,
         BLOCK_LENGTH=cache.block_length,
         MAGNITUDE=magnitude,
         num_warps=1,

@@ -103,11 +103,16 @@ class RotateAppend(Protocol):
         sequence_1: Tensor | None = None,
         table_SN: Tensor | None = None,
         magnitude: float = 1.0,
+        query_THW: Tensor | None = None,
+        query_scale: float = 1.0,
     ) -> None:
         """RMS norm of each head of q and k, and rotation by f64 [W / 2] frequencies; both optional.
         Rotated values are multiplied by `magnitude`. `qkv` is f32 [(H + 2 K) W]: q is updated in
         place, k and v are written to the cache, f32 or f16, at `position_1` (int64 on the device)
-        of `sequence_1` (int32)."""
+        of `sequence_1` (int32).
+
+        A prompt's pass has any number T of rows. `query_THW`, if given, takes q times
+        `query_scale`, and `qkv` stays as it is."""
 
 
 class Attend(Protocol):
@@ -181,6 +186,65 @@ class Down(Protocol):
         are left out and their rows not read. `add_norm` adds the parts."""
 
 
+class Multiply(Protocol):
+    def __call__(
+        self,
+        matrix: StoredMatrix,
+        bias_N: Tensor | None,
+        x_TD: Tensor,
+        power_T: Tensor | None,
+        out_TN: Tensor,
+    ) -> None:
+        """out = power (x W^T) + bias, for any number of tokens T and a matrix in blocks, whose
+        weights are rounded to f16. `x_TD` is f16; its rows and those of `out_TN` may be strided."""
+
+
+class MultiplyDown(Protocol):
+    def __call__(
+        self,
+        matrix: StoredMatrix,
+        hidden_TN: Tensor,
+        power_T: Tensor | None,
+        out_TD: Tensor,
+        *,
+        is_added: bool,
+    ) -> None:
+        """out = power (hidden W), or out += that; otherwise as Multiply."""
+
+
+class RoundTokens(Protocol):
+    def __call__(
+        self,
+        x_TD: Tensor,
+        added_TD: Tensor | None,
+        weight_D: Tensor | None,
+        bias_D: Tensor | None,
+        epsilon: float,
+        out_TD: Tensor,
+        power_T: Tensor | None,
+        x_out_TD: Tensor | None,
+    ) -> None:
+        """t = x + added; x_out = t; out = norm(t), or t without a weight, in the type of `out_TD`.
+        `power_T`, if given, takes the power of two at or below the largest magnitude of each token,
+        by which its values are divided before they are rounded. Any number of tokens."""
+
+
+class HiddenTokens(Protocol):
+    def __call__(
+        self,
+        gate_TN: Tensor,
+        up_TN: Tensor | None,
+        named_TN: Tensor | None,
+        activation: Activation,
+        threshold: float,
+        is_dense: bool,
+        out_TN: Tensor,
+        power_T: Tensor | None,
+    ) -> None:
+        """The hidden values of GateUp for any number of tokens, from the products with gate and up;
+        `named_TN`: bool. Rounded and divided as by RoundTokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     dot: Dot
@@ -192,6 +256,10 @@ class Kernels:
     predict: Predict
     gate_up: GateUp
     down: Down
+    multiply: Multiply
+    multiply_down: MultiplyDown
+    round_tokens: RoundTokens
+    hidden_tokens: HiddenTokens
 
 
 def triton_kernels() -> Kernels:
@@ -207,7 +275,15 @@ def triton_kernels() -> Kernels:
         raise ImportError(
             f"the GPU kernels need Triton, found none ({error}): pip install triton"
         ) from error
-    from hotsplit.runtime.kernels.gpu import attention, neurons, norm, predictor, rows
+    from hotsplit.runtime.kernels.gpu import (
+        attention,
+        neurons,
+        norm,
+        predictor,
+        products,
+        rows,
+        tokens,
+    )
 
     return Kernels(
         dot=rows.dot,
@@ -219,6 +295,10 @@ def triton_kernels() -> Kernels:
         predict=predictor.predict,
         gate_up=neurons.gate_up,
         down=neurons.down,
+        multiply=products.multiply,
+        multiply_down=products.multiply_down,
+        round_tokens=tokens.round_tokens,
+        hidden_tokens=tokens.hidden_tokens,
     )
 
 
@@ -236,4 +316,8 @@ def reference_kernels() -> Kernels:
         predict=reference.predict,
         gate_up=reference.gate_up,
         down=reference.down,
+        multiply=reference.multiply,
+        multiply_down=reference.multiply_down,
+        round_tokens=reference.round_tokens,
+        hidden_tokens=reference.hidden_tokens,
     )

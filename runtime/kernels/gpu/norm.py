@@ -17,6 +17,20 @@ _AT_ONCE = 1 << 16
 
 
 @triton.jit
+def normed(total, in_row, column, weight, bias, epsilon, WIDTH: tl.constexpr):
+    """The norm of a vector, whose values outside of the row are 0."""
+    centred = total
+    if bias is not None:
+        centred = tl.where(in_row, total - tl.sum(total, axis=0) / WIDTH, 0.0)
+    mean_square = tl.sum(centred * centred, axis=0) / WIDTH
+    scale = tl.load(weight + column, mask=in_row, other=0.0)
+    value = centred * tl.rsqrt(mean_square + epsilon) * scale
+    if bias is not None:
+        value += tl.load(bias + column, mask=in_row, other=0.0)
+    return value
+
+
+@triton.jit
 def _add_norm(
     x,
     parts,
@@ -53,15 +67,8 @@ def _add_norm(
     if x_out is not None:
         tl.store(x_out + column, total, mask=in_row)
     if out is not None:
-        centred = total
-        if bias is not None:
-            centred = tl.where(in_row, total - tl.sum(total, axis=0) / WIDTH, 0.0)
-        mean_square = tl.sum(centred * centred, axis=0) / WIDTH
-        scale = tl.load(weight + column, mask=in_row, other=0.0)
-        normed = centred * tl.rsqrt(mean_square + epsilon) * scale
-        if bias is not None:
-            normed += tl.load(bias + column, mask=in_row, other=0.0)
-        tl.store(out + column, normed, mask=in_row)
+        normed_D = normed(total, in_row, column, weight, bias, epsilon, WIDTH)
+        tl.store(out + column, normed_D, mask=in_row)
 
 
 def add_norm(

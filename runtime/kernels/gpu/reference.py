@@ -81,6 +81,8 @@ def rotate_append(
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     magnitude: float = 1.0,
+    query_THW: Tensor | None = None,
+    query_scale: float = 1.0,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
     query, key, value = (
@@ -94,7 +96,10 @@ def rotate_append(
         angle_W2 = position_1 * frequency_W2.double()
         query = _turn(query, angle_W2, is_adjacent) * magnitude
         key = _turn(key, angle_W2, is_adjacent) * magnitude
-    qkv[: num_heads * width].copy_(query.flatten())
+    if query_THW is None:
+        qkv[: num_heads * width].copy_(query.flatten())
+    else:
+        query_THW.copy_(query * query_scale)
     for cache, row in ((key_CKW, key), (value_CKW, value)):
         place = int(position_1)
         if table_SN is not None and sequence_1 is not None:
@@ -190,6 +195,83 @@ def weighted_sum(
     if skips_zeros:
         index_A = index_A[hidden_N[index_A] != 0]
     return hidden_N[index_A].double() @ _rows(down, index_A)
+
+
+def multiply(
+    matrix: StoredMatrix,
+    bias_N: Tensor | None,
+    x_TD: Tensor,
+    power_T: Tensor | None,
+    out_TN: Tensor,
+) -> None:
+    y_TN = x_TD.double() @ _rows(matrix).T
+    y_TN = y_TN if power_T is None else y_TN * power_T[:, None]
+    out_TN.copy_(y_TN if bias_N is None else y_TN + bias_N)
+
+
+def multiply_down(
+    matrix: StoredMatrix,
+    hidden_TN: Tensor,
+    power_T: Tensor | None,
+    out_TD: Tensor,
+    *,
+    is_added: bool,
+) -> None:
+    y_TD = hidden_TN.double() @ _rows(matrix)
+    y_TD = y_TD if power_T is None else y_TD * power_T[:, None]
+    out_TD.copy_(out_TD + y_TD if is_added else y_TD)
+
+
+def round_tokens(
+    x_TD: Tensor,
+    added_TD: Tensor | None,
+    weight_D: Tensor | None,
+    bias_D: Tensor | None,
+    epsilon: float,
+    out_TD: Tensor,
+    power_T: Tensor | None,
+    x_out_TD: Tensor | None,
+) -> None:
+    total_TD = x_TD.double() if added_TD is None else x_TD.double() + added_TD
+    if x_out_TD is not None:
+        x_out_TD.copy_(total_TD)
+    if weight_D is not None:
+        if bias_D is not None:
+            total_TD = total_TD - total_TD.mean(dim=1, keepdim=True)
+        total_TD = _rms_norm(total_TD, weight_D, epsilon)
+        total_TD = total_TD if bias_D is None else total_TD + bias_D
+    _round(total_TD, out_TD, power_T)
+
+
+def hidden_tokens(
+    gate_TN: Tensor,
+    up_TN: Tensor | None,
+    named_TN: Tensor | None,
+    activation: Activation,
+    threshold: float,
+    is_dense: bool,
+    out_TN: Tensor,
+    power_T: Tensor | None,
+) -> None:
+    value_TN, fires_TN = _activate(gate_TN.double(), activation, threshold)
+    if up_TN is not None:
+        value_TN = value_TN * (up_TN.relu() if activation == "drelu" else up_TN)
+    if not is_dense:
+        value_TN = torch.where(fires_TN, value_TN, 0.0)
+    if named_TN is not None:
+        value_TN = torch.where(named_TN, value_TN, 0.0)
+    _round(value_TN, out_TN, power_T)
+
+
+def _round(value_TK: Tensor, out_TK: Tensor, power_T: Tensor | None) -> None:
+    """Writes values divided by a power of two for each token: that of the largest magnitude,
+    limited to those with a normal inverse; NaN and infinity have the largest one."""
+    if power_T is not None:
+        largest_T = value_TK.abs().amax(dim=1).nan_to_num(nan=torch.inf).float()
+        exponent_T = torch.frexp(largest_T.clamp(2.0**-126, 2.0**126))[1] - 1
+        power_T.copy_(torch.ldexp(torch.ones_like(power_T), exponent_T))
+        value_TK = value_TK / power_T[:, None]
+    out_TK.copy_(value_TK)
 
 
 def _positions(cache_BPKW: Tensor, block_N: Tensor, count: int) -> Tensor:

@@ -24,7 +24,7 @@ from hotsplit.runtime.kernels.stored import StoredMatrix
 # whole words of bits.
 ROWS = 256
 # Of these arguments, whose last axis has a value for each row of the matrix, a piece takes its part.
-_BY_ROW = ("bias_N", "bias_F", "gate_bias_N", "up_bias_N", "id_N", "out_N", "hidden_N")
+_BY_ROW = ("bias_N", "bias_F", "gate_bias_N", "up_bias_N", "id_N", "out_N", "hidden_N", "out_TN")
 Parameters = ParamSpec("Parameters")
 
 
@@ -39,6 +39,10 @@ def torch_kernels() -> Kernels:
         predict=_in_pieces(reference.predict),
         gate_up=_in_pieces(reference.gate_up),
         down=down,
+        multiply=_in_pieces(reference.multiply),
+        multiply_down=multiply_down,
+        round_tokens=reference.round_tokens,
+        hidden_tokens=reference.hidden_tokens,
     )
 
 
@@ -132,3 +136,18 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
             index_A = torch.arange(first + rows.start, first + rows.stop, device=hidden_N.device)
             sum_D += reference.weighted_sum(down, hidden_N, index_A, skips_zeros=skips_zeros)
         parts_D.copy_(sum_D)
+
+
+def multiply_down(
+    matrix: StoredMatrix,
+    hidden_TN: Tensor,
+    power_T: Tensor | None,
+    out_TD: Tensor,
+    *,
+    is_added: bool,
+) -> None:
+    sum_TD = out_TD.double() if is_added else torch.zeros_like(out_TD, dtype=torch.float64)
+    for rows in _pieces(matrix.num_rows):
+        piece, own_TN = _part(matrix, rows), hidden_TN[:, rows]
+        reference.multiply_down(piece, own_TN, power_T, sum_TD, is_added=True)
+    out_TD.copy_(sum_TD)

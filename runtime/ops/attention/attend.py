@@ -53,29 +53,6 @@ def attend(
     return out_HTW.transpose(0, 1).flatten(1)
 
 
-def attend_on_gpu(
-    query_THW: Tensor,
-    key_CKW: Tensor,
-    value_CKW: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Computes `attend` on a GPU: by torch's flash attention (Dao, arXiv 2307.08691) if it supports
-    the heads and the card and no window ends between the keys, with queries rounded to the type of
-    the keys; else by `attend_by_heads`.
-
-    Flash attention stores no scores, and takes one launch instead of nine for each key-value head.
-    Its result for several tokens has the type of the keys."""
-    num_tokens, found = len(query_THW), None
-    key_CKW, value_CKW = (in_window(rows, num_tokens, window) for rows in (key_CKW, value_CKW))
-    if window is None or window >= len(key_CKW):
-        window, found = None, _attend_with_flash(query_THW, key_CKW, value_CKW, scale)
-    if found is not None:
-        return found
-    return attend_by_heads(query_THW, key_CKW, value_CKW, scale=scale, window=window)
-
-
 def takes_flash(head_width: int) -> bool:
     """True if flash attention takes heads of this width without copies of the cache."""
     return head_width <= MOST_FLASH_WIDTH and head_width % 8 == 0
@@ -87,20 +64,22 @@ def has_flash(device: torch.device) -> bool:
     return is_built and torch.cuda.get_device_properties(device).major >= 8
 
 
-def _attend_with_flash(
-    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, scale: float
-) -> Tensor | None:
-    """None if torch has no such kernel."""
+def supports_flash(query_THW: Tensor, key_CKW: Tensor) -> bool:
+    """True if torch has flash attention (Dao, arXiv 2307.08691) for these queries and keys, and
+    values like the keys. It stores no scores, and takes one launch instead of nine for each
+    key-value head."""
     if key_CKW.dtype != torch.float16 or not takes_flash(query_THW.shape[-1]):
-        return None
-    query = torch.empty_like(query_THW, dtype=key_CKW.dtype)
-    torch.mul(query_THW, scale, out=query)
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key_CKW, value_CKW))
-    is_grouped = query.shape[1] != key.shape[1]
-    is_square = query.shape[2] == key.shape[2]
-    params = SDPAParams(query, key, value, None, 0.0, is_square, is_grouped)
-    if not can_use_flash_attention(params):
-        return None
+        return False
+    query, key = (x.transpose(0, 1)[None] for x in (query_THW, key_CKW))
+    is_grouped, is_square = query.shape[1] != key.shape[1], query.shape[2] == key.shape[2]
+    params = SDPAParams(query, key, key, None, 0.0, is_square, is_grouped)
+    return bool(can_use_flash_attention(params))
+
+
+def attend_with_flash(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+    """Computes `attend` for scaled queries in the type of the keys; the result for several tokens
+    has it, too."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query_THW, key_CKW, value_CKW))
     heads_TH = flash_attention(query, key, value)[0].transpose(0, 1).flatten(1)
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
 

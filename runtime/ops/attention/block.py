@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
-from hotsplit.runtime.ops.attention.attend import attend, attend_on_gpu, in_window
+from hotsplit.runtime.ops.attention.attend import attend, in_window
+from hotsplit.runtime.ops.attention.gpu_pass import attend_tokens
 from hotsplit.runtime.ops.attention.rotary import Rotary, Turns
 from hotsplit.runtime.ops.attention.selected import attend_capped, attend_to_chosen
 from hotsplit.runtime.ops.norm import Norm
@@ -48,7 +49,7 @@ class Attention:
 
     def forward(
         self,
-        x_TD: Tensor,
+        x: Tensor | gpu_products.Factor,
         sequence: int,
         start: int,
         turns: Turns,
@@ -59,19 +60,21 @@ class Attention:
         the cache, which must have room and may be on another device than the weights. `attend`, if
         given, appends and attends instead of torch. `on_heads` receives the heads' output,
         [T, H * W]."""
-        joined_TQ = self._project(self.inputs, x_TD, is_small=self.is_input_small)
+        joined_TQ = self._project(self.inputs, x, is_small=self.is_input_small)
         joined_TQ = joined_TQ.to(self.cache.device)
-        if attend is None:
+        if attend is None and gpu_products.is_gpu(self.cache.device):
+            heads_TH = attend_tokens(self, joined_TQ, sequence, start, turns)
+        elif attend is None:
             heads_TH = self._attend(joined_TQ, sequence, start, turns)
         else:
             heads_TH = attend(joined_TQ)
-        heads_TH = heads_TH.to(x_TD.device)
+        heads_TH = heads_TH.to(x.device)
         on_heads(heads_TH)
         return self._project((self.output,), heads_TH)
 
     def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turns: Turns) -> Tensor:
-        """The heads' output [T, H * W] for queries, keys and values [T, Q]; appends to the cache.
-        On a GPU, the rotation overwrites queries and keys."""
+        """The heads' output [T, H * W] for queries, keys and values [T, Q] on the CPU; appends to
+        the cache."""
         num_kv, width = self.cache.num_kv_heads, self.cache.head_width
         query, key, value = joined_TQ.unflatten(-1, (-1, width)).split(
             [self.num_heads, num_kv, num_kv], dim=1
@@ -87,19 +90,11 @@ class Attention:
         is_capped = tables is not None and tables.rule.is_capped
         scale, window, turn = self.score_scale, self.window, turns.of(self.rotary)
         if turn and not is_capped:
-            if not gpu_products.is_gpu(joined_TQ.device):
-                query, key = turn.apply(query), turn.apply(key)
-            elif self.query_norm:
-                turn.apply_(query)
-                turn.apply_(key)
-            else:
-                turn.apply_(joined_TQ.unflatten(-1, (-1, width))[:, : self.num_heads + num_kv])
+            query, key = turn.apply(query), turn.apply(key)
         if types.key.is_rotated:  # as the cache rotates its keys
             query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)
-        if gpu_products.is_gpu(keys.device):
-            heads_TH = attend_on_gpu(query, keys, values, scale=scale, window=window)
-        elif tables is not None and is_capped:
+        if tables is not None and is_capped:
             assert self.rotary is not None
             heads_TH = attend_capped(
                 query, keys, values, tables, sequence, self.rotary, scale=scale
@@ -114,9 +109,13 @@ class Attention:
         return heads_TH
 
     def _project(
-        self, linears: tuple[Linear, ...], x_TD: Tensor, *, is_small: bool = False
+        self,
+        linears: tuple[Linear, ...],
+        x: Tensor | gpu_products.Factor,
+        *,
+        is_small: bool = False,
     ) -> Tensor:
         """Concatenated outputs of matrices with the same input, f32 [T, N]."""
-        if not gpu_products.is_gpu(x_TD.device):
+        if not gpu_products.is_gpu(x.device):
             self.on_bytes(sum(linear.weight.num_bytes for linear in linears))
-        return side_by_side(linears, x_TD, is_small=is_small)
+        return side_by_side(linears, x, is_small=is_small)

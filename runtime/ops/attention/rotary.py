@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.spec import Rotary as RotarySpec
+from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.structs import Structs
 
 
@@ -74,24 +75,26 @@ class Turn:
             return torch.stack(turned, dim=-1).flatten(-2)
         return torch.cat(turned, dim=-1)
 
-    def apply_(self, x_THW: Tensor) -> None:
-        """`apply` in place, with fewer launches and half of the memory."""
-        x_THW = x_THW[..., : self.num_values]
-        if self.rotary.is_adjacent:
-            first, second = x_THW[..., 0::2], x_THW[..., 1::2]
-        else:
-            first, second = x_THW.chunk(2, dim=-1)
-        carried = first * self.sin
-        first.mul_(self.cos).addcmul_(second, self.sin, value=-1.0)
-        second.mul_(self.cos).add_(carried)
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of a pass are in the cache of a GPU, as its kernels take it. `block_N`,
+    int64, and the sequence's table only if there are several sequences."""
+
+    position_T: Tensor
+    sequence_T: Tensor | None = None
+    table_SN: Tensor | None = None
+    block_N: Tensor | None = None
 
 
 class Turns:
-    """The rotations of positions start .. start + count - 1, made once for each rotary embedding."""
+    """The rotations of positions start .. start + count - 1, made once for each rotary embedding,
+    and their places in the cache, made once for each GPU."""
 
     def __init__(self, start: int, count: int) -> None:
         self._start, self._count = start, count
         self._made: dict[int, Turn] = {}  # by the id of the rotary embedding
+        self._places: dict[torch.device, Places] = {}
 
     def of(self, rotary: Rotary | None) -> Turn | None:
         if rotary is None:
@@ -99,6 +102,21 @@ class Turns:
         if id(rotary) not in self._made:  # the turn keeps its rotary embedding, so ids stay unique
             self._made[id(rotary)] = rotary.turn(self._start, self._count)
         return self._made[id(rotary)]
+
+    def places(self, table: BlockTable, sequence: int, device: torch.device) -> Places:
+        """The places of the positions of a sequence; all layers share the table."""
+        if device not in self._places:
+            self._places[device] = self._placed(table, sequence, device)
+        return self._places[device]
+
+    def _placed(self, table: BlockTable, sequence: int, device: torch.device) -> Places:
+        stop = self._start + self._count
+        position_T = torch.arange(self._start, stop, device=device)
+        if table.is_whole:
+            return Places(position_T)
+        sequence_T = torch.zeros(self._count, dtype=torch.int32, device=device)
+        block_N = table.blocks(sequence, stop).to(device)
+        return Places(position_T, sequence_T, block_N[None].to(torch.int32), block_N)
 
 
 class RotaryStruct(Structure):

@@ -32,6 +32,7 @@ from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.gpu_products import Factor
 from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
 
@@ -105,7 +106,7 @@ class FeedForward:
 
     def forward(
         self,
-        x_TD: Tensor,
+        x: Tensor | Factor,
         named_TF: Tensor | None = None,
         *,
         observers: Observers,
@@ -117,17 +118,22 @@ class FeedForward:
         cold = None if observers.active else self.cold  # observers need every value
         results = []
         for block in self.blocks:
-            if cold is not None and self._is_streamed(cold, block, len(x_TD)):
-                results.append(self._streamed(cold, x_TD, named_TF))
+            if cold is not None and self._is_streamed(cold, block, len(x)):
+                results.append(self._streamed(cold, x, named_TF))
                 continue
             named_TN = None if named_TF is None else named_TF.to(block.device)
             if named_TN is not None and not block.is_whole:
                 named_TN = named_TN[:, block.id_N]
-            results.append(self._run(block, x_TD.to(block.device), named_TN, is_watched))
+            if gpu_products.is_gpu(block.device) and not is_watched:
+                y_TD = self._on_gpu(block, self._factor(x, block.device), named_TN)
+                results.append(BlockResult(y_TD=y_TD))
+                continue
+            x_TD = gpu_products.as_tensor(x).to(block.device)
+            results.append(self._run(block, x_TD, named_TN, is_watched))
         self._show(results, observers)
-        total = results[0].y_TD.to(x_TD.device)
+        total = results[0].y_TD.to(x.device)
         for result in results[1:]:
-            total = total + result.y_TD.to(x_TD.device)
+            total = total + result.y_TD.to(x.device)
         return total if self.down_bias_D is None else total + self.down_bias_D
 
     def routed(self, x_TD: Tensor, routed: Routed, *, observers: Observers) -> Tensor:
@@ -166,10 +172,16 @@ class FeedForward:
             run = self._by_output
         return run(block, x_TD, named_TN)
 
-    def named(self, x_TD: Tensor, *, observers: Observers) -> Tensor:
+    def _factor(self, x: Tensor | Factor, device: torch.device) -> Factor:
+        """The input on a GPU."""
+        if not gpu_products.is_on(x, device):
+            x = gpu_products.as_tensor(x).to(device)
+        return Factor.of(x, is_small=self.is_input_small)
+
+    def named(self, x: Tensor | Factor, *, observers: Observers) -> Tensor:
         """bool [T, F]: the predicted neurons."""
         assert self.predictor is not None
-        score_TF = self.predictor.scores(x_TD, is_small=self.is_input_small)
+        score_TF = self.predictor.scores(x, is_small=self.is_input_small)
         self.traffic.predictor += self.predictor.num_bytes
         observers.show("ffn_predicted", self.layer, score_TF)
         return ~(score_TF <= self.predictor.threshold)
@@ -209,62 +221,67 @@ class FeedForward:
         """True if the block is streamed to a GPU."""
         return num_tokens >= cold.least_tokens and cold.has(self.layer, block)
 
-    def _streamed(self, cold: ColdNeurons, x_TD: Tensor, named_TF: Tensor | None) -> BlockResult:
+    def _streamed(
+        self, cold: ColdNeurons, x: Tensor | Factor, named_TF: Tensor | None
+    ) -> BlockResult:
         """Several tokens on the layer's GPU, to which the weights are streamed in pieces."""
-        x_TD = x_TD.to(cold.device)
         named_TF = None if named_TF is None else named_TF.to(cold.device)
-        y_TD = torch.zeros_like(x_TD)
-        factor = gpu_products.Factor(x_TD, is_small=self.is_input_small)
+        factor, is_on_gpu = self._factor(x, cold.device), gpu_products.is_gpu(cold.device)
+        kind = self.blocks[-1].gate.weight.kind
+        # Rounded here, for all pieces.
+        x_TD = factor.rounded(gpu_products.tile_dtype(kind))[0] if is_on_gpu else factor.values()
+        y_TD = torch.zeros(x_TD.shape, device=cold.device)
 
         def add(piece: NeuronBlock) -> None:
             named_TN = None if named_TF is None else named_TF[:, piece.id_N]
-            self._add_parts(y_TD, piece, x_TD, named_TN, factor)
+            if is_on_gpu:
+                self._on_gpu(piece, factor, named_TN, y_TD)
+            else:
+                self._add_parts(y_TD, piece, x_TD, named_TN)
 
         cold.run(self.layer, add, x_TD, y_TD)
         return BlockResult(y_TD=y_TD)
 
     def _add_parts(
-        self,
-        y_TD: Tensor,
-        block: NeuronBlock,
-        x_TD: Tensor,
-        named_TN: Tensor | None,
-        factor: gpu_products.Factor | None = None,
+        self, y_TD: Tensor, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
     ) -> None:
-        """Adds the output of a block; `factor` has the values of `x_TD`."""
+        """Adds the output of a block."""
         if block.is_native:
             read = add_neurons(y_TD, block, self.gate, x_TD, named_TN)
             self.traffic.gate += read[0]
             self.traffic.up += read[1]
             self.traffic.down += read[2]
             return
-        is_on_gpu, count = gpu_products.is_gpu(block.device), len(block.id_N)
-        size = gpu_part_neurons(len(x_TD)) if is_on_gpu else part_neurons(x_TD.shape[1], len(x_TD))
-        if factor is None:
-            factor = gpu_products.Factor(x_TD, is_small=self.is_input_small)
+        count, size = len(block.id_N), part_neurons(x_TD.shape[1], len(x_TD))
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]
             part = block if size >= count else block.part(start, stop)
-            if is_on_gpu:
-                self._add_part_on_gpu(y_TD, part, factor, named)
-            else:
-                self._add_part(y_TD, part, x_TD, named)
+            self._add_part(y_TD, part, x_TD, named)
 
-    def _add_part_on_gpu(
-        self, y_TD: Tensor, part: NeuronBlock, x: gpu_products.Factor, named_TN: Tensor | None
-    ) -> None:
-        """Adds the output of these neurons, of which all rows are read: finding those that fire
-        would synchronise with the device."""
-        assert part.gate_limit_N is None
-        hidden_TN = self.gate.activated_(_product(part.gate, x, part.row_N))
-        if named_TN is not None:
-            hidden_TN.mul_(named_TN)
-        if part.up is not None:
-            hidden_TN = self.gate.hidden_(hidden_TN, _product(part.up, x, part.row_N))
-        num_rows = len(part.id_N)
-        self._count(part, num_rows, num_rows)
-        part.down.add_many(y_TD, hidden_TN, part.row_N)
+    def _on_gpu(
+        self,
+        block: NeuronBlock,
+        x: Factor,
+        named_TN: Tensor | None,
+        y_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Adds the output of a block, of which all rows are read, because finding those that fire
+        would synchronise with the device; None: to zeros."""
+        assert block.gate_limit_N is None
+        count, size = len(block.id_N), gpu_part_neurons(len(x))
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            part = block if size >= count else block.part(start, stop)
+            gate_TN = _product(part.gate, x, part.row_N)
+            up_TN = None if part.up is None else _product(part.up, x, part.row_N)
+            named = None if named_TN is None else named_TN[:, start:stop]
+            dtype = gpu_products.tile_dtype(part.down.kind)
+            hidden = self.gate.hidden_factor(gate_TN, up_TN, named, dtype)
+            del gate_TN, up_TN  # before the sum is allocated
+            self._count(part, stop - start, stop - start)
+            y_TD = part.down.add_many(y_TD, hidden, part.row_N)
+        return torch.zeros(len(x), block.width, device=block.device) if y_TD is None else y_TD
 
     def _add_part(
         self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
@@ -364,7 +381,7 @@ def _dot(linear: Linear, x_D: Tensor, rows_A: Tensor | None) -> Tensor:
     return y_A + (linear.bias_N if rows_A is None else linear.bias_N[rows_A])
 
 
-def _product(linear: Linear, x: Tensor | gpu_products.Factor, rows_A: Tensor | None) -> Tensor:
+def _product(linear: Linear, x: Tensor | Factor, rows_A: Tensor | None) -> Tensor:
     """f32 [T, A]: some rows (None: all) times several tokens."""
     y_TA = linear.weight.product(x, rows_A)
     if linear.bias_N is None:

@@ -1,0 +1,191 @@
+"""What a prompt's pass computes for each token between its products, in one launch each: a norm, or
+the hidden values of neurons, rounded to the type of the product that reads them.
+
+f16 ends at 65,504. Where values may be larger, those of a token are divided by a power of two
+first, which is exact.
+
+Letters: T tokens, D width, N neurons; in the kernels C columns of a chunk."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotsplit.model.spec import Activation
+from hotsplit.runtime.kernels.gpu.activation import activate, relu
+from hotsplit.runtime.kernels.gpu.launch import power_of_2
+from hotsplit.runtime.kernels.gpu.norm import normed
+
+_COLUMNS = 2048  # of a chunk of hidden values
+_WARPS = 8
+
+
+@triton.jit
+def _power_of(largest):
+    """(the power of two at or below a magnitude, limited to those whose inverse is a normal number,
+    its inverse). The exponent's bits alone are the power; those of infinity and NaN are above the
+    limit, those of zero and of subnormal numbers below."""
+    bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
+    inverse = 0x7F000000 - bits
+    return bits.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_tokens(
+    x,
+    added,
+    weight,
+    bias,
+    epsilon,
+    out,
+    power,
+    x_out,
+    x_stride,
+    added_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    in_row = column < WIDTH
+    value = tl.load(x + token * x_stride + column, mask=in_row, other=0.0)
+    if added is not None:
+        value += tl.load(added + token * added_stride + column, mask=in_row, other=0.0)
+    if x_out is not None:
+        tl.store(x_out + token * WIDTH + column, value, mask=in_row)
+    if weight is not None:
+        value = normed(value, in_row, column, weight, bias, epsilon, WIDTH)
+    if power is not None:
+        divisor, factor = _power_of(tl.max(tl.abs(value), axis=0))
+        tl.store(power + token, divisor)
+        value *= factor
+    tl.store(out + token * WIDTH + column, value.to(out.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def _hidden_at(
+    gate, up, named, column_C, num_neurons, threshold, ACTIVATION: tl.constexpr,
+    IS_DENSE: tl.constexpr,
+):  # fmt: skip
+    in_row_C = column_C < num_neurons
+    gate_C = tl.load(gate + column_C, mask=in_row_C, other=0.0)
+    value_C, fires_C = activate(gate_C, threshold, ACTIVATION)
+    if up is not None:
+        up_C = tl.load(up + column_C, mask=in_row_C, other=0.0)
+        value_C *= relu(up_C) if ACTIVATION == "drelu" else up_C
+    if not IS_DENSE:
+        value_C = tl.where(fires_C, value_C, 0.0)
+    if named is not None:
+        is_named_C = tl.load(named + column_C, mask=in_row_C, other=0) != 0
+        value_C = tl.where(is_named_C, value_C, 0.0)
+    return tl.where(in_row_C, value_C, 0.0)
+
+
+@triton.jit(do_not_specialize=["num_neurons", "named_stride", "threshold"])
+def _hidden_tokens(
+    gate,
+    up,
+    named,
+    threshold,
+    out,
+    power,
+    num_neurons,
+    named_stride,
+    ACTIVATION: tl.constexpr,
+    IS_DENSE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Computes the values twice if they are divided: for the largest magnitude, and to write
+    them."""
+    token = tl.program_id(0).to(tl.int64)
+    gate += token * num_neurons
+    out += token * num_neurons
+    if up is not None:
+        up += token * num_neurons
+    if named is not None:
+        named += token * named_stride
+    if power is not None:
+        largest_C = tl.zeros([COLUMNS], tl.float32)
+        start = 0
+        while start < num_neurons:
+            value_C = _hidden_at(
+                gate, up, named, start + tl.arange(0, COLUMNS), num_neurons, threshold,
+                ACTIVATION, IS_DENSE,
+            )  # fmt: skip
+            largest_C = tl.maximum(largest_C, tl.abs(value_C))
+            start += COLUMNS
+        divisor, factor = _power_of(tl.max(largest_C, axis=0))
+        tl.store(power + token, divisor)
+    start = 0
+    while start < num_neurons:
+        column_C = start + tl.arange(0, COLUMNS)
+        value_C = _hidden_at(
+            gate, up, named, column_C, num_neurons, threshold, ACTIVATION, IS_DENSE
+        )
+        if power is not None:
+            value_C *= factor
+        value_C = value_C.to(out.dtype.element_ty)
+        tl.store(out + column_C, value_C, mask=column_C < num_neurons)
+        start += COLUMNS
+
+
+def round_tokens(
+    x_TD: Tensor,
+    added_TD: Tensor | None,
+    weight_D: Tensor | None,
+    bias_D: Tensor | None,
+    epsilon: float,
+    out_TD: Tensor,
+    power_T: Tensor | None,
+    x_out_TD: Tensor | None,
+) -> None:
+    num_tokens, width = x_TD.shape
+    for each in (x_TD, added_TD):
+        assert each is None or each.stride(1) == 1, each.stride()
+    for each in (out_TD, x_out_TD):
+        assert each is None or each.is_contiguous(), each.stride()
+    block = power_of_2(width)
+    _round_tokens[(num_tokens,)](
+        x_TD,
+        added_TD,
+        weight_D,
+        bias_D,
+        float(epsilon),
+        out_TD,
+        power_T,
+        x_out_TD,
+        x_TD.stride(0),
+        0 if added_TD is None else added_TD.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+    )
+
+
+def hidden_tokens(
+    gate_TN: Tensor,
+    up_TN: Tensor | None,
+    named_TN: Tensor | None,
+    activation: Activation,
+    threshold: float,
+    is_dense: bool,
+    out_TN: Tensor,
+    power_T: Tensor | None,
+) -> None:
+    for each in (gate_TN, up_TN, out_TN):
+        assert each is None or each.is_contiguous(), each.stride()
+    assert named_TN is None or named_TN.stride(1) == 1, named_TN.stride()
+    _hidden_tokens[(len(gate_TN),)](
+        gate_TN,
+        up_TN,
+        named_TN,
+        float(threshold),
+        out_TN,
+        power_T,
+        gate_TN.shape[1],
+        0 if named_TN is None else named_TN.stride(0),
+        ACTIVATION=activation,
+        IS_DENSE=is_dense,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+    )

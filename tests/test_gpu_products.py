@@ -1,0 +1,124 @@
+"""The products of a prompt with matrices in blocks, against float64: Triton's kernels in its
+interpreter (on a device if there is one) and torch's.
+
+Letters: T tokens, D width, N rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_matrices import EPS, FLOATS, KINDS, REFERENCE, block_width, device, make_matrix, sizes
+
+from hotsplit.runtime.check.kernels import Wrong, check_launch
+from hotsplit.runtime.check.launches import Launch
+from hotsplit.runtime.kernels.gpu.products import tokens_of_tile
+from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
+
+triton = pytest.importorskip("triton")
+import interpreter_loops  # noqa: E402, F401
+
+from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
+
+F16 = 2.0**-11  # the relative error of rounding a weight to f16
+BLOCKS = [kind for kind in KINDS if kind not in FLOATS] + ["q4_0", "q8_0", "q6_k"]
+WAYS = {"triton": triton_kernels, "torch": torch_kernels}
+
+
+def tokens(num_tokens: int, width: int, seed: int = 1) -> torch.Tensor:
+    values = torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(seed))
+    return values.half().to(device())
+
+
+def powers(num_tokens: int) -> torch.Tensor:
+    return (2.0 ** (torch.arange(num_tokens) % 5 - 2)).to(device())
+
+
+def bound(left_TK, sizes_KN, power_T) -> torch.Tensor:
+    """The error allowed for each value: weights rounded to f16, and sums of K terms in f32."""
+    size_TN = left_TK.double().abs() @ sizes_KN
+    size_TN = size_TN if power_T is None else size_TN * power_T[:, None]
+    return (F16 + EPS * (4 + left_TK.shape[1] ** 0.5)) * size_TN
+
+
+def is_right(got, want, allowed) -> bool:
+    assert want.abs().max() > 0
+    return bool(((got.double() - want.double()).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_times_tokens(way, kind):
+    unit = block_width(kind)
+    # Fewer and more rows, units and tokens than a tile has.
+    for num_rows, width, count in ((1, unit, 1), (65, 3 * unit, 33), (63, unit, 32)):
+        matrix = make_matrix(kind, num_rows, width, lies_apart=count == 33)
+        x_TD, bias_N = tokens(count, width), torch.linspace(-1, 1, num_rows).to(device())
+        for bias, power in ((None, None), (bias_N, powers(count))):
+            out = torch.full((count, num_rows + 3), torch.nan, device=device())
+            got, want = out[:, :num_rows], torch.empty_like(out[:, :num_rows])
+            WAYS[way]().multiply(matrix, bias, x_TD, power, got)
+            REFERENCE.multiply(matrix, bias, x_TD, power, want)
+            assert is_right(got, want, bound(x_TD, sizes(matrix).T, power) + EPS)
+            assert out[:, num_rows:].isnan().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_sums_of_rows(way, kind):
+    unit = block_width(kind)
+    for num_rows, width, count in ((1, unit, 1), (65, 3 * unit, 33), (32, unit, 32)):
+        matrix = make_matrix(kind, num_rows, width, lies_apart=count == 33)
+        hidden_TN = tokens(count, num_rows + 8)[:, :num_rows]
+        for power, is_added in ((None, False), (powers(count), True)):
+            got = torch.full((count, width), 0.5 if is_added else torch.nan, device=device())
+            want = got.clone()
+            WAYS[way]().multiply_down(matrix, hidden_TN, power, got, is_added=is_added)
+            REFERENCE.multiply_down(matrix, hidden_TN, power, want, is_added=is_added)
+            assert is_right(got, want, bound(hidden_TN, sizes(matrix), power) + EPS)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.9 * t, lambda t: t.flip(0)])
+def test_the_bound_rejects_wrong_products(wrong):
+    matrix, x_TD = make_matrix("q4_k", 40, 256), tokens(5, 256)
+    want = torch.empty(5, 40, device=device())
+    REFERENCE.multiply(matrix, None, x_TD, None, want)
+    assert is_right(want, want, bound(x_TD, sizes(matrix).T, None))
+    assert not is_right(wrong(want), want, bound(x_TD, sizes(matrix).T, None))
+
+
+def test_a_token_has_the_same_bits_in_every_pass():
+    kernels = triton_kernels()
+    for kind in ("q8_0_planar", "q4_k"):
+        matrix, x_TD = make_matrix(kind, 70, 512), tokens(40, 512)
+        whole, down = (torch.empty(40, size, device=device()) for size in (70, 512))
+        kernels.multiply(matrix, None, x_TD, None, whole)
+        kernels.multiply_down(matrix, x_TD[:, :70], None, down, is_added=False)
+        for start, stop in ((0, 1), (7, 39)):
+            assert tokens_of_tile(stop - start) != tokens_of_tile(40)
+            own, own_down = (torch.empty(stop - start, size, device=device()) for size in (70, 512))
+            kernels.multiply(matrix, None, x_TD[start:stop], None, own)
+            kernels.multiply_down(matrix, x_TD[start:stop, :70], None, own_down, is_added=False)
+            assert torch.equal(own, whole[start:stop]) and torch.equal(own_down, down[start:stop])
+
+
+def test_the_check_of_a_device_knows_a_wrong_product():
+    matrix = make_matrix("q4_0_planar", 40, 64)
+    x_TD, out_TN = torch.empty(3, 64, dtype=torch.float16), torch.empty(3, 40)
+    hidden_TN, out_TD, power_T = x_TD[:, :40], torch.empty(3, 64), torch.empty(3)
+    fast, plain = triton_kernels(), torch_kernels()
+    for launch, name in (
+        (Launch.of("multiply", matrix, None, x_TD, power_T, out_TN), "out_TN"),
+        (
+            Launch.of("multiply_down", matrix, hidden_TN, power_T, out_TD, is_added=True),
+            "out_TD",
+        ),
+    ):
+        check_launch(launch, fast, plain, lambda: None)
+
+        def halved(launch=launch, name=name, **given):
+            getattr(plain, launch.kernel)(**given)
+            given[name].mul_(0.99)
+
+        wrong = replace(plain, **{launch.kernel: halved})
+        with pytest.raises(Wrong, match="is off by 0.01"):
+            check_launch(launch, wrong, plain, lambda: None)
