@@ -95,6 +95,13 @@ def launch_for_kind(kind: str) -> None:
     parts = torch.empty(down_parts(NEURONS, WIDTH), WIDTH)
     kernels.down(weights, out, parts, skips_zeros=True)
     kernels.down(weights, out, parts, skips_zeros=False)
+    if kind in FLOATS:
+        return
+    for tokens in (20, 512):
+        x, out = torch.empty(tokens, WIDTH, dtype=torch.float16), torch.empty(tokens, NEURONS)
+        kernels.multiply(weights, out[0], x, out[:, 0].clone(), out)
+        hidden, y = out.half(), torch.empty(tokens, WIDTH)
+        kernels.multiply_down(weights, hidden, out[:, 0].clone(), y, is_added=True)
 
 
 def launch_the_rest() -> None:
@@ -120,6 +127,13 @@ def launch_the_rest() -> None:
                 kernels.attend(
                     qkv, cache, cache, position, heads, scratch, out, scale=0.1, window=window
                 )
+    half = torch.empty(20, WIDTH, dtype=torch.float16)
+    rows, power = torch.empty(20, WIDTH), torch.empty(20)
+    kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)
+    kernels.round_tokens(rows, None, None, None, 0.0, half.bfloat16(), None, None)
+    named = torch.empty(20, WIDTH, dtype=torch.bool)
+    kernels.hidden_tokens(rows, rows, named, "gelu", 0.1, False, half, power)
+    kernels.hidden_tokens(rows, rows, None, "silu", 0.0, True, half.bfloat16(), None)
     slots, row_bytes = triton_slot_kernels(), 2 * WIDTH
     staging = torch.empty(8 * row_bytes, dtype=torch.uint8)
     slots.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)

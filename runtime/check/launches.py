@@ -149,8 +149,8 @@ def launches_of(
             assert step.prepare is not None
             step.prepare(num_rows)
             return tuple(found.values())
-    for matrix, device in _multiplied(weights, placement):
-        _note_products(noting, matrix, device)
+    for matrix, device, is_down in _multiplied(weights, placement):
+        _note_products(noting, matrix, device, is_down=is_down)
     for index, layer in enumerate(weights.layers):
         if placement.dense_on_gpu[index]:
             _note_norms(noting, layer, placement.homes[index])
@@ -161,22 +161,24 @@ def launches_of(
 
 def _multiplied(
     weights: Weights, placement: Placement
-) -> Iterable[tuple[StoredMatrix, torch.device]]:
-    """Matrices that prompts multiply on a GPU, with that GPU: those stored there, and the cold
-    neurons that are streamed to it."""
+) -> Iterable[tuple[StoredMatrix, torch.device, bool]]:
+    """Matrices that prompts multiply on a GPU, with that GPU, and whether their rows are added:
+    those stored there, and the cold neurons that are streamed to it."""
     for index, layer in enumerate(weights.layers):
         home = placement.homes[index]
         for linear in (*layer.attention.inputs, layer.attention.output):
             if placement.dense_on_gpu[index]:
-                yield linear.weight, home
+                yield linear.weight, home, False
         for block in layer.ffn.blocks:
             for matrix in block.matrices:
-                yield matrix, home
+                yield matrix, home, matrix is block.down
     if placement.head_on_gpu:
-        yield weights.head.weight, placement.homes[-1]
+        yield weights.head.weight, placement.homes[-1], False
 
 
-def _note_products(kernels: Kernels, matrix: StoredMatrix, device: torch.device) -> None:
+def _note_products(
+    kernels: Kernels, matrix: StoredMatrix, device: torch.device, *, is_down: bool
+) -> None:
     """Notes the products of a prompt with the first rows of a matrix, copied to the device if they
     are elsewhere, and their unpacking to a tile, which replaces a wrong product."""
     data = matrix.data[:_UNPACKED_ROWS].to(device)
@@ -190,8 +192,10 @@ def _note_products(kernels: Kernels, matrix: StoredMatrix, device: torch.device)
     if not (is_in_rows and gpu_products.multiplies_blocks(device)):
         return
     for tokens in _PASSES:
-        x_TD = new(tokens, part.width, dtype=torch.float16)
-        kernels.multiply(part, None, x_TD, new(tokens), new(tokens, len(data)))
+        if not is_down:
+            x_TD = new(tokens, part.width, dtype=torch.float16)
+            kernels.multiply(part, None, x_TD, new(tokens), new(tokens, len(data)))
+            continue
         hidden_TN = new(tokens, len(data), dtype=torch.float16)
         out_TD = new(tokens, part.width)
         kernels.multiply_down(part, hidden_TN, new(tokens), out_TD, is_added=True)
