@@ -247,27 +247,11 @@ def run_layer(
     del x, moved, predictor_input
 
     def run(op: Op, read: list[Any]) -> Any:
-        if op.kind in ("attention", "predict", "neurons"):
-            read = [x.values() if isinstance(x, HiddenState) else x for x in read]
-        elif op.kind != "norm":
-            read = (
-                [read[0], *map(as_tensor, read[1:])]
-                if op.kind == "add"
-                else [*map(as_tensor, read)]
-            )
-        if op.kind == "norm":
-            norm = layer.norms[op.part]
-            return Normed(norm, _state(read[0])) if is_lazy else norm.apply(read[0])
-        if op.kind == "add":
-            others = read[1] if len(read) == 2 else read[1] + read[2]
-            first = _state(read[0]) if is_lazy else read[0]
-            return first + (others if op.factor == 1.0 else op.factor * others)
-        if op.kind == "route":
-            assert layer.router is not None
-            return layer.router.forward(read[0])
-        if op.kind == "shared":
-            assert layer.shared is not None
-            return layer.shared.forward(read[0])
+        if op.kind in ("norm", "add", "route", "shared"):
+            return _run_simple(op, layer, read, is_lazy)
+        read = [x.values() if isinstance(x, HiddenState) else x for x in read]
+        if layer.router is not None and op.kind == "neurons":
+            read[0] = as_tensor(read[0])
         if op.kind == "attention":
             observers.show("attn_norm", index, read[0])
             on_heads = partial(observers.show, "attn_heads", index)
@@ -292,6 +276,21 @@ def run_layer(
         values[written] = run(op, read)
     observers.show("layer_out", index, values["x"])
     return values["x"], values[ffn_in(index)]
+
+
+def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool) -> Any:
+    """A norm, a sum, a router, or the neurons that all tokens share."""
+    if op.kind == "norm":
+        norm = layer.norms[op.part]
+        return Normed(norm, _state(read[0])) if is_lazy else norm.apply(read[0])
+    if op.kind == "add":
+        first, *more = read
+        others = as_tensor(more[0]) if len(more) == 1 else as_tensor(more[0]) + as_tensor(more[1])
+        first = _state(first) if is_lazy else first
+        return first + (others if op.factor == 1.0 else op.factor * others)
+    part = layer.router if op.kind == "route" else layer.shared
+    assert part is not None
+    return part.forward(as_tensor(read[0]))
 
 
 def _moved(
