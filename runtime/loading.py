@@ -21,7 +21,8 @@ from hotsplit.costs.part_bytes import stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.check.device_check import MORE, DeviceLost, checked
+from hotsplit.runtime.check.device_check import MORE, checked
+from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.gpu_setup import (
     memories_of,
     set_aside,

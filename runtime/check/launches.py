@@ -130,7 +130,7 @@ def launches_of(
     noting = Kernels(**{name: note(name) for name in NAMES})
     backend = Backend(
         kernels=noting,
-        streams=lambda device: (NoStream(), NoStream()),
+        stream=lambda device: NoStream(),
         take=take,
         prepare=lambda stream, submit: submit,
         is_pinned=False,

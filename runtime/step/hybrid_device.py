@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from hotsplit.runtime.model.layers import Layer
@@ -170,10 +169,8 @@ _VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V")
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKernels(Launcher):
-    """Submits the operations of a GPU, on its buffers, to its main stream. `side` is for work
-    concurrent with them."""
+    """Submits the operations of a GPU, on its buffers, to its stream."""
 
-    side: Stream
     buffers: DeviceBuffers
     slot_kernels: SlotKernels | None = None
 

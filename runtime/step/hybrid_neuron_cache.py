@@ -111,7 +111,7 @@ class HybridNeuronCache:
         devices = []
         for number, layers in self._layers.items():
             device = self._placement.gpu(number)
-            copier, _ = self._backend.streams(device)
+            copier = self._backend.stream(device)
             devices.append(
                 SlotDevice(
                     layers,

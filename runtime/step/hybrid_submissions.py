@@ -1,17 +1,18 @@
-"""Lowers a step program to submissions to the streams of GPUs: kernels, copies and host functions.
+"""Lowers a step program to submissions to the streams of GPUs: kernels, copies, and functions that
+are handed over to the CPU.
 
 A submission is one or more operations: a sum on a GPU is fused with a norm that reads it next, and
-consecutive operations of the host in one layer, or in layers wholly on the host, become one host
-function. From what the submissions read and write, `waits` derives which streams must wait for
-which."""
+consecutive operations of the host in one layer, or in layers wholly on the host, become one
+function. From what the submissions read and write, `joins` derives where a stream must wait for the
+CPU."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
+from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
@@ -19,24 +20,18 @@ from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
 from hotsplit.runtime.step.program import HOST, Op, device_of, edges, name_of
 
-StreamKey = tuple[str, bool]  # (GPU, whether it is the side stream)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """Work for a stream of GPU `home`, in the order of the program."""
+    """Work for the stream of GPU `home`, in the order of the program: a function that submits it, or
+    a function for the CPU."""
 
     name: str
     home: str
-    is_beside: bool = False
     is_graph: bool = True
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    run: Callable[[], None]
-
-    @property
-    def stream(self) -> StreamKey:
-        return self.home, self.is_beside
+    work: Callable[[], None] | HostNode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +92,16 @@ class Lowering:
         layers = (op.layer, other.layer)
         return op.layer == other.layer or all(self.is_whole_L[i] for i in layers if i is not None)
 
-    def _submit(self, op: Op, run: Callable[[], None]) -> None:
+    def _submit(self, op: Op, work: Callable[[], None] | HostNode) -> None:
         self.summed -= set(op.writes)
         self.found.append(
             Submission(
-                name=op.kind,
+                name="host" if isinstance(work, HostNode) else op.kind,
                 home=op.home,
-                is_beside=op.is_beside,
                 is_graph=not op.is_between_gpus,
                 reads=op.reads,
                 writes=op.writes,
-                run=run,
+                work=work,
             )
         )
 
@@ -116,7 +110,6 @@ class Lowering:
         assert layer is not None
         has_named = any(op.kind == "predict" for op in ops) and not self.is_whole_L[layer]
         node = self.parts.node(ops, self.divided[layer].named_W if has_named else None)
-        main = self.devices[ops[0].home].main
         reads = {value: None for op in ops for value in op.reads}
         writes = {value: None for op in ops for value in (*op.writes, *overwritten(op))}
         self.found.append(
@@ -125,7 +118,7 @@ class Lowering:
                 home=ops[0].home,
                 reads=tuple(reads),
                 writes=tuple(writes),
-                run=partial(main.host, node),
+                work=node,
             )
         )
 
@@ -158,7 +151,7 @@ class Lowering:
                     home=device,
                     reads=pending.reads,
                     writes=(target,),
-                    run=partial(
+                    work=partial(
                         launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D
                     ),
                 )
@@ -188,7 +181,7 @@ class Lowering:
                 home=op.home,
                 reads=reads,
                 writes=writes,
-                run=partial(
+                work=partial(
                     launch_add_norm, self.devices[op.device], x_D, sum_PD, norm, out_D, kept_D
                 ),
             )
@@ -209,8 +202,8 @@ class Lowering:
         summed = [name_of(value) for value in values if value in self.summed]
         return self.devices[device_of(values[0])].sums(names, self.divided[layer], summed)
 
-    def _run(self, op: Op) -> Callable[[], None]:
-        """The function that submits a single operation."""
+    def _run(self, op: Op) -> Callable[[], None] | HostNode:
+        """The function that submits a single operation, or that runs it on the CPU."""
         device, weights = self.devices[op.home], self.weights
         if op.kind == "copy":
             return self._copy(op)
@@ -228,7 +221,7 @@ class Lowering:
             return partial(_copy_to_rows, device, self._tensor(op.writes[0], op.layer), bias_D)
         if op.is_beside:
             assert op.kind == "neurons" and divided.cold is not None, op
-            return partial(device.side.host, neuron_node(divided.cold))
+            return neuron_node(divided.cold)
         x_D = self._tensor(op.reads[0], op.layer)
         if op.kind == "attention":
             return partial(device.attention, layer, x_D)
@@ -243,15 +236,15 @@ class Lowering:
     def _copy(self, op: Op) -> Callable[[], None]:
         ((source,), (target,)) = op.reads, op.writes
         device = self.devices[op.home]
-        stream = device.side if op.is_beside else device.main
         if name_of(source) == "bits":
             assert op.layer is not None
             found = self.bits_of_gpu(op.layer)
             assert found is not None
-            return partial(stream.copy, found[1], found[0])
+            return partial(device.main.copy, found[1], found[0])
         if name_of(source) == "position":
             return partial(self._place, device)
-        copy = partial(stream.copy, self._tensor(target, op.layer), self._tensor(source, op.layer))
+        target_D, source_D = (self._tensor(value, op.layer) for value in (target, source))
+        copy = partial(device.main.copy, target_D, source_D)
         is_sum = device_of(source) != HOST and name_of(source) in ("ffn_out", "hot_out")
         if not is_sum:
             return copy
@@ -314,39 +307,12 @@ def _is_read(value: str, later: Sequence[Op]) -> bool:
     return False
 
 
-def waits(submissions: Sequence[Submission]) -> list[list[StreamKey]]:
-    """For each submission, the streams whose previous work its stream must wait for. Waits that
-    earlier ones imply are left out. Each segment, a GPU's consecutive work, begins after the
-    previous one has ended."""
-    needed: dict[int, list[int]] = {}
+def joins(submissions: Sequence[Submission]) -> dict[int, int]:
+    """For submissions to a GPU, the last function of the CPU that must have run before; both are
+    indices. The CPU runs its functions in order, so the earlier ones have run, too."""
+    found: dict[int, int] = {}
     for first, second in edges([(each.reads, each.writes) for each in submissions]):
-        needed.setdefault(second, []).append(first)
-    count: Counter[StreamKey] = Counter()
-    seen: dict[StreamKey, Counter[StreamKey]] = {}
-    numbers: list[int] = []  # indices of the submissions within their streams
-    found = []
-
-    def join(stream: StreamKey, other: StreamKey) -> None:
-        known = seen.setdefault(stream, Counter())
-        known |= seen.get(other, Counter())
-        known[other] = count[other]
-        seen[stream] = known
-
-    before: Submission | None = None
-    for number, each in enumerate(submissions):
-        main = (each.home, False)
-        if before is not None and (before.home, before.is_graph) != (each.home, each.is_graph):
-            join(main, (before.home, False))
-        before, own = each, []
-        for first in needed.get(number, ()):
-            other = submissions[first].stream
-            if other == each.stream or seen.get(each.stream, Counter())[other] > numbers[first]:
-                continue
-            source = other if other[0] == each.home else main
-            join(each.stream, source)
-            own.append(source)
-            assert seen[each.stream][other] > numbers[first], (each, submissions[first])
-        numbers.append(count[each.stream])
-        count[each.stream] += 1
-        found.append(own)
+        is_for_cpu = [isinstance(submissions[i].work, HostNode) for i in (first, second)]
+        if is_for_cpu == [True, False]:
+            found[second] = max(first, found.get(second, first))
     return found

@@ -242,6 +242,8 @@ void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
   s.blocks.clear();
   s.freed.clear();
   s.declared.clear();
+  s.handovers.clear();
+  s.served.clear();
   s.violations.clear();
   s.log.clear();
   s.num_undeclared = s.sticky = 0;

@@ -21,9 +21,11 @@ from fake_cuda.kernels import launched, launched_slots
 from fake_cuda.tensors import DeviceTensor, Dispatch
 from torch import Tensor
 
+from hotsplit.runtime.check.parts import DeviceParts
 from hotsplit.runtime.device import cuda_runtime
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels
+from hotsplit.runtime.step import doorbells
 from hotsplit.runtime.weights import gpu_products
 
 
@@ -119,6 +121,12 @@ def fake_cuda(
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then a copy
         stack.enter_context(declarations())
+        stack.enter_context(mock.patch.object(cuda_runtime, "_DRIVER", library.load()._name))
+        # Times would be those of the fake runtime.
+        hand_over_s = lambda parts, backends: [1e-5] * len(backends)  # noqa: E731
+        stack.enter_context(mock.patch.object(DeviceParts, "hand_over_s", hand_over_s))
+        # The queue runs while the server asks whether the stream still runs.
+        stack.enter_context(mock.patch.object(doorbells, "QUERY_US", 0))
         stack.callback(_finish, cuda)
         ACTIVE.append(cuda)
         with dispatch:
