@@ -23,10 +23,10 @@ WRITTEN = {
     "dot": {"out_N"},
     "embed": {"out_D"},
     "unpack": {"out_AD"},
-    "add_norm": {"out_D", "x_out_D"},
+    "add_norm": {"out_D", "x_out_D", "copy_D"},
     "rotate_append": {"qkv", "key_CKW", "value_CKW"},
     "attend": {"scratch", "out_HW"},
-    "predict": {"named_B"},
+    "predict": {"named_B", "copy_B"},
     "gate_up": {"hidden_N"},
     "down": {"parts_SD"},
 }
