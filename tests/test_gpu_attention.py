@@ -2,6 +2,7 @@
 in Triton's interpreter if there is none."""
 
 import math
+
 import pytest
 import torch
 from gpu_matrices import EPS, NAN, REFERENCE, assert_close, device, rounding, vector

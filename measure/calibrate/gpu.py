@@ -8,7 +8,7 @@ decode steps too.
 
 The round trip is two captured graphs with the CPU between them: the first copies a hidden state to
 pinned memory, and the CPU polls an event and launches the second graph, which copies the hidden
-state back. The runtime has a host function inside one graph instead, so the measured time is
+state back. The runtime has one graph with flags that the CPU looks at instead, so the measured time is
 neither an upper nor a lower bound on its round trip."""
 
 from collections.abc import Callable

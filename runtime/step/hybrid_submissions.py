@@ -163,7 +163,13 @@ class Lowering:
                     reads=pending.reads,
                     writes=(target,),
                     work=partial(
-                        launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D,
+                        launch_add_norm,
+                        self.devices[device],
+                        x_D,
+                        sum_PD,
+                        None,
+                        None,
+                        target_D,
                         term_D,
                     ),
                 )
@@ -196,8 +202,15 @@ class Lowering:
                 reads=reads,
                 writes=(*writes, *copies),
                 work=partial(
-                    launch_add_norm, self.devices[op.device], x_D, sum_PD, norm, out_D, kept_D,
-                    term_D, copy_D,
+                    launch_add_norm,
+                    self.devices[op.device],
+                    x_D,
+                    sum_PD,
+                    norm,
+                    out_D,
+                    kept_D,
+                    term_D,
+                    copy_D,
                 ),
             )
         )
@@ -220,7 +233,11 @@ class Lowering:
             if other.is_beside and (other.reads, other.writes) == ((value,), (target,)):
                 self.copied.add(other)
                 return (target,)
-            if value in other.writes or target in (*other.reads, *other.writes, *overwritten(other)):
+            if value in other.writes or target in (
+                *other.reads,
+                *other.writes,
+                *overwritten(other),
+            ):
                 break
         return ()
 
