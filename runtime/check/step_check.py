@@ -38,7 +38,7 @@ def echo(backend: Backend, device: torch.device) -> None:
     def add(_: int) -> None:
         mine[:] = theirs + 1
 
-    node = _node(add, reads=(seen,), writes=(answer,))
+    node = node_of(add, reads=(seen,), writes=(answer,))
 
     def submit() -> None:
         main.copy(seen, there)
@@ -59,7 +59,7 @@ def echo(backend: Backend, device: torch.device) -> None:
 def hand_over_s(backends: Sequence[Backend], device: torch.device) -> list[float]:
     """Median seconds of a hand-over of nothing to the CPU and back with each of the backends, which
     take turns."""
-    node = _node(lambda argument: None)
+    node = node_of(lambda argument: None)
     mains = [backend.stream(device) for backend in backends]
 
     def submit(main: Stream) -> None:
@@ -78,11 +78,12 @@ def hand_over_s(backends: Sequence[Backend], device: torch.device) -> list[float
     return [statistics.median(each) for each in seconds]
 
 
-def _node(
+def node_of(
     function: Callable[[int], None],
     reads: tuple[Tensor, ...] = (),
     writes: tuple[Tensor, ...] = (),
 ) -> HostNode:
+    """A hand-over to a Python function, for checks."""
     made = CFUNCTYPE(None, c_void_p)(function)
     address = cast(made, c_void_p).value
     assert address is not None
