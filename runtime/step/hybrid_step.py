@@ -115,6 +115,7 @@ class HybridStep:
     # The CPU computes during the segments, with all cores: the waiting thread must not take one.
     has_host_work: bool = False
     has_equal_rows: bool = True  # a row's result is bit-identical to that of a single row
+    lost: str = ""  # why a GPU no longer answers: its last step may still be running
     most: int = 0  # the most rows of a step; 0: as many as `host` has room for
 
     @property
@@ -205,6 +206,8 @@ class HybridStep:
         self.meter.set_rows(len(rows))
 
     def _run(self, rows: Sequence[Row], num_rows: int) -> None:
+        if self.lost:
+            raise DeviceLost(self.lost)
         host = self.host
         self._fill(rows, num_rows)
         if self.before:
@@ -219,7 +222,8 @@ class HybridStep:
         try:
             self._submit(segments)
         except DeviceLost as lost:  # to wait for it could take for ever
-            raise DeviceLost(f"{lost}; start again, or use the CPU alone (--device cpu)") from None
+            self.lost = f"{lost}; start again, or use the CPU alone (--device cpu)"
+            raise DeviceLost(self.lost) from None
         except BaseException:  # even after an interrupt, nothing keeps running
             self._finish(segments)
             raise
