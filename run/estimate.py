@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from hotsplit.costs.part_bytes import all_neuron_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.calibrate import calibrate
+from hotsplit.measure.calibrate import calibrate, cpu_bandwidth
 from hotsplit.run.cache_folder import VARIABLE
 from hotsplit.run.choice import predictor_share
 from hotsplit.run.rates import encode_bytes_per_s, matmul_flops, unpack_values_per_s
@@ -228,7 +228,7 @@ def _of_plan(job: Job, tokens: int | None) -> list[Work]:
         return []
     works = []
     if not job.cache.find("machine", machine_key()):
-        seconds = calibrate.CPU_LIMIT_S + calibrate.COSTS_LIMIT_S + calibrate.GPU_LIMIT_S
+        seconds = cpu_bandwidth.CPU_LIMIT_S + calibrate.COSTS_LIMIT_S + calibrate.GPU_LIMIT_S
         works.append(
             Work(kind="machine", label="calibrate", seconds=seconds, num_bytes=0, at_most=True)
         )

@@ -15,9 +15,11 @@ from models import make_machine
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate as calibrating
+from hotsplit.measure.calibrate import cpu_bandwidth
 from hotsplit.measure.calibrate import gpu as calibrate_gpu
-from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, report, thread_counts
-from hotsplit.measure.calibrate.cpu import _tenths
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, report
+from hotsplit.measure.calibrate.cpu_bandwidth import thread_counts
+from hotsplit.measure.calibrate.cpu_costs import _tenths
 from hotsplit.measure.timing.interleave import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds, take_turns
 
 RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
@@ -89,11 +91,11 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
 
 
 def test_without_the_kernels_the_sum_is_what_the_runtime_reaches(monkeypatch):
-    monkeypatch.setattr(calibrating.library, "is_available", lambda: False)
-    monkeypatch.setattr(calibrating, "processors", lambda: SimpleNamespace(usable=1))
-    monkeypatch.setattr(calibrating, "buffer_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(cpu_bandwidth.library, "is_available", lambda: False)
+    monkeypatch.setattr(cpu_bandwidth, "processors", lambda: SimpleNamespace(usable=1))
+    monkeypatch.setattr(cpu_bandwidth, "buffer_bytes", lambda: 8 << 20)
     lines = []
-    kernels, sums = calibrating.measure_cpu(lines.append)
+    kernels, sums = cpu_bandwidth.measure_cpu(lines.append)
     assert kernels == sums
     assert "not built" in lines[0]
 
