@@ -35,7 +35,7 @@ def gpu(monkeypatch):
         return Room(main=1 << 34, gpus=vram or ())
 
     def calibrate(config, on_probe):
-        machine = make_machine(launch_s=1e-9, round_trip_s=1e-9, copy_latency_s=1e-9,
+        machine = make_machine(launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9,
                                cpu_gb_per_s=0.01)  # fmt: skip
         machine.save(config.output)
         on_probe(1)

@@ -251,9 +251,7 @@ def test_a_script_refuses_in_one_line(tmp_path, script, arguments, message):
 
 def test_the_smoke_run_succeeds(tmp_path):
     machine = tmp_path / "machine.json"
-    make_machine(cpu_gb_per_s=5, launch_s=1e-9, round_trip_s=1e-9, copy_latency_s=1e-9).save(
-        machine
-    )
+    make_machine(cpu_gb_per_s=5, launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9).save(machine)
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu.py", tmp_path / "out", "--smoke", "--rounds", "2",
          "--machine", machine],

@@ -1,11 +1,11 @@
 """Calibrates this machine: measures memory bandwidth, copy bandwidth and latencies.
 
-Each operation is timed in several rounds. A figure has the best round, the one that other load
-disturbed least, and the quartiles, which show how much the rounds differ.
+Each operation is timed in several rounds. A figure has the median, with which plans are priced, the
+other quartiles, which show how much the rounds differ, and the best round, for limits.
 
 `cpu_bandwidth` measures how fast the CPU reads memory, `cpu_costs` the costs on the CPU that plans
 are priced with, with the threads that the runtime uses beside a GPU if there is one, `gpu` the
-devices."""
+devices, `step_costs` what only whole steps over both show."""
 
 import platform
 from collections.abc import Callable
@@ -55,14 +55,16 @@ def calibrate(
             f"{config.gpu_from}: has no GPU; give the file of a machine that has one"
         )
     total, free = memory_bytes()
+    kernels, sums = measure_cpu(say, on_probe)
     num_gpus = torch.cuda.device_count()
-    gpus = tuple(measure_gpu(i, GPU_LIMIT_S / num_gpus, on_probe) for i in range(num_gpus))
+    use_default_threads(beside_gpu=num_gpus > 0 or borrowed is not None)
+    costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)
+    gpus = tuple(
+        measure_gpu(i, GPU_LIMIT_S / num_gpus, costs, free, on_probe) for i in range(num_gpus)
+    )
     if not gpus and borrowed is not None:
         gpus = _of_another_machine(borrowed)
         say(f"no GPU here; figures of {gpus[0].name} ({gpus[0].source}) from {config.gpu_from}")
-    kernels, sums = measure_cpu(say, on_probe)
-    use_default_threads(beside_gpu=bool(gpus))
-    costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)
     machine = Machine(
         cpu_name=processor_name(),
         num_threads=processors().usable,
@@ -91,7 +93,7 @@ def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
 def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
     """The measured figures as lines for the user, with a note on doubtful ones."""
     lines = [
-        f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
+        f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median {figure.median:.1f})"
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
         for n, figure in machine.cpu_bandwidth_gb_per_s.items()
     ]
@@ -102,9 +104,11 @@ def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
                 f"{gpu.name}: {gpu.bandwidth_gb_per_s.best:.0f} GB/s, copies to it"
                 f" {gpu.host_to_device_gb_per_s.best:.1f} GB/s (pageable"
                 f" {gpu.host_to_device_pageable_gb_per_s.best:.1f}), a copy"
-                f" {1e6 * gpu.copy_latency_s.best:.1f} us, a kernel"
-                f" {1e6 * gpu.launch_s.best:.1f} us, CPU and back"
-                f" {1e6 * gpu.round_trip_s.best:.1f} us"
+                f" {1e6 * gpu.copy_latency_s.median:.1f} us, a kernel"
+                f" {1e6 * gpu.kernel_s.median:.1f} us or more, CPU and back"
+                f" {1e6 * gpu.hand_over_s.median:.1f} us, a run of layers there"
+                f" {1e6 * gpu.cpu_run_s.median:.1f} us, a token"
+                f" {1e6 * gpu.token_s.median:.0f} us"
             )
     return lines + _doubts(machine, is_verbose=is_verbose)
 
@@ -135,16 +139,12 @@ def _range(figure: Figure) -> str:
 
 def _costs_line(costs: CpuCosts) -> str:
     rates = ", ".join(
-        f"{kind} {figure.best:.1f} ({costs.chosen_rows_gb_per_s[kind].best:.1f})"
+        f"{kind} {figure.median:.1f} ({costs.chosen_rows_gb_per_s[kind].median:.1f})"
         for kind, figure in costs.all_rows_gb_per_s.items()
     )
     return (
-        f"CPU with all threads, all rows (chosen ones) in GB/s: {rates}; cache {costs.kv_gb_per_s.best:.1f};"
-        f" a layer {1e6 * costs.layer_s['exact'].best:.0f} us, with predictor"
-        f" {1e6 * costs.layer_s['predicted'].best:.0f} us, a token"
-        f" {1e6 * costs.token_s.best:.0f} us"
+        f"CPU with all threads, all rows (chosen ones) in GB/s: {rates}; cache {costs.kv_gb_per_s.median:.1f};"
+        f" a layer {1e6 * costs.layer_s['exact'].median:.0f} us, with predictor"
+        f" {1e6 * costs.layer_s['predicted'].median:.0f} us, a token"
+        f" {1e6 * costs.token_s.median:.0f} us"
     )
-
-
-def _median(figure: Figure) -> float:
-    return figure.best if figure.quartiles is None else figure.quartiles[1]

@@ -1,19 +1,29 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
-Rows of every type are read as the runtime reads them: all of them by a product with a vector, and
-the gate, up and down rows of a tenth of the neurons by the native call for a block of neurons (in
-torch if the C++ kernels are not built). Fixed costs per layer and per token come from decode steps
-of models of FEW and of MANY layers, whose weights are so small that they stay in a cache. The cost
-of reading keys and values is the difference between steps at the end and at the beginning of a long
-context.
+Rows of every type are read in the form in which the runtime holds them, with its threads: all of
+them, tiled, by a product with a vector, and the gate, up and down rows of a tenth of the neurons,
+interleaved, by the native call for a block of neurons (in torch if the C++ kernels are not built).
 
-Letters: N rows, D row width, A chosen rows, L layers, W words of a bit mask."""
+The fixed cost of a layer is what is left of it without the work on its bytes. It comes from decode
+steps of models of FEW and of MANY layers. In those of TINY width nothing is divided among threads;
+in those of DIVIDED width every matrix is, as real ones are, and they still fit into a cache. With
+one of n threads, such a layer takes its work and what a tiny one takes; with all of them, a share
+of the work and its fixed cost, which therefore is
+
+    seconds with n threads - (seconds with one - seconds of a tiny layer) / n
+
+The rest of a step is that of a token; a logit's cost is that of sampling from many and from few. The cost of reading keys and
+values is the difference between steps at the end and at the beginning of a long context.
+
+Letters: N rows, D row width, A chosen rows, L layers, W words of a bit mask, V vocabulary."""
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import torch
@@ -24,12 +34,14 @@ from hotsplit.artifacts.random_model import random_model
 from hotsplit.families.llama import llama_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
-from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
+from hotsplit.measure.timing.interleave import Probe, seconds_of, sum_of_rounds, time_rounds
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import Rotary
 from hotsplit.model.weight_types import BY_NAME, NAMES
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.generate.options import SamplingOptions
+from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
@@ -39,12 +51,14 @@ from hotsplit.runtime.weights.resident import Residence
 
 CPU = torch.device("cpu")
 ROW_VALUES = 4096
-FEW, MANY = 2, 10
+MODES: tuple[Mode, ...] = ("exact", "predicted")
+FEW, MANY = 2, 6
 STEPS = 20
-SMALL = Sizes(
-    num_layers=FEW, hidden_size=64, num_neurons=64, num_heads=8, num_kv_heads=2, head_dim=8,
-    vocab_size=512, context_length=64,
-)  # fmt: skip
+HEAD_DIM = 32
+TINY, DIVIDED = 64, 192  # square f16 matrices of 8 and 72 KiB; INLINE_BYTES of thread_pool.h are 64
+FEW_LOGITS, MANY_LOGITS = 512, 65536
+SAMPLES = 20
+LEAST_S = 1e-7  # of a difference of times
 CACHE_STEPS = 8
 # Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
 CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
@@ -53,64 +67,58 @@ CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
 def measure_costs(
     buffer_bytes: int, time_limit_s: float, on_probe: Callable[[float], None]
 ) -> CpuCosts:
-    """Measures with the threads that the kernels use now; matrices take up to `buffer_bytes` each."""
-    probes = [p for kind in NAMES for p in _row_probes(kind, buffer_bytes)]
-    engines = {
-        (mode, n): _small_engine(replace(SMALL, num_layers=n), has_predictors=runs_predictors(mode))
-        for mode in ("exact", "predicted")
-        for n in (FEW, MANY)
-    }
-    probes += [_step_probe(mode, n, engine) for (mode, n), engine in engines.items()]
-    probes.append(_cache_probe())
-    found = run_rounds(probes, time_limit_s, on_probe)
-    few, many = (found[f"exact step, {n} layers"] for n in (FEW, MANY))
-    layer_s = {
-        mode: _difference(found[f"{mode} step, {MANY} layers"], found[f"{mode} step, {FEW} layers"])
-        for mode in ("exact", "predicted")
-    }
+    """Measures with the threads that the kernels use now; the two matrices of a type take up to
+    `buffer_bytes` together."""
+    probes = [p for kind in NAMES for p in _row_probes(kind, buffer_bytes // 2)]
+    threads = library.num_threads() if library.is_available() else 1
+    for mode in MODES:
+        for num_layers in (FEW, MANY):
+            probes.append(_step_probe(mode, _small_engine(mode, TINY, num_layers), threads))
+            engine = _small_engine(mode, DIVIDED, num_layers)
+            probes += [_step_probe(mode, engine, count) for count in {1, threads}]
+    probes += [_cache_probe(), _logits_probe(FEW_LOGITS), _logits_probe(MANY_LOGITS)]
+    times = time_rounds(probes, time_limit_s, on_probe)
+    found = {probe.name: probe.figure(times[probe.name]) for probe in probes}
+    few, many = (_step_name("exact", TINY, count, threads) for count in (FEW, MANY))
+    of_layers = FEW / (MANY - FEW)
+    more = MANY_LOGITS - FEW_LOGITS
+    logits = {_logits_name(MANY_LOGITS): 1 / more, _logits_name(FEW_LOGITS): -1 / more}
     return CpuCosts(
         all_rows_gb_per_s={kind: found[f"{kind}, all rows"] for kind in NAMES},
         chosen_rows_gb_per_s={kind: found[f"{kind}, chosen rows"] for kind in NAMES},
         kv_gb_per_s=found["cache"],
-        layer_s=layer_s,
-        token_s=_rest(few, layer_s["exact"]),
+        layer_s={mode: _layer_seconds(times, mode, threads) for mode in MODES},
+        token_s=sum_of_rounds(times, {few: 1 + of_layers, many: -of_layers}, least=LEAST_S),
+        logit_s=sum_of_rounds(times, logits, least=LEAST_S / MANY_LOGITS),
     )
 
 
-def _difference(many: Figure, few: Figure) -> Figure:
-    """Seconds per layer, from the MANY - FEW layers that only one of the models has."""
-    count = MANY - FEW
-    assert many.quartiles is not None and few.quartiles is not None
-    values = [(m - f) / count for m, f in zip(many.quartiles, few.quartiles, strict=True)]
-    return _positive((many.best - few.best) / count, values, many.rounds)
-
-
-def _rest(few: Figure, layer: Figure) -> Figure:
-    """Seconds of a step of FEW layers, less those of its layers."""
-    assert few.quartiles is not None and layer.quartiles is not None
-    values = [f - FEW * layer.quartiles[1] for f in few.quartiles]
-    return _positive(few.best - FEW * layer.best, values, few.rounds)
-
-
-def _positive(best: float, quartiles: Sequence[float], rounds: int) -> Figure:
-    """The figure of a difference; each number is at least 1e-7."""
-    low, median, high = sorted(max(1e-7, value) for value in quartiles)
-    return Figure(best=max(1e-7, best), quartiles=(low, median, high), rounds=rounds)
+def _layer_seconds(times: Mapping[str, Sequence[float]], mode: str, threads: int) -> Figure:
+    """The fixed cost of a layer with these threads, by the formula of the module's docstring."""
+    shares = Counter({(DIVIDED, threads): 1.0})
+    shares.update({(DIVIDED, 1): -1 / threads, (TINY, threads): 1 / threads})
+    factors = {
+        _step_name(mode, width, num_layers, count): share * sign / (MANY - FEW)
+        for (width, count), share in shares.items()
+        for num_layers, sign in ((MANY, 1), (FEW, -1))
+    }
+    return sum_of_rounds(times, factors, least=LEAST_S)
 
 
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
     """Probes of one type: all rows times a vector, and a tenth of the neurons made of the rows.
 
     Each timing takes another tenth, since the previous one may still be in a cache."""
-    entry = _random_rows(kind, num_bytes)
-    matrix = Residence().matrix(entry) if library.is_available() else matrix_of(entry, CPU)
+    entry, is_native = _random_rows(kind, num_bytes), library.is_available()
+    matrix = Residence().matrix(entry) if is_native else matrix_of(entry, CPU)
+    whole = Residence().whole(entry, "tiled") if is_native else matrix
     x_D = torch.ones(ROW_VALUES)
     chosen, chosen_bytes = _native_tenth(matrix) if library.is_available() else _torch_tenth(matrix)
     return [
         Probe(
             name=f"{kind}, all rows",
-            seconds=lambda: seconds_of(lambda: matrix.dot(x_D)),
-            num_bytes=matrix.num_bytes,
+            seconds=lambda: seconds_of(lambda: whole.dot(x_D)),
+            num_bytes=whole.num_bytes,
         ),
         Probe(name=f"{kind}, chosen rows", seconds=chosen, num_bytes=chosen_bytes),
     ]
@@ -184,11 +192,12 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
 
 def _cache_probe() -> Probe:
     """The time of steps at the end of a context, less that of steps at its beginning."""
-    sizes = replace(
-        SMALL, num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
-        num_kv_heads=CACHE_HEADS, head_dim=CACHE_WIDTH,
+    sizes = Sizes(
+        num_layers=CACHE_LAYERS, hidden_size=64, num_neurons=64, num_heads=4 * CACHE_HEADS,
+        num_kv_heads=CACHE_HEADS, head_dim=CACHE_WIDTH, vocab_size=FEW_LOGITS,
+        context_length=CACHE_TOKENS,
     )  # fmt: skip
-    engine = _small_engine(sizes, has_predictors=False)
+    engine = _engine_of(sizes, "exact")
     end = CACHE_TOKENS - CACHE_STEPS
 
     def seconds() -> float:
@@ -199,20 +208,64 @@ def _cache_probe() -> Probe:
     return Probe(name="cache", seconds=seconds, num_bytes=num_bytes)
 
 
-def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
-    """One decode step of a small model, the engine's overhead included, as a mean over STEPS."""
+def _step_name(mode: str, width: int, num_layers: int, threads: int) -> str:
+    return f"{mode} step, width {width}, {num_layers} layers, {threads} threads"
+
+
+def _step_probe(mode: str, engine: Engine, threads: int) -> Probe:
+    """One decode step of a small model, the engine's overhead included."""
+    spec = engine.model.spec
 
     def seconds() -> float:
-        engine.decode_seconds(steps=2)
-        return engine.decode_seconds(steps=STEPS) / STEPS
+        if not library.is_available():
+            return step_seconds(engine, STEPS)
+        before = library.num_threads()
+        library.set_threads(threads)
+        try:
+            return step_seconds(engine, STEPS)
+        finally:
+            library.set_threads(before)
 
-    return Probe(name=f"{mode} step, {num_layers} layers", seconds=seconds)
+    name = _step_name(mode, spec.hidden_size, spec.num_layers, threads)
+    return Probe(name=name, seconds=seconds)
 
 
-def _small_engine(sizes: Sizes, *, has_predictors: bool) -> Engine:
+def step_seconds(engine: Engine, count: int) -> float:
+    """The median over this many decode steps, which one pause of this process does not change."""
+    engine.decode_seconds(steps=2)  # wakes the threads
+    return median(engine.decode_seconds(steps=1, start=place) for place in range(count))
+
+
+def _logits_name(count: int) -> str:
+    return f"{count} logits"
+
+
+def _logits_probe(count: int) -> Probe:
+    """Copying logits and choosing the most probable token, as a step and its sampler do; a mean
+    over SAMPLES."""
+    chain = SamplerChain(SamplingOptions(temperature=0.0), count)
+    source_V, logits_V = torch.rand(count), torch.empty(count)
+
+    def choose() -> None:
+        for _ in range(SAMPLES):
+            np.copyto(logits_V.numpy(), source_V.numpy())
+            chain.sample(logits_V, ())
+
+    return Probe(name=_logits_name(count), seconds=lambda: seconds_of(choose) / SAMPLES)
+
+
+def _small_engine(mode: Mode, width: int, num_layers: int) -> Engine:
+    heads = width // HEAD_DIM
+    sizes = Sizes(
+        num_layers=num_layers, hidden_size=width, num_neurons=width, num_heads=heads,
+        num_kv_heads=heads, head_dim=HEAD_DIM, vocab_size=FEW_LOGITS, context_length=64,
+    )  # fmt: skip
+    return _engine_of(sizes, mode)
+
+
+def _engine_of(sizes: Sizes, mode: Mode) -> Engine:
     """An engine with random weights. Matrices are f16, so keys and values are too, as for any model
     that is not in f32."""
     spec = llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
-    model = random_model(spec, predictor_rank=8 if has_predictors else None)
-    mode: Mode = "predicted" if has_predictors else "exact"
+    model = random_model(spec, predictor_rank=8 if runs_predictors(mode) else None)
     return Engine.of(model, mode=mode, device="cpu")
