@@ -25,6 +25,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families import key_reader
 from hotsplit.files.gguf_parts import part_paths
 from hotsplit.model.tensors import Layout
+from hotsplit.run.trial import FILES, VERSION, Trial
 
 SMALL_BYTES = 4 << 20
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
@@ -86,6 +87,13 @@ STAGES = {
         version=(1, split_file.VERSION),
         file="model.split.gguf",
         load=Split.load,
+    ),
+    "trial": Stage(
+        what="the trial of a plan",
+        version=(1, VERSION, split_file.VERSION),
+        file="trial.json",
+        more_files=("machine.json", *FILES.values()),
+        load=Trial.load,
     ),
 }
 

@@ -421,7 +421,7 @@ def make_machine(
     chosen_share: float = 1.0,
     layer_s: float = 1e-12,
     token_s: float = 1e-12,
-    logit_s: float = 1e-18,
+    logit_s: float = 1e-15,
     gpu_chosen_share: float = 1.0,
 ) -> Machine:
     """A machine with these figures; two threads reach `cpu_gb_per_s`, one thread half of it.
