@@ -13,7 +13,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hotsplit.artifacts import machine_file, predictor_file, profile_file, split_file
+from hotsplit.artifacts import (
+    machine_file,
+    predictor_file,
+    profile_file,
+    split_file,
+    trial_file,
+)
 from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -25,7 +31,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families import key_reader
 from hotsplit.files.gguf_parts import part_paths
 from hotsplit.model.tensors import Layout
-from hotsplit.run.trial import FILES, VERSION, Trial
 
 SMALL_BYTES = 4 << 20
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
@@ -90,10 +95,10 @@ STAGES = {
     ),
     "trial": Stage(
         what="the trial of a plan",
-        version=(1, VERSION, split_file.VERSION),
+        version=(1, trial_file.VERSION, split_file.VERSION),
         file="trial.json",
-        more_files=("machine.json", *FILES.values()),
-        load=Trial.load,
+        more_files=("machine.json", *trial_file.FILES.values()),
+        load=trial_file.Trial.load,
     ),
 }
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hotsplit.artifacts.trial_file import FILES, Trial
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.model.modes import Mode
 from hotsplit.profile.config import MIN_TRAINING_WINDOWS
@@ -28,7 +29,6 @@ from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates, machine_key
 from hotsplit.run.source import Source
 from hotsplit.run.stages import Job
-from hotsplit.run.trial import FILES, Trial
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.artifacts.trial_file import FILES, Winner
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.files.atomic import partial_file
@@ -32,10 +33,11 @@ from hotsplit.run.choice import Choice, Wishes
 from hotsplit.run.keys import STAGES, conversion_key, identity_of_texts
 from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
 from hotsplit.run.source import Source
-from hotsplit.run.trial import FILES, Measured, Winner, measured_by, scales_of, tried
+from hotsplit.run.trial import Measured, Prediction, measured_by, tried
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.prediction import (
+    Scales,
     cpu_alone_seconds,
     inputs_for,
     parts_of,
@@ -282,9 +284,7 @@ def make_trial(
             own = replace(own, context_length=None)
         return measured_by(model, path, replace(own, device=job.choice.device, mode=None))
 
-    def others(first: Measured, cpu_s: float) -> dict[Winner, Measured]:
-        inputs = inputs_for(plan, config, workspace_bytes)
-        scales = scales_of(parts_of(plan, inputs), cpu_alone_seconds(inputs), first, cpu_s)
+    def others(scales: Scales) -> dict[Winner, Measured]:
         scaled(inputs.machine, scales).save(folder / MACHINE)
         again = replace(config, machine=folder / MACHINE)
         solve(again, workspace_bytes)
@@ -294,7 +294,12 @@ def make_trial(
             found["whole layers"] = by(whole.output)
         return found
 
-    trial = tried(plan.objective_s, lambda: by(split), lambda: by(None), others)
+    inputs = inputs_for(plan, config, workspace_bytes)
+    prediction = Prediction(
+        token_s=plan.objective_s, parts_s=parts_of(plan, inputs),
+        cpu_alone_s=cpu_alone_seconds(inputs),
+    )  # fmt: skip
+    trial = tried(prediction, lambda: by(split), lambda: by(None), others)
     trial.save(folder / TRIAL)
     job.rates.note(cpu_alone_name(plan.model_id), 1 / trial.cpu_s)
     return {}

@@ -20,11 +20,12 @@ from models import byte_level_keys, make_machine, make_model, make_sizes
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.artifacts.trial_file import Trial
 from hotsplit.cli import main
 from hotsplit.errors import Interrupted
 from hotsplit.run import estimate, housekeeping, prepare, stages
 from hotsplit.run.default_budgets import Room
-from hotsplit.run.trial import Measured, Trial
+from hotsplit.run.trial import Measured
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")

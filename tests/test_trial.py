@@ -20,14 +20,16 @@ from models import (
 from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.artifacts.trial_file import Trial
 from hotsplit.cli import main
+from hotsplit.doctor import machine
 from hotsplit.errors import HotsplitError
 from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
 from hotsplit.run.trial import (
     MOST_SCALE,
     Measured,
-    Trial,
+    Prediction,
     measure,
     scales_of,
     slow_plan_line,
@@ -46,6 +48,9 @@ from hotsplit.solver.prediction import (
 from hotsplit.solver.solve import split_of
 
 TIMES = Measured(token_s=3.0, prompt_s=1.0)
+PREDICTION = Prediction(
+    token_s=2.9, parts_s={"cpu": 2.0, "hand_over": 0.4, "gpu": 0.5}, cpu_alone_s=1.0
+)
 
 
 # ---- what is timed ------------------------------------------------------------------------------
@@ -62,28 +67,47 @@ def test_steps_and_a_prompt_are_timed_and_leave_no_trace(tmp_path, context_lengt
 
 
 def test_the_cpu_alone_wins_by_more_than_a_twentieth_and_others_are_tried_only_if_missed():
-    def others(first, cpu_s):
+    def others(scales):
         raise AssertionError("not missed")
 
     for cpu_s, runs in ((2.86, "the plan"), (2.85, "the CPU alone"), (9.0, "the plan")):
         alone = Measured(token_s=cpu_s, prompt_s=1.0)
-        found = tried(2.9, lambda: TIMES, lambda alone=alone: alone, others)
+        found = tried(PREDICTION, lambda: TIMES, lambda alone=alone: alone, others)
         assert (found.runs, found.second_s) == (runs, None)
         assert "the plan takes 3e+03 ms a token (predicted 2.9e+03 ms), the CPU alone" in found.line
 
 
 def test_the_record_is_read_back_and_others_are_refused(tmp_path):
     trial = Trial(runs="whole layers", predicted_s=1e-3, plan_s=3e-3, cpu_s=9e-3, prompt_s=0.1,
-                  second_s=2.5e-3, layers_s=2e-3)  # fmt: skip
+                  second_s=2.5e-3, layers_s=2e-3, parts_s=PREDICTION.parts_s,
+                  scales={"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0})  # fmt: skip
+    assert trial.parts_line.startswith(
+        "3 times what was predicted: the CPU 2e+03 ms (measured 2 times"
+    )
     path = tmp_path / "trial.json"
     trial.save(path)
     assert Trial.load(path) == trial and "whole layers runs instead, at 2 ms" in trial.line
     for old, new in (('"runs": "whole', '"runs": "hole'), ('"plan_s": 0.003', '"plan_s": null'),
-                     ('"version": 1', '"version": 2'), ('"cpu_s"', '"cpu"')):  # fmt: skip
+                     ('"version": 1', '"version": 2'), ('"hand_over": 6.0', '"hand": 6.0'), ('"cpu_s"', '"cpu"')):  # fmt: skip
         path.write_text(path.read_text().replace(old, new))
         with pytest.raises(HotsplitError):
             Trial.load(path)
         trial.save(path)
+
+
+def test_doctor_shows_predictions_that_were_missed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path))
+    assert machine.trials() == []
+    for number, plan_s in enumerate((1.2e-3, 3e-3)):
+        (tmp_path / f"trial-{number}").mkdir()
+        scales = {"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0}
+        Trial(runs="the plan", predicted_s=1e-3, plan_s=plan_s, cpu_s=9e-3, prompt_s=0.1,
+              parts_s=PREDICTION.parts_s, scales=scales).save(tmp_path / f"trial-{number}/trial.json")  # fmt: skip
+    (tmp_path / "trial-2").mkdir()
+    (tmp_path / "trial-2" / "trial.json").write_text("{}")
+    fine, missed = machine.trials()
+    assert (fine.state, missed.state) == ("ok", "note")
+    assert "3 times what was predicted" in missed.text and "hand-overs 400 ms" in missed.text
 
 
 # ---- what explains it ---------------------------------------------------------------------------
@@ -94,10 +118,10 @@ def solved():
     """(inputs, plan) with divided layers, runs on the CPU, and neurons on both sides."""
     sizes = make_sizes(num_layers=4, width=256, num_neurons=1024, vocab_size=512)
     model = make_model(sizes=sizes, kind="f16")
-    machine = make_machine(hand_over_s=2e-6, cpu_run_s=3e-6, use_s=4e-6, launch_s=1e-7, layer_s=1e-6,
+    figures = make_machine(hand_over_s=2e-6, cpu_run_s=3e-6, use_s=4e-6, launch_s=1e-7, layer_s=1e-6,
                            cpu_gb_per_s=20.0)  # fmt: skip
     profile = make_profile(model, power_law_frequencies(4, 1024))
-    inputs = make_inputs(model, profile, machine, 3 << 20, workspace=1000)
+    inputs = make_inputs(model, profile, figures, 3 << 20, workspace=1000)
     found = find(inputs, time_limit_s=5)
     # Without its files' hashes, which `split_of` reads.
     import hotsplit.solver.solve as solving
@@ -133,9 +157,11 @@ def test_planted_slowness_is_found_and_laid_to_what_is_slow(solved, cpu, hand_ov
     placement = placement_of(split, inputs)
     plan_s = plan_seconds(slow.pipeline(), placement)
     first = Measured(token_s=plan_s, prompt_s=1.0)
-    found = scales_of(
-        parts_of(split, inputs), cpu_alone_seconds(inputs), first, cpu_alone_seconds(slow)
-    )
+    prediction = Prediction(
+        token_s=split.objective_s, parts_s=parts_of(split, inputs),
+        cpu_alone_s=cpu_alone_seconds(inputs),
+    )  # fmt: skip
+    found = scales_of(prediction, first, cpu_alone_seconds(slow))
     assert found.cpu == pytest.approx(cpu, rel=1e-6) and found.gpu == 1.0
     hand_over_s = parts_of(split, inputs)["hand_over"]
     assert abs(found.hand_over - hand_over) * hand_over_s < 0.02 * plan_s
@@ -144,11 +170,11 @@ def test_planted_slowness_is_found_and_laid_to_what_is_slow(solved, cpu, hand_ov
 
 
 def test_without_hand_overs_the_gpu_is_slow_and_factors_are_bounded():
-    parts = {"hand_over": 0.0, "cpu": 0.0, "gpu": 1.0}
-    assert scales_of(parts, 1.0, TIMES, 1.0) == Scales(gpu=3.0)
-    parts = {"hand_over": 1e-9, "cpu": 0.5, "gpu": 0.5}
-    assert scales_of(parts, 1.0, TIMES, 1.0) == Scales(hand_over=MOST_SCALE)
-    assert scales_of(parts, 1.0, replace(TIMES, token_s=0.1), 1e-9).cpu == 1 / MOST_SCALE
+    without = replace(PREDICTION, parts_s={"hand_over": 0.0, "cpu": 0.0, "gpu": 1.0})
+    assert scales_of(without, TIMES, 1.0) == Scales(gpu=3.0)
+    short = replace(PREDICTION, parts_s={"hand_over": 1e-9, "cpu": 0.5, "gpu": 0.5})
+    assert scales_of(short, TIMES, 1.0) == Scales(hand_over=MOST_SCALE)
+    assert scales_of(short, replace(TIMES, token_s=0.1), 1e-9).cpu == 1 / MOST_SCALE
 
 
 # ---- given by hand ------------------------------------------------------------------------------

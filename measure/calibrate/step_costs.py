@@ -12,8 +12,9 @@ two. By least squares over these steps,
 The terms of plans follow. `kernel_s` is gpu over the layer's kernels, of the narrow shape, where
 they read next to nothing. `hand_over_s` is divided, plus what the layer's neurons take on the GPU,
 less what the cold ones read on the CPU. `token_s` is token, less the head and a token on the CPU
-alone. Where the "GPU" is the CPU too, with the plain backend, its bandwidth is fitted as well: it
-is the bytes of a wide layer more than those of a narrow one over the seconds that it takes more.
+alone. Where the "GPU" is the CPU too, with the plain backend, the two sides of a layer run one after
+the other, and the bandwidth is fitted as well: it is the bytes of a wide layer more than those of a
+narrow one over the seconds that it takes more.
 
 Each round of timings is fitted by itself, so that every figure has the quartiles of its rounds.
 
@@ -230,6 +231,7 @@ def fit(narrow: StepTimes, wide: StepTimes, card: Card, cpu: CpuCosts) -> StepCo
     if card.bandwidth is None:
         kernel_R = (of_narrow.layer_R - bytes_s) / of_narrow.num_kernels
     kernel_s = _figure(kernel_R if is_floor else np.full_like(kernel_R, card.launch_s))
+    overlaps = card.bandwidth is not None
     known = replace(card, bandwidth=float(np.median(rate_R)))
     both = [(of_narrow, narrow.shape.vocab_size), (of_wide, wide.shape.vocab_size)]
     return StepCosts(
@@ -239,7 +241,7 @@ def fit(narrow: StepTimes, wide: StepTimes, card: Card, cpu: CpuCosts) -> StepCo
                             for f, vocab in both])
         ),
         hand_over_s=_figure(
-            np.concatenate([f.divided_R + f.hidden_seconds(known, kernel_s.median, cpu)
+            np.concatenate([f.divided_R + f.hidden_seconds(known, kernel_s.median, cpu, overlaps)
                             for f, _ in both])
         ),
         cpu_run_s=_figure(np.concatenate([f.run_R for f, _ in both])),
@@ -294,10 +296,14 @@ class _Fitted:
         copy_s = FLOAT_BYTES * vocab / card.link
         return head_s + copy_s + cpu.token_s.median + vocab * cpu.logit_s.median
 
-    def hidden_seconds(self, card: Card, kernel_s: float, cpu: CpuCosts) -> float:
+    def hidden_seconds(self, card: Card, kernel_s: float, cpu: CpuCosts, overlaps: bool) -> float:
         """What a divided layer takes besides its hand-over: the hot neurons of an undivided one,
-        which the hand-over replaces, less the cold neurons."""
+        which the hand-over replaces, less the cold neurons. Unless the two sides overlap, only as
+        many neurons as there are cold ones are replaced."""
         assert card.bandwidth is not None
-        hot_s = HOT_KERNELS * kernel_s + self.num_neurons * self.neuron_bytes / card.bandwidth
-        rate = 1e9 * cpu.all_rows_gb_per_s["f16"].median
-        return hot_s - COLD * self.neuron_bytes / rate
+        cold_bytes = COLD * self.neuron_bytes
+        hot_s = cold_bytes / card.bandwidth
+        if overlaps:
+            hot_bytes = self.num_neurons * self.neuron_bytes
+            hot_s = HOT_KERNELS * kernel_s + hot_bytes / card.bandwidth
+        return hot_s - cold_bytes / (1e9 * cpu.all_rows_gb_per_s["f16"].median)
