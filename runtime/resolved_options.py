@@ -167,7 +167,7 @@ def bytes_by_role_of(
 ) -> dict[str, Items]:
     """Itemised bytes by role; without a plan, temporaries are those of `mode`. With neither a plan nor
     `cpu_ffn`, everything has the device's role. With `cpu_ffn`, neurons are on the CPU, with
-    everything else that a plan leaves there too (budget.plan_bytes), and the rest is on the
+    everything else that a plan leaves there too (part_bytes.plan_bytes), and the rest is on the
     GPU."""
     if plan is not None:
         gpus, cpu_bytes = plan.items_of_gpus(model)

@@ -33,7 +33,8 @@ _NONE = Figure(best=1.0)
 NO_GPU = Gpu(
     name="no GPU", source="none", memory_bytes=0, free_bytes=0, bandwidth_gb_per_s=_NONE,
     host_to_device_gb_per_s=_NONE, host_to_device_pageable_gb_per_s=_NONE,
-    copy_latency_s=_NONE, launch_s=_NONE, round_trip_s=_NONE,
+    chosen_rows_gb_per_s=_NONE, copy_latency_s=_NONE, launch_s=_NONE, kernel_s=_NONE,
+    token_s=_NONE, hand_over_s=_NONE, cpu_run_s=_NONE,
 )  # fmt: skip
 
 
