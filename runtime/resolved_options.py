@@ -43,7 +43,15 @@ def residence_of(
         return None
     on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
     wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
-    if is_resident is None and wanted > FREE_SHARE * free:
+    beside = sum(sum(items.values()) - items["neurons"] for items in on_cpu)
+    is_tight = is_resident is None and wanted > FREE_SHARE * free
+    if is_tight and model.spec.has_experts and beside <= FREE_SHARE * free:
+        log.warning(
+            f"{model.path}: the experts stay in the file ({(wanted - beside) / 2**30:.1f} GiB), where"
+            f" reading them is slower: {free / 2**30:.1f} GiB are free"
+        )
+        return Residence(holds_experts=False)
+    if is_tight:
         log.warning(
             f"{model.path}: the CPU needs {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are"
             " free: the weights stay in the file, where reading them is slower"

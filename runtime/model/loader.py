@@ -176,7 +176,7 @@ class Builder:
     def expert_loader(self, index: int) -> ExpertLoader:
         return ExpertLoader(
             model=self.model, layer=index, store=self.stores.on_cpu,
-            computes_all=computes_all(self.mode),
+            computes_all=computes_all(self.mode), are_experts_mapped=self.stores.are_experts_mapped,
         )  # fmt: skip
 
     def shared(self, experts: ExpertLoader) -> SharedExperts | None:
