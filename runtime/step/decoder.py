@@ -201,6 +201,12 @@ def _is_decoded(run: Sequence[Row]) -> bool:
     return len(run) <= ROWS[-1] and all(row.has_logits and row.source is None for row in run)
 
 
+def _added(x_TD: Tensor, *others: Tensor, factor: float) -> Tensor:
+    """x + factor * the sum of the others."""
+    sum_TD = others[0] if len(others) == 1 else others[0] + others[1]
+    return x_TD + (sum_TD if factor == 1.0 else factor * sum_TD)
+
+
 @cache
 def plain_ops(index: int, spec: LayerSpec) -> tuple[tuple[Op, ...], list[tuple[str, ...]]]:
     """(operations of a layer, for each the values that no later one reads). All neurons are one
@@ -242,8 +248,7 @@ def run_layer(
         if op.kind == "norm":
             return layer.norms[op.part].apply(read[0])
         if op.kind == "add":
-            others = read[1] if len(read) == 2 else read[1] + read[2]
-            return read[0] + (others if op.factor == 1.0 else op.factor * others)
+            return _added(*read, factor=op.factor)
         if op.kind == "route":
             assert layer.router is not None
             return layer.router.forward(read[0])
