@@ -88,7 +88,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     context = context_of(model, wishes)
     room = _usable(model, context, room)
     fits = wishes.engine.kv_offload is None and run_bytes(model, context) <= sum(room.gpus[:1])
-    limited = model.has_limits
+    limited = model.has_limits or model.spec.has_experts
     budgets = () if fits or limited or not room.gpus else room.gpus
     predictors, mode_line = choose_predictors(model, wishes, is_on_gpu=fits and bool(room.gpus))
     device = "cpu" if limited or not room.gpus else wishes.engine.device
@@ -286,6 +286,8 @@ def _where_line(
 ) -> str:
     if model.has_limits:
         return "on the CPU: limits run only there so far"
+    if model.spec.has_experts:
+        return "on the CPU: mixtures of experts run only there so far"
     if budgets:
         given = " and ".join(map(format_bytes, budgets))
         return (

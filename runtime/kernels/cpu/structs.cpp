@@ -38,6 +38,7 @@ const StructField FIELDS[] = {
     FIELD(HsAttention, code),
     FIELD(HsAttention, summary_unit),
     FIELD(HsAttention, code_factor),
+    FIELD(HsAttention, sink),
     FIELD(HsAttention, num_heads),
     FIELD(HsAttention, num_kv_heads),
     FIELD(HsAttention, head_width),

@@ -53,6 +53,26 @@ def attend(
     return out_HTW.transpose(0, 1).flatten(1)
 
 
+def attend_with_sinks(
+    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, sink_H: Tensor, *, scale: float,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes `attend` with one more score for each head, whose share is dropped."""
+    num_tokens, num_heads, _ = query_THW.shape
+    num_cached, num_kv, _ = key_CKW.shape
+    query_TKGW = query_THW.unflatten(1, (num_kv, -1))
+    score_KGTC = torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW) * scale
+    distance_TC = torch.arange(num_cached - num_tokens, num_cached)[:, None] - torch.arange(
+        num_cached
+    )
+    is_out_TC = (distance_TC < 0) | (distance_TC >= (window or num_cached))
+    score_KGTC = score_KGTC.masked_fill(is_out_TC, -math.inf)
+    sink_KGT1 = sink_H.view(num_kv, -1, 1, 1).expand(-1, -1, num_tokens, 1)
+    share_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1).softmax(dim=-1)[..., :-1]
+    out_TKGW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW)
+    return out_TKGW.reshape(num_tokens, -1)
+
+
 def attend_on_gpu(
     query_THW: Tensor,
     key_CKW: Tensor,
