@@ -199,7 +199,7 @@ struct HsOp {
     int32_t kind, layer;  // num_layers: outside the layers
     int32_t part;
     int32_t in, in_2, out;  // values
-    float factor;           // of in_2 in OP_ADD
+    float factor = 1.0f;    // of in_2 in OP_ADD
 };
 
 struct HsStep {
