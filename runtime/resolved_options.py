@@ -19,7 +19,7 @@ from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step.workspace import workspace_bytes
+from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system.system_memory import free_memory_bytes
 
@@ -187,7 +187,13 @@ def bytes_by_role_of(
         num_hot=[0] * num_layers,
         dense_on_gpu=[cpu_ffn] * num_layers,
         head_on_gpu=cpu_ffn,
-        workspace=workspace_bytes(model, context_length, mode, num_sequences),
+        workspace=workspace_bytes(
+            model,
+            context_length,
+            mode,
+            num_sequences,
+            ANY_BUDGET if device.type == "cuda" else 0,
+        ),  # fmt: skip
         num_sequences=num_sequences,
         cache_types=cache_types,
     )

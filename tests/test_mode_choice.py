@@ -344,7 +344,7 @@ def inputs_of(model, frequency_LF, machine, *budgets: int) -> Inputs:
     return make_inputs(model, profile, machine, *budgets, context_length=32, workspace=1000)
 
 
-def workspace(model, context_length, mode) -> int:
+def workspace(model, context_length, mode, *more) -> int:
     return 1000
 
 

@@ -101,7 +101,7 @@ def refusal_of(inputs: Inputs, max_loss: float | None) -> TooSmallError | None:
         else:
             find_fastest(
                 inputs, max_loss=max_loss, time_limit_s=5,
-                workspace=lambda model, context_length, mode: inputs.workspace,
+                workspace=lambda *given: inputs.workspace,
             )  # fmt: skip
     except TooSmallError as error:
         return error

@@ -13,6 +13,7 @@ its fallback, with one line of output.
     step                  tokens go through torch layer by layer
     graph                 the step is submitted kernel by kernel
     steps of N rows ...   steps have fewer rows; tried when they are first used
+    passes of N tokens    prompts run in passes of half as many
 
 Results are kept (hotsplit.artifacts.device_checks): later loads check only parts without one, and print the
 same lines. A part fails by an exception, a wrong result, a time limit, or the end of the process,
@@ -42,6 +43,7 @@ from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.torch_kernels import mixed
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
@@ -53,6 +55,7 @@ Takes = Callable[[torch.device], Take]
 PART_S = 60.0
 ANSWER_S = 10.0  # for an idle device to answer
 MORE = "hotsplit doctor says more"
+NO_ROOM = "does not fit into memory"
 SLOT_PARTS = {
     "neuron cache's copies": slots.check_scatter,
     "neuron cache's bits": slots.check_pack_open,
@@ -203,6 +206,22 @@ class DeviceCheck:
         return self._try(
             book, parts, "host function", partial(step_check.echo, backend, parts.device)
         )
+
+    def fits_pass(self, decoder: Decoder, context_length: int, about: str) -> bool:
+        """False if the longest pass does not fit into memory at the end of the context. `about`: what
+        its memory depends on besides the step."""
+        first = self.parts[0]
+        tokens = min(decoder.most_tokens, context_length)
+        digest = hashlib.sha256(f"{self._plan} {about}".encode()).hexdigest()[:12]
+        part = f"passes of {tokens} tokens {digest}"
+        with CheckBook(first.key, self.notice) as book:
+            known = book.known(part)
+            if known is not None:
+                return known.is_fine
+            began = time.perf_counter()
+            why = "" if tokens == 1 or decoder.fits(tokens, context_length) else NO_ROOM
+            book.finish(Verdict(part=part, why=why, seconds=time.perf_counter() - began))
+        return not why
 
     def try_rows(self, weights: Weights, num_rows: int, run: Callable[[], None]) -> str:
         """Tries a step of several rows at its first use: its kernels, then `run`. Returns the reason

@@ -60,7 +60,8 @@ class DeviceParts:
         torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Frees the memory that the allocator caches."""
+        """Frees the memory that the allocator caches, and the workspaces of the checks' products."""
+        device_memory.free_workspaces()
         torch.cuda.empty_cache()
 
     def use(self) -> None:

@@ -1,6 +1,7 @@
 """Bytes that each kind of operation takes while torch runs it over several tokens, on the CPU or on
 a GPU: its result and its temporaries at their peak, without what it reads. Where they depend on
-values, all neurons are named and fire."""
+values, all neurons are named and fire. On a GPU, each tensor is counted by itself, in the pool that
+torch takes it from; the bounds hold for fewer tokens and earlier positions, too."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +17,19 @@ from hotsplit.costs.part_bytes import FLOAT_BYTES
 from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.spec import SMOOTH, Attention, ModelSpec
+from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.loader import Builder
-from hotsplit.runtime.ops.attention.attend import SCORE_BYTES, takes_flash
+from hotsplit.runtime.ops.attention.attend import FLASH_SUM_BYTES, SCORE_BYTES, takes_flash
+from hotsplit.runtime.ops.attention.flash_parts import most_sum_bytes
 from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.hollow import hollow_builder, neurons_bytes
 from hotsplit.runtime.step.program import Kind
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.store import num_appended
+
+Way = Literal["watched", "unwatched", "gpu", "flash"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,7 @@ class Pass:
     mode: Mode
     num_tokens: int
     context_length: int
-    way: Literal["watched", "unwatched", "gpu", "flash"]
+    way: Way
     num_hot: Sequence[int] | None = None
     num_sequences: int = 1
 
@@ -53,90 +58,129 @@ class Pass:
     def spec(self) -> ModelSpec:
         return self.model.spec.in_mode(self.mode)
 
-    def floats(self, values: float) -> int:
-        """Bytes of f32 values, given for one token."""
-        return int(FLOAT_BYTES * self.num_tokens * values)
+    def tensor(self, num_bytes: int) -> PoolBytes:
+        """One tensor; main memory has no pools, so there it may be several."""
+        return PoolBytes.of(num_bytes) if self.is_on_gpu else PoolBytes(large=num_bytes)
+
+    def floats(self, values: float) -> PoolBytes:
+        """A tensor of f32 values, given for one token."""
+        return self.tensor(int(FLOAT_BYTES * self.num_tokens * values))
 
     def kind(self, name: str) -> str:
         return self.model.tensors[f"{name}.weight"].kind
 
-    def product(self, kind: str, width: int, num_rows: int, *, is_copied: bool = False) -> int:
-        """Bytes of a product on a GPU beside its result: the rounded input and, unless the matrix is
-        read as stored, a tile of rows and, if there are several, a tile's product."""
+    def product(
+        self, kind: str, width: int, num_rows: int, *, is_copied: bool = False
+    ) -> PoolBytes:
+        """A product on a GPU beside its result: the rounded input and, unless the matrix is read as
+        stored, a tile of rows and, if there are several, a tile's product."""
         dtype = gpu_products.tile_dtype(kind)
-        rounded = 0 if kind == "f32" else self.floats(width / 2 + 2)
+        rounded = PoolBytes() if kind == "f32" else self.floats(width / 2) + self.floats(2)
         if FLOATS.get(kind) == dtype and not is_copied:
             return rounded
         rows = min(gpu_products.tile_rows(width), num_rows)
-        return rounded + dtype.itemsize * rows * width + self.floats(rows * (rows < num_rows))
+        tile = self.tensor(dtype.itemsize * rows * width)
+        return rounded + tile + self.floats(rows * (rows < num_rows))
 
 
-def attention(p: Pass, index: int) -> int:
+def attention(p: Pass, index: int) -> PoolBytes:
     """Projections, then norms and rotation of the heads, the heads, and the output's projection."""
-    a, width, name = p.spec.layers[index].attention, p.spec.hidden_size, f"blk.{index}"
-    qkv, query, key = a.qkv_size, a.query_size, a.key_size
-    normed = query + key if a.head_norm else 0
-    turning = query if p.is_on_gpu else max(2 * query, query + 2 * key)
-    kinds = {p.kind(f"{name}.{each}") for each in a.projections}
-    is_joined = len(kinds if p.is_on_gpu else a.projections) == 1 and not a.biases
-    joined = qkv if is_joined else 2 * qkv
-    before = p.floats(max(joined, qkv + normed + max(turning, 4 * a.head_dim)))
+    a, width = p.spec.layers[index].attention, p.spec.hidden_size
+    qkv, query, key = p.floats(a.qkv_size), p.floats(a.query_size), p.floats(a.key_size)
+    normed = query + key if a.head_norm else PoolBytes()
+    turning = query if p.is_on_gpu else query * 2 | query + key * 2
+    projected = _projected(p, index)
+    turned = qkv + normed + (turning | p.floats(a.head_dim) * 4)
     kept = normed if p.is_on_gpu or not a.rotary else query + key
-    after = p.floats(qkv + query + width * (1 + ("attn_output" in a.biases)))
+    after = qkv + query + p.floats(width) * (1 + ("attn_output" in a.biases))
     if p.is_on_gpu:
-        before = max(before, p.floats(qkv) + max(p.product(k, width, qkv) for k in kinds))
-        after += p.product(p.kind(f"{name}.attn_output"), query, width)
-    return max(before, p.floats(qkv + kept) + _attend(p, a), after)
+        after += p.product(p.kind(f"blk.{index}.attn_output"), a.query_size, width)
+    return projected | turned | qkv + kept + _attend(p, a) | after
 
 
-def _attend(p: Pass, a: Attention) -> int:
+def _projected(p: Pass, index: int) -> PoolBytes:
+    """Queries, keys and values, from one product or from several that are joined."""
+    a, width = p.spec.layers[index].attention, p.spec.hidden_size
+    kinds = {p.kind(f"blk.{index}.{each}") for each in a.projections}
+    is_joined = len(kinds if p.is_on_gpu else a.projections) == 1 and not a.biases
+    qkv = p.floats(a.qkv_size)
+    found = qkv if is_joined else qkv * 2
+    for kind in kinds if p.is_on_gpu else ():
+        found |= qkv + p.product(kind, width, a.qkv_size)
+    return found
+
+
+def _attend(p: Pass, a: Attention) -> PoolBytes:
     """Keys and values appended, gathered from blocks if there are several sequences, and unpacked;
     then the heads' output."""
     tokens, context, is_f32 = p.num_tokens, p.context_length, part_bytes.kv_kind(p.model) == "f32"
     seen = context if a.window is None else min(context, tokens + a.window - 1)
-    appended, head = (0, 0) if is_f32 else (p.floats(a.key_size), 8 * seen * a.head_dim)
+    appended = PoolBytes() if is_f32 else p.floats(a.key_size / 2) * 2
     positions = 0 if p.num_sequences == 1 else part_bytes.kv_positions(context, 2) // 2
-    gathered = positions * a.key_size * (FLOAT_BYTES if is_f32 else 2)
-    unpacked, out = 0, p.floats(a.query_size + a.num_heads)
+    gathered = p.tensor(positions * a.key_size * (FLOAT_BYTES if is_f32 else 2))
+    unpacked, out = PoolBytes(), p.floats(a.query_size) + p.floats(a.num_heads)
     is_whole = a.window is None or a.window >= context
     if p.way == "flash" and not is_f32 and takes_flash(a.head_dim) and is_whole:
-        out += p.floats(a.query_size / 2)  # queries in f16
-    elif p.is_on_gpu:  # one key head, and some tokens, at a time; masks, and scores twice
-        group = a.num_heads // a.num_kv_heads
-        rows = min(tokens, max(1, SCORE_BYTES // (FLOAT_BYTES * group * seen)))
-        out += head + 8 * seen + rows * seen * (1 if a.window is None else 2)
-        out += 2 * FLOAT_BYTES * rows * group * (seen + a.head_dim)
+        out = _flash(p, a)
+    elif p.is_on_gpu:
+        out += _by_heads(p, a, seen, is_f32=is_f32)
     elif tokens == 1:
-        unpacked, out = head * a.num_kv_heads, out + 2 * FLOAT_BYTES * a.num_heads * seen
+        unpacked = p.tensor(0 if is_f32 else 8 * seen * a.key_size)
+        out += p.tensor(2 * FLOAT_BYTES * a.num_heads * seen)
     else:  # torch's flash attention: a mask as bool and as f32, and some scores in each thread
         mask = tokens * seen if seen > tokens or a.window is not None else 0
         rows = min(tokens, 256 if tokens >= 768 else 64 if tokens >= 192 else 32)
         scores = torch.get_num_threads() * rows * (min(seen, 512) + 2 + a.head_dim)
-        unpacked, out = head * a.num_kv_heads, out + 5 * mask + FLOAT_BYTES * scores
-    return max(appended + 3 * gathered, 2 * gathered + unpacked, (unpacked or 2 * gathered) + out)
+        unpacked = p.tensor(0 if is_f32 else 8 * seen * a.key_size)
+        out += p.tensor(5 * mask + FLOAT_BYTES * scores)
+    used = unpacked if unpacked.total else gathered * 2
+    return appended + gathered * 3 | gathered * 2 + unpacked | used + out
 
 
-def predict(p: Pass, index: int) -> int:
+def _flash(p: Pass, a: Attention) -> PoolBytes:
+    """Flash attention: queries and the heads' output in f16, which may be in pieces, the logarithms of
+    the sums, and the sums of several parts of the keys in f32, each with one logarithm."""
+    halves = p.floats(a.query_size / 2) * 3
+    most = p.num_tokens * most_sum_bytes(a.num_heads, p.context_length, a.head_dim)
+    most = min(FLASH_SUM_BYTES, most)
+    sums = p.tensor(most) + p.tensor(most // a.head_dim)
+    return halves + p.floats(a.num_heads) + sums
+
+
+def _by_heads(p: Pass, a: Attention, seen: int, *, is_f32: bool) -> PoolBytes:
+    """One key head, and some tokens, at a time: the head's keys and values, positions, masks, scores
+    twice, queries and sums."""
+    group = a.num_heads // a.num_kv_heads
+    rows = min(p.num_tokens, max(1, SCORE_BYTES // (FLOAT_BYTES * group * seen)))
+    scores = min(p.num_tokens * seen * group * FLOAT_BYTES, max(SCORE_BYTES, 4 * group * seen))
+    found = p.tensor(0 if is_f32 else FLOAT_BYTES * seen * a.head_dim) * 2 + p.tensor(8 * seen)
+    found += p.tensor(rows * seen) * (1 if a.window is None else 2) + p.tensor(scores) * 2
+    return found + p.tensor(FLOAT_BYTES * rows * group * a.head_dim) * 2
+
+
+def predict(p: Pass, index: int) -> PoolBytes:
     """Scores, with a bias or an activation once more; then two masks."""
     layer, width, name = p.spec.layers[index], p.spec.hidden_size, f"blk.{index}.ffn_pred"
     predictor, number = layer.predict, layer.neurons.number
     assert predictor is not None
     is_again = predictor.kind == "gate" or f"{name}_up.bias" in p.model.tensors
-    found = p.floats(number * (2 if is_again else 1.5) + 2 * predictor.rank)
+    scores, masks = p.floats(number), p.tensor(p.num_tokens * number) * 2
+    found = scores + (scores | masks if is_again else masks) + p.floats(predictor.rank) * 2
     if p.is_on_gpu:
         found += p.product(p.kind(f"{name}_up"), predictor.rank or width, number)
-        found += p.product(p.kind(f"{name}_down"), width, predictor.rank) if predictor.rank else 0
+        if predictor.rank:
+            found += p.product(p.kind(f"{name}_down"), width, predictor.rank)
     return found
 
 
-def route(p: Pass, index: int) -> int:
+def route(p: Pass, index: int) -> PoolBytes:
     """Logits, scores, choices, their order, and the masks of groups."""
     spec = p.spec.layers[index].route
     assert spec is not None
     return p.floats(8 * spec.num_experts + 8 * spec.num_used)
 
 
-def experts(p: Pass, index: int) -> int:
+def experts(p: Pass, index: int) -> PoolBytes:
     """The outputs of all experts of each token, twice, and one expert's values if it has all tokens; if
     watched, gates and hidden values of all."""
     spec, width = p.spec.layers[index], p.spec.hidden_size
@@ -144,35 +188,36 @@ def experts(p: Pass, index: int) -> int:
     seen = 2 * spec.neurons.number + 5 * spec.neurons.of_expert if p.way == "watched" else 0
     outputs = p.floats(2 * spec.route.num_used * width + 4 * width + seen)
     tile = FLOAT_BYTES * width * part_bytes.tile_rows(min(width, spec.neurons.of_expert))
-    return outputs + max(tile, _on_cpu(p, index, spec.neurons.of_expert, is_divided=False))
+    one = _on_cpu(p, index, spec.neurons.of_expert, is_divided=False)
+    return outputs + (p.tensor(tile) | one)
 
 
-def shared(p: Pass, index: int) -> int:
+def shared(p: Pass, index: int) -> PoolBytes:
     """Gates, what they are multiplied by, and the output, twice."""
     spec, width = p.spec.layers[index].shared, p.spec.hidden_size
     assert spec is not None
     tile = FLOAT_BYTES * width * min(part_bytes.tile_rows(width), spec.number)
-    return p.floats(5 * spec.number + 3 * width) + tile
+    return p.floats(5 * spec.number + 3 * width) + p.tensor(tile)
 
 
-def neurons(p: Pass, index: int) -> int:
+def neurons(p: Pass, index: int) -> PoolBytes:
     """The blocks' outputs and, if watched, gates and hidden values of both, and then of all."""
     if p.spec.layers[index].route is not None:
         return experts(p, index)
-    width, number = p.spec.hidden_size, p.spec.layers[index].neurons.number
+    width, number = p.floats(p.spec.hidden_size), p.spec.layers[index].neurons.number
     hot = 0 if p.num_hot is None else p.num_hot[index]
     blocks = (hot,) if hot == number else (hot, number - hot)
     shown, of_block = 2 if p.way == "watched" else 0, _on_gpu if p.is_on_gpu else _on_cpu
-    most = waiting = named = 0
+    most = waiting = named = PoolBytes()
     more = [_appended(p, index, size) for size in blocks]
     if p.num_hot is None:  # blocks of any number, each with as many more as it may have
         waiting += p.floats(shown * 2 * max(_appended(p, index, size) for size in range(1, 65)))
     for size in map(add, blocks, more):
-        named = p.floats(size / 4) if p.spec.layers[index].predict else 0
-        most = max(most, waiting + named + of_block(p, index, size, is_divided=len(blocks) > 1))
-        waiting += p.floats(width + shown * size)
-    joined = max(shown * number, 2 * width) if len(blocks) > 1 else width
-    return max(most, waiting + named + p.floats(joined))
+        named = p.floats(size / 4) if p.spec.layers[index].predict else PoolBytes()
+        most |= waiting + named + of_block(p, index, size, is_divided=len(blocks) > 1)
+        waiting += width + p.floats(shown * size)
+    joined = p.floats(shown * number) | width * 2 if len(blocks) > 1 else width
+    return most | waiting + named + joined
 
 
 def _appended(p: Pass, index: int, number: int) -> int:
@@ -186,7 +231,7 @@ def _appended(p: Pass, index: int, number: int) -> int:
     return num_appended(kinds, down, number, own.number, adds_all=adds_all)
 
 
-def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
+def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
     """A block: in the C++ kernels; else gates, what they are multiplied by and masks, then the tile to
     which rows of down are unpacked. (If weights stay in the mapped file, blocks share its matrices,
     and selected rows take one more copy.)"""
@@ -195,43 +240,50 @@ def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
     if p.way == "unwatched" and library.is_available() and (p.num_tokens > 1 or is_all):
         rows = min(p.num_tokens, MAX_ROWS)
         packed = 17 * rows * -(-number // 32) * 32 * is_named
-        return p.floats(2 * width) + packed + neurons_bytes(p.hollow, index, number, rows)
+        own_bytes = packed + neurons_bytes(p.hollow, index, number, rows)
+        return p.floats(2 * width) + p.tensor(own_bytes)
     is_copied = is_drelu or (own.activation in SMOOTH and not own.is_gated and not is_all)
     values = 2.25 + 2 * own.is_gated + (2 if is_named else is_copied)
     if p.num_tokens == 1 and not is_all:  # with indices in int64
         return p.floats((10.25 + 5 * is_named) * number + width)
     rows = 0 if part_bytes.down_kind(p.model, index) == "f32" else part_bytes.tile_rows(width)
     tile = FLOAT_BYTES * width * min(rows, number)
-    return max(p.floats(values * number), p.floats((2 + own.is_gated) * number + width) + tile)
+    return p.floats(values * number) | p.floats((2 + own.is_gated) * number + width) + p.tensor(
+        tile
+    )
 
 
-def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> int:
+def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
     """A part of a block at a time: gates and what they are multiplied by; then their rounded
     products, and the sum of the rows of down."""
-    layer, width = p.spec.layers[index], p.spec.hidden_size
+    layer, size = p.spec.layers[index], p.spec.hidden_size
     own, is_smooth = layer.neurons, layer.neurons.activation in SMOOTH
-    part = min(number, part_bytes.gpu_part_neurons(p.num_tokens))
+    part, width = min(number, part_bytes.gpu_part_neurons(p.num_tokens)), p.floats(size)
     values = 1 + own.is_gated + bool(own.biases & set(own.matrices))
-    least = (
-        3.25 if is_smooth and not computes_all(p.mode) else 2 if is_smooth or layer.predict else 1
-    )
+    gates = p.floats(part) * values
+    if is_smooth and not computes_all(p.mode):  # an activation, and a mask
+        gates |= p.floats(part) * 3 + p.floats(part / 4)
+    elif is_smooth or layer.predict:
+        gates |= p.floats(part) * 2
     gate, down = p.kind(f"blk.{index}.{own.gate_name}"), part_bytes.down_kind(p.model, index)
-    gates = p.floats(max(values, least) * part) + p.product(gate, width, part, is_copied=is_divided)
-    sums = p.floats(part + (part / 2 + width) * (down != "f32"))
-    return p.floats(width) + max(gates, sums + p.product(down, width, part, is_copied=is_divided))
+    gates += p.product(gate, size, part, is_copied=is_divided)
+    sums = p.floats(part) + (PoolBytes() if down == "f32" else p.floats(part / 2) + width)
+    return width + (gates | sums + p.product(down, size, part, is_copied=is_divided))
 
 
-def head(p: Pass) -> int:
+def head(p: Pass) -> PoolBytes:
     """A norm, logits, and the logits once more while pieces are joined."""
     p = replace(p, num_tokens=min(p.num_tokens, LOGITS_CHUNK))
-    width, vocab_size = p.spec.hidden_size, p.spec.vocab_size
+    width, logits = p.floats(p.spec.hidden_size), p.floats(p.spec.vocab_size)
     kind = p.model.tensors[p.model.head_name].kind
-    product = p.product(kind, width, vocab_size) if p.is_on_gpu else 0
-    return p.floats(width + vocab_size) + max(p.floats(max(width, vocab_size)), product)
+    product = PoolBytes()
+    if p.is_on_gpu:
+        product = p.product(kind, p.spec.hidden_size, p.spec.vocab_size)
+    return width + logits + (width | logits | product)
 
 
-SCRATCH: dict[Kind, Callable[[Pass, int], int]] = {
-    "norm": lambda p, index: p.floats(2 * p.spec.hidden_size + 1),
+SCRATCH: dict[Kind, Callable[[Pass, int], PoolBytes]] = {
+    "norm": lambda p, index: p.floats(p.spec.hidden_size) * 2 + p.floats(1),
     "add": lambda p, index: p.floats(p.spec.hidden_size),
     "attention": attention, "predict": predict, "neurons": neurons, "route": route,
     "shared": shared,

@@ -106,7 +106,7 @@ def load() -> CDLL:
         "cudaGraphLaunch": [c_void_p, c_void_p],
         "cudaGraphDestroy": [c_void_p],
         "cudaGraphExecDestroy": [c_void_p],
-        "fakeReset": [c_int, c_size_t, c_int64],
+        "fakeReset": [c_int, c_size_t, c_int64, c_int],
         "fakeSeed": [c_int64],
         "fakeDeclare": [c_void_p, c_int, pointers, sizes, flags],
         "fakeHandover": [c_uint64, c_uint64, c_void_p],

@@ -157,6 +157,7 @@ struct State {
   uint64_t next_id = 1;
   std::mt19937_64 random;
   bool checks_races = true;
+  bool is_hollow = false;  // memory is not touched, so that a device may be larger than the host
   int sticky = 0;
   std::string sticky_text;
   std::vector<std::string> violations;

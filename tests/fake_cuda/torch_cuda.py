@@ -89,14 +89,19 @@ def _replaced(cuda: FakeCuda) -> dict[str, object]:
 
 @contextmanager
 def fake_cuda(
-    num_devices: int = 1, total_bytes: int = 1 << 30, seed: int = 0, kernels: Kernels | None = None
+    num_devices: int = 1,
+    total_bytes: int = 1 << 30,
+    seed: int = 0,
+    kernels: Kernels | None = None,
+    is_hollow: bool = False,
 ) -> Iterator[FakeCuda]:
     """CUDA devices for the code in the block.
 
     `seed` selects one of the orders that streams and events allow. `kernels` take Triton's place
-    (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference."""
+    (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference. `is_hollow`:
+    memory is not written (hollow.hollow_cuda)."""
     library.add_device_guard()
-    library.load().fakeReset(num_devices, total_bytes, seed)
+    library.load().fakeReset(num_devices, total_bytes, seed, is_hollow)
     _forget_cached()
     cuda = FakeCuda(num_devices, total_bytes)
     with ExitStack() as stack:
@@ -105,6 +110,11 @@ def fake_cuda(
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", _is_pinned))
         stack.enter_context(
             mock.patch.object(torch._C, "_host_emptyCache", lambda: None, create=True)
+        )
+        stack.enter_context(
+            mock.patch.object(
+                torch._C, "_cuda_clearCublasWorkspaces", cuda.workspaces.clear, create=True
+            )
         )
         dispatch = Dispatch(cuda)
         stack.enter_context(
@@ -149,6 +159,7 @@ def _run_in(dispatch: Dispatch) -> Callable[[threading.Thread], None]:
 def _finish(cuda: FakeCuda) -> None:
     if any(allocator.allocated for allocator in cuda.allocators):
         gc.collect()  # reference cycles in hotsplit: a captured step and its inputs
+    cuda.workspaces.clear()
     library.load().fakeForgive()
     cuda.empty_cache()
     for start in cuda.unused:

@@ -10,8 +10,12 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
+from hotsplit.runtime.ops.attention.flash_parts import multiprocessors, sum_bytes
+
 # Bytes of attention scores on a GPU at a time; they exist twice.
 SCORE_BYTES = 4 << 20
+# Bytes of flash attention's sums, if it divides the keys; tokens whose sums take more are divided.
+FLASH_SUM_BYTES = 8 << 20
 # Head widths that flash attention takes: up to this, and multiples of 8, because others are padded.
 MOST_FLASH_WIDTH = 256
 
@@ -121,8 +125,33 @@ def _attend_with_flash(
     params = SDPAParams(query, key, value, None, 0.0, is_square, is_grouped)
     if not can_use_flash_attention(params):
         return None
-    heads_TH = flash_attention(query, key, value)[0].transpose(0, 1).flatten(1)
+    pieces = [
+        flash_attention(query[:, :, start:stop], key[:, :, :end], value[:, :, :end])
+        for start, stop, end in _flash_pieces(query.shape, key.shape[2], query.device)
+    ]
+    heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+    heads_TH = heads[0].transpose(0, 1).flatten(1)
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
+
+
+def _flash_pieces(
+    query_shape: torch.Size, num_positions: int, device: torch.device
+) -> list[tuple[int, int, int]]:
+    """(first token, one after the last, positions that the last one sees) of pieces whose sums take at
+    most FLASH_SUM_BYTES each."""
+    _, heads, tokens, width = query_shape
+    size, before = tokens, num_positions - tokens
+    while size > 1 and any(
+        sum_bytes(heads, stop - start, before + stop, width, multiprocessors(device))
+        > FLASH_SUM_BYTES
+        for start, stop in _ranges(tokens, size)
+    ):
+        size = -(-size // 2)
+    return [(start, stop, before + stop) for start, stop in _ranges(tokens, size)]
+
+
+def _ranges(count: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
