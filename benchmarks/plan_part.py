@@ -33,7 +33,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.files.gguf_file import TensorEntry, type_of
-from hotsplit.measure.timing.rounds import take_turns
+from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.runtime.check.launches import NAMES
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.cpu import library

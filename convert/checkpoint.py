@@ -27,6 +27,7 @@ WEIGHTS: dict[str, Reader] = {
 }
 MAX_NAME = 256  # of a tensor, in characters; errors quote it
 DTYPES = ("F32", "F16", "BF16")
+PACKED = ("_proj_blocks", "_proj_scales")  # experts in MXFP4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ class Checkpoint:
                     f"{tensor.file}: the name {name[:60]!r}... is too long; wanted at most"
                     f" {MAX_NAME} characters"
                 )
-            if tensor.dtype not in DTYPES:
+            is_packed = tensor.dtype == "U8" and name.endswith(PACKED)
+            if tensor.dtype not in DTYPES and not is_packed:
                 raise HotsplitError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype}, wanted one of"
                     f" {', '.join(DTYPES)}; convert the checkpoint that it was made from"

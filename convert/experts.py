@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import ExpertForm
 from hotsplit.families.experts import ExpertPlace, expert_place
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.tensors import Shapes
@@ -20,24 +22,49 @@ from hotsplit.model.tensors import Shapes
 @dataclass(frozen=True, kw_only=True)
 class ExpertSource:
     """One expert's matrix in a checkpoint: a tensor, or of one with all experts' matrices, some rows
-    of one of them."""
+    of one of them; or its bias. `are_columns`: the matrices are [M, N]."""
 
     name: str
     expert: int | None  # None: the tensor is one expert's
     begin: int
-    end: int
+    end: int | None
+    step: int = 1
+    are_columns: bool = False
+    is_packed: bool = False
 
     def read(self, checkpoint: Checkpoint) -> Tensor:
-        """[N, M], a view of the mapped file if possible."""
+        """[N, M] or, of a bias, [N]; a view of the mapped file if possible."""
         whole = checkpoint.read(self.name)
+        if self.is_packed:
+            assert self.expert is not None
+            scales = checkpoint.read(self.name.replace(BLOCKS, SCALES))[self.expert]
+            return unpack_mxfp4(whole[self.expert], scales)[self.begin : self.end : self.step]
+        if self.are_columns and whole.dim() == 3:
+            whole = whole.transpose(1, 2)
         of_expert = whole if self.expert is None else whole[self.expert]
-        return of_expert[self.begin : self.end]
+        return of_expert[self.begin : self.end : self.step]
+
+
+BLOCKS, SCALES = "_proj_blocks", "_proj_scales"
+# Values of a nibble: a sign, two bits of exponent and one of mantissa (OCP Microscaling, version 1.0).
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4 = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """f32 [N, M] of uint8 [N, M / 32, 16], of which the low half of a byte precedes the high one, and
+    exponents uint8 [N, M / 32] with a bias of 127."""
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    values = MXFP4[nibbles.long()]
+    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
 
 
 Found = dict[str, dict[int, ExpertSource]]  # by the name in a model file, then by expert
 
 
-def find_experts(checkpoint: Checkpoint, wanted: Shapes) -> dict[str, list[ExpertSource]]:
+def find_experts(
+    checkpoint: Checkpoint, wanted: Shapes, form: ExpertForm
+) -> dict[str, list[ExpertSource]]:
     """The source of each expert, by the name of their tensor in a model file in the stock layout;
     `wanted` has its shape. Raises HotsplitError for a wrong shape, and for an expert that is missing,
     or that there is twice."""
@@ -45,7 +72,7 @@ def find_experts(checkpoint: Checkpoint, wanted: Shapes) -> dict[str, list[Exper
     for source in checkpoint.tensors:
         place = expert_place(source)
         if place is not None and all(name in wanted for name in place.names):
-            _add(found, checkpoint, source, place, wanted)
+            _add(found, checkpoint, source, place, wanted, form)
     experts: dict[str, list[ExpertSource]] = {}
     for name, by_number in found.items():
         count = wanted[name][0]
@@ -61,31 +88,52 @@ def find_experts(checkpoint: Checkpoint, wanted: Shapes) -> dict[str, list[Exper
 
 
 def _add(
-    found: Found, checkpoint: Checkpoint, source: str, place: ExpertPlace, wanted: Shapes
-) -> None:
+    found: Found, checkpoint: Checkpoint, source: str, place: ExpertPlace, wanted: Shapes,
+    form: ExpertForm,
+) -> None:  # fmt: skip
     """Adds the experts of one tensor of the checkpoint."""
-    count, num_rows, width = wanted[place.names[0]]
-    one = num_rows * len(place.names), width
-    shape: tuple[int, ...] = one if place.expert is not None else (count, *one)
-    tensor = checkpoint.tensors[source]
-    if tensor.shape != shape:
-        raise HotsplitError(
-            f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted {list(shape)} by"
-            " config.json; the two belong to different models"
-        )
+    count, num_rows = wanted[place.names[0]][:2]
+    are_columns = form == "columns" and place.expert is None and not place.is_packed
+    _check_shape(checkpoint, source, place, wanted, are_columns=are_columns)
     for part, name in enumerate(place.names):
-        begin = part * num_rows
+        begin, end, step = part * num_rows, (part + 1) * num_rows, 1
+        if form == "columns" and len(place.names) == 2:
+            begin, end, step = part, 2 * num_rows, 2
         for expert in range(count) if place.expert is None else (place.expert,):
-            number = expert if place.expert is None else None
             own = found.setdefault(name, {})
             if expert in own:
                 raise HotsplitError(
-                    f"{tensor.file}: expert {expert} of {name!r} is in {source!r} and in"
-                    f" {own[expert].name!r}; only one of them can be right: download the checkpoint"
-                    " again"
+                    f"{checkpoint.tensors[source].file}: expert {expert} of {name!r} is in {source!r}"
+                    f" and in {own[expert].name!r}; only one of them can be right: download the"
+                    " checkpoint again"
                 )
             own[expert] = ExpertSource(
-                name=source, expert=number, begin=begin, end=begin + num_rows
+                name=source, expert=expert if place.expert is None else None, begin=begin, end=end,
+                step=step, are_columns=are_columns, is_packed=place.is_packed,
+            )  # fmt: skip
+
+
+def _check_shape(
+    checkpoint: Checkpoint, source: str, place: ExpertPlace, wanted: Shapes, *, are_columns: bool
+) -> None:
+    """Raises HotsplitError for a tensor of experts of another shape than the config says."""
+    count, num_rows, *width = wanted[place.names[0]]
+    one = (num_rows * len(place.names), *width)
+    shape: tuple[int, ...] = (count, *(one[::-1] if are_columns else one))
+    if place.expert is not None:
+        shape = one
+    named = {source: shape}
+    if place.is_packed:
+        blocks = count, one[0], -(-one[1] // 32)
+        named = {source: (*blocks, 16), source.replace(BLOCKS, SCALES): blocks}
+    for name, dims in named.items():
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            raise HotsplitError(f"{checkpoint.folder}: no tensor {name!r}; download it again")
+        if tensor.shape != dims:
+            raise HotsplitError(
+                f"{tensor.file}: tensor {name!r} is {list(tensor.shape)}, wanted {list(dims)} by"
+                " config.json; the two belong to different models"
             )
 
 
@@ -130,4 +178,5 @@ def of_expert(entry: TensorEntry, expert: int) -> TensorEntry:
 
 def source_names(experts: Mapping[str, Iterable[ExpertSource]]) -> set[str]:
     """The tensors of the checkpoint that have experts."""
-    return {source.name for sources in experts.values() for source in sources}
+    names = {source.name for sources in experts.values() for source in sources}
+    return names | {name.replace(BLOCKS, SCALES) for name in names}

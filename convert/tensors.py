@@ -43,7 +43,7 @@ def tensor_entries(
     Raises HotsplitError for an unknown or missing tensor, a wrong shape, a tied head that differs
     from the embedding, and a type that does not fit."""
     wanted = _wanted(plan)
-    experts = find_experts(checkpoint, wanted)
+    experts = find_experts(checkpoint, wanted, plan.expert_form)
     sources = _sources(checkpoint, plan, wanted, experts)
     entries = {}
     for name, shape in wanted.items():
@@ -82,7 +82,7 @@ def tensor_entries(
 def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Iterator[Restored]:
     """Every tensor of the checkpoint in use, a fused one in parts, with the values in `written`."""
     wanted = _wanted(plan)
-    experts = find_experts(checkpoint, wanted)
+    experts = find_experts(checkpoint, wanted, plan.expert_form)
     for name, each in experts.items():
         yield from _restored_experts(checkpoint, written, name, each)
     sources = _sources(checkpoint, plan, wanted, experts)

@@ -49,7 +49,10 @@ def _gpu_tables(machine: Machine) -> list[Table]:
             ("host to device", _rate(gpu.host_to_device_gb_per_s)),
             ("start of a kernel", _time(gpu.launch_s)),
             ("copy", _time(gpu.copy_latency_s)),
-            ("round trip", _time(gpu.round_trip_s)),
+            ("hand-over", _time(gpu.hand_over_s)),
+            ("run of layers on the CPU", _time(gpu.cpu_run_s)),
+            ("token", _time(gpu.token_s)),
+            ("kernel at least", _time(gpu.kernel_s)),
         )
         tables.append(Table(caption=f"GPU {number}", head=(), rows=rows, num_texts=2))
     return tables

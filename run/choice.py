@@ -87,8 +87,9 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     _check_mode(source, model, wishes)
     context = context_of(model, wishes)
     room = _usable(model, context, room)
-    fits = wishes.engine.kv_offload is None and run_bytes(model, context) <= sum(room.gpus[:1])
-    limited = model.has_limits
+    first = sum(room.gpus[:1])
+    fits = wishes.engine.kv_offload is None and run_bytes(model, context, first) <= first
+    limited = model.has_limits or model.spec.has_experts
     budgets = () if fits or limited or not room.gpus else room.gpus
     predictors, mode_line = choose_predictors(model, wishes, is_on_gpu=fits and bool(room.gpus))
     device = "cpu" if limited or not room.gpus else wishes.engine.device
@@ -104,8 +105,11 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
 
 def _usable(model: ModelFile, context_length: int, room: Room) -> Room:
     """Drops all GPUs if the smallest budget does not exceed the temporaries of a pass."""
-    least = workspace_bytes(model, context_length, "dense") if room.gpus else 0
-    return room if not room.gpus or min(room.gpus) > least else Room(main=room.main)
+    if not room.gpus:
+        return room
+    smallest = min(room.gpus)
+    least = workspace_bytes(model, context_length, "dense", gpu_budget_bytes=smallest)
+    return room if smallest > least else Room(main=room.main)
 
 
 def context_of(model: ModelFile, wishes: Wishes) -> int:
@@ -128,9 +132,10 @@ def _check_cache(
         cache_types_of(model, asked, has_plan=has_plan, device=device_of(device), planned=planned)
 
 
-def run_bytes(model: ModelFile, context_length: int) -> int:
-    """Bytes of a model on one device: weights, keys and values, temporaries."""
-    workspace = workspace_bytes(model, context_length, "dense")
+def run_bytes(model: ModelFile, context_length: int, gpu_budget_bytes: int = 0) -> int:
+    """Bytes of a model on one device, a GPU if it has a budget: weights, keys and values,
+    temporaries."""
+    workspace = workspace_bytes(model, context_length, "dense", gpu_budget_bytes=gpu_budget_bytes)
     items = bytes_on_one_side(model, context_length, workspace)
     if model.layout == "stock":  # run as it is
         layers = range(model.spec.num_layers)
@@ -286,6 +291,8 @@ def _where_line(
 ) -> str:
     if model.has_limits:
         return "on the CPU: limits run only there so far"
+    if model.spec.has_experts:
+        return "on the CPU: mixtures of experts run only there so far"
     if budgets:
         given = " and ".join(map(format_bytes, budgets))
         return (

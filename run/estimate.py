@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from hotsplit.costs.part_bytes import all_neuron_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.calibrate import calibrate
+from hotsplit.measure.calibrate import calibrate, cpu_bandwidth
 from hotsplit.run.cache_folder import VARIABLE
 from hotsplit.run.choice import predictor_share
-from hotsplit.run.rates import encode_bytes_per_s, matmul_flops, unpack_values_per_s
+from hotsplit.run.rates import encode_bytes_per_s, machine_key, matmul_flops, unpack_values_per_s
 from hotsplit.run.stages import (
     LOOK_TOKENS,
     Job,
@@ -20,7 +20,6 @@ from hotsplit.run.stages import (
     flop_per_token,
     full_key,
     look_key,
-    machine_key,
     model_key,
     plan_key,
     profile_key,
@@ -38,6 +37,8 @@ VERIFY_LIMIT_S = 60.0  # maximum for a verification that was not requested
 SOLVE_LIMIT_S = 30.0  # for the integer program
 PATIENCE_S = 15 * 60.0  # maximum for a profile that was not requested
 TOKENS = (131_072, 65_536, 32_768, 16_384)
+TRIAL_S = 3.0  # of a trial's steps and checks, besides its two loads
+LOADED_BYTES_PER_S = 1e9  # of a model in the page cache, copied and tiled by two cores
 SPARE_BYTES = 256 << 20  # kept free on the disk
 
 
@@ -224,17 +225,24 @@ def _of_profile(job: Job, tokens: int) -> list[Work]:
 
 
 def _of_plan(job: Job, tokens: int | None) -> list[Work]:
-    if not job.choice.budgets or job.cache.find("plan", plan_key(job, tokens)):
+    if not job.choice.budgets:
         return []
+    size = sum(entry.num_bytes for entry in job.choice.model.tensors.values())
+    seconds = TRIAL_S + 2 * size / LOADED_BYTES_PER_S
+    trial = Work(kind="trial", label="try the plan", seconds=seconds, num_bytes=0)
+    key = plan_key(job, tokens)
+    trials = [] if job.cache.find("trial", {"plan": key}) else [trial]
+    if job.cache.find("plan", key):
+        return trials
     works = []
     if not job.cache.find("machine", machine_key()):
-        seconds = calibrate.CPU_LIMIT_S + calibrate.COSTS_LIMIT_S + calibrate.GPU_LIMIT_S
+        seconds = cpu_bandwidth.CPU_LIMIT_S + calibrate.COSTS_LIMIT_S + calibrate.GPU_LIMIT_S
         works.append(
             Work(kind="machine", label="calibrate", seconds=seconds, num_bytes=0, at_most=True)
         )
     size = 4 * job.choice.model.spec.num_layers * job.choice.model.spec.most_neurons
     plan = Work(kind="plan", label="solve", seconds=SOLVE_LIMIT_S, num_bytes=size, at_most=True)
-    return [*works, plan]
+    return [*works, plan, *trials]
 
 
 def _counts(job: Job) -> int:

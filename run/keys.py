@@ -13,7 +13,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hotsplit.artifacts import machine_file, predictor_file, profile_file, split_file
+from hotsplit.artifacts import (
+    machine_file,
+    predictor_file,
+    profile_file,
+    split_file,
+    trial_file,
+)
 from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -86,6 +92,13 @@ STAGES = {
         version=(1, split_file.VERSION),
         file="model.split.gguf",
         load=Split.load,
+    ),
+    "trial": Stage(
+        what="the trial of a plan",
+        version=(1, trial_file.VERSION, split_file.VERSION),
+        file="trial.json",
+        more_files=("machine.json", *trial_file.FILES.values()),
+        load=trial_file.Trial.load,
     ),
 }
 

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hotsplit.artifacts.trial_file import FILES, Trial
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.model.modes import Mode
 from hotsplit.profile.config import MIN_TRAINING_WINDOWS
@@ -24,7 +26,7 @@ from hotsplit.run.estimate import (
     words,
 )
 from hotsplit.run.keys import digest
-from hotsplit.run.rates import Rates
+from hotsplit.run.rates import Rates, machine_key
 from hotsplit.run.source import Source
 from hotsplit.run.stages import Job
 
@@ -79,15 +81,27 @@ class Steps:
         key, profile = stages.full_key(self.job, tokens), lambda: self.profile(tokens)
         return self._obtain("full", key, stages.make_full, profile, self.model).file
 
+    def machine(self) -> Path:
+        return self._obtain("machine", machine_key(), stages.make_machine).file
+
+    def counts(self, tokens: int | None) -> Path:
+        return (self.look() if tokens is None else self.profile(tokens)).file
+
     def plan(self, model: Path, tokens: int | None) -> Path:
-        def machine() -> Path:
-            return self._obtain("machine", stages.machine_key(), stages.make_machine).file
+        key, counts = stages.plan_key(self.job, tokens), partial(self.counts, tokens)
+        return self._obtain("plan", key, stages.make_plan, lambda: model, self.machine, counts).file
 
-        def counts() -> Path:
-            return (self.look() if tokens is None else self.profile(tokens)).file
-
-        key = stages.plan_key(self.job, tokens)
-        return self._obtain("plan", key, stages.make_plan, lambda: model, machine, counts).file
+    def tried(self, model: Path, tokens: int | None, plan: Path) -> Path | None:
+        """The plan that runs after the trial of this one; None for the CPU alone."""
+        key, counts = {"plan": stages.plan_key(self.job, tokens)}, partial(self.counts, tokens)
+        found = self._obtain(
+            "trial", key, stages.make_trial, lambda: model, self.machine, counts, lambda: plan
+        )
+        trial = Trial.load(found.file)
+        self.job.say(trial.line)
+        if trial.runs == "the plan":
+            return plan
+        return found.folder / FILES[trial.runs] if trial.runs in FILES else None
 
     def _obtain(
         self,
@@ -135,7 +149,7 @@ def job_of(
         cache.say(line)
     job = Job(
         source=source, choice=choice, wishes=wishes, texts=texts, cache=cache,
-        rates=Rates.load(cache.folder, digest(stages.machine_key())),
+        rates=Rates.load(cache.folder, digest(machine_key())),
     )  # fmt: skip
     return decided(job, is_verified)
 
@@ -175,8 +189,10 @@ def prepare(job: Job, planned: Estimate) -> Ready:
     is_planned = split is not None and not any(
         wishes.engine.rope
     )  # a scaling may follow from the context
+    is_replaced = bool(choice.budgets) and split is None  # the trial chose the CPU alone
     return Ready(
-        model=model, split=split, mode=None if split else wishes.engine.mode, device=choice.device,
+        model=model, split=split, mode=None if split else wishes.engine.mode,
+        device="cpu" if is_replaced else choice.device,
         context_length=None if is_planned else wishes.engine.context_length,
         seconds=time.perf_counter() - began, made=tuple(steps.made),
     )  # fmt: skip
@@ -192,7 +208,9 @@ def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
     elif choice.predictors:
         tokens = job.wishes.tokens
     model = steps.model() if tokens is None else steps.with_predictors(tokens)
-    return model, steps.plan(model, tokens) if choice.budgets else None
+    if not choice.budgets:
+        return model, None
+    return model, steps.tried(model, tokens, steps.plan(model, tokens))
 
 
 def _tokens(job: Job, look: Entry) -> int | None:

@@ -3,11 +3,13 @@ earlier runs in the cache's rates.json."""
 
 import json
 import os
+import platform
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.files.gguf_file import type_of
 from hotsplit.files.pipeline import num_threads
 from hotsplit.system.cache_place import unwritable
+from hotsplit.system.processors import processor_name, processors
+from hotsplit.system.system_memory import memory_bytes
 
 FILE = "rates.json"
 ENCODE_S, MATMUL_S, UNPACK_S = 0.5, 0.3, 0.1  # seconds of each measurement
@@ -26,6 +30,18 @@ SLICE_BYTES = 1 << 20
 TOO_LARGE = (OverflowError, RecursionError)  # numbers beyond f64, and JSON nested thousands deep
 WRITTEN_BYTES = 32 << 20
 T, M, N = 512, 1024, 4096  # shape of the timed matrix product
+
+
+def machine_key() -> dict[str, Any]:
+    """What identifies this machine, for results that depend on its speed."""
+    gpus = [
+        (torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory)
+        for i in range(torch.cuda.device_count())
+    ]
+    return {
+        "cpu": processor_name(), "cores": processors().usable, "memory": memory_bytes()[0], "gpus": gpus,
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
 
 
 @dataclass
@@ -72,6 +88,11 @@ class Rates:
                 raise unwritable(self.path.parent, error) from error
             self.note("write", WRITTEN_BYTES / seconds)
         return self.stored["write"]
+
+
+def cpu_alone_name(model_id: str) -> str:
+    """The name under which the tokens per second of a model on the CPU alone are stored."""
+    return f"cpu alone {model_id[:16]}"
 
 
 def encode_bytes_per_s(model: ModelFile) -> float:

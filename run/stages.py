@@ -6,17 +6,16 @@ contains its inputs and the options that its content depends on, except the devi
 
 import hashlib
 import lzma
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.artifacts.trial_file import FILES, Winner
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.files.atomic import partial_file
@@ -32,18 +31,25 @@ from hotsplit.profile.report.report import warnings
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes
 from hotsplit.run.keys import STAGES, conversion_key, identity_of_texts
-from hotsplit.run.rates import Rates
+from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
 from hotsplit.run.source import Source
+from hotsplit.run.trial import Measured, Prediction, measured_by, tried
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.solver.prediction import (
+    Scales,
+    cpu_alone_seconds,
+    inputs_for,
+    parts_of,
+    scaled,
+    write_whole_layers,
+)
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.system.processors import processor_name, processors
 from hotsplit.system.progress import Advance, progress
-from hotsplit.system.system_memory import memory_bytes
 
 LOOK_TOKENS = 512
-MODEL, LOOK, PROFILE, MACHINE, PLAN = (
-    STAGES[kind].file for kind in ("model", "look", "profile", "machine", "plan")
+MODEL, LOOK, PROFILE, MACHINE, PLAN, TRIAL = (
+    STAGES[kind].file for kind in ("model", "look", "profile", "machine", "plan", "trial")
 )
 PREDICTORS = "predictors"
 DEFAULT_TEXT = Path(__file__).with_name("default_corpus") / "default.txt.xz"
@@ -91,17 +97,6 @@ def _text_key() -> dict[str, Any]:
 
 def full_key(job: Job, tokens: int) -> dict[str, Any]:
     return {"profile": profile_key(job, tokens)}
-
-
-def machine_key() -> dict[str, Any]:
-    gpus = [
-        (torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory)
-        for i in range(torch.cuda.device_count())
-    ]
-    return {
-        "cpu": processor_name(), "cores": processors().usable, "memory": memory_bytes()[0], "gpus": gpus,
-        "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
 
 
 def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
@@ -254,18 +249,60 @@ def make_plan(
     job: Job, model: Path, machine: Path, profiled: Path, folder: Path
 ) -> Mapping[str, Any]:
     """Solves for a plan."""
-    config = SolveConfig(
-        model=model, profile=profiled, machine=machine, output=folder / PLAN,
-        vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
-        mode=job.wishes.engine.mode, max_loss=job.wishes.engine.max_loss, force=True,
-        kv_offload=job.wishes.engine.kv_offload, rope_scaling=job.wishes.engine.rope_scaling,
-        rope_scale=job.wishes.engine.rope_scale,
-    )  # fmt: skip
+    config = _solve_config(job, model, machine, profiled, folder / PLAN)
     with reading(model, profiled, machine):
         report = solve(config, workspace_bytes)
     for note in report.notes:
         job.say(f"note: {note}")
     return {"mode": report.mode, "tokens_per_s": report.tokens_per_s}
+
+
+def _solve_config(
+    job: Job, model: Path, machine: Path, profiled: Path, output: Path
+) -> SolveConfig:
+    return SolveConfig(
+        model=model, profile=profiled, machine=machine, output=output,
+        vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
+        mode=job.wishes.engine.mode, max_loss=job.wishes.engine.max_loss, force=True,
+        kv_offload=job.wishes.engine.kv_offload, rope_scaling=job.wishes.engine.rope_scaling,
+        rope_scale=job.wishes.engine.rope_scale,
+    )  # fmt: skip
+
+
+def make_trial(
+    job: Job, model: Path, machine: Path, profiled: Path, split: Path, folder: Path
+) -> Mapping[str, Any]:
+    """Tries a plan, and further ones if it is not what was predicted."""
+    plan = Split.load(split)
+    config = _solve_config(job, model, machine, profiled, folder / FILES["the second plan"])
+
+    def by(path: Path | None) -> Measured:
+        own, context = job.wishes.engine, job.choice.context_length
+        if path is None:
+            return measured_by(model, None, replace(own, device="cpu", context_length=context))
+        if not any(own.rope):  # a scaling may follow from the context
+            own = replace(own, context_length=None)
+        return measured_by(model, path, replace(own, device=job.choice.device, mode=None))
+
+    def others(scales: Scales) -> dict[Winner, Measured]:
+        scaled(inputs.machine, scales).save(folder / MACHINE)
+        again = replace(config, machine=folder / MACHINE)
+        solve(again, workspace_bytes)
+        found: dict[Winner, Measured] = {"the second plan": by(again.output)}
+        whole = replace(again, output=folder / FILES["whole layers"])
+        if write_whole_layers(whole, workspace_bytes) is not None:
+            found["whole layers"] = by(whole.output)
+        return found
+
+    inputs = inputs_for(plan, config, workspace_bytes)
+    prediction = Prediction(
+        token_s=plan.objective_s, parts_s=parts_of(plan, inputs),
+        cpu_alone_s=cpu_alone_seconds(inputs),
+    )  # fmt: skip
+    trial = tried(prediction, lambda: by(split), lambda: by(None), others)
+    trial.save(folder / TRIAL)
+    job.rates.note(cpu_alone_name(plan.model_id), 1 / trial.cpu_s)
+    return {}
 
 
 # ---- amounts ------------------------------------------------------------------------------------

@@ -25,7 +25,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.options.kinds import kinds_checked
-from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
+from hotsplit.runtime.device.device_memory import (
+    MemoryReport,
+    free_workspaces,
+    out_of_memory_as_error,
+)
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.text_engine import TextEngine
@@ -204,6 +208,7 @@ class Engine(TextEngine):
             gc.collect()  # a captured step and its inputs refer to each other
             for memory in self.memories.values():
                 memory.close()
+            free_workspaces()
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:

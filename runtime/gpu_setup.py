@@ -16,17 +16,17 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import FLOAT_BYTES, Items
+from hotsplit.costs.part_bytes import Items
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.device_memory import (
-    ALIGNMENT,
     LEAST_BUDGET_BYTES,
-    SEGMENT_BYTES,
     DeviceMemory,
+    free_workspaces,
 )
+from hotsplit.runtime.device.pools import GAPS, SEGMENT_BYTES
 from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.model.layers import Weights
@@ -35,10 +35,18 @@ from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.scratch import Pass, way_on
-from hotsplit.runtime.step.workspace import GAPS, decode_bytes, pass_bytes
+from hotsplit.runtime.step.workspace import (
+    decode_bytes,
+    least_piece_bytes,
+    pass_pools,
+    reserved_bytes,
+    slab_extras,
+    temporaries,
+)
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
-from hotsplit.runtime.weights.upload import PIECE_BYTES, Uploader
+from hotsplit.runtime.weights.upload import PIECE_BYTES as UPLOAD_PIECE_BYTES
+from hotsplit.runtime.weights.upload import Uploader
 from hotsplit.system.progress import progress
 from hotsplit.system.sizes import format_bytes
 
@@ -47,9 +55,6 @@ Memories = dict[torch.device, DeviceMemory]
 MOST_PIECE_BYTES = 32 << 20
 # Shorter copies are mostly fixed cost.
 LEAST_PIECE_BYTES = 256 << 10
-# Longer passes than SHORT_CHUNK tokens must leave room for two pieces of this size: each piece takes
-# some twenty launches.
-GOOD_PIECE_BYTES = 8 << 20
 
 
 def memories_of(
@@ -115,11 +120,8 @@ def slab_bytes(
     """Permanent bytes on a GPU: the weights (without the embedding) and the cache of `items`, the
     buffers of a decode step, the ids of hot neurons, and an alignment gap per tensor."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
-    num_tensors = len(model.tensors) + 4 * model.spec.num_layers
-    vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
-    stays += sum(FLOAT_BYTES * entry.shape[0] - entry.num_bytes for entry in vectors)  # as f32
     vectors_bytes = decode_bytes(model, context_length, max_rows, num_sequences)
-    return stays + 4 * num_ids + vectors_bytes + ALIGNMENT * num_tensors
+    return stays + vectors_bytes + slab_extras(model, num_ids)
 
 
 def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
@@ -129,6 +131,8 @@ def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
 
 def set_aside(memories: Memories) -> None:
     """Reserves memory for temporaries; call it after anything that empties torch's cache."""
+    if any(device.type == "cuda" for device in memories):
+        free_workspaces()
     for memory in memories.values():
         memory.set_aside()
 
@@ -150,7 +154,7 @@ def uploading(
             device: Uploader(
                 memory=memory,
                 on_bytes=lambda num_bytes: advance(num_bytes / 1e6),
-                piece_bytes=max(1 << 20, min(PIECE_BYTES, memory.room_bytes // 8)),
+                piece_bytes=max(1 << 20, min(UPLOAD_PIECE_BYTES, memory.room_bytes // 8)),
             )
             for device, memory in memories.items()
         }
@@ -183,7 +187,6 @@ def with_cold_streams(
     placement: Placement,
     mode: Mode,
     context_length: int,
-    items: dict[str, Items],
     chunk: int,
     notice: Callable[[str], None],
 ) -> tuple[Weights, int]:
@@ -198,49 +201,73 @@ def with_cold_streams(
     )  # fmt: skip
     cold = {device: cold_blocks(weights, placement, device) for device in memories}
     for device, memory in memories.items():
-        p = _shortened(p, memory, 2 * GOOD_PIECE_BYTES if cold[device] else 0)
-    chunk = p.num_tokens
+        p = replace(p, way=way_on(device))
+        p = replace(p, num_tokens=_most_tokens(p, memory, cold[device]))
     for device, memory in memories.items():
+        p = replace(p, way=way_on(device))
         room, blocks = memory.room_bytes, cold[device]
-        planned = items["gpu"]["workspace"] // len(memories)
-        wanted = pass_bytes(replace(p, num_tokens=chunk, way=way_on(device)))
-        piece = min(MOST_PIECE_BYTES, int((room * (1 - GAPS) - wanted) / 2))
-        piece = min(piece, max([block.layout_bytes(block.num_neurons) for block in blocks.values()],
-                               default=0) + SEGMENT_BYTES)  # fmt: skip
-        memory.aside_bytes = max(planned, wanted + 2 * max(0, piece))
-        if not blocks:
-            continue
-        least = max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values()))
-        if piece < least or chunk < LEAST_TOKENS:
-            memory.aside_bytes = max(planned, wanted)
+        piece = _piece_bytes(p, room, blocks)
+        memory.aside = temporaries(p, piece)
+        if piece:
+            weights = with_stream(weights, cold_stream(device, blocks, piece))
+        elif blocks:
             notice(
-                f"{format_bytes(room)} left after weights and cache on {device}, a pass of {chunk}"
-                f" tokens takes {format_bytes(wanted)}: too little to stream cold weights; the CPU"
-                " computes them for prompts, too"
+                f"{format_bytes(room)} left after weights and cache on {device}, a pass of"
+                f" {p.num_tokens} tokens takes {format_bytes(reserved_bytes(p))}: too little to"
+                " stream cold weights; the CPU computes them for prompts, too"
             )
-            chunk = min(chunk, SHORT_CHUNK)  # the plan's workspace in main memory is for so many
-            continue
-        weights = with_stream(weights, cold_stream(device, blocks, piece))
-    return weights, chunk
+            p = replace(p, num_tokens=min(p.num_tokens, SHORT_CHUNK))  # the plan's, on the CPU
+    return weights, p.num_tokens
 
 
-def _shortened(p: Pass, memory: DeviceMemory, beside: int = 0) -> Pass:
-    """The pass on this GPU, with tokens halved until its temporaries fit into the memory outside the
-    slab; those of more than SHORT_CHUNK tokens leave `beside` bytes of it. Raises HotsplitError
-    if those of a single token do not fit."""
-    room = int(memory.room_bytes * (1 - GAPS))
-    p = replace(p, way=way_on(memory.device))
+def _most_tokens(p: Pass, memory: DeviceMemory, blocks: dict[int, ColdBlock]) -> int:
+    """The most tokens of a pass, halved from those of `p`, that leave room for pieces as plans do; if
+    none do, without pieces. Raises HotsplitError if there is no room for a single token."""
+    room, largest = memory.room_bytes, _largest_piece(blocks)
+    for tokens in halved(p.num_tokens):
+        piece = least_piece_bytes(tokens, largest)
+        if tokens >= LEAST_TOKENS and reserved_bytes(replace(p, num_tokens=tokens), piece) <= room:
+            return tokens
+    if _piece_bytes(replace(p, num_tokens=LEAST_TOKENS), room, blocks):  # short ones
+        return LEAST_TOKENS
+    for tokens in halved(min(p.num_tokens, SHORT_CHUNK)):
+        if reserved_bytes(replace(p, num_tokens=tokens)) <= room:
+            return tokens
+    one = reserved_bytes(replace(p, num_tokens=1))
+    raise HotsplitError(
+        f"{memory.device}: {format_bytes(room)} left after weights and cache, one token takes"
+        f" {format_bytes(one)}; run hotsplit solve with a larger --vram-budget or a smaller"
+        " --context"
+    )
+
+
+def halved(tokens: int) -> Iterator[int]:
+    """The tokens, half of them, and so on down to 1."""
     while True:
-        wanted = pass_bytes(p)
-        if wanted + (beside if p.num_tokens > SHORT_CHUNK else 0) <= room:
-            return p
-        if p.num_tokens == 1:
-            raise HotsplitError(
-                f"{memory.device}: {format_bytes(room)} left after weights and cache, one token"
-                f" takes {format_bytes(wanted)}; run hotsplit solve with a larger --vram-budget or"
-                " a smaller --context"
-            )
-        p = replace(p, num_tokens=-(-p.num_tokens // 2))
+        yield tokens
+        if tokens == 1:
+            return
+        tokens = -(-tokens // 2)
+
+
+def _largest_piece(blocks: dict[int, ColdBlock]) -> int:
+    sizes = [block.layout_bytes(block.num_neurons) for block in blocks.values()]
+    return max(sizes) + SEGMENT_BYTES if sizes else 0
+
+
+def _piece_bytes(p: Pass, room: int, blocks: dict[int, ColdBlock]) -> int:
+    """Bytes of a piece of cold weights beside such passes; 0 if nothing is streamed."""
+    if not blocks or p.num_tokens < LEAST_TOKENS:
+        return 0
+    least = max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values()))
+    pools = pass_pools(p)
+    large = int((room - pools.segments.small - SEGMENT_BYTES) * (1 - GAPS)) - pools.large
+    piece = min(MOST_PIECE_BYTES, _largest_piece(blocks), large // 2)
+    while piece >= least:
+        if reserved_bytes(p, piece) <= room:
+            return piece
+        piece = piece * 3 // 4  # short pieces are taken from the pool of small tensors
+    return 0
 
 
 def cold_blocks(

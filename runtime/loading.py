@@ -21,7 +21,8 @@ from hotsplit.costs.part_bytes import stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.check.device_check import MORE, DeviceLost, checked
+from hotsplit.runtime.check.device_check import MORE, checked
+from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.gpu_setup import (
     memories_of,
     set_aside,
@@ -135,6 +136,7 @@ class Loaded:
         self._stream_cold_weights()
         self._make_neuron_cache()
         self._make_decoder()
+        self._try_pass()
         self.load_s = time.perf_counter() - began  # from an open file
 
     def _check_devices(self) -> None:
@@ -260,9 +262,10 @@ class Loaded:
         takes = step_takes(self.memories)
         if self.check is not None:
             self.check.check_kernels(self.weights, self.placement, takes, self.max_rows)
+        self.chunk = min(self.chunk, self.context_length)
         self.weights, self.chunk = with_cold_streams(
             self.model, self.weights, self.memories, self.placement, self.mode,
-            self.context_length, self.bytes_by_role, self.chunk, self.warn,
+            self.context_length, self.chunk, self.warn,
         )  # fmt: skip
 
     def _make_neuron_cache(self) -> None:
@@ -286,6 +289,18 @@ class Loaded:
         if isinstance(step, str) and self.check is not None:
             self.warn(f"{step}: tokens go through torch layer by layer, several times slower")
         self.decoder = self._decoder_with(step, chunk=self.chunk)
+
+    def _try_pass(self) -> None:
+        """Runs the longest pass at the end of the context, and the longest of half of its tokens, until
+        one fits into the GPUs' memory."""
+        if self.check is None or not self.memories:
+            return
+        sizes = [
+            (str(m.device), m.budget_bytes, len(m.slab), m.aside) for m in self.memories.values()
+        ]
+        about = f"{self.context_length} {self.num_sequences} {sizes}"
+        while not self.check.fits_pass(self.decoder, self.context_length, about):
+            self.decoder.length.shorten(min(self.decoder.most_tokens, self.context_length))
 
     def _backend(self, step_by: Callable[..., DecodeStep | str]) -> Backend | str | None:
         """The fastest backend that works on the GPU, or the reason why none does; None without a

@@ -19,7 +19,7 @@ from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step.workspace import workspace_bytes
+from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system.system_memory import free_memory_bytes
 
@@ -43,7 +43,15 @@ def residence_of(
         return None
     on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
     wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
-    if is_resident is None and wanted > FREE_SHARE * free:
+    beside = sum(sum(items.values()) - items["neurons"] for items in on_cpu)
+    is_tight = is_resident is None and wanted > FREE_SHARE * free
+    if is_tight and model.spec.has_experts and beside <= FREE_SHARE * free:
+        log.warning(
+            f"{model.path}: the experts stay in the file ({(wanted - beside) / 2**30:.1f} GiB), where"
+            f" reading them is slower: {free / 2**30:.1f} GiB are free"
+        )
+        return Residence(holds_experts=False)
+    if is_tight:
         log.warning(
             f"{model.path}: the CPU needs {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are"
             " free: the weights stay in the file, where reading them is slower"
@@ -167,7 +175,7 @@ def bytes_by_role_of(
 ) -> dict[str, Items]:
     """Itemised bytes by role; without a plan, temporaries are those of `mode`. With neither a plan nor
     `cpu_ffn`, everything has the device's role. With `cpu_ffn`, neurons are on the CPU, with
-    everything else that a plan leaves there too (budget.plan_bytes), and the rest is on the
+    everything else that a plan leaves there too (part_bytes.plan_bytes), and the rest is on the
     GPU."""
     if plan is not None:
         gpus, cpu_bytes = plan.items_of_gpus(model)
@@ -179,7 +187,13 @@ def bytes_by_role_of(
         num_hot=[0] * num_layers,
         dense_on_gpu=[cpu_ffn] * num_layers,
         head_on_gpu=cpu_ffn,
-        workspace=workspace_bytes(model, context_length, mode, num_sequences),
+        workspace=workspace_bytes(
+            model,
+            context_length,
+            mode,
+            num_sequences,
+            ANY_BUDGET if device.type == "cuda" else 0,
+        ),  # fmt: skip
         num_sequences=num_sequences,
         cache_types=cache_types,
     )

@@ -61,8 +61,8 @@ def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> Cache
         _sides(inputs, problem, placement, reads_LF, layer) for layer in range(problem.num_layers)
     ]
     hot_s_L, hot_row_s_L, cold_s_L, cold_row_s_L = map(np.array, zip(*sides, strict=True))
-    link_s = 1e-9 / gpu.host_to_device_gb_per_s.best
-    gather_s = 2e-9 / machine.cpu_bandwidth_gb_per_s[min(machine.cpu_bandwidth_gb_per_s)].best
+    link_s = 1e-9 / gpu.host_to_device_gb_per_s.median
+    gather_s = 2e-9 / machine.cpu_bandwidth_gb_per_s[min(machine.cpu_bandwidth_gb_per_s)].median
     copied_L = problem.neuron_bytes_L * is_cached_L
     return CacheCosts(
         hot_s_L=hot_s_L,
@@ -72,7 +72,7 @@ def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> Cache
         copy_row_s_L=copied_L * link_s,
         gather_row_s_L=copied_L * gather_s + SWAP_S * is_cached_L,
         rest_s=placement_seconds(problem, placement, counts_L=~is_cached_L),
-        copy_s=gpu.copy_latency_s.best,
+        copy_s=gpu.copy_latency_s.median,
     )
 
 
@@ -89,23 +89,23 @@ def _sides(
     is_hot_F, reads_F = placement.hot_LF[layer], reads_LF[layer]
     if not is_cached(int(is_hot_F.sum()), len(is_hot_F)):
         return 0.0, 0.0, 0.0, 0.0
-    touched_F = problem.touched_LF[layer]
-    hot_s = touched_F[is_hot_F].sum() * problem.gpu_s_per_byte
+    touched_F, gpu_s = problem.touched_LF[layer], problem.hot_s_per_byte_L[layer]
+    hot_s = touched_F[is_hot_F].sum() * gpu_s
     cold_s = touched_F[~is_hot_F].sum() * problem.cpu_s_per_byte_L[layer]
     num_hot, num_cold = reads_F[is_hot_F].sum(), reads_F[~is_hot_F].sum()
     if not runs_predictors(inputs.mode):
         sizes = layer_bytes(inputs.model, layer)
-        hot_row_s = (sizes.up_row + sizes.down_row) * problem.gpu_s_per_byte
+        hot_row_s = (sizes.up_row + sizes.down_row) * gpu_s
         cold_row_s = _cpu_row_seconds(inputs.model, inputs.machine, layer, reads_F.mean())
         if num_cold > 0:  # what is left of cold_s, for the gates, must not become negative
             cold_row_s = min(cold_row_s, cold_s / num_cold)
     else:
         row_bytes = touched_F.sum() / max(reads_F.sum(), 1e-300)
-        hot_row_s = hot_s / num_hot if num_hot > 0 else row_bytes * problem.gpu_s_per_byte
+        hot_row_s = hot_s / num_hot if num_hot > 0 else row_bytes * gpu_s
         each_s = row_bytes * problem.cpu_s_per_byte_L[layer]
         cold_row_s = cold_s / num_cold if num_cold > 0 else each_s
-    fixed_hot_s = problem.launch_s + max(0.0, hot_s - num_hot * hot_row_s)
-    fixed_cold_s = problem.round_trip_s + max(0.0, cold_s - num_cold * cold_row_s)
+    fixed_hot_s = problem.kernels_s + max(0.0, hot_s - num_hot * hot_row_s)
+    fixed_cold_s = problem.hand_over_s + max(0.0, cold_s - num_cold * cold_row_s)
     return fixed_hot_s, hot_row_s, fixed_cold_s, cold_row_s
 
 

@@ -5,7 +5,7 @@ can be in a fastest plan; the sets of all sizes are compared one by one. The opt
 layer, or the head) on one GPU are then (dense block there or not, n hot neurons), and the items are
 added in order. Of partial plans that agree in
 
-    the last GPU in use, whether the item before has its block there, and the bytes on every GPU
+    the home of the last item, whether its block is there, and the bytes on every GPU
 
 only the fastest is kept: whatever follows costs them the same. Nothing is rounded, so the result is
 the minimum of T over all plans that keep to all memories (`multi_gpu`), and proves itself.
@@ -32,14 +32,15 @@ class _Options:
     seconds_O: np.ndarray
     has_block_O: np.ndarray  # bool
     set_O: np.ndarray  # number of the set of hot neurons: bit j is the neuron of rank j
+    is_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plans:
     """Partial plans, and how each came from the plans before its last item."""
 
-    gpu_S: np.ndarray  # the last one in use, at first 0
-    has_block_S: np.ndarray
+    gpu_S: np.ndarray  # the home of the last item, at first 0
+    has_block_S: np.ndarray  # of the last item; before the first, as if there had been one
     held_SK: np.ndarray  # int64 bytes
     seconds_S: np.ndarray
     before_S: np.ndarray
@@ -58,7 +59,7 @@ def best_of_all(pipeline: Pipeline) -> PipelinePlacement | None:
     items.append(_head_options(pipeline))
     zero = np.zeros(1, np.int64)
     plans = _Plans(
-        gpu_S=zero, has_block_S=zero > 0, held_SK=np.zeros((1, pipeline.num_gpus), np.int64),
+        gpu_S=zero, has_block_S=zero == 0, held_SK=np.zeros((1, pipeline.num_gpus), np.int64),
         seconds_S=np.zeros(1), before_S=zero, set_S=zero,
     )  # fmt: skip
     steps = []
@@ -79,7 +80,7 @@ def _usable(pipeline: Pipeline) -> list[int]:
 
 
 def _layer_options(pipeline: Pipeline, layer: int) -> list[_Options]:
-    """The options of a layer on each GPU; the first of all is nothing on any."""
+    """The options of a layer whose home is each GPU."""
     model, found = pipeline.model, []
     for gpu in _usable(pipeline) or [0]:
         problem = pipeline.problems[gpu]
@@ -120,20 +121,18 @@ def _fastest_sets(problem: Problem, layer: int, dense: bool) -> tuple[np.ndarray
 
 
 def _head_options(pipeline: Pipeline) -> list[_Options]:
-    model, none = pipeline.model, np.zeros(1, np.int64)
-    cpu_s = np.array([model.head_cpu_s])
-    found = [_Options(gpu=0, bytes_O=none, seconds_O=cpu_s, has_block_O=none > 0, set_O=none)]
-    for gpu in _usable(pipeline):
-        found.append(
-            _Options(
-                gpu=gpu,
-                bytes_O=np.array([model.head_bytes]),
-                seconds_O=np.array([pipeline.problems[gpu].head_gpu_s]),
-                has_block_O=none == 0,
-                set_O=none,
-            )
+    model = pipeline.model
+    return [
+        _Options(
+            gpu=gpu,
+            bytes_O=np.array([0, model.head_bytes]),
+            seconds_O=np.array([model.head_cpu_s, pipeline.problems[gpu].head_gpu_s]),
+            has_block_O=np.array([False, True]),
+            set_O=np.zeros(2, np.int64),
+            is_head=True,
         )
-    return found
+        for gpu in _usable(pipeline) or [0]
+    ]
 
 
 def _with(pipeline: Pipeline, plans: _Plans, options: _Options) -> _Plans:
@@ -141,24 +140,31 @@ def _with(pipeline: Pipeline, plans: _Plans, options: _Options) -> _Plans:
     before_S, option_S = (
         index.ravel() for index in np.indices((len(plans.seconds_S), len(options.bytes_O)))
     )
-    is_used_S = (options.bytes_O > 0)[option_S]
-    gpu_S = np.where(is_used_S, options.gpu, plans.gpu_S[before_S])
-    has_block_S = options.has_block_O[option_S]
-    is_same_S = plans.has_block_S[before_S] & (plans.gpu_S[before_S] == options.gpu)
-    problem = pipeline.problems[options.gpu]
+    problem, has_block_S = pipeline.problems[options.gpu], options.has_block_O[option_S]
+    is_first_S = plans.gpu_S[before_S] != options.gpu  # of this home
+    is_after_block_S = plans.has_block_S[before_S] | is_first_S
     held_SK = plans.held_SK[before_S]
+    was_used_S = held_SK[:, options.gpu] > 0
     held_SK[:, options.gpu] += options.bytes_O[option_S]
+    is_used_S = held_SK[:, options.gpu] > 0
+    # A run on the CPU costs something once its GPU is used: those before then, at most one, are
+    # counted with the first use.
+    is_first_use_S, begins_S = is_used_S & ~was_used_S, is_after_block_S & ~has_block_S
+    num_runs_S = (is_first_use_S & ~is_after_block_S).astype(int)
+    if not options.is_head:
+        num_runs_S += is_used_S & begins_S
     seconds_S = plans.seconds_S[before_S] + options.seconds_O[option_S]
+    seconds_S += problem.use_s * is_first_use_S + problem.cpu_run_s * num_runs_S
     added = _Plans(
-        gpu_S=gpu_S,
+        gpu_S=np.full(len(option_S), options.gpu),
         has_block_S=has_block_S,
         held_SK=held_SK,
-        seconds_S=seconds_S + problem.visit_s * (has_block_S & ~is_same_S),
+        seconds_S=seconds_S,
         before_S=before_S,
         set_S=options.set_O[option_S],
     )
     fits_S = held_SK[:, options.gpu] <= max(0, problem.room_bytes)
-    return added.only(fits_S & (gpu_S >= plans.gpu_S[before_S]))
+    return added.only(fits_S & (options.gpu >= plans.gpu_S[before_S]))
 
 
 def _merged(parts: list[_Plans]) -> _Plans:

@@ -8,20 +8,24 @@ Binary   hot_l_g_k    the neurons of group g are on GPU k, all of them or none
          dense_l_k    the layer's dense block is on GPU k
          split_l_k    layer l has parts on both GPU k and the CPU
          head_k       the output head is on GPU k
+         uses_k       anything is on GPU k
          home_i_k     GPU k is the home of layer i (of the head for i = L); only if K > 1
 Real     seconds_l    T_l >= 0
-         head_seconds visit_i_k    >= 0; a visit to GPU k begins with item i: a dense block, or the
-         head for i = L
+         head_seconds run_l_k      >= 0; a run of layers on the CPU whose home is GPU k, which it
+         uses, begins with layer l
 
-With t_lg the touched bytes of a group, b_l the bytes of a neuron, B_k the rate of GPU k, B_l that
-of the CPU for the layer's neurons, and the dense block's seconds D_l = dense_cpu_s_l + sum_k
+With t_lg the touched bytes of a group, b_l the bytes of a neuron, B_k_l the rate of GPU k and B_l
+that of the CPU for the layer's neurons, and the dense block's seconds D_l = dense_cpu_s_l + sum_k
 dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
 
-    minimise    sum_l seconds_l + head_seconds + sum_(i, k) visit_s_k visit_i_k
-    begins_i_k         visit_i_k >= on_i_k - on_(i-1)_k    (on_i_k is dense_i_k, head_k for i = L)
-    gpu_side_l_k       seconds_l >= D_l + sum_g hot_l_g_k t_lg / B_k + launch_k has_hot_l_k
+    minimise    sum_l seconds_l + head_seconds + sum_k use_s_k uses_k
+                + sum_(l, k) cpu_run_s_k run_l_k
+    begins_l_k         run_l_k >= off_l_k - off_(l-1)_k - (1 - uses_k)
+                       (off_l_k is home_l_k - dense_l_k, home_l_k being 1 if K = 1; off_(-1)_k is 0)
+    hot_uses_l_k, dense_uses_l_k, head_uses_k    has_hot_l_k, dense_l_k, head_k <= uses_k
+    gpu_side_l_k       seconds_l >= D_l + sum_g hot_l_g_k t_lg / B_k_l + kernels_k has_hot_l_k
     cpu_side_l         seconds_l >= D_l + sum_g (1 - sum_k hot_l_g_k) t_lg / B_l
-                                    + sum_k round_trip_k split_l_k
+                                    + sum_k hand_over_k split_l_k
     hot_is_seen_l_g_k  hot_l_g_k <= has_hot_l_k
     cold_is_split_l_g_k  dense_l_k - hot_l_g_k <= split_l_k  (dense block on GPU k, group not)
     hot_is_split_l_k   has_hot_l_k - dense_l_k <= split_l_k  (a group on GPU k, dense block not)
@@ -99,7 +103,8 @@ class Program:
     layers: list[_Layer]
     heads: list[pulp.LpVariable]
     head_seconds: pulp.LpVariable
-    visits: list[list[pulp.LpVariable]]  # [I][K]
+    uses: list[pulp.LpVariable]  # [K]
+    runs: list[list[pulp.LpVariable]]  # [L][K]
     homes: list[list[pulp.LpVariable]]  # [I][K], empty with one GPU
     second: float  # units of the objective per second
 
@@ -126,12 +131,14 @@ def build_program(
     lp += head_seconds - pulp.lpSum(gains) == head_cpu, "head_time"
     _add_budgets(lp, pipeline, gpus, layers, heads)
     homes = _add_homes(lp, gpus, layers, heads) if len(gpus) > 1 else []
-    visits = _add_visits(lp, gpus, layers, heads)
-    visit_s = [pipeline.problems[gpu].visit_s * second for gpu in gpus] * len(visits)
-    all_visits = [visit for visit_K in visits for visit in visit_K]
+    uses = _add_uses(lp, gpus, layers, heads)
+    runs = _add_runs(lp, gpus, layers, homes, uses)
+    use_s = [pipeline.problems[gpu].use_s * second for gpu in gpus]
+    run_s = [pipeline.problems[gpu].cpu_run_s * second for gpu in gpus] * len(runs)
     lp.setObjective(
         pulp.lpSum([layer.seconds for layer in layers] + [head_seconds])
-        + _weighted(np.array(visit_s), all_visits)
+        + _weighted(np.array(use_s), uses)
+        + _weighted(np.array(run_s), [run for run_K in runs for run in run_K])
     )
     return Program(
         lp=lp,
@@ -139,7 +146,8 @@ def build_program(
         layers=layers,
         heads=heads,
         head_seconds=head_seconds,
-        visits=visits,
+        uses=uses,
+        runs=runs,
         homes=homes,
         second=second,
     )
@@ -193,12 +201,13 @@ def _add_layer(
         dense_gpu = float(problem.dense_gpu_s_L[index]) * second
         dense_seconds = dense_seconds + (dense_gpu - dense_cpu) * side.dense
         cpu_side = cpu_side - _weighted(layer.touched_G * cpu_unit, side.hot_G)
-        cpu_side = cpu_side + problem.round_trip_s * second * side.split
+        cpu_side = cpu_side + problem.hand_over_s * second * side.split
     lp += layer.seconds >= dense_seconds + cpu_side, f"cpu_side_{index}"
     for side in layer.sides:
         problem, name = pipeline.problems[side.gpu], f"{index}_{side.gpu}"
-        gpu_side = _weighted(layer.touched_G * problem.gpu_s_per_byte * second, side.hot_G)
-        gpu_side = gpu_side + problem.launch_s * second * side.has_hot
+        hot_unit = float(problem.hot_s_per_byte_L[index]) * second
+        gpu_side = _weighted(layer.touched_G * hot_unit, side.hot_G)
+        gpu_side = gpu_side + problem.kernels_s * second * side.has_hot
         lp += layer.seconds >= dense_seconds + gpu_side, f"gpu_side_{name}"
         for group, hot in enumerate(side.hot_G):
             lp += hot <= side.has_hot, f"hot_is_seen_{index}_{group}_{side.gpu}"
@@ -263,16 +272,35 @@ def _add_homes(
     return homes
 
 
-def _add_visits(
+def _add_uses(
     lp: pulp.LpProblem, gpus: list[int], layers: list[_Layer], heads: list[pulp.LpVariable]
+) -> list[pulp.LpVariable]:
+    """Whether each GPU is used."""
+    uses = [_binary(lp, f"uses_{gpu}") for gpu in gpus]
+    for position, (gpu, head, is_used) in enumerate(zip(gpus, heads, uses, strict=True)):
+        for index, layer in enumerate(layers):
+            side = layer.sides[position]
+            lp += side.has_hot <= is_used, f"hot_uses_{index}_{gpu}"
+            lp += side.dense <= is_used, f"dense_uses_{index}_{gpu}"
+        lp += head <= is_used, f"head_uses_{gpu}"
+    return uses
+
+
+def _add_runs(
+    lp: pulp.LpProblem,
+    gpus: list[int],
+    layers: list[_Layer],
+    homes: list[list[pulp.LpVariable]],
+    uses: list[pulp.LpVariable],
 ) -> list[list[pulp.LpVariable]]:
-    """The starts of visits. Continuous: at the optimum they are 0 or 1 by themselves."""
-    visits, before_K = [], [pulp.lpSum([]) for _ in gpus]
-    blocks = [[side.dense for side in layer.sides] for layer in layers] + [heads]
-    for item, block_K in enumerate(blocks):
-        visit_K = [lp.add_variable(f"visit_{item}_{gpu}", lowBound=0) for gpu in gpus]
-        for gpu, visit, block, before in zip(gpus, visit_K, block_K, before_K, strict=True):
-            lp += visit >= block - before, f"begins_{item}_{gpu}"
-        visits.append(visit_K)
-        before_K = block_K
-    return visits
+    """The starts of runs on the CPU. Continuous: at the optimum they are 0 or 1 by themselves."""
+    runs, before_K = [], [pulp.lpSum([]) for _ in gpus]
+    for index, layer in enumerate(layers):
+        home_K = homes[index] if homes else [1] * len(gpus)
+        off_K = [home - side.dense for home, side in zip(home_K, layer.sides, strict=True)]
+        run_K = [lp.add_variable(f"run_{index}_{gpu}", lowBound=0) for gpu in gpus]
+        for gpu, run, off, before, is_used in zip(gpus, run_K, off_K, before_K, uses, strict=True):
+            lp += run >= off - before - 1 + is_used, f"begins_{index}_{gpu}"
+        runs.append(run_K)
+        before_K = off_K
+    return runs

@@ -118,11 +118,14 @@ def _set_start(pipeline: Pipeline, program: Program, start: PipelinePlacement) -
     for item, home_K in enumerate(program.homes):
         for gpu, variable in zip(program.gpus, home_K, strict=True):
             variable.varValue = int(home_I[item] == gpu)
-    on_I = np.append(dense_L, placement.head)
     for position, gpu in enumerate(program.gpus):
-        begins_I = np.diff((on_I & (home_I == gpu)).astype(int), prepend=0) == 1
-        for visit_K, begins in zip(program.visits, begins_I.tolist(), strict=True):
-            visit_K[position].varValue = int(begins)
+        is_home_L = home_I[:-1] == gpu
+        is_used = (placement.hot_LF.any(axis=1) | dense_L)[is_home_L].any()
+        is_used = bool(is_used or (placement.head and home_I[-1] == gpu))
+        program.uses[position].varValue = int(is_used)
+        begins_L = np.diff((is_home_L & ~dense_L).astype(int), prepend=0) == 1
+        for run_K, begins in zip(program.runs, begins_L.tolist(), strict=True):
+            run_K[position].varValue = int(begins and is_used)
 
 
 def _read(pipeline: Pipeline, program: Program) -> PipelinePlacement:

@@ -26,14 +26,16 @@ from hotsplit.options.key_selection import KeySelection
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem_builder import build_problem
 
-# Computes the bytes of a pass besides weights and KV cache, for a model, a context and a mode.
-Workspace = Callable[[ModelFile, int, Mode], int]
+# Computes the bytes that a device needs besides weights and KV cache, for a model, a context, a mode, a
+# number of texts and the budget of a GPU (0: there is none).
+Workspace = Callable[[ModelFile, int, Mode, int, int], int]
 _NONE = Figure(best=1.0)
 # Stands in for the GPU of a machine without one; with a budget of 0 its figures do not matter.
 NO_GPU = Gpu(
     name="no GPU", source="none", memory_bytes=0, free_bytes=0, bandwidth_gb_per_s=_NONE,
     host_to_device_gb_per_s=_NONE, host_to_device_pageable_gb_per_s=_NONE,
-    copy_latency_s=_NONE, launch_s=_NONE, round_trip_s=_NONE,
+    chosen_rows_gb_per_s=_NONE, copy_latency_s=_NONE, launch_s=_NONE, kernel_s=_NONE,
+    token_s=_NONE, hand_over_s=_NONE, cpu_run_s=_NONE,
 )  # fmt: skip
 
 
@@ -59,6 +61,13 @@ class Inputs:
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         return (self.machine.gpus or (NO_GPU,))[: len(self.budgets)]
+
+    def with_workspace(self, workspace: Workspace) -> "Inputs":
+        """The inputs with the workspace of their mode and largest budget, or of the GPU's memory if
+        they have none."""
+        budget = max(self.budgets) or self.gpus[0].memory_bytes
+        size = workspace(self.model, self.pass_context, self.mode, self.num_sequences, budget)
+        return replace(self, workspace=size)
 
     def pipeline(self) -> Pipeline:
         pairs = zip(self.gpus, self.budgets, strict=True)
@@ -152,7 +161,7 @@ def load_inputs(
     check_made_with(profile_file.limits, profile, file.limits, model, again)
     _check_profile(inputs)
     _check_machine(inputs)
-    return replace(inputs, workspace=workspace(inputs.model, inputs.pass_context, inputs.mode))
+    return inputs.with_workspace(workspace)
 
 
 def _check_profile(inputs: Inputs) -> None:

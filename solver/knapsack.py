@@ -6,10 +6,12 @@ one option is chosen: (dense block on the CPU or the GPU, n hot neurons). Bytes 
 units; an option takes u of them:
 
     best[item, on, r] = min over the options with this `on` and u <= r
-                            [seconds + min(best[item - 1, 1, r - u],
-                                           best[item - 1, 0, r - u] + visit * on)]
+                            [seconds + min(best[item - 1, 0, r - u],
+                                           best[item - 1, 1, r - u] + run * (1 - on))]
 
-where `on` is 1 if the item's block is on the GPU, else 0. The result is at most T of any placement,
+where `on` is 1 if the item's block is on the GPU, else 0, and run is cpu_run_s for a layer and 0
+for the head; before the first item it is as if a block were on the GPU. Together with use_s the
+result is at most T of any placement,
 a lower bound, if the bytes of every option are rounded down (as if there were up to L + 1 more
 units of memory), M_l of n neurons is that of `lagrangian` (at most that of any n neurons) and the
 host's limit is ignored. With bytes rounded up and the n hottest neurons, it is T of a placement
@@ -60,15 +62,15 @@ def knapsack_bound(problem: Problem) -> float:
         return cpu_only_s * (1 - ROUNDING)
     unit = -(-max(1, problem.room_bytes) // BOUND_UNITS)
     best_2R = _nothing(problem.room_bytes // unit + 1)
-    for item in _items(problem, is_relaxed=True):
-        before_2R = _before(best_2R, problem.visit_s)
+    for number, item in enumerate(_items(problem, is_relaxed=True)):
+        before_2R = _before(best_2R, _run_seconds(problem, number))
         best_2R = np.stack(
             [
                 _add_side(before_R, side.bytes_O // unit, side.seconds_O, keep_choices=False)[0]
                 for before_R, side in zip(before_2R, item, strict=True)
             ]
         )
-    return min(cpu_only_s, float(best_2R[:, -1].min())) * (1 - ROUNDING)
+    return min(cpu_only_s, float(best_2R[:, -1].min()) + problem.use_s) * (1 - ROUNDING)
 
 
 def knapsack_placement(problem: Problem) -> Placement:
@@ -78,8 +80,8 @@ def knapsack_placement(problem: Problem) -> Placement:
     unit = -(-max(1, problem.room_bytes) // PLACEMENT_UNITS)
     best_2R = _nothing(problem.room_bytes // unit + 1)
     items, steps = _items(problem, is_relaxed=False), []
-    for item in items:
-        before_2R = _before(best_2R, problem.visit_s)
+    for number, item in enumerate(items):
+        before_2R = _before(best_2R, _run_seconds(problem, number))
         found = [
             _add_side(before_R, -(-side.bytes_O // unit), side.seconds_O, keep_choices=True)
             for before_R, side in zip(before_2R, item, strict=True)
@@ -88,12 +90,14 @@ def knapsack_placement(problem: Problem) -> Placement:
         best_2R = np.stack([best_R for best_R, _ in found])
     left, chosen = best_2R.shape[1] - 1, []
     cost_2 = best_2R[:, left]
-    for item, (best_2R, choices) in zip(reversed(items), reversed(steps), strict=True):
+    numbered = [*enumerate(items)]
+    for (number, item), (best_2R, choices) in zip(numbered[::-1], steps[::-1], strict=True):
         is_on = bool(cost_2[1] < cost_2[0])
         option = int(choices[is_on][left])
         left -= int(-(-item[is_on].bytes_O[option] // unit))
         chosen.append((int(item[is_on].num_hot_O[option]), is_on))
-        cost_2 = best_2R[:, left] + np.array([problem.visit_s * is_on, 0.0])
+        run_s = _run_seconds(problem, number) * (not is_on)
+        cost_2 = best_2R[:, left] + np.array([0.0, run_s])
     (_, head), *layers = chosen
     num_hot_L, dense_L = (np.array(values) for values in zip(*reversed(layers), strict=True))
     return of_counts(problem, num_hot_L, dense_L, head)
@@ -114,14 +118,19 @@ def _items(problem: Problem, *, is_relaxed: bool) -> list[_Item]:
 
 
 def _nothing(num_units: int) -> np.ndarray:
-    """`best` before the first item, [2, R]: the hidden state is on the CPU."""
-    return np.stack([np.zeros(num_units), np.full(num_units, np.inf)])
+    """`best` before the first item, [2, R]: a layer on the CPU begins a run."""
+    return np.stack([np.full(num_units, np.inf), np.zeros(num_units)])
 
 
-def _before(best_2R: np.ndarray, visit_s: float) -> np.ndarray:
+def _run_seconds(problem: Problem, number: int) -> float:
+    """Seconds of a run on the CPU that begins with this item; 0 for the head, the last one."""
+    return problem.cpu_run_s if number < problem.num_layers else 0.0
+
+
+def _before(best_2R: np.ndarray, run_s: float) -> np.ndarray:
     """Costs before an item with its block on the CPU, or on the GPU; [2, R]."""
     off_R, on_R = best_2R
-    return np.stack([np.minimum(off_R, on_R), np.minimum(off_R + visit_s, on_R)])
+    return np.stack([np.minimum(off_R, on_R + run_s), np.minimum(off_R, on_R)])
 
 
 def _layer_item(problem: Problem, layer: int, is_relaxed: bool) -> _Item:

@@ -5,7 +5,7 @@ then no longer compete for bytes, and for any price
 
     value(price) = min over the devices of all dense blocks and the head
                        [sum_l min over neurons of l [T_l + price * bytes_l]
-                        + head seconds + price * head bytes + visit * visits]
+                        + head seconds + price * head bytes + use_s + cpu_run * CPU runs]
                  - price * (room where price >= 0, need where price < 0)
 
 is at most T of any placement that uses the GPU and stays within the budgets: such a placement is
@@ -17,14 +17,14 @@ The bound is loosest where the best price leaves a dense block half on the GPU. 
 branch for each number m of dense blocks on the GPU and each device of the head. Within a branch the
 minimum over the sets of m layers is exact, by a recursion over the layers: it keeps the least cost
 of all layers so far with m blocks on the GPU, once with the last layer's block there and once
-without (the cost of a visit couples a layer only to the one before it). The bound is the least,
+without (the cost of a run on the CPU couples a layer only to the one before it). The bound is the least,
 over the branches that fit, of the best value found in each, or T of the placement without a GPU if
 that is feasible and less.
 
 For the inner minimum over one layer's neurons, write x for the touched bytes of n hot neurons, 1 <=
 n < F: the layer is then split, wherever its dense block is, and
 
-    M = max(x / B_g + launch, (touched_l - x) / B_c + round_trip)
+    M = max(x / B_g + kernels, (touched_l - x) / B_c + hand_over)
 
 depends on the chosen set only through x, which lies between the sum of the n smallest and that of
 the n largest. M falls up to the x* where both sides are equal and rises after it, so taking x* if
@@ -168,7 +168,8 @@ def block_costs(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def least_costs(problem: Problem, price_K: np.ndarray) -> np.ndarray:
-    """Least T + price * bytes of the whole model, over all numbers of dense blocks; f64 [K]."""
+    """Least T + price * bytes of the whole model with something on the GPU, over all numbers of
+    dense blocks; f64 [K]."""
     off_KL, on_KL = block_costs(problem, price_K)
     return chain_costs(problem, price_K, off_KL, on_KL, first=0)[-1]
 
@@ -176,53 +177,47 @@ def least_costs(problem: Problem, price_K: np.ndarray) -> np.ndarray:
 def chain_costs(
     problem: Problem, price_K: np.ndarray, off_KL: np.ndarray, on_KL: np.ndarray, *, first: int
 ) -> np.ndarray:
-    """Least T + price * bytes of the i layers from `first` on, for every i; the last row is for all
-    of them and the head. f64 [L + 2 - first, K]."""
-    visit_s, off_K, on_K = problem.visit_s, np.zeros_like(price_K), np.full_like(price_K, np.inf)
-    costs = [off_K]
+    """Least T + price * bytes of the i layers from `first` on, with something on the GPU, for every
+    i; the last row is for all of them and the head. f64 [L + 2 - first, K]."""
+    off_K, on_K = np.full_like(price_K, np.inf), np.full_like(price_K, problem.use_s)
+    costs = [on_K]
     for layer in range(first, problem.num_layers):
-        entered_K = np.minimum(off_K + visit_s, on_K)
-        off_K, on_K = costs[-1] + off_KL[:, layer], entered_K + on_KL[:, layer]
+        left_K = np.minimum(off_K, on_K + problem.cpu_run_s)
+        off_K, on_K = left_K + off_KL[:, layer], costs[-1] + on_KL[:, layer]
         costs.append(np.minimum(off_K, on_K))
     head_gpu_K = problem.head_gpu_s + price_K * problem.head_bytes
-    entered_K = np.minimum(off_K + visit_s, on_K)
-    costs.append(np.minimum(costs[-1] + problem.head_cpu_s, entered_K + head_gpu_K))
+    costs.append(costs[-1] + np.minimum(problem.head_cpu_s, head_gpu_K))
     return np.array(costs)
 
 
 def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:
     """value(price) of every branch, [K, m, q] with m = 0..L and q = 0, 1."""
     off_KL, on_KL = block_costs(problem, price_K)
-    *_, (off_Km, on_Km) = _sums(off_KL, on_KL, problem.visit_s)
+    *_, (off_Km, on_Km) = _sums(off_KL, on_KL, problem.cpu_run_s)
     head_gpu_K1 = (problem.head_gpu_s + price_K * problem.head_bytes)[:, None]
-    value_Kmq = np.stack(
-        [
-            np.minimum(off_Km, on_Km) + problem.head_cpu_s,
-            np.minimum(off_Km + problem.visit_s, on_Km) + head_gpu_K1,
-        ],
-        axis=2,
-    )
+    layers_Km = np.minimum(off_Km, on_Km) + problem.use_s
+    value_Kmq = np.stack([layers_Km + problem.head_cpu_s, layers_Km + head_gpu_K1], axis=2)
     limit_K = price_K * np.where(price_K >= 0, problem.room_bytes, problem.need_bytes)
     return value_Kmq - limit_K[:, None, None]
 
 
 def _sums(
-    off_KL: np.ndarray, on_KL: np.ndarray, visit_s: float
+    off_KL: np.ndarray, on_KL: np.ndarray, cpu_run_s: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields, after 0, 1, .. L layers, the least sums with m blocks on the GPU: with the last block
     off the GPU, and on it. Pairs of f64 [K, L + 1]; infinite if there are fewer than m layers."""
     num_prices, num_layers = off_KL.shape
     off_Km = np.full((num_prices, num_layers + 1), np.inf)
     on_Km = off_Km.copy()
-    off_Km[:, 0] = 0.0
+    on_Km[:, 0] = 0.0  # as if the GPU had a layer before the first
     yield off_Km, on_Km
     for layer in range(num_layers):
         here, before = slice(0, layer + 2), slice(0, layer + 1)
         next_off_Km, next_on_Km = np.full((2, num_prices, num_layers + 1), np.inf)
-        next_off_Km[:, here] = np.minimum(off_Km[:, here], on_Km[:, here])
+        next_off_Km[:, here] = np.minimum(off_Km[:, here], on_Km[:, here] + cpu_run_s)
         next_off_Km[:, here] += off_KL[:, [layer]]
-        entered_Km = np.minimum(off_Km[:, before] + visit_s, on_Km[:, before])
-        next_on_Km[:, 1 : layer + 2] = entered_Km + on_KL[:, [layer]]
+        before_Km = np.minimum(off_Km[:, before], on_Km[:, before])
+        next_on_Km[:, 1 : layer + 2] = before_Km + on_KL[:, [layer]]
         off_Km, on_Km = next_off_Km, next_on_Km
         yield off_Km, on_Km
 
@@ -252,7 +247,7 @@ def first_prices(problem: Problem) -> np.ndarray:
     also their negatives if the host is too small."""
     cpu_s = float(problem.cpu_s_per_byte_L.max())
     most_s = placement_seconds(problem, on_one_device(problem, gpu=False))
-    most_s += problem.num_layers * problem.round_trip_s
+    most_s += problem.num_layers * (problem.hand_over_s + problem.cpu_run_s) + problem.use_s
     top = max(10 * cpu_s, most_s / problem.neuron_bytes_L.min())
     rising = np.geomspace(LEAST_SHARE * cpu_s, top, FIRST_PRICES)
     falling = -rising[::-1] if problem.need_bytes > 0 else rising[:0]
@@ -272,14 +267,17 @@ def _zoom(problem: Problem, branch: _Branch) -> _Branch:
 def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
     """The dense blocks on the GPU at the branch's value; bool [L]."""
     off_KL, on_KL = block_costs(problem, np.array([branch.price]))
-    sums = [(off_Km[0], on_Km[0]) for off_Km, on_Km in _sums(off_KL, on_KL, problem.visit_s)]
+    sums = [(off_Km[0], on_Km[0]) for off_Km, on_Km in _sums(off_KL, on_KL, problem.cpu_run_s)]
     dense_L = np.zeros(problem.num_layers, bool)
-    is_after, left = branch.head, branch.num_dense
+    run_s, left = (
+        0.0,
+        branch.num_dense,
+    )  # run_s: of a run on the CPU that begins with the next block
     for layer in reversed(range(problem.num_layers)):
         off_m, on_m = sums[layer + 1]
-        is_after = bool(on_m[left] < off_m[left] + problem.visit_s * is_after)
-        dense_L[layer] = is_after
-        left -= is_after
+        dense_L[layer] = on_m[left] + run_s < off_m[left]
+        left -= int(dense_L[layer])
+        run_s = 0.0 if dense_L[layer] else problem.cpu_run_s
     return dense_L
 
 

@@ -9,10 +9,10 @@ Assumptions:
 - There is no sparsity and there are no predictors: a token reads every weight, and half of the
   KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
   matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
-- Nothing overlaps: V / B_g + (W - V) / B_c if V of W bytes are on GPUs, plus the launch of every
-  kernel on them. A feed-forward part has DENSE_FFN_KERNELS kernels, one more than ours.
-- The hidden state is copied once to each GPU in use and once from it. If a GPU has the head, the
-  logits are copied from it as well.
+- Nothing overlaps. The kernels of a layer on a GPU take as long as ours that read as many bytes, but
+  a feed-forward part has DENSE_FFN_KERNELS of them, one more than ours.
+- Each GPU in use, and the run of layers on the CPU before the first, cost a token what they cost us.
+  If a GPU has the head, the logits are copied from it as well.
 
 The rates of llama.cpp's own kernels are not modelled.
 
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
-from hotsplit.costs.part_bytes import FLOAT_BYTES, head_bytes, is_predictor, kv_read, layer_tensors
+from hotsplit.costs.part_bytes import head_bytes, is_predictor, kv_read, layer_tensors
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
-from hotsplit.solver.problem_builder import copy_seconds, cpu_seconds, head_launches_s
+from hotsplit.solver.problem_builder import cpu_seconds, head_seconds, token_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
 
 def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> float:
     model, machine = inputs.model, inputs.machine
-    total = machine.costs.token_s.best + sum(
+    total = token_seconds(model, machine) + sum(
         cpu_seconds(model, machine, layer, kv_read(model, layer, inputs.context_length), "dense",
                     _is_read)
         for layer in range(first)
@@ -103,16 +103,14 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
         gpu = inputs.gpus[home]
         read = kv_read(model, layer, inputs.context_length) + _weight_bytes(inputs, layer)
         kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
-        total += read / (gpu.bandwidth_gb_per_s.best * 1e9) + kernels * gpu.launch_s.best
+        total += gpu.kernels_seconds(kernels, read)
     if has_head:
-        last = inputs.gpus[homes[-1]]
-        total += head_bytes(model) / (last.bandwidth_gb_per_s.best * 1e9)
-        total += head_launches_s(model, last)
+        total += head_seconds(model, inputs.gpus[homes[-1]])
     else:
         kind = model.tensors[model.head_name].kind
         total += head_bytes(model) / machine.cpu_rate(kind)
-    hidden = FLOAT_BYTES * model.spec.hidden_size
-    return total + sum(2 * copy_seconds(inputs.gpus[home], hidden) for home in set(homes))
+    total += sum(inputs.gpus[home].token_s.median for home in set(homes))
+    return total + (inputs.gpus[homes[0]].cpu_run_s.median if homes and first > 0 else 0.0)
 
 
 def _weight_bytes(inputs: Inputs, layer: int) -> int:

@@ -90,8 +90,7 @@ def find_fastest(
 
 def in_mode(inputs: Inputs, mode: Mode, workspace: Workspace) -> Inputs:
     """The same inputs for another mode."""
-    size = workspace(inputs.model, inputs.pass_context, mode)
-    return replace(inputs, mode=mode, workspace=size)
+    return replace(inputs, mode=mode).with_workspace(workspace)
 
 
 def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[Mode], list[Alternative]]:

@@ -8,8 +8,8 @@ on one GPU (`problem`), so that bounds and placements of single GPUs add up:
 
     T = sum_k T of the items cut_k .. cut_(k+1) - 1 on GPU k
 
-(no visit spans two GPUs: from one to the next, the hidden state is copied out, which ends a visit,
-and in, which begins another). With one GPU there is one run and nothing to cut. A cheap bound for
+(a run of layers on the CPU that spans two GPUs' homes counts twice, being a host function of each;
+a run whose GPU holds nothing costs what it does on the CPU alone). With one GPU there is one run and nothing to cut. A cheap bound for
 all cuts at once prices every layer on every GPU once: for any prices p_k and any reward r >= 0 with
 p_k + r >= 0
 
@@ -36,11 +36,11 @@ from hotsplit.solver.problem import (
     ROUNDING,
     Placement,
     Problem,
+    gpu_use_seconds,
     head_seconds,
     held_bytes,
     is_feasible,
     layer_seconds,
-    num_visits,
     on_one_device,
     segment,
 )
@@ -178,9 +178,18 @@ def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
         total += float(layer_seconds(problem, placement)[is_home_L].sum())
         if plan.home_I[-1] == gpu:
             total += head_seconds(problem, placement)
-        part = plan.on_gpu(gpu)
-        total += problem.visit_s * num_visits(part.dense_L, part.head)
+        total += gpu_use_seconds(problem, _items_of(plan, gpu))
     return total
+
+
+def _items_of(plan: PipelinePlacement, gpu: int) -> Placement:
+    """The placement of the layers whose home this GPU is, and of the head if it is the head's."""
+    is_home_L = plan.home_I[:-1] == gpu
+    return Placement(
+        hot_LF=plan.placement.hot_LF[is_home_L],
+        dense_L=plan.placement.dense_L[is_home_L],
+        head=bool(plan.placement.head and plan.home_I[-1] == gpu),
+    )
 
 
 def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
@@ -188,11 +197,12 @@ def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
     stop."""
     num_items = problem.num_layers + 1
     bound_NSS = np.full((len(reward_N), num_items + 1, num_items + 1), np.inf)
+    cpu_L = layer_seconds(problem, on_one_device(problem, gpu=False))
+    cpu_S = np.concatenate([[0.0], np.cumsum(np.append(cpu_L, problem.head_cpu_s))])
+    cpu_SS = np.maximum(0.0, cpu_S - cpu_S[:, None])
+    cpu_SS[np.tri(num_items + 1, k=-1, dtype=bool)] = np.inf
     if problem.room_bytes < 0:
-        cpu_L = layer_seconds(problem, on_one_device(problem, gpu=False))
-        cpu_S = np.concatenate([[0.0], np.cumsum(np.append(cpu_L, problem.head_cpu_s))])
-        bound_SS = np.where(np.tri(num_items + 1, k=-1, dtype=bool), np.inf, cpu_S - cpu_S[:, None])
-        return np.broadcast_to(np.maximum(bound_SS, 0.0), bound_NSS.shape)
+        return np.broadcast_to(cpu_SS, bound_NSS.shape)
     price_P = first_prices(problem)
     if reward_N.any():
         price_P = np.append(-price_P[:0:-1], price_P)
@@ -203,8 +213,7 @@ def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
             limit_P = np.maximum(0.0, price_P + reward) * problem.room_bytes
             limit_P[price_P + reward < 0] = np.inf
             bound_SS[start, start:] = (cost_SP - limit_P).max(axis=1)
-    bound_NSS[:, num_items, num_items] = 0.0
-    return bound_NSS
+    return np.minimum(bound_NSS, cpu_SS)
 
 
 def cpu_only_plan(pipeline: Pipeline) -> PipelinePlacement:

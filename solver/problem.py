@@ -8,15 +8,17 @@ GPU in bytes per second, for layer l:
     T_l = D_l + M_l
     D_l = seconds of the dense block on its device: attention, the keys and values of half the
           context, and the predictor (only in mode predicted: in others it is not even in memory)
-    M_l = max(hot_l / B_g + launch * [l has hot neurons],
-              cold_l / B_c_l + round_trip * [l is split])
+    M_l = max(hot_l / B_g_l + kernels * [l has hot neurons],
+              cold_l / B_c_l + hand_over * [l is split])
 
-and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU, seconds are
-bytes / B_g, plus the launch of every kernel (`kernel_counts`) in a dense block and in the head, and
-for the head the copy of the logits; `launch` is that of all kernels of a layer's hot neurons. A
-visit is a run of consecutive dense blocks on the GPU, the head being the last block: the embedding
-row comes from the CPU and the logits go there, so the hidden state is copied to the GPU where a run
-begins and back where it ends.
+and T = sum_l T_l + head seconds on its device + token_s + [anything is on the GPU] * (use_s +
+cpu_run * CPU runs). token_s includes that of the logits. On the GPU, the n kernels of a dense block
+or of the head (`kernel_counts`) that read some bytes take the larger of n * kernel_s and n *
+launch_s + bytes / B_g, and for the head the copy of the logits; `kernels` is kernel_s of all
+kernels of a layer's hot neurons. B_g_l is the rate for the share of a layer's neurons that a token
+reads. A CPU run is a run of consecutive layers whose dense block is on the CPU: one host function,
+for which the GPU waits. The embedding before it and a head on the CPU are outside of the GPU's
+graph, which use_s includes.
 
 On the CPU every matrix is read at the rate that the runtime reaches for its type and for the share
 of its rows that a token needs (on average over the layer's neurons, wherever they are placed), the
@@ -37,16 +39,16 @@ its parts are not all on one device: hot and cold neurons both exist, or hot neu
 dense block is on the CPU, or the dense block is on the GPU and cold neurons exist.
 
 A layer has no hot neurons or at least C_l. Moving neurons to the GPU saves at most their touched
-bytes / B_c_l on the CPU, and costs a launch and a round trip; so C_l is the smallest n whose n
+bytes / B_c_l on the CPU, and costs kernels and a hand-over; so C_l is the smallest n whose n
 hottest neurons satisfy
 
-    sum of their touched bytes / B_c_l  >  launch + round_trip
+    sum of their touched bytes / B_c_l  >  kernels + hand_over
 
 (their cost on the GPU does not enter, as it overlaps), or F if no n does: all or none.
 
 With key selection (`kv_offload`), the keys and values of every layer are in main memory, and the
 CPU attends. A dense block on the GPU then takes, in place of the kernels of attention and of the
-keys' bytes, a round trip, the copies of queries, keys, values and the heads' outputs, and the bytes
+keys' bytes, a hand-over, the copies of queries, keys, values and the heads' outputs, and the bytes
 of keys, values and tables that the CPU reads, over its rate for the cache. These are counted for a
 token in the middle of the context.
 
@@ -54,7 +56,7 @@ The GPU holds at most its budget, including a workspace if it holds anything. Th
 its budget if at least `need_bytes` are on the GPU.
 
 Ignored: the one row of the embedding matrix per token, and the bytes (not the fixed cost) that a
-round trip copies. Several GPUs are modelled in `multi_gpu`; the search is in `optimise`.
+hand-over copies. Several GPUs are modelled in `multi_gpu`; the search is in `optimise`.
 
 Letters: L layers, F neurons of a layer, N = F + 1 counts of hot neurons. Neurons are addressed by
 rank: 0 is the hottest."""
@@ -86,11 +88,13 @@ class Problem:
     workspace_bytes: int  # taken if anything is on the GPU
     budget_bytes: int
     need_bytes: int = 0  # that must be on the GPU, workspace excluded: the host cannot hold them
-    gpu_s_per_byte: float
+    gpu_s_per_byte: float  # of everything but neurons
+    hot_s_per_byte_L: np.ndarray  # of neurons on the GPU
     cpu_s_per_byte_L: np.ndarray
-    launch_s: float  # of all kernels of a layer's hot neurons
-    round_trip_s: float
-    visit_s: float  # the hidden state to the GPU and back
+    kernels_s: float  # of all kernels of a layer's hot neurons
+    hand_over_s: float
+    cpu_run_s: float
+    use_s: float  # of a token, if anything is on the GPU
 
     @property
     def num_layers(self) -> int:
@@ -120,13 +124,13 @@ class Problem:
     def least_split_s_LN(self) -> np.ndarray:
         """Lower bound on M_l with any set of n hot neurons for C_l <= n < F, where it is convex in
         n, as derived in `lagrangian`; infinite for all other n. f64 [L, F + 1]."""
-        prefix_LN, gpu_s = self.prefix_LN, self.gpu_s_per_byte
+        prefix_LN, gpu_s_L1 = self.prefix_LN, self.hot_s_per_byte_L[:, None]
         total_L1, cpu_s_L1 = self.touched_L[:, None], self.cpu_s_per_byte_L[:, None]
-        all_cold_L1 = total_L1 * cpu_s_L1 + self.round_trip_s
-        balanced_L1 = (all_cold_L1 - self.launch_s) / (gpu_s + cpu_s_L1)
+        all_cold_L1 = total_L1 * cpu_s_L1 + self.hand_over_s
+        balanced_L1 = (all_cold_L1 - self.kernels_s) / (gpu_s_L1 + cpu_s_L1)
         touched_LN = np.clip(balanced_L1, total_L1 - prefix_LN[:, ::-1], prefix_LN)
-        hot_LN = touched_LN * gpu_s + self.launch_s
-        cold_LN = (total_L1 - touched_LN) * cpu_s_L1 + self.round_trip_s
+        hot_LN = touched_LN * gpu_s_L1 + self.kernels_s
+        cold_LN = (total_L1 - touched_LN) * cpu_s_L1 + self.hand_over_s
         seconds_LN = np.maximum(hot_LN, cold_LN)
         seconds_LN[np.arange(self.num_neurons + 1) < self.min_hot_L[:, None]] = np.inf
         seconds_LN[:, [0, -1]] = np.inf
@@ -203,8 +207,8 @@ def ffn_seconds(
     has_hot_L, has_cold_L = num_hot_L > 0, num_hot_L < problem.num_neurons
     is_split_L = np.where(dense_L, has_cold_L, has_hot_L)
     cold_touched_L = np.where(has_cold_L, problem.touched_L - hot_touched_L, 0.0)
-    gpu_L = hot_touched_L * problem.gpu_s_per_byte + problem.launch_s * has_hot_L
-    cpu_L = cold_touched_L * problem.cpu_s_per_byte_L + problem.round_trip_s * is_split_L
+    gpu_L = hot_touched_L * problem.hot_s_per_byte_L + problem.kernels_s * has_hot_L
+    cpu_L = cold_touched_L * problem.cpu_s_per_byte_L + problem.hand_over_s * is_split_L
     return np.maximum(gpu_L, cpu_L)
 
 
@@ -218,10 +222,17 @@ def placement_ffn_seconds(problem: Problem, placement: Placement) -> np.ndarray:
     )
 
 
-def num_visits(dense_L: np.ndarray, head: bool) -> int:
-    """Runs of consecutive blocks on the GPU, the head being the last block."""
-    on_I = np.append(dense_L, head).astype(np.int8)
-    return int((np.diff(on_I, prepend=0) == 1).sum())
+def gpu_use_seconds(problem: Problem, placement: Placement) -> float:
+    """Seconds of a token for using the GPU and for the runs of layers on the CPU; 0 if nothing is
+    on the GPU."""
+    if not placement.uses_gpu:
+        return 0.0
+    return problem.use_s + problem.cpu_run_s * num_cpu_runs(placement.dense_L)
+
+
+def num_cpu_runs(dense_L: np.ndarray) -> int:
+    """Runs of consecutive layers whose dense blocks are on the CPU."""
+    return int((np.diff(dense_L.astype(np.int8), prepend=1) == -1).sum())
 
 
 def placement_seconds(
@@ -229,9 +240,8 @@ def placement_seconds(
 ) -> float:
     """T, the expected seconds of one token; of the neurons, only those of the layers `counts_L`."""
     ffn_L = placement_ffn_seconds(problem, placement)[counts_L]
-    visits_s = problem.visit_s * num_visits(placement.dense_L, placement.head)
     dense_L, head_s = dense_seconds(problem, placement), head_seconds(problem, placement)
-    return float(ffn_L.sum() + dense_L.sum() + head_s + visits_s)
+    return float(ffn_L.sum() + dense_L.sum() + head_s + gpu_use_seconds(problem, placement))
 
 
 def dense_seconds(problem: Problem, placement: Placement) -> np.ndarray:

@@ -36,7 +36,7 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
 
     A token reads the keys and values of one of the texts that are computed at a time."""
     model, machine, mode = inputs.model, inputs.machine, inputs.mode
-    gpu_s, spec = 1e-9 / gpu.bandwidth_gb_per_s.best, model.spec
+    gpu_s, spec = 1e-9 / gpu.bandwidth_gb_per_s.median, model.spec
     layers = range(spec.num_layers)
     sizes = [layer_bytes(model, layer) for layer in layers]
     types, is_offloaded = inputs.cache_types, inputs.kv_offload is not None
@@ -65,16 +65,17 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
     touched_LF = gate_LF + up_LF + down_LF
     parts = [part_LF.sum(axis=1) for part_LF in (gate_LF, up_LF, down_LF)]
     share_2L = np.stack([named_LF.mean(axis=1), frequency_LF.mean(axis=1)])
+    read_share_L = touched_LF.mean(axis=1) / [s.gate_row + s.up_row + s.down_row for s in sizes]
     cpu_s_L = _neuron_seconds(model, machine, share_2L, *parts)
     touched_L = touched_LF.sum(axis=1)
     none_s_L = np.full(spec.num_layers, 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
     cpu_s_per_byte_L = np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0)
     saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s_per_byte_L[:, None]
-    launch_s = HOT_KERNELS * gpu.launch_s.best
-    num_too_few_L = (saved_LF <= launch_s + gpu.round_trip_s.best).sum(axis=1)
+    kernels_s = HOT_KERNELS * gpu.kernel_s.median
+    num_too_few_L = (saved_LF <= kernels_s + gpu.hand_over_s.median).sum(axis=1)
     head = head_bytes(model)
     head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind)
-    token_s = machine.costs.token_s.best
+    token_s = token_seconds(model, machine)
     options = {"has_predictor": has_predictor, "has_cache": not is_offloaded}
     kernels_L = np.array([dense_kernels(model, layer, **options) for layer in layers])
 
@@ -94,7 +95,11 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
                 for layer in layers
             ]
         ),
-        dense_gpu_s_L=read_L * gpu_s + kernels_L * gpu.launch_s.best + attend_s_L,
+        dense_gpu_s_L=attend_s_L
+        + [
+            gpu.kernels_seconds(*pair)
+            for pair in zip(kernels_L.tolist(), read_L.tolist(), strict=True)
+        ],
         dense_cpu_s_L=np.array(
             [
                 cpu_seconds(model, machine, layer, read_kv_L[layer], mode, is_read)
@@ -102,35 +107,38 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
             ]
         ),
         head_bytes=head,
-        head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
+        head_gpu_s=head_seconds(model, gpu) + token_s,
         head_cpu_s=head_cpu_s + token_s,
         workspace_bytes=inputs.gpu_workspace,
         budget_bytes=budget_bytes,
         gpu_s_per_byte=gpu_s,
+        hot_s_per_byte_L=np.array([1 / gpu.neurons_rate(share) for share in read_share_L.tolist()]),
         cpu_s_per_byte_L=cpu_s_per_byte_L,
-        launch_s=launch_s,
-        round_trip_s=gpu.round_trip_s.best,
-        visit_s=2 * copy_seconds(gpu, FLOAT_BYTES * spec.hidden_size),
+        kernels_s=kernels_s,
+        hand_over_s=gpu.hand_over_s.median,
+        cpu_run_s=gpu.cpu_run_s.median,
+        use_s=gpu.token_s.median,
     )
 
 
-def copy_seconds(gpu: Gpu, num_bytes: int) -> float:
-    """Seconds of one copy between the GPU and pinned memory."""
-    return gpu.copy_latency_s.best + num_bytes * 1e-9 / gpu.host_to_device_gb_per_s.best
+def token_seconds(model: ModelFile, machine: Machine) -> float:
+    """The fixed seconds of a token on the CPU, and those of its logits."""
+    return machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
 
 
-def head_launches_s(model: ModelFile, gpu: Gpu) -> float:
-    """Fixed costs of the head on a GPU: its kernels, and the logits' copy on top of a visit's."""
+def head_seconds(model: ModelFile, gpu: Gpu) -> float:
+    """Seconds of the head on a GPU: its kernels, and the bytes of the logits' copy."""
     logits = FLOAT_BYTES * model.spec.vocab_size
-    return HEAD_KERNELS * gpu.launch_s.best + logits * 1e-9 / gpu.host_to_device_gb_per_s.best
+    copy_s = logits * 1e-9 / gpu.host_to_device_gb_per_s.median
+    return gpu.kernels_seconds(HEAD_KERNELS, head_bytes(model)) + copy_s
 
 
 def attend_seconds(attention: Attention, machine: Machine, gpu: Gpu, kv_read: float) -> float:
-    """Seconds of a layer's attention on the CPU if its projections are on a GPU, with the round
-    trip and the copies; `kv_read`: bytes of keys and values."""
+    """Seconds of a layer's attention on the CPU if its projections are on a GPU, with the hand-over
+    and the copies; `kv_read`: bytes of keys and values."""
     values = attention.query_size + attention.qkv_size
-    copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.best
-    return gpu.round_trip_s.best + copies_s + kv_read / (machine.costs.kv_gb_per_s.best * 1e9)
+    copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.median
+    return gpu.hand_over_s.median + copies_s + kv_read / (machine.costs.kv_gb_per_s.median * 1e9)
 
 
 def _neuron_seconds(
@@ -166,8 +174,8 @@ def cpu_seconds(
 ) -> float:
     """Seconds on the CPU of a layer's keys and values, of the tensors whose names are read, and of
     the layer itself."""
-    total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9)
-    total += machine.costs.layer_s["predicted" if runs_predictors(mode) else "exact"].best
+    total = kv_read / (machine.costs.kv_gb_per_s.median * 1e9)
+    total += machine.costs.layer_s["predicted" if runs_predictors(mode) else "exact"].median
     for name, entry in layer_tensors(model, layer).items():
         if is_read(name):
             total += entry.num_bytes / machine.cpu_rate(entry.kind)

@@ -119,6 +119,7 @@ def sweep_of(
     if num_budgets < 2:
         raise HotsplitError(f"{num_budgets} budgets; wanted 2 or more")
     began = time.perf_counter()
+    inputs = replace(inputs, budgets=(last,))
     inputs_of_modes = [in_mode(inputs, mode, workspace) for mode in modes]
     points, advice = [], None
     for number in range(num_budgets):

@@ -86,12 +86,15 @@ def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Prof
 
 def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> float:
     """Expected seconds per token of a plan. Raises HotsplitError if a layer has too few hot
-    neurons to be worth a launch and a round trip."""
+    neurons to be worth their kernels and a hand-over."""
     home = split.home or (0,) * (len(split.hot) + 1)
-    total = machine.costs.token_s.best + _copies_seconds(split, model, machine, home)
+    vocab = model.spec.vocab_size
+    total = machine.costs.token_s.median + vocab * machine.costs.logit_s.median
+    total += _use_seconds(split, machine, home)
     if split.head_on_gpu:
-        total += head_bytes(model) / _gpu_rate(machine, home[-1])
-        total += HEAD_KERNELS * machine.gpus[home[-1]].launch_s.best
+        gpu = machine.gpus[home[-1]]
+        total += _kernels_seconds(gpu, HEAD_KERNELS, head_bytes(model))
+        total += 4 * vocab / _copy_rate(gpu)
     else:
         kind = model.tensors[model.head_name].kind
         total += head_bytes(model) / machine.cpu_rate(kind)
@@ -104,36 +107,44 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
         hot_s, cold_s = 0.0, cpu_s_F[~is_hot_F].sum()
         if len(places) > 1 or len(ids):
             gpu = machine.gpus[home[layer]]
-            launch_s = HOT_KERNELS * gpu.launch_s.best
-            _check_minimum(layer, len(ids), cpu_s_F, launch_s + gpu.round_trip_s.best)
-            hot_s = touched_F[is_hot_F].sum() / _gpu_rate(machine, home[layer])
-            hot_s += launch_s if len(ids) else 0.0
-            cold_s += gpu.round_trip_s.best if len(places) > 1 else 0.0
+            kernels_s = HOT_KERNELS * gpu.kernel_s.median
+            _check_minimum(layer, len(ids), cpu_s_F, kernels_s + gpu.hand_over_s.median)
+            sizes = layer_bytes(model, layer)
+            share = (
+                touched_F.sum() / len(touched_F) / (sizes.gate_row + sizes.up_row + sizes.down_row)
+            )
+            hot_s = touched_F[is_hot_F].sum() / gpu.neurons_rate(share)
+            hot_s += kernels_s if len(ids) else 0.0
+            cold_s += gpu.hand_over_s.median if len(places) > 1 else 0.0
         total += max(hot_s, cold_s)
     return float(total)
 
 
-def _gpu_rate(machine: Machine, gpu: int) -> float:
-    return machine.gpus[gpu].bandwidth_gb_per_s.best * 1e9
-
-
-def _copies_seconds(split: Split, model: ModelFile, machine: Machine, home: Sequence[int]) -> float:
-    """Seconds to copy the hidden state from the CPU through all devices and back, and the logits of
-    a head on a GPU."""
-    blocks = (*split.dense_on_gpu, split.head_on_gpu)
-    places = [gpu if is_on_gpu else None for is_on_gpu, gpu in zip(blocks, home, strict=True)]
-    total, hidden = 0.0, 4 * model.spec.hidden_size
-    for before, after in zip([None, *places], [*places, None], strict=True):
-        if before != after:
-            for gpu in (machine.gpus[k] for k in (before, after) if k is not None):
-                total += gpu.copy_latency_s.best + hidden / _copy_rate(gpu)
-    if split.head_on_gpu:
-        total += 4 * model.spec.vocab_size / _copy_rate(machine.gpus[home[-1]])
+def _use_seconds(split: Split, machine: Machine, home: Sequence[int]) -> float:
+    """For each GPU that holds anything: its fixed seconds of a token, and those of every run of
+    layers on the CPU that are at home there."""
+    total = 0.0
+    for number in sorted(set(home)):
+        layers = [layer for layer in range(len(split.hot)) if home[layer] == number]
+        is_used = any(split.dense_on_gpu[n] or len(split.hot[n]) for n in layers)
+        if not (is_used or (split.head_on_gpu and home[-1] == number)):
+            continue
+        total += machine.gpus[number].token_s.median
+        is_after_cpu = False
+        for layer in layers:
+            if not split.dense_on_gpu[layer] and not is_after_cpu:
+                total += machine.gpus[number].cpu_run_s.median
+            is_after_cpu = not split.dense_on_gpu[layer]
     return total
 
 
+def _kernels_seconds(gpu: Gpu, count: int, num_bytes: float) -> float:
+    read_s = num_bytes / (1e9 * gpu.bandwidth_gb_per_s.median)
+    return max(count * gpu.kernel_s.median, count * gpu.launch_s.median + read_s)
+
+
 def _copy_rate(gpu: Gpu) -> float:
-    return gpu.host_to_device_gb_per_s.best * 1e9
+    return gpu.host_to_device_gb_per_s.median * 1e9
 
 
 def _dense_seconds(
@@ -152,17 +163,17 @@ def _dense_seconds(
     if split.dense_on_gpu[layer] and types.selection is not None:
         gpu, heads = machine.gpus[home], attention.num_heads + attention.num_kv_heads
         there = {n: e for n, e in read.items() if not n.startswith(("attn_q_norm", "attn_k_norm"))}
-        total = sum(e.num_bytes for e in there.values()) / _gpu_rate(machine, home)
         kernels = dense_kernels(model, layer, has_predictor=is_predicted, has_cache=False)
-        total += kernels * gpu.launch_s.best + gpu.round_trip_s.best
+        total = _kernels_seconds(gpu, kernels, sum(e.num_bytes for e in there.values()))
+        total += gpu.hand_over_s.median
         total += 2 * 4 * heads * attention.head_dim / _copy_rate(gpu)
-        return total + read_kv / (1e9 * machine.costs.kv_gb_per_s.best)
+        return total + read_kv / (1e9 * machine.costs.kv_gb_per_s.median)
     if split.dense_on_gpu[layer]:
         kernels = dense_kernels(model, layer, has_predictor=is_predicted)
-        read_s = (read_kv + sum(e.num_bytes for e in read.values())) / _gpu_rate(machine, home)
-        return read_s + kernels * machine.gpus[home].launch_s.best
-    total = machine.costs.layer_s["exact" if split.mode == "dense" else split.mode].best
-    total += read_kv / (1e9 * machine.costs.kv_gb_per_s.best)
+        num_bytes = read_kv + sum(e.num_bytes for e in read.values())
+        return _kernels_seconds(machine.gpus[home], kernels, num_bytes)
+    total = machine.costs.layer_s["exact" if split.mode == "dense" else split.mode].median
+    total += read_kv / (1e9 * machine.costs.kv_gb_per_s.median)
     for entry in read.values():
         total += entry.num_bytes / machine.cpu_rate(entry.kind)
     return total
@@ -207,14 +218,14 @@ def _shares(
 
 def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float) -> None:
     """Checks that a layer has no hot neurons, all, or at least C_l: the `num_hot` hottest must save
-    more than a launch and a round trip cost."""
+    more than kernels and a hand-over cost."""
     if num_hot in (0, len(cpu_s_F)):
         return
     saved_s = np.sort(cpu_s_F)[::-1][:num_hot].sum()
     if saved_s <= fixed_s * (1 - TOLERANCE):
         raise HotsplitError(
             f"the plan is wrong: layer {layer} has {num_hot} hot neurons, which save at most"
-            f" {saved_s:.3g} s and cost a launch and a round trip of {fixed_s:.3g} s"
+            f" {saved_s:.3g} s and cost kernels and a hand-over of {fixed_s:.3g} s"
         )
 
 

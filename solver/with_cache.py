@@ -110,8 +110,8 @@ def _waits_for_cpu(pipeline: Pipeline, placement: Placement) -> bool:
     """True if the cold neurons of a divided layer are expected to take longer than the hot ones."""
     problem = pipeline.model
     hot_L = (problem.touched_LF * placement.hot_LF).sum(axis=1)
-    gpu_L = hot_L * problem.gpu_s_per_byte + problem.launch_s
-    cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.round_trip_s
+    gpu_L = hot_L * problem.hot_s_per_byte_L + problem.kernels_s
+    cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.hand_over_s
     return bool((cached_layers(placement) & (cpu_L > gpu_L)).any())
 
 

@@ -36,16 +36,20 @@ def fake_parts(
     *,
     kernels: Callable[[], Kernels] = reference_kernels,
     stream: type[PlainStream] = PlainStream,
+    doorbell_stream: type[PlainStream] | None = None,
     prepare: Prepare | None = None,
     **changes: object,
 ) -> DeviceParts:
-    """Parts that work; `prepare` prepares a step with a graph."""
+    """Parts that work; `prepare` prepares a step with a graph. `doorbell_stream`: None is `stream`."""
 
-    def backend(take, *, has_graph: bool, kernels: Kernels | None) -> Backend:
+    def backend(
+        take, *, has_graph: bool, has_doorbells: bool = False, kernels: Kernels | None
+    ) -> Backend:
         made = plain_backend(kernels or reference_kernels())
+        used = doorbell_stream if has_doorbells and doorbell_stream else stream
         return dataclasses.replace(
             made,
-            streams=lambda device: (stream(), stream()),
+            stream=lambda device: used(),
             prepare=prepare if has_graph and prepare else made.prepare,
         )
 
@@ -55,6 +59,7 @@ def fake_parts(
         "key": KEY,
         "kernels": kernels,
         "backend": backend,
+        "hand_over_s": lambda backends: [1e-5] * len(backends),
         "slot_kernels": reference_slot_kernels,
     }
     vars(parts).update(works | own | changes)
@@ -126,3 +131,11 @@ class HalfDeafStream(PlainStream):
 def forgetful(stream, submit: Callable[[], None]) -> Callable[[], None]:
     """A graph that does nothing when it is replayed."""
     return lambda: None
+
+
+class Forgotten(PlainStream):
+    """A stream whose graphs do nothing, if `forgetting` prepares them."""
+
+
+def forgetting(stream, submit: Callable[[], None]) -> Callable[[], None]:
+    return forgetful(stream, submit) if isinstance(stream, Forgotten) else submit

@@ -53,7 +53,7 @@ class FakeDevice:
         self.has_steps = True
         return Backend(
             kernels=kernels,
-            streams=lambda device: (self.stream(), self.stream()),
+            stream=lambda device: self.stream(),
             take=plain.take,
             prepare=plain.prepare,
             is_pinned=False,
@@ -95,6 +95,7 @@ class FakeStream:
     def __init__(self, device: FakeDevice, number: int) -> None:
         self.device, self.number, self.count = device, number, 0
         self.clock: dict[int, int] = {}
+        self.side: FakeStream | None = None  # of what is handed over to the CPU
         self.follows = False  # whether it follows torch's stream, on which weights and prompts are
 
     def launch(self, run, *, reads, writes) -> None:
@@ -107,6 +108,19 @@ class FakeStream:
 
     def host(self, node: HostNode) -> None:
         self._submit("host", node.run, node.reads, node.writes)
+
+    def start(self, node: HostNode) -> dict[int, int]:
+        if self.side is None:
+            self.side = self.device.stream()
+        if any(
+            self.side.clock.get(s, 0) < n for s, n in self.record().items() if s != self.side.number
+        ):
+            self.side.wait(self.record())  # nothing new would be waited for otherwise
+        self.side.host(node)
+        return self.side.record()
+
+    def join(self, handed: dict[int, int]) -> None:
+        self.wait(handed)
 
     def record(self) -> dict[int, int]:
         return {**self.clock, self.number: self.count}

@@ -117,7 +117,7 @@ def make_inputs(folder: Path) -> None:
     model = ModelFile.load(folder / "model.gguf")
     make_profile(model).save(folder / "a.safetensors")
     make_profile(model, num_tokens=500).save(folder / "b.safetensors")
-    slow = {"launch_s": 1e-9, "round_trip_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
+    slow = {"launch_s": 1e-9, "hand_over_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
     make_machine(**slow).save(folder / "machine.json")
     words = np.random.default_rng(0).choice(["the ", "fox ", "jumps ", "over\n", "dogs "], 4000)
     (folder / "t.txt").write_text("".join(words))

@@ -238,7 +238,7 @@ MACHINE = {
     "a card without a name": one_of("gpus/*/name", "a\nb", *NOT_TEXTS),
     "invalid cards": one_of("gpus", None, {}, [1], "x"),
     "invalid versions": one_of("versions", None, [], {"torch": 1}, "x"),
-    "another version": one_of("version", 3, 5, "4", 4.5, None, [4]),
+    "another version": one_of("version", 3, 6, "5", 4.5, None, [5]),
     "another format": one_of("format", "x", None, ["hotsplit.machine"]),
     "an unknown key": one_of("other", 1),
     "a key is missing": without("*"),

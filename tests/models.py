@@ -409,7 +409,10 @@ def make_machine(
     gpu_gb_per_s: float = 500.0,
     cpu_gb_per_s: float = 40.0,
     launch_s: float = 4e-6,
-    round_trip_s: float = 15e-6,
+    hand_over_s: float = 15e-6,
+    cpu_run_s: float = 17e-6,
+    use_s: float = 1e-12,
+    kernel_s: float | None = None,
     copy_latency_s: float = 8e-6,
     link_gb_per_s: float = 25.0,
     memory_bytes: int = 24 << 30,
@@ -418,10 +421,14 @@ def make_machine(
     chosen_share: float = 1.0,
     layer_s: float = 1e-12,
     token_s: float = 1e-12,
+    logit_s: float = 1e-15,
+    gpu_chosen_share: float = 1.0,
 ) -> Machine:
     """A machine with these figures; two threads reach `cpu_gb_per_s`, one thread half of it.
 
-    Rows of every type are read at that rate, chosen ones at `chosen_share` of it."""
+    Rows of every type are read at that rate, chosen ones at `chosen_share` of it; on the GPU, at
+    `gpu_chosen_share` of its rate. A kernel that reads takes as long as one that does nothing, plus
+    its bytes, unless `kernel_s` is given. `use_s` is the GPU's `token_s`."""
     rate, chosen = Figure(best=cpu_gb_per_s), Figure(best=chosen_share * cpu_gb_per_s)
     gpu = Gpu(
         name="synthetic GPU",
@@ -433,7 +440,11 @@ def make_machine(
         host_to_device_pageable_gb_per_s=Figure(best=8.0),
         copy_latency_s=Figure(best=copy_latency_s),
         launch_s=Figure(best=launch_s),
-        round_trip_s=Figure(best=round_trip_s),
+        chosen_rows_gb_per_s=Figure(best=gpu_chosen_share * gpu_gb_per_s),
+        kernel_s=Figure(best=launch_s if kernel_s is None else kernel_s),
+        token_s=Figure(best=use_s),
+        hand_over_s=Figure(best=hand_over_s),
+        cpu_run_s=Figure(best=cpu_run_s),
     )
     return Machine(
         cpu_name="synthetic CPU",
@@ -450,6 +461,7 @@ def make_machine(
             kv_gb_per_s=rate,
             layer_s=dict.fromkeys(("exact", "predicted"), Figure(best=layer_s)),
             token_s=Figure(best=token_s),
+            logit_s=Figure(best=logit_s),
         ),
         gpus=(gpu,) * num_gpus,
         versions={},
@@ -463,7 +475,7 @@ def save_solver_files(folder: Path, model: ModelFile | None = None, **machines: 
         model = make_model(sizes=make_sizes(num_layers=3), kind="f16", predictor_rank=8)
     model.save(folder / "m.gguf")
     make_profile(model).save(folder / "p")
-    slow = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7)
+    slow = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, hand_over_s=1e-7)
     for name, machine in (machines or {"c": slow}).items():
         machine.save(folder / name)
     return folder

@@ -169,7 +169,7 @@ def _small_tensor(kernel: str, name: str, value: Tensor, count, random) -> Tenso
     size = list(value.shape)
     if per_row:
         size[0] = min(size[0], count)
-    if name == "named_B" and kernel == "predict":
+    if name in ("named_B", "copy_B") and kernel == "predict":
         size[0] = -(-count // 32)
     skipped = value.data_ptr() % 16 // value.element_size()
     whole = torch.zeros(skipped + int(np.prod(size)) + 4, dtype=value.dtype)
@@ -256,11 +256,15 @@ def _add_norm(given, got, want) -> None:
     parts = given["parts_PD"]
     total = given["x_D"].double() + (0 if parts is None else parts.double().sum(dim=0))
     size = given["x_D"].abs() + (0 if parts is None else parts.abs().sum(dim=0))
-    bound = rounding(1 if parts is None else len(parts)) * size
+    if given["term_D"] is not None:
+        total, size = total + given["term_D"].double(), size + given["term_D"].abs()
+    bound = rounding(2 if parts is None else len(parts) + 1) * size
     if got["x_out_D"] is not None:
         assert_close(got["x_out_D"], want["x_out_D"], bound)
     if got["out_D"] is not None:
         assert_close(got["out_D"], want["out_D"], norm_bound(want["out_D"], total, given["bias_D"]))
+    if got["copy_D"] is not None:
+        assert torch.equal(got["copy_D"], got["out_D"])
 
 
 def _rotate_append(given, got, want) -> None:
@@ -290,6 +294,7 @@ def _predict(given, got, want) -> None:
     mine, right = (unpack_bits(which["named_B"]) for which in (got, want))
     assert torch.equal(mine[: len(score)][is_clear], right[: len(score)][is_clear])
     assert not mine[len(score) :].any() and is_clear.sum() > 0.9 * len(score)
+    assert got["copy_B"] is None or torch.equal(got["copy_B"], got["named_B"])
 
 
 def _gate_up(given, got, want) -> None:

@@ -74,7 +74,10 @@ class Replay:
             max_rows=1, on_capture=lambda: None,
         )  # fmt: skip
         step = builder.step()
-        operations = [Operation(s.name, s.reads, s.writes, s.run) for s in builder.submissions[0]]
+        operations = [
+            Operation(s.name, s.reads, s.writes, getattr(s.work, "run", s.work))
+            for s in builder.submissions[0]
+        ]
         outside = [op for op in builder.program if op.home == HOST]
         for op in outside:
             if op.part == "positions":

@@ -386,6 +386,85 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
            refuses_operations(step) && pages(step, layer, logits);
 }
 
+// Experts of a layer, each with F rows of gate and up and as many of down, or D.
+HsExperts experts(int32_t kind, bool is_by_output, int64_t D, int64_t F, int64_t E) {
+    HsExperts found = {};
+    HsBlock& block = found.first;
+    const int64_t rows = is_by_output ? D : F, width = is_by_output ? F : D;
+    block.gate = matrix(kind, E * F, D, true), block.up = matrix(kind, E * F, D, true);
+    block.down = matrix(kind, E * rows, width, false);
+    found.gate_bytes = F * block.gate.stride, found.up_bytes = F * block.up.stride;
+    found.down_bytes = rows * block.down.stride;
+    block.gate.num_rows = block.up.num_rows = F, block.down.num_rows = rows;
+    block.num_neurons = F, block.is_by_output = is_by_output;
+    found.down_bias = floats(E * D), found.num_experts = E;
+    return found;
+}
+
+// True if a step of several rows gives each the bits of a step of its own, in a layer of experts with
+// sinks, half of whose heads' values rotate, and shared experts.
+bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
+    const int64_t D = block_values(kind) > 32 ? 256 : 96, F = is_by_output ? D : 64, W = 24;
+    const int64_t H = 4, V = 33, R = 5, E = 6;
+    HsLayer layer = {};
+    layer.norm = norms(D, false), layer.num_norms = 2;
+    HsAttention& attention = layer.attention;
+    const int64_t padded = D == 256 ? 64 : W;  // of a head, in whole blocks
+    for (HsMatrix& m : attention.input) m = matrix(kind, H * padded, D, true);
+    attention.output = matrix(kind, D, H * padded, true);
+    attention.key = bytes(R * H * padded * 2), attention.value = bytes(R * H * padded * 2);
+    attention.num_heads = attention.num_kv_heads = H, attention.head_width = padded;
+    attention.scale = 0.2f, attention.sink = floats(H);
+    const HsExperts own = experts(kind, is_by_output, D, F, E);
+    HsFeedForward& feed_forward = layer.feed_forward;
+    feed_forward.experts = &own, feed_forward.num_neurons = F, feed_forward.computes_all = computes_all;
+    feed_forward.activation = computes_all ? ACTIVATION_SWIGLU_OAI : ACTIVATION_RELU;
+    layer.route = {matrix(KIND_F32, E, D, true), floats(E), 2, 3, 2, GATING_SIGMOID, 1, 1.5f, 0};
+    const HsExperts one = experts(kind, is_by_output, D, F, 1);
+    layer.shared = feed_forward, layer.shared.experts = nullptr;
+    layer.shared.block = &one.first, layer.shared.num_blocks = 1;
+    layer.shared_gate = matrix(KIND_F32, 1, D, false);
+    double frequency[32];
+    for (int64_t i = 0; i < 32; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
+    const HsRotary rotary = {frequency, 1.0, padded / 2, 0, 0};
+    HsStep step = {};
+    step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
+    step.output_norm = norm(D, false);
+    step.layer = &layer, step.num_layers = 1, step.rotary = &rotary, step.num_rotaries = 1;
+    step.width = D, step.num_neurons = F, step.context_length = R, step.max_rows = R;
+    const int32_t one_block[] = {0}, none = VALUE_NONE;
+    step.table = {one_block, 1, 1, R, 1}, step.embedding_scale = 3.0f;
+    step.key_kind = step.value_kind = KIND_F16;
+    std::vector<HsOp> ops = operations(step);
+    ops[5].in_2 = VALUE_ROUTED;
+    ops.insert(ops.begin() + 5, {OP_ROUTE, 0, 0, VALUE_FFN_IN, none, VALUE_ROUTED});
+    ops.insert(ops.begin() + 7, {OP_SHARED, 0, 0, VALUE_FFN_IN, none, VALUE_SHARED_OUT});
+    ops.insert(ops.begin() + 8, {OP_ADD, 0, 0, VALUE_FFN_OUT, VALUE_SHARED_OUT, VALUE_FFN_OUT, 0.5f});
+    step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
+    const int64_t size = hs_step_bytes(&step);
+    if (size < 0) return false;
+    step.workspace = aligned(size);
+    float *logits = floats(R * V), *together = floats(R * V);
+    HsRow rows[R];
+    for (int64_t t = 0; t < R; ++t) {
+        rows[t] = {t, t, 0, 1, -1, 0};
+        if (hs_step(&step, &rows[t], 1, logits + t * V)) return false;
+    }
+    if (hs_step(&step, rows, R, together)) return false;
+    if (std::memcmp(together, logits, R * V * sizeof(float))) return false;
+    auto is_refused = [&](int64_t& field, int64_t value) {
+        const int64_t before = field;
+        field = value;
+        const bool found = hs_step_bytes(&step) < 0;
+        field = before;
+        return found;
+    };
+    for (int64_t value : {int64_t{0}, E + 1})
+        if (!is_refused(layer.route.num_used, value)) return false;
+    return is_refused(layer.route.num_groups, 4) && is_refused(layer.route.num_used_groups, 4) &&
+           is_refused(layer.route.router.num_rows, E - 1);
+}
+
 // A model of one layer whose tokens read selected keys, in a cache for two sequences.
 struct Selecting {
     static constexpr int64_t D = 32, F = 5, H = 4, K = 2, V = 7, ROWS = 9;
@@ -556,6 +635,8 @@ bool level() {
                         if (rank % values == 0 && (is_named || rank < 256) &&
                             !steps(kind, computes_all, is_named, is_gated, rank))
                             return false;
+        for (int form = 0; form < 3; ++form)
+            if (rows_together(kind) == 1 && !mixtures(kind, form == 2, form > 0)) return false;
         all.clear();
     }
     return true;

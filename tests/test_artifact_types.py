@@ -83,7 +83,8 @@ def outcomes(path: Path, values: dict, write) -> dict[tuple, str]:
     alike."""
     found = {}
     alike = {"host_to_device_gb_per_s", "host_to_device_pageable_gb_per_s", "copy_latency_s",
-             "bandwidth_gb_per_s", "round_trip_s", "2"}  # read by the same line as others  # fmt: skip
+             "bandwidth_gb_per_s", "chosen_rows_gb_per_s", "kernel_s", "token_s",
+             "hand_over_s", "cpu_run_s", "2"}  # read by the same line as others  # fmt: skip
     for place in [place for place in places(values) if not alike & set(place)]:
         for number, value in enumerate(VALUES):
             write(with_value(values, place, value))

@@ -123,7 +123,7 @@ def test_another_version_is_refused(tmp_path, name):
         ".gguf": lambda c: c.replace(
             b"version" + struct.pack("<II", 4, known), b"version" + struct.pack("<II", 4, 9)
         ),
-        ".json": lambda c: c.replace(b'"version": 4', b'"version": 9'),
+        ".json": lambda c: c.replace(b'"version": 5', b'"version": 9'),
     }.get(path.suffix, lambda c: re.sub(rb'"version":"(\d)"', rb'"version":"9"', c))(content)
     assert new != content
     path.write_bytes(new)

@@ -54,7 +54,7 @@ def made(tmp_path_factory):
     # Fixed figures, so that the plan does not depend on the machine's load. Kernels are assumed to
     # launch in 0.1 us: at 4 us each, a layer this small could gain nothing.
     make_machine(
-        gpu_gb_per_s=272, cpu_gb_per_s=20, round_trip_s=2.5e-5, launch_s=1e-7, copy_latency_s=1e-6
+        gpu_gb_per_s=272, cpu_gb_per_s=20, hand_over_s=2.5e-5, launch_s=1e-7, copy_latency_s=1e-6
     ).save(folder / "machine.json")
     return folder
 

@@ -48,7 +48,7 @@ def seconds(costs: CacheCosts, hot_rows_L: np.ndarray, cold_rows_L: np.ndarray) 
     return float(np.maximum(hot_L, cold_L).sum() + costs.rest_s)
 
 
-SLOW_GPU = make_machine(cpu_gb_per_s=0.5, gpu_gb_per_s=0.01, launch_s=1e-7, round_trip_s=1e-7)
+SLOW_GPU = make_machine(cpu_gb_per_s=0.5, gpu_gb_per_s=0.01, launch_s=1e-7, hand_over_s=1e-7)
 
 
 @pytest.mark.parametrize("machine", [None, SLOW_GPU])
@@ -74,7 +74,7 @@ def test_the_times_of_a_row_by_hand():
     """Mode exact, f16, no predictor: rows of up and down have 64 values. One thread gathers, at
     half the CPU's rate; it reads and writes every byte and spends 10 us on each swap."""
     parts = made("exact", machine=make_machine(cpu_gb_per_s=2.0, gpu_gb_per_s=100.0, launch_s=3e-6,
-                                               round_trip_s=7e-6, copy_latency_s=5e-6))  # fmt: skip
+                                               hand_over_s=7e-6, copy_latency_s=5e-6))  # fmt: skip
     costs, machine = cache_costs(*parts), parts[0].machine
     link = machine.gpus[0].host_to_device_gb_per_s.best * 1e9
     gather = machine.cpu_bandwidth_gb_per_s[min(machine.cpu_bandwidth_gb_per_s)].best * 1e9

@@ -15,10 +15,14 @@ from models import make_machine
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate as calibrating
+from hotsplit.measure.calibrate import cpu_bandwidth
 from hotsplit.measure.calibrate import gpu as calibrate_gpu
-from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, report, thread_counts
-from hotsplit.measure.calibrate.cpu import _tenths
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, report
+from hotsplit.measure.calibrate.cpu_bandwidth import thread_counts
+from hotsplit.measure.calibrate.cpu_costs import _tenths
+from hotsplit.measure.calibrate.step_costs import Shape
 from hotsplit.measure.timing.interleave import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds, take_turns
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
 RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 
@@ -89,11 +93,11 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
 
 
 def test_without_the_kernels_the_sum_is_what_the_runtime_reaches(monkeypatch):
-    monkeypatch.setattr(calibrating.library, "is_available", lambda: False)
-    monkeypatch.setattr(calibrating, "processors", lambda: SimpleNamespace(usable=1))
-    monkeypatch.setattr(calibrating, "buffer_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(cpu_bandwidth.library, "is_available", lambda: False)
+    monkeypatch.setattr(cpu_bandwidth, "processors", lambda: SimpleNamespace(usable=1))
+    monkeypatch.setattr(cpu_bandwidth, "buffer_bytes", lambda: 8 << 20)
     lines = []
-    kernels, sums = calibrating.measure_cpu(lines.append)
+    kernels, sums = cpu_bandwidth.measure_cpu(lines.append)
     assert kernels == sums
     assert "not built" in lines[0]
 
@@ -193,13 +197,14 @@ def test_the_exact_text_of_a_small_file(tmp_path):
         kv_gb_per_s=Figure(best=2.0),
         layer_s={"exact": Figure(best=0.5)},
         token_s=Figure(best=0.25),
+        logit_s=Figure(best=0.125),
     )
     machine = replace(
         make_machine(num_gpus=0), cpu_sum_gb_per_s={}, cpu_costs=costs, cpu_bandwidth_gb_per_s={
         2: Figure(best=20.0, quartiles=(17.5, 18.0, 19.0), rounds=7)})  # fmt: skip
     machine.save(tmp_path / "m")
     assert json.loads((tmp_path / "m").read_text()) == {
-        "format": "hotsplit.machine", "version": 4, "cpu_name": "synthetic CPU",
+        "format": "hotsplit.machine", "version": 5, "cpu_name": "synthetic CPU",
         "num_threads": 2, "memory_bytes": 64 << 30, "free_bytes": 64 << 30,
         "cpu_bandwidth_gb_per_s": {
             "2": {"best": 20.0, "quartiles": [17.5, 18.0, 19.0], "rounds": 7}},
@@ -210,6 +215,7 @@ def test_the_exact_text_of_a_small_file(tmp_path):
             "kv_gb_per_s": {"best": 2.0, "quartiles": None, "rounds": 0},
             "layer_s": {"exact": {"best": 0.5, "quartiles": None, "rounds": 0}},
             "token_s": {"best": 0.25, "quartiles": None, "rounds": 0},
+            "logit_s": {"best": 0.125, "quartiles": None, "rounds": 0},
         },
     }  # fmt: skip
     assert Machine.load(tmp_path / "m") == machine
@@ -219,8 +225,8 @@ def test_the_exact_text_of_a_small_file(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda c: c.update(version=1), "version 1, this program reads 4"),
-        (lambda c: c.update(version=3), "version 3, this program reads 4"),
+        (lambda c: c.update(version=1), "version 1, this program reads 5"),
+        (lambda c: c.update(version=3), "version 3, this program reads 5"),
         (lambda c: c.update(format="x"), "format 'x'"),
         (lambda c: c.pop("cpu_sum_gb_per_s"), "'cpu_sum_gb_per_s' is unknown or missing"),
         (lambda c: c["cpu_bandwidth_gb_per_s"].update({"1": 3.0}), "gb_per_s.1 is 3.0, wanted an object"),
@@ -250,12 +256,16 @@ def test_a_wrong_file_is_refused_in_one_line_that_says_calibrate_again(tmp_path,
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_figures_of_a_gpu_are_plausible():
-    gpu = calibrate_gpu.measure_gpu(0, 10.0)
+    costs = make_machine().costs
+    gpu = calibrate_gpu.measure_gpu(0, 20.0, costs, 64 << 30)
     assert 50 < gpu.bandwidth_gb_per_s.best < 20_000
     assert 0.5 < gpu.host_to_device_pageable_gb_per_s.best < 1000
     assert gpu.host_to_device_gb_per_s.best < gpu.bandwidth_gb_per_s.best
     assert 1e-7 < gpu.launch_s.best < 1e-4
-    assert 1e-7 < gpu.copy_latency_s.best < gpu.round_trip_s.best < 1e-3
+    assert 1e-7 < gpu.copy_latency_s.best < 1e-3
+    assert gpu.launch_s.median <= gpu.kernel_s.median < 1e-4
+    assert 1e-6 < gpu.hand_over_s.median < 1e-3 and 1e-6 < gpu.cpu_run_s.median < 1e-3
+    assert gpu.chosen_rows_gb_per_s.median < gpu.bandwidth_gb_per_s.best
 
 
 class FakeCuda:
@@ -308,9 +318,14 @@ def test_a_rehearsal_of_the_gpu_measurements_without_one(monkeypatch):
     monkeypatch.setattr(calibrate_gpu.torch, "cuda", fake)
     monkeypatch.setattr(calibrate_gpu.torch, "device", lambda *a: device("cpu"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(calibrate_gpu, "triton_kernels", reference_kernels)
+    # Both sides are on the CPU, so a bandwidth is not needed to fit the rest.
+    small = Shape(num_layers=4, hidden_size=64, num_neurons=128, vocab_size=100, head_dim=32)
+    monkeypatch.setattr(calibrate_gpu, "NARROW", small)
+    monkeypatch.setattr(calibrate_gpu, "SMALLER", replace(small, hidden_size=128))
     timings: list[float] = []
-    gpu = calibrate_gpu.measure_gpu(0, 0.1, timings.append)
+    gpu = calibrate_gpu.measure_gpu(0, 0.1, make_machine().costs, 1 << 30, timings.append)
     assert (gpu.name, gpu.source) == ("fake GPU", "measured")
-    assert len(gpu.figures) == 6
+    assert len(gpu.figures) == 10
     assert all(figure.rounds >= MIN_ROUNDS for figure in gpu.figures.values())
-    assert len(timings) >= 6 * (MIN_ROUNDS + 1)
+    assert len(timings) >= (5 + 2 * 6) * (MIN_ROUNDS + 1)

@@ -34,6 +34,7 @@ FIRST = {
     "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
     "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",
     "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM", "Glm4MoeConfig": "Glm4MoeForCausalLM",
+    "GptOssConfig": "GptOssForCausalLM",
 }  # fmt: skip
 
 

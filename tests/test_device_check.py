@@ -15,10 +15,12 @@ import torch
 from failing_parts import (
     KEY,
     DeafStream,
+    Forgotten,
     HalfDeafStream,
     failing,
     fake_parts,
     forgetful,
+    forgetting,
     halved,
     idle,
     raising,
@@ -106,7 +108,9 @@ def test_a_device_that_works_is_checked_once_and_prints_nothing(load):
     assert checks.key == KEY and checks.started is None
     assert all(verdict.is_fine for verdict in checks.verdicts.values())
     names = {name.split()[0] for name in checks.verdicts}
-    assert names == {"device", "pinned", "memory", "kernel", "products", "host", "step", "graph"}
+    assert names == {
+        "device", "pinned", "memory", "kernel", "products", "host", "doorbell", "step", "graph",
+    }  # fmt: skip
     kernels = {name.split()[1] for name in checks.verdicts if name.startswith("kernel ")}
     assert kernels == set(NAMES) - ELSEWHERE
     again = load(fake_parts(use=failing(), pin=failing(), multiply=failing(), limit=failing(),
@@ -122,6 +126,15 @@ FAILURES = {
     "memory limit": (fake_parts(limit=failing()), "used for planning, but not enforced"),
     "products float16": (fake_parts(multiply=failing()), "multiplied in f32"),
     "host function": (fake_parts(stream=DeafStream), "layer by layer"),
+    "doorbell": (fake_parts(doorbell_stream=DeafStream), "the driver calls the CPU"),
+    "doorbell that is slower": (
+        fake_parts(hand_over_s=lambda backends: [3e-5, 2e-5]),
+        "takes 30.0 us, a host function 20.0",
+    ),
+    "doorbell only in a graph": (
+        fake_parts(doorbell_stream=Forgotten, prepare=forgetting),
+        "in a graph: sent 1, wanted 2",
+    ),
     "step": (fake_parts(stream=HalfDeafStream), "layer by layer"),
     "graph": (fake_parts(prepare=forgetful), "submitted kernel by kernel"),
     "graph that raises": (fake_parts(prepare=failing()), "submitted kernel by kernel"),
@@ -146,7 +159,8 @@ def check_fallback(load, name):
         gpu_products._replaced.clear()
     kept = {name: verdict for each in stored_checks() for name, verdict in each.verdicts.items()}
     failed = [part for part, verdict in kept.items() if not verdict.is_fine]
-    assert failed and all(part.split()[:2][0] == name.split()[0] for part in failed), failed
+    first = {"host function": {"host", "doorbell"}}.get(name, {name.split()[0]})
+    assert failed and {part.split()[0] for part in failed} == first, failed
     findings = doctor.checks(stored_checks(), has_gpu=True, unfinished=None)
     first, _, rest = name.partition(" ")
     named = re.compile(rf"kernels? {rest.split()[0]}\b" if first == "kernel" else first)
@@ -451,6 +465,7 @@ def silent(*arguments: object) -> None:
 
 
 BROKEN = {
+    "doorbell": ("hotsplit.runtime.device.cuda_runtime._DRIVER", "libc.so.6"),
     "host function": ("hotsplit.runtime.device.cuda_runtime.CudaRuntime.host_function", silent),
     "graph": ("hotsplit.runtime.step.cuda_backend._captured", failing()),
     "memory limit": ("torch.cuda.set_per_process_memory_fraction", silent),
@@ -472,7 +487,8 @@ def test_on_the_fake_runtime_a_broken_part_takes_its_fallback(planned, capsys, p
             assert rel_error(stepped(engine), want) < 1e-3
             is_step = isinstance(engine._live.native, HybridStep)
     lines = [line for line in capsys.readouterr().err.splitlines() if "doctor" in line]
-    assert len(lines) == (part is not None) and is_step == (part != "host function")
+    # Without host functions, there are still doorbells.
+    assert len(lines) == (part not in (None, "host function")) and is_step
     (checks,) = [each for each in stored_checks() if each.key.device == "fake CUDA device"]
     failed = [verdict.part for verdict in checks.verdicts.values() if not verdict.is_fine]
     assert [name.split()[0] for name in failed] == ([part.split()[0]] if part else [])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from allocations import peak_bytes
+from allocations import pool_peaks
 from models import family_model, make_model, make_sizes, shape_only
 from reference import logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, make_split
@@ -26,7 +26,13 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime import gpu_setup, resolved_options
 from hotsplit.runtime.device import device_memory
-from hotsplit.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error
+from hotsplit.runtime.device.device_memory import (
+    ALIGNMENT,
+    BESIDE_BYTES,
+    DeviceMemory,
+    out_of_memory_as_error,
+)
+from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
@@ -34,6 +40,7 @@ from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention import attend
+from hotsplit.runtime.ops.attention.flash_parts import most_sum_bytes
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
@@ -41,8 +48,10 @@ from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.scratch import Pass
 from hotsplit.runtime.step.workspace import (
     decode_bytes,
-    pass_bytes,
-    planned_bytes,
+    gpu_bytes,
+    pass_pools,
+    reserved_bytes,
+    temporaries,
     workspace_bytes,
 )
 from hotsplit.runtime.weights import gpu_products
@@ -246,7 +255,8 @@ def card(monkeypatch):
         state.limit = int(fraction * state.total)  # as CUDACachingAllocator.cpp computes it
 
     monkeypatch.setattr(cuda, "set_per_process_memory_fraction", keep)
-    monkeypatch.setattr(device_memory, "_warm_up", lambda device: None)
+    monkeypatch.setattr(device_memory, "_warm_up", lambda device: 0)
+    monkeypatch.setattr(device_memory, "free_workspaces", lambda: None)
     monkeypatch.setattr(device_memory, "_living", set())
     for name in device_memory._ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -276,7 +286,7 @@ def test_several_engines_get_the_sum_of_their_budgets(card):
     device_memory._limit_all(GPU)
     assert card.limit == 3 << 30
     card.reserved = 1 << 30
-    assert second.room_bytes == (2 << 30) - device_memory.SMALL_BYTES
+    assert second.room_bytes == (2 << 30) - device_memory.BESIDE_BYTES
     first.close()
     assert card.limit == 2 << 30
     living(None)  # an engine without a plan, and so without a limit
@@ -313,22 +323,20 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
         raise RuntimeError("of another kind")
 
 
+def most_tokens(model, tokens, memory, blocks):
+    return gpu_setup._most_tokens(on_gpu(model, "exact", tokens, 1024), memory, blocks)
+
+
 def test_passes_are_shortened_to_fit_the_memory_left(card):
     model = shape_only(make_sizes(width=4096, num_neurons=11008, context_length=1024))
     memory = living(1 << 30)
-
-    def shortened(tokens, beside=0):
-        return gpu_setup._shortened(on_gpu(model, "exact", tokens, 1024), memory, beside).num_tokens
-
-    for tokens in (128, 64):
-        card.reserved = (1 << 30) - device_memory.SMALL_BYTES
-        card.reserved -= (
-            int(pass_bytes(on_gpu(model, "exact", tokens, 1024)) / (1 - gpu_setup.GAPS)) + 2
-        )
-        assert shortened(128) == tokens
+    for tokens in (128, 64, 16):
+        room = reserved_bytes(on_gpu(model, "exact", tokens, 1024))
+        card.reserved = (1 << 30) - device_memory.BESIDE_BYTES - room
+        assert most_tokens(model, 128, memory, {}) == tokens
     card.reserved = 1 << 30
     with pytest.raises(HotsplitError, match="one token takes .* larger --vram-budget"):
-        shortened(128)
+        most_tokens(model, 128, memory, {})
 
 
 @pytest.mark.parametrize("room", ["none", "for a pass", "for cold weights too"])
@@ -338,16 +346,17 @@ def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatc
     split = make_split(model, [range(0, 2048, 2), range(100)], context_length=256)
     decoder, memory, _ = load(model, split, context=256, is_resident=False)
     said = []
-    wanted = pass_bytes(on_gpu(model, "exact", 128, 256))
-    piece = 1 << 20
-    left = {"none": 0, "for a pass": wanted, "for cold weights too": wanted + 2 * piece}[room]
-    memory.budget_bytes = len(memory.slab) + int(left / (1 - gpu_setup.GAPS)) + 2
-    items = {"gpu": split.gpu_bytes}
+    p, piece = on_gpu(model, "exact", 128, 256), 1 << 20
+    memory.budget_bytes = len(memory.slab) + (0 if room == "none" else reserved_bytes(p, piece))
+    most = gpu_setup._largest_piece
+    monkeypatch.setattr(gpu_setup, "_largest_piece", lambda blocks: min(piece, most(blocks)))
+    if room == "for a pass":
+        monkeypatch.setattr(gpu_setup, "LEAST_PIECE_BYTES", piece + 1)
 
     def set_up():
         placement = Placement.of_split(split, (CARD,))
         return gpu_setup.with_cold_streams(
-            model, decoder.weights, {CARD: memory}, placement, "exact", 256, items, 128, said.append
+            model, decoder.weights, {CARD: memory}, placement, "exact", 256, 128, said.append
         )
 
     if room == "none":
@@ -362,8 +371,8 @@ def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatc
         return
     (stream,) = streams
     assert not said and stream.least_tokens == LEAST_TOKENS and stream.staging is not None
-    assert piece - 4 <= stream.piece_bytes <= piece and set(stream.blocks) == {0, 1}
-    assert memory.aside_bytes >= wanted + 2 * stream.piece_bytes
+    assert 0.8 * piece < stream.piece_bytes <= piece and set(stream.blocks) == {0, 1}
+    assert memory.aside == temporaries(p, stream.piece_bytes)
     with torch.inference_mode():
         got = dataclasses.replace(decoder, weights=weights).forward(torch.arange(40), 0)
         want = decoder.forward(torch.arange(40), 0)
@@ -385,30 +394,29 @@ def test_a_note_says_which_budget_is_enforced_instead_of_a_small_one(card):
     assert 0 < found[GPU][1] - stays - 4 * 96 - decode_bytes(model, 32) < 60 * ALIGNMENT
 
 
-def test_the_rest_of_the_budget_is_set_aside(card, monkeypatch):
-    """It is taken as tensors large enough to get segments of their own, of exactly the requested
-    size."""
+def test_both_pools_are_set_aside(card, monkeypatch):
+    """The pools get small tensors, and one large enough to get a segment of its own of exactly its size."""
     taken, was = [], torch.empty
 
     def empty(size, *arguments, device=None, **options):
         if device != GPU:
             return was(size, *arguments, device=device, **options)
         taken.append(size)
-        card.reserved += -(-size // device_memory.SEGMENT_BYTES) * device_memory.SEGMENT_BYTES
         return was(0, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: taken[0])
-    slab, budget = 900 << 20, 1 << 30
-    memory = DeviceMemory.of(GPU, slab - 12345, budget)
-    assert taken == [slab - 12345, device_memory.FIRST_BYTES]
-    memory.aside_bytes = 1 << 30  # more than there is
+    memory = DeviceMemory.of(GPU, 900 << 20, 1 << 30)
+    assert taken[:2] == [900 << 20, device_memory.PRODUCT_BYTES]
+    taken.clear()
+    memory.aside = PoolBytes(small=5 << 20, large=40 << 20)
     memory.set_aside()
-    left = budget - slab - device_memory.FIRST_BYTES - device_memory.SMALL_BYTES
-    assert taken[2:] == [left] and card.reserved == budget - device_memory.SMALL_BYTES
-    memory.set_aside()  # nothing is left
-    assert len(taken) == 3
-    assert memory.room_bytes == budget - taken[0] - device_memory.SMALL_BYTES
+    small, (large,) = taken[:-1], taken[-1:]
+    assert set(small) == {1 << 20} and sum(small) >= 7 << 20  # two of 0.7 MiB do not share 2 MiB
+    assert large % SEGMENT_BYTES == 0 and (44 << 20) < large < (48 << 20)
+    taken.clear()
+    memory.aside = PoolBytes(large=2 << 20)  # a segment of 20 MiB otherwise
+    memory.set_aside()
+    assert taken == [10 << 20]
 
 
 def test_a_slab_that_does_not_fit_leaves_no_limit_behind(card, monkeypatch):
@@ -690,16 +698,20 @@ def test_a_pass_stays_within_its_memory_bound(
             decoder.logits(decoder.forward(ids_T, context - len(ids_T))[-16:])
 
         run()
-        peak, p = peak_bytes(run), on_gpu(model, mode, tokens, context)
-        assert peak <= pass_bytes(dataclasses.replace(p, num_hot=[neurons // 2] * 2)) < 1.15 * peak
-        assert peak <= pass_bytes(p) < 2 * peak  # for all divisions of neurons
+        peak, p = pool_peaks(run), on_gpu(model, mode, tokens, context)
+        halved = pass_pools(dataclasses.replace(p, num_hot=[neurons // 2] * 2))
+        assert peak.large <= halved.large <= 1.15 * peak.large and peak.small <= halved.small
+        whole = pass_pools(p)  # for all divisions of neurons
+        assert peak.large <= whole.large < 2 * peak.total and peak.small <= whole.small
 
 
 def allocating_flash(query, key, value):
-    """The allocations of torch's flash attention."""
+    """The allocations of torch's flash attention on a card that divides keys into the most parts."""
     assert query.shape[-1] % 8 == 0
-    torch.empty(query.shape[:3])  # the logarithms of the sums
     _, heads, tokens, width = query.shape
+    held = [torch.empty(heads, tokens)]  # the logarithms of the sums
+    sums = min(most_sum_bytes(heads, key.shape[2], width) * tokens, attend.FLASH_SUM_BYTES)
+    held += [torch.empty(sums // 4), torch.empty(sums // 4 // width)]
     return query.new_zeros(1, tokens, heads, width).transpose(1, 2)
 
 
@@ -734,8 +746,8 @@ def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
         decoder.logits(decoder.forward(ids_T, 2048 - tokens)[-16:])
 
     run()
-    bound = pass_bytes(on_gpu(model, mode, tokens, 2048, has_flash=True))
-    assert 0.8 * bound < peak_bytes(run) <= bound
+    bound, peak = pass_pools(on_gpu(model, mode, tokens, 2048, has_flash=True)), pool_peaks(run)
+    assert 0.8 * bound.large <= peak.large <= bound.large and peak.small <= bound.small
 
 
 @pytest.mark.parametrize("shape", [
@@ -745,39 +757,51 @@ def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
                vocab_size=32000),
 ])  # fmt: skip
 @pytest.mark.parametrize("context", [512, 4096, 32768])
-def test_the_workspace_of_common_models_has_room(shape, context):
-    """For a pass of at least 32 tokens, beside a step's vectors, cuBLAS and the neurons' ids."""
+def test_a_plan_reserves_a_pass_of_at_least_32_tokens(shape, context):
+    """And pieces of cold weights, beside a step's vectors, cuBLAS and the neurons' ids."""
     model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
-    left = workspace_bytes(model, context, "predicted") - decode_bytes(model, context)
-    left -= device_memory.SMALL_BYTES + (5 << 20) + 4 * shape.num_neurons * shape.num_layers
-    tokens = SHORT_CHUNK
-    while pass_bytes(on_gpu(model, "predicted", tokens, context)) > left:
-        tokens //= 2
-    assert tokens >= 32
+    left = gpu_bytes(model, context, "predicted") - decode_bytes(model, context, 8)
+    left -= BESIDE_BYTES + 4 * shape.num_neurons * shape.num_layers
+    assert reserved_bytes(on_gpu(model, "predicted", 32, context, has_flash=True), 4 << 20) <= left
 
 
 def test_plans_of_large_models_reserve_longer_passes():
+    """Those of others the shortest, rather than none."""
     large = make_sizes(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
                        vocab_size=32000, context_length=1024)  # fmt: skip
-    model = shape_only(large, predictor_rank=256)
-    found = planned_bytes(model, 1024, "predicted")
-    one = pass_bytes(on_gpu(model, "predicted", 256, 1024, has_flash=True))
-    assert one + (32 << 20) < found < 300 << 20
-    assert planned_bytes(shape_only(dataclasses.replace(large, num_layers=4)), 1024, "dense") == 0
+    found, wanted = {}, {}
+    for num_layers in (32, 4):
+        model = shape_only(dataclasses.replace(large, num_layers=num_layers), predictor_rank=256)
+        found[num_layers] = gpu_bytes(model, 1024, "predicted")
+        tokens, piece = (256, 16 << 20) if num_layers == 32 else (32, 4 << 20)
+        p = on_gpu(model, "predicted", tokens, 1024, has_flash=True)
+        wanted[num_layers] = reserved_bytes(p, piece)
+        size = sum(entry.num_bytes for entry in model.tensors.values())
+        assert (found[num_layers] <= 0.02 * size) == (num_layers == 32)
+    assert all(wanted[n] < found[n] < wanted[n] + (40 << 20) for n in found)
+    assert found[32] > found[4] + (40 << 20)
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 100 << 20, 128 << 20, 1 << 30])
+def test_a_budget_below_the_one_enforced_needs_a_smaller_reserve(budget):
+    """What is enforced beyond it is free for passes."""
+    model = make_model(sizes=make_sizes(context_length=64), kind="f16")
+    alone, whole = workspace_bytes(model, 64, "exact"), gpu_bytes(model, 64, "exact")
+    found = workspace_bytes(model, 64, "exact", gpu_budget_bytes=budget)
+    free = max(0, device_memory.LEAST_BUDGET_BYTES - budget)
+    assert max(alone, whole - free) <= found < max(alone, whole - free) + (64 << 10)
 
 
 def test_a_long_pass_leaves_room_for_pieces(card):
     model = shape_only(make_sizes(width=4096, num_neurons=11008, context_length=1024))
-    memory = living(1 << 30)
-
-    def shortened(tokens, beside=0):
-        return gpu_setup._shortened(on_gpu(model, "exact", tokens, 1024), memory, beside).num_tokens
-
-    wanted = pass_bytes(on_gpu(model, "exact", 512, 1024)) / (1 - gpu_setup.GAPS)
-    card.reserved = (1 << 30) - device_memory.SMALL_BYTES - int(wanted) - 2
-    assert shortened(512) == 512
-    assert shortened(512, 16 << 20) == 256
-    assert shortened(128, 16 << 20) == 128
+    memory, piece = living(2 << 30), 16 << 20
+    blocks = {0: SimpleNamespace(num_neurons=1, layout_bytes=lambda count: 1 << 30)}
+    room = reserved_bytes(on_gpu(model, "exact", 512, 1024))
+    card.reserved = (2 << 30) - device_memory.BESIDE_BYTES - room
+    assert most_tokens(model, 512, memory, {}) == 512
+    assert most_tokens(model, 512, memory, blocks) == 256
+    assert reserved_bytes(on_gpu(model, "exact", 256, 1024), piece) <= room
+    assert most_tokens(model, 128, memory, blocks) == 128
 
 
 def test_spanned_bytes_counts_the_memory_taken():

@@ -169,10 +169,12 @@ def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
     monkeypatch.setattr("hotsplit.runtime.weights.gpu_products._replaced", set())
     probe_gpu("cpu")
     found = gpu.checks(examining.stored_checks(), has_gpu=True, unfinished=None)
-    assert [each.state for each in found] == ["ok", "wrong"] and "kernel predict" in found[1].text
+    assert [each.state for each in found] == ["ok", "wrong", "wrong"]
+    # With a part of the neurons on the CPU, the kernel writes the bits twice: a variant of its own.
+    assert all("kernel predict" in each.text for each in found[1:])
     names = {name.split()[0] for name in examining.stored_checks()[0].verdicts}
     # No graph, since torch computes a kernel.
-    assert names == {"device", "pinned", "kernel", "products", "host", "step"}
+    assert names == {"device", "pinned", "kernel", "products", "host", "doorbell", "step"}
     crashed = Result(done=None, how="crashed by SIGSEGV", at="a small model on cuda:0")
     assert gpu.checks([], has_gpu=True, unfinished=crashed)[0].state == "wrong"
 

@@ -23,6 +23,7 @@ from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.model.spec import Route
 from hotsplit.model.tensors import in_layout, is_down
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
+from hotsplit.runtime import resolved_options
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.route import Router, route_ref
 from hotsplit.runtime.weights.matrix import Linear, Matrix
@@ -298,19 +299,31 @@ def test_exact_mode_skips_silent_neurons_of_the_chosen_experts():
         assert 0 < read == sum(fired) * 68 < 2 * 3 * 96 * 68
 
 
-def test_experts_stay_in_the_mapped_file(tmp_path):
-    model = mixture(path=tmp_path / "m.gguf", kind="q8_0", num_neurons=96)
-    model.save(model.path)
-    opened = ModelFile.load(model.path)
-    with Engine.of(opened, is_resident=True) as engine:
-        for index, layer in enumerate(engine.layers):
-            block = layer.ffn.experts
-            for name, own in zip(
-                ("gate", "up", "down"), (block.gate, block.up, block.down), strict=True
-            ):
-                stem = "ffn_down_exps_t" if name == "down" else f"ffn_{name}_exps"
-                entry = opened.entry(index, f"{stem}.weight")
-                assert np.shares_memory(own.data.numpy(), entry.read())
+@pytest.mark.parametrize("layout, mode", LAYOUTS)
+def test_experts_are_copied_once_or_stay_in_the_file(tmp_path, caplog, monkeypatch, layout, mode):
+    """In memory, in the layouts of dense layers, they take the file's bytes. If they do not fit, they
+    stay in the mapped file, and the other weights do not."""
+    path = tmp_path / "m.gguf"
+    mixture(kind="q8_0", layout=layout, num_neurons=64).save(path)
+    opened, found = ModelFile.load(path), {}
+    names = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps" + "_t" * (layout == "sparse"))
+    free = 1 << 30
+    for is_tight in (False, True):
+        monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda free=free: free)
+        with Engine.of(opened, mode=mode, context_length=16) as engine:
+            found[is_tight] = engine.logits(IDS)
+            items = engine.bytes_by_role["cpu"]
+            free = int((sum(items.values()) - items["neurons"] / 2) / resolved_options.FREE_SHARE)
+            for index, layer in enumerate(engine.layers):
+                block = layer.ffn.experts
+                for name, own in zip(names, (block.gate, block.up, block.down), strict=True):
+                    raw = opened.entry(index, f"{name}.weight").read()
+                    assert own.data.nbytes == raw.nbytes
+                    assert np.shares_memory(own.data.numpy(), raw) == is_tight
+                    assert (own.kind == "q8_0") == is_tight
+                assert layer.attention.output.weight.kind != "q8_0"
+    assert "the experts stay in the file" in caplog.text
+    assert rel_error(*found.values()) < 1e-3
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])

@@ -254,7 +254,7 @@ def test_hotsplit_uses_the_fake_runtime(accepted):
         handle = main.stream.cuda_stream
         library.call("cudaStreamDestroy", handle)
         found.copy(raw(), raw(), 8, handle)
-    library.load().fakeReset(2, 64 << 20, 0)
+    library.load().fakeReset(2, 64 << 20, 0, 0)
 
 
 def test_a_relaxed_capture_may_allocate(accepted):

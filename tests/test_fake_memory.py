@@ -20,6 +20,7 @@ from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
+from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.device.streams import CudaStream
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.stored import rows_together
@@ -46,9 +47,10 @@ def test_a_budget_is_enforced_to_the_byte():
     budget = 160 * MIB + 12345
     with checked_cuda():
         memory = DeviceMemory.of(GPU, 40 * MIB, budget)
-        memory.aside_bytes = 64 * MIB
+        memory.aside = PoolBytes(small=5 * MIB, large=64 * MIB)
         memory.set_aside()
         assert memory.report().slab == 40 * MIB
+        assert memory.report().reserved == 40 * MIB + 10 * MIB + memory.aside.segments.total
         room = memory.room_bytes
         assert 100 * MIB < room < budget - 40 * MIB
         held = torch.empty(room // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device=GPU)

@@ -16,6 +16,7 @@ from transformers import (
     FalconConfig,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
     LlamaConfig,
@@ -66,6 +67,10 @@ GRANITE = MOE | {
     "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
 }  # fmt: skip
 del GRANITE["num_experts"], GRANITE["moe_intermediate_size"]
+OSS = GATED | {
+    "intermediate_size": 35, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24,
+    "sliding_window": 5, "initializer_range": 0.3,
+}  # fmt: skip
 GLM = MOE | {"n_routed_experts": 7, "routed_scaling_factor": 1.8}
 del GLM["num_experts"]
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
@@ -147,12 +152,23 @@ CASES = {
         attention_bias=True, first_k_dense_replace=0, n_shared_experts=2, head_dim=16,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     ),
+    "gpt-oss": GptOssConfig(
+        **OSS | ODD,
+        rope_parameters={
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8,
+            "rope_theta": 150000.0, "truncate": False,
+        },
+    ),
+    "gpt-oss-plain": GptOssConfig(
+        **OSS | TIED, attention_bias=False, layer_types=["full_attention"] * 2 + ["sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
     "qwen3moe-first-dense": Qwen3MoeConfig(
         **MOE | TIED, head_dim=16, mlp_only_layers=[0, 1], attention_bias=True
     ),
 }  # fmt: skip
 
-MIXTURES = [case for case in CASES if "moe" in case or case == "mixtral"]
+MIXTURES = [case for case in CASES if "moe" in case or case == "mixtral" or "oss" in case]
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +253,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 
 STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
-    "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe",
+    "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",
 ]  # fmt: skip
 
 
@@ -438,3 +454,33 @@ def test_a_file_that_lacks_some_biases_is_refused(checkpoints, tmp_path):
     keys, _ = read_model_gguf(tmp_path / "m.gguf")
     with pytest.raises(HotsplitError, match="ffn_up.bias is in layer 0 or in layer 1"):
         ModelFile.of(tmp_path / "m.gguf", keys, tensors)
+
+
+def test_experts_in_mxfp4_are_unpacked(tmp_path):
+    """The published form of gpt-oss, against transformers' own unpacking."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = GptOssConfig(**OSS | {"intermediate_size": 64, "num_hidden_layers": 1})
+    folder = random_model(tmp_path / "hf", config)
+    save_tokenizer(folder, 320)
+    weights, packed = load_file(folder / "model.safetensors"), {}
+    chance = torch.Generator().manual_seed(0)
+    for name in [n for n in weights if n.endswith(("gate_up_proj", "down_proj"))]:
+        rows = weights[name].shape[2]
+        blocks = torch.randint(0, 256, (6, rows, 2, 16), generator=chance, dtype=torch.uint8)
+        scales = torch.randint(120, 126, (6, rows, 2), generator=chance, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    want = ModelFile.load(converted(folder, tmp_path / "f32.gguf", outtype="f32"))
+    others = {name: values for name, values in weights.items() if f"{name}_blocks" not in packed}
+    save_file(others | packed, folder / "model.safetensors", {"format": "pt"})
+    edit_config(folder, lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
+    got = ModelFile.load(converted(folder, tmp_path / "packed.gguf", outtype="f32"))
+    assert got.tensors.keys() == want.tensors.keys()
+    for name, entry in want.tensors.items():
+        assert np.array_equal(got.tensors[name].read(), entry.read()), name
+    edit_config(folder, lambda c: c.update(quantization_config={"quant_method": "gptq"}))
+    with pytest.raises(HotsplitError, match="quant_method is 'gptq', wanted 'mxfp4'"):
+        converted(folder, tmp_path / "refused.gguf")

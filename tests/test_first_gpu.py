@@ -1,6 +1,7 @@
 """Systems that docs/gpu.md lists, with fakes of what CUDA and the system report."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -95,8 +96,7 @@ def test_a_runtime_without_host_functions_fails_only_that_part():
         def host(self, node: HostNode) -> None:
             runtime.host_function(0, node.function, node.argument)
 
-    backend = plain_backend(reference_kernels())
-    backend = SimpleNamespace(streams=lambda device: (Stream(), Stream()), is_pinned=False)
+    backend = replace(plain_backend(reference_kernels()), stream=lambda device: Stream())
     why = device_check.outcome(lambda: step_check.echo(backend, CPU), 5.0)
     assert why == "this CUDA runtime has no cudaLaunchHostFunc"
 

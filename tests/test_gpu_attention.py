@@ -1,6 +1,8 @@
 """The GPU kernels for norms and attention, compared with a float64 reference on a CUDA device, or
 in Triton's interpreter if there is none."""
 
+import math
+
 import pytest
 import torch
 from gpu_matrices import EPS, NAN, REFERENCE, assert_close, device, rounding, vector
@@ -31,6 +33,24 @@ def test_add_norm(kernels, width, has_bias):
     (got, got_x), (want, want_x) = found
     assert_close(got_x, want_x, 4 * EPS * (x.abs() + parts.abs().sum(dim=0)))
     assert_close(got, want, norm_bound(want, want_x, bias))
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+@pytest.mark.parametrize("shape", [(96,), (2, 96)])
+def test_add_norm_with_a_term_and_a_copy_of_the_result(kernels, shape, has_parts):
+    """Both are in main memory when the CPU has a part of the layer."""
+    size = math.prod(shape)
+    x, term, weight = (vector(size, seed).view(shape) for seed in (1, 2, 4))
+    weight = weight.flatten()[:96].contiguous()
+    parts = vector(3 * size, 3).view(3, *shape) if has_parts else None
+    out, x_out, copy = (torch.empty_like(x) for _ in range(3))
+    kernels.add_norm(x, parts, weight, None, 1e-5, out, x_out, term, copy)
+    want, want_x = torch.empty_like(x), torch.empty_like(x)
+    REFERENCE.add_norm(x + term, parts, weight, None, 1e-5, want, want_x)
+    sizes = x.abs() + term.abs() + (parts.abs().sum(dim=0) if has_parts else 0)
+    assert_close(x_out, want_x, 5 * EPS * sizes)
+    assert_close(out, want, norm_bound(want, want_x, None))
+    assert torch.equal(copy, out)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 15, 16, 17, 33])

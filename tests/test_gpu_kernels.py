@@ -195,6 +195,17 @@ def predicted(kernels, matrix, bias, inner, threshold, kind="linear", activation
     return both(kernels, "predict", out, matrix, bias, inner, threshold, kind, activation)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+def test_bits_are_written_twice(kernels, num_rows):
+    """Also to main memory when the CPU has a part of the layer."""
+    matrix, inner = make_matrix("f16", 37, 32), vector(32 * num_rows)
+    shape = (2,) if num_rows == 1 else (num_rows, 2)
+    inner = inner if num_rows == 1 else inner.view(num_rows, 32)
+    named, copy = (torch.full(shape, -1, dtype=torch.int32, device=device()) for _ in range(2))
+    kernels.predict(matrix, None, inner, 0.0, "linear", "relu", named, copy)
+    assert torch.equal(named, copy) and named.any() and not (named == -1).all()
+
+
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_predict(kernels, kind, blocks):

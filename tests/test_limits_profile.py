@@ -372,7 +372,7 @@ def test_a_trained_model_goes_through_the_commands(tmp_path):
     inputs = make_inputs(tmp_path)
     made = sparsify(tiny_config(inputs, tmp_path)).record.made[0]
     text = inputs[1]
-    make_machine(launch_s=1e-8, round_trip_s=1e-8, copy_latency_s=1e-8, cpu_gb_per_s=1.0).save(
+    make_machine(launch_s=1e-8, hand_over_s=1e-8, copy_latency_s=1e-8, cpu_gb_per_s=1.0).save(
         tmp_path / "machine.json"
     )
     steps = [

@@ -344,7 +344,7 @@ def inputs_of(model, frequency_LF, machine, *budgets: int) -> Inputs:
     return make_inputs(model, profile, machine, *budgets, context_length=32, workspace=1000)
 
 
-def workspace(model, context_length, mode) -> int:
+def workspace(model, context_length, mode, *more) -> int:
     return 1000
 
 
@@ -378,7 +378,7 @@ def test_the_plan_is_dense_where_whole_layers_are_fastest():
     GPU."""
     shape = make_sizes(num_layers=3, width=128, num_neurons=512)
     model = a_model("relu", sizes=shape, has_predictors=False)
-    machine = make_machine(round_trip_s=1e-3, launch_s=1e-7, chosen_share=0.2, cpu_gb_per_s=4)
+    machine = make_machine(hand_over_s=1e-3, launch_s=1e-7, chosen_share=0.2, cpu_gb_per_s=4)
     inputs = inputs_of(model, shares(3, 512, 0.97), machine, 1 << 30)
     whole = as_plan(dataclasses.replace(inputs, mode="dense"), layer_split(inputs))
     assert whole.placement.dense_L.all() and whole.placement.head
@@ -419,7 +419,7 @@ def random_inputs(seed: int, num_gpus: int) -> Inputs:
     )
     machine = make_machine(
         gpu_gb_per_s=float(10 ** random.uniform(0, 3)), cpu_gb_per_s=float(10 ** random.uniform(-1, 2)),
-        launch_s=float(10 ** random.uniform(-8, -5)), round_trip_s=float(10 ** random.uniform(-8, -4)),
+        launch_s=float(10 ** random.uniform(-8, -5)), hand_over_s=float(10 ** random.uniform(-8, -4)),
         copy_latency_s=float(10 ** random.uniform(-8, -5)), num_gpus=num_gpus,
         chosen_share=float(random.uniform(0.4, 1)), layer_s=float(10 ** random.uniform(-9, -5)),
     )  # fmt: skip

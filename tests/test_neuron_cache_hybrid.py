@@ -244,8 +244,8 @@ def test_copies_run_beside_a_step(tmp_path):
     cached.step.run(IDS[0], 0)
     device.log.clear()
     cached.step.run(IDS[1], 1)
-    gathered = [o for o in device.log if o.stream == 2]
-    *step, scatter = [o for o in device.log if o.stream != 2]
+    gathered = [o for o in device.log if o.stream == 1]
+    *step, scatter = [o for o in device.log if o.stream != 1]
     assert [o.name for o in gathered] == ["host", "copy"] and scatter.name == "kernel"
     assert all(o.is_before(scatter) for o in gathered)
     assert sum(o.name == "host" for o in step) == L  # the cold neurons

@@ -29,7 +29,7 @@ QUICK = [
     ("unpack to bf16", BLACKWELL), ("unpack q6_k in tiles", HOPPER),
     ("unpack f16 in groups", BLACKWELL), ("unpack to f16", HOPPER), ("predict gate", HOPPER),
     ("gate_up of ids", BLACKWELL), ("silu", HOPPER), ("down, zeros skipped", HOPPER),
-    ("norm", BLACKWELL), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
+    ("norm", BLACKWELL), ("norm, term and copy", HOPPER), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
     ("attention", BLACKWELL), ("down of q6_k", HOPPER),
 ]  # fmt: skip
 

@@ -37,7 +37,7 @@ from hotsplit.solver.verify import plan_seconds
 pytest_plugins = ("page_fixtures",)
 
 HOSTILE = "<script>alert(1)</script>"
-SLOW = {"launch_s": 1e-9, "round_trip_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
+SLOW = {"launch_s": 1e-9, "hand_over_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
 SECTIONS = ("speed", "placement", "bytes", "firings", "predictors", "quality", "machine")
 
 

@@ -21,6 +21,7 @@ SOURCES = {
     "neurons": [],
     "step": [],
     "row_copies": [],
+    "step_server": [],
     "rows_generic": [],
     "rows_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "rows_avxvnni": ["-mavx2", "-mavxvnni", "-mfma", "-mf16c"],

@@ -251,9 +251,7 @@ def test_a_script_refuses_in_one_line(tmp_path, script, arguments, message):
 
 def test_the_smoke_run_succeeds(tmp_path, monkeypatch, capsys):
     machine = tmp_path / "machine.json"
-    make_machine(cpu_gb_per_s=5, launch_s=1e-9, round_trip_s=1e-9, copy_latency_s=1e-9).save(
-        machine
-    )
+    make_machine(cpu_gb_per_s=5, launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9).save(machine)
     arguments = [tmp_path / "out", "--smoke", "--rounds", "2", "--machine", machine]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *(str(each) for each in arguments)])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes that it starts

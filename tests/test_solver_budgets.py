@@ -45,7 +45,7 @@ def random_machine(random: np.random.Generator, num_gpus: int):
             gpu_gb_per_s=cpu * log_uniform(1 / 30, 30),
             link_gb_per_s=log_uniform(1e-3, 100),
             launch_s=log_uniform(1e-8, 3e-5),
-            round_trip_s=log_uniform(1e-8, 1e-4),
+            hand_over_s=log_uniform(1e-8, 1e-4),
             copy_latency_s=log_uniform(1e-8, 1e-4),
             chosen_share=random.uniform(0.3, 1),
             layer_s=log_uniform(1e-9, 1e-5),
@@ -151,7 +151,7 @@ def test_a_model_with_too_many_choices_is_searched_instead():
 def test_what_fits_is_divided_where_that_is_faster():
     """A GPU at half the CPU's rate with room for everything: 5 and 2 s for block and head, and of
     15 s of neurons the GPU takes 4 of the bytes in 8 s + 1/2 s beside the CPU's 10 s + 1/4 s."""
-    problem = by_hand([4, 4, 4, 3], gpu_s_per_byte=2.0, budget_bytes=1000)
+    problem = by_hand([4, 4, 4, 3], hot_s_per_byte_L=np.array([2.0]), budget_bytes=1000)
     answer = find_plan(Pipeline(problems=(problem,), need_bytes=0), time_limit_s=5)
     whole_s = placement_seconds(problem, on_one_device(problem, gpu=True))
     assert whole_s == pytest.approx(37.5) and problem.fits
@@ -166,8 +166,10 @@ def test_what_fits_is_divided_where_that_is_faster():
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_faster_of_two_gpus_gets_the_model(order):
     slow, fast = by_hand([1] * 4, budget_bytes=1000), by_hand([1] * 4, budget_bytes=1000)
-    slow = replace(slow, gpu_s_per_byte=0.9, dense_gpu_s_L=np.array([18.0]), head_gpu_s=9.0)
-    fast = replace(fast, round_trip_s=9.0)
+    slow = replace(
+        slow, hot_s_per_byte_L=np.array([0.9]), dense_gpu_s_L=np.array([18.0]), head_gpu_s=9.0
+    )
+    fast = replace(fast, hand_over_s=9.0)
     problems = (slow, fast)[::order]
     answer = find_plan(Pipeline(problems=problems, need_bytes=0), time_limit_s=5)
     assert set(answer.plan.home_I.tolist()) == {1 if order == 1 else 0}
@@ -179,7 +181,7 @@ def test_the_faster_of_two_gpus_gets_the_model(order):
 def test_plans_of_a_slow_gpu_through_files(tmp_path, mode):
     """The file of a plan for a budget with room for everything: as fast as for less memory, and
     its report says that everything would fit."""
-    machine = make_machine(cpu_gb_per_s=40.0, gpu_gb_per_s=15.0, launch_s=1e-7, round_trip_s=1e-7)
+    machine = make_machine(cpu_gb_per_s=40.0, gpu_gb_per_s=15.0, launch_s=1e-7, hand_over_s=1e-7)
     save_solver_files(tmp_path, make_model(predictor_rank=8), c=machine)
     before_s = np.inf
     for size in (200 << 10, 260 << 10, 400 << 10, 1 << 30):

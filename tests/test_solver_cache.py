@@ -185,7 +185,7 @@ def test_requests_that_no_plan_meets_give_one_line(files, tmp_path, capsys, opti
 
 def test_a_plan_in_which_no_layer_is_divided_is_refused(files, tmp_path):
     """With a round trip of a second everything is on the GPU."""
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, round_trip_s=1.0).save(tmp_path / "c")
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, hand_over_s=1.0).save(tmp_path / "c")
     with pytest.raises(HotsplitError, match="divides no layer's neurons"):
         solved(files, tmp_path / "plan", vram_budget_bytes=1 << 30, machine=tmp_path / "c")
     assert not (tmp_path / "plan").exists()

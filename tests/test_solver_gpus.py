@@ -103,7 +103,7 @@ def two_layers(**changes):
         "touched_LF": np.array([[8, 4, 2, 1], [4, 4, 4, 3]], np.float64),
     }
     for name in ("neuron_bytes_L", "dense_bytes_L", "min_hot_L", "dense_gpu_s_L", "dense_cpu_s_L",
-                 "cpu_s_per_byte_L"):  # fmt: skip
+                 "cpu_s_per_byte_L", "hot_s_per_byte_L"):  # fmt: skip
         both[name] = np.repeat(getattr(by_hand([1]), name), 2)
     return by_hand([1], **(both | changes))
 
@@ -145,7 +145,12 @@ def test_main_memory_by_hand():
     # One layer, two equal devices, no fixed costs: halves of 5 + 2 and 4 + 3 take 7 s, and the
     # host then holds 20 bytes of neurons. With room for 10 there, three go to the GPU and the
     # hottest stays: 9 s. The dense block and the head are on the CPU in every case.
-    equal = {"gpu_s_per_byte": 1.0, "launch_s": 1e-9, "round_trip_s": 1e-9, "budget_bytes": 40}
+    equal = {
+        "hot_s_per_byte_L": np.array([1.0]),
+        "kernels_s": 1e-9,
+        "hand_over_s": 1e-9,
+        "budget_bytes": 40,
+    }
     problem = by_hand([5, 4, 3, 2], **equal)
     for need, seconds in ((0, 37), (20, 37), (30, 39), (40, 44)):
         pipeline = Pipeline(problems=(problem,), need_bytes=need)
@@ -162,9 +167,7 @@ def test_main_memory_that_binds_has_a_tight_bound():
     shape = make_sizes(num_layers=12, width=1024, num_neurons=2816, num_heads=16, num_kv_heads=16)
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(12, 2816))
-    machine = make_machine(
-        gpu_gb_per_s=200.0, launch_s=1e-7, round_trip_s=1e-6, copy_latency_s=1e-6
-    )
+    machine = make_machine(gpu_gb_per_s=200.0, launch_s=1e-7, hand_over_s=1e-6, copy_latency_s=1e-6)
     problem = make_problem(model, profile, machine, 0, workspace=0)
     whole = problem.placeable_bytes
     pipeline = Pipeline(problems=(replace(problem, budget_bytes=2 * whole // 3),) * 2, need_bytes=0)

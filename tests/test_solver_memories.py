@@ -39,10 +39,12 @@ def random_run(rng: np.random.Generator) -> Problem:
         workspace_bytes=5,
         budget_bytes=int(rng.integers(0, 150)) * unit,
         gpu_s_per_byte=0.1,
+        hot_s_per_byte_L=np.full(num_layers, 0.1),
         cpu_s_per_byte_L=rng.random(num_layers),
-        launch_s=0.1,
-        round_trip_s=0.1,
-        visit_s=0.1,
+        kernels_s=0.1,
+        hand_over_s=0.1,
+        cpu_run_s=0.1,
+        use_s=0.1,
     )
 
 
@@ -99,7 +101,7 @@ def refusal_of(inputs: Inputs, max_loss: float | None) -> TooSmallError | None:
         else:
             find_fastest(
                 inputs, max_loss=max_loss, time_limit_s=5,
-                workspace=lambda model, context_length, mode: inputs.workspace,
+                workspace=lambda *given: inputs.workspace,
             )  # fmt: skip
     except TooSmallError as error:
         return error
@@ -165,7 +167,12 @@ def check_named(inputs: Inputs, max_loss: float | None) -> int:
 def test_the_named_size_works_and_one_byte_less_does_not(seed, tmp_path):
     inputs = refused_inputs(seed, tmp_path)
     assert check_named(inputs, None)
-    assert check_named(inputs, 1.0)
+    # A neuron that is read more often earns its kernels back sooner, so that C_l is less in mode
+    # dense: it may have a plan where mode exact has none.
+    if refusal_of(replace(inputs, mode="dense"), None):
+        assert check_named(inputs, 1.0)
+    else:
+        assert refusal_of(inputs, 1.0) is None
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -87,7 +87,7 @@ def test_a_second_computation_of_the_seconds_agrees_and_rejects_others(files, tm
             split = Split.load(tmp_path / "o")
             verify(split, **known)
     assert any(split.dense_on_gpu)
-    slow = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-3)
+    slow = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, hand_over_s=1e-3)
     other = replace(split, kv_offload=KeySelection.parse(RULE.replace("top=32", "top=256")))
     for wrong, files_of in (
         (replace(split, objective_s=split.objective_s * 1.001), known),

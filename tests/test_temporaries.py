@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from allocations import peak_bytes
+from allocations import peak_bytes, pool_peaks
 from models import FAMILIES, differing_spec, family_model, make_model, make_sizes
 from test_device_memory import CARD, allocate_as_on_cuda, allocating_flash, as_on_a_gpu
 from test_runtime import make_split
 
 from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.runtime.device.device_memory import DeviceMemory
+from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
@@ -23,7 +24,7 @@ from hotsplit.runtime.step import decoder, scratch
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.native_step import StepBuilder
 from hotsplit.runtime.step.scratch import Pass
-from hotsplit.runtime.step.workspace import pass_bytes, workspace_bytes
+from hotsplit.runtime.step.workspace import pass_pools, workspace_bytes
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
@@ -73,7 +74,7 @@ def random_hot(model, choose, shares=(1, 1, 0.5, 1 / 16)):
     return [range(round(share * layer.neurons.number)) for layer in model.spec.layers]
 
 
-def peak_of(weights, tokens, context, is_watched=False) -> int:
+def peak_of(weights, tokens, context, is_watched=False, measure=peak_bytes):
     """Peak of a pass at the end of the context, and of the logits of its last tokens."""
     observers = Observers()
     if is_watched:
@@ -87,7 +88,13 @@ def peak_of(weights, tokens, context, is_watched=False) -> int:
         made.logits(made.forward(ids_T, context - tokens)[-LOGITS_CHUNK:])
 
     run()  # what lasts is allocated before
-    return peak_bytes(run)
+    return measure(run)
+
+
+def pool_peaks_of_fewer(weights, tokens, context, choose):
+    """Peaks of a shorter pass at an earlier position."""
+    fewer = choose.randint(2, tokens)
+    return peak_of(weights, fewer, choose.randint(fewer, context), measure=pool_peaks)
 
 
 def host_weights(model, mode, context, hot, num_sequences):
@@ -122,8 +129,8 @@ def test_passes_on_the_cpu_stay_within_a_close_bound(seed, monkeypatch):
     peak = peak_of(weights, tokens, context, way == "watched")
     p = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context, way=way,
              num_hot=[len(ids) for ids in hot], num_sequences=num_sequences)  # fmt: skip
-    assert is_close(pass_bytes(p), peak)
-    assert peak <= pass_bytes(replace(p, num_hot=None))  # for all divisions
+    assert is_close(pass_pools(p).total, peak)
+    assert peak <= pass_pools(replace(p, num_hot=None)).total  # for all divisions
 
 
 @pytest.mark.parametrize("seed", range(40, 80))
@@ -136,11 +143,15 @@ def test_passes_on_a_gpu_stay_within_a_close_bound(seed, monkeypatch, as_on_a_gp
     monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: has_flash)
     monkeypatch.setattr(attend, "flash_attention", allocating_flash)
     allocate_as_on_cuda(monkeypatch)
-    peak = peak_of(gpu_weights(model, mode, context, hot, num_sequences), tokens, context)
+    weights = gpu_weights(model, mode, context, hot, num_sequences)
+    peak = peak_of(weights, tokens, context, measure=pool_peaks)
     p = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context,
              way="flash" if has_flash else "gpu", num_hot=[len(ids) for ids in hot],
              num_sequences=num_sequences)  # fmt: skip
-    assert is_close(pass_bytes(p), peak)
+    assert is_close(pass_pools(p).large, peak.large)
+    assert peak.small <= pass_pools(p).small
+    fewer = pool_peaks_of_fewer(weights, tokens, context, choose)
+    assert fewer.small <= pass_pools(p).small and fewer.large <= pass_pools(p).large
 
 
 @native
@@ -156,9 +167,9 @@ def test_the_comparison_notices_an_operation_that_is_not_counted(
     peak = peak_of(host_weights(model, "exact", context, whole, 1), 128, context, True)
     p = Pass(model=model, mode="exact", num_tokens=128, context_length=context, way="watched",
              num_hot=[neurons] * sizes.num_layers)  # fmt: skip
-    assert is_close(pass_bytes(p), peak)
-    monkeypatch.setitem(scratch.SCRATCH, kind, lambda p, index: 0)
-    assert not is_close(pass_bytes(p), peak)
+    assert is_close(pass_pools(p).total, peak)
+    monkeypatch.setitem(scratch.SCRATCH, kind, lambda p, index: PoolBytes())
+    assert not is_close(pass_pools(p).total, peak)
 
 
 @native

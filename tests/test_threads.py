@@ -16,6 +16,7 @@ from hotsplit.doctor import machine as doctor
 from hotsplit.errors import HotsplitError
 from hotsplit.files import pipeline
 from hotsplit.measure.calibrate import calibrate as calibrating
+from hotsplit.measure.calibrate import cpu_bandwidth
 from hotsplit.runtime.kernels import threads
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import use_threads
@@ -58,9 +59,9 @@ def test_a_quota_of_two_processors_counts_everywhere(
     write_groups(many_cores, *groups)
     assert use_threads(None) == torch.get_num_threads() == library.num_threads() == 2
     assert pipeline.num_threads() == 2
-    monkeypatch.setattr(calibrating, "buffer_bytes", lambda: 8 << 20)
-    monkeypatch.setattr(calibrating, "CPU_LIMIT_S", 0.0)
-    for figures in calibrating.measure_cpu():
+    monkeypatch.setattr(cpu_bandwidth, "buffer_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(cpu_bandwidth, "CPU_LIMIT_S", 0.0)
+    for figures in cpu_bandwidth.measure_cpu():
         assert list(figures) == [1, 2]
     done = {"is_built": True, "level": "avx2", "usable": ["avx2"], "faulty": None, "forced": None,
             "wrong": [], "num_tried": 1}  # fmt: skip

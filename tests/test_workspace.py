@@ -25,7 +25,7 @@ def planned(request, tmp_path_factory):
     model = make_model(sizes=shape, kind=request.param, predictor_rank=32, predictor_density=0.2)
     model.save(folder / "m.gguf")
     make_profile(model).save(folder / "p")
-    make_machine(cpu_gb_per_s=5, round_trip_s=1e-6, launch_s=1e-6).save(folder / "c")
+    make_machine(cpu_gb_per_s=5, hand_over_s=1e-6, launch_s=1e-6).save(folder / "c")
     whole = sum(entry.num_bytes for entry in model.tensors.values())
     config = SolveConfig(
         model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hotsplit.files.gguf_file import array_entry
-from hotsplit.measure.calibrate.calibrate import buffer_bytes
+from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes
 from hotsplit.measure.calibrate.gpu import READ_BYTES, event_seconds
 from hotsplit.measure.timing.interleave import seconds_of
 from hotsplit.runtime.kernels.cpu import library

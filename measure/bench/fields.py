@@ -72,6 +72,8 @@ def _result(result: Result) -> dict[str, Any]:
         "bytes_by_role": result.bytes_by_role,
         "limit_ts": None if limit is None else limit.tokens_per_s,
         "share_of_limit": None if limit is None else limit.share,
+        "predicted_s": result.predicted_s,
+        "predicted_over_measured": result.predicted_over_measured,
         "parts": [asdict(part) for part in result.parts],
         "llamacpp": None if result.theirs is None else _times(result.theirs),
         "ratio": result.ratio,

@@ -80,6 +80,11 @@ class Result:
     parts: tuple[Part, ...]
     bytes_by_role: dict[str, float | None]  # of a token; empty for prompts
     limit: Limit | None
+    predicted_s: float | None  # of a token, by the plan; None for prompts, and without a plan
+
+    @property
+    def predicted_over_measured(self) -> float | None:
+        return None if self.predicted_s is None else self.predicted_s * self.ours.median_ts
 
     @property
     def ratios(self) -> tuple[float, ...]:

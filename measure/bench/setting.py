@@ -9,7 +9,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import is_predictor
 from hotsplit.measure.bench.result import Setting
-from hotsplit.measure.calibrate.calibrate import last_cache_bytes
+from hotsplit.measure.calibrate.cpu_bandwidth import last_cache_bytes
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.processors import processor_name, processors

@@ -65,6 +65,7 @@ def _result(
         parts=_parts(measured.ours[middle], read, plan),
         bytes_by_role={} if read is None else read.by_role,
         limit=_limit(ours, reads, measured, setting),
+        predicted_s=plan.objective_s if plan is not None and test.kind == "tg" else None,
     )
 
 
@@ -168,6 +169,13 @@ def _result_notes(result: Result, setting: Setting) -> list[str]:
         found.append(
             "rounds differ by more than a fifth, so something else is using this machine; ratios and"
             " shares of a round suffer less from it than speeds"
+        )
+    share = result.predicted_over_measured
+    if share is not None and result.predicted_s is not None and setting.device != "cpu":
+        found.append(
+            f"{result.test.name}: the plan predicts {1e3 * result.predicted_s:.3g} ms a token, which"
+            f" is {share:.2f} of what was measured; hotsplit run tries plans, and doctor shows their"
+            " parts"
         )
     limit = result.limit
     if limit is not None and limit.bytes_a_token <= setting.last_cache_bytes:

@@ -1,12 +1,11 @@
 """Calibrates this machine: measures memory bandwidth, copy bandwidth and latencies.
 
-Each operation is timed in several rounds. A figure has the best round, the one that other load
-disturbed least, and the quartiles, which show how much the rounds differ.
+Each operation is timed in several rounds. A figure has the median, with which plans are priced, the
+other quartiles, which show how much the rounds differ, and the best round, for limits.
 
-CPU bandwidth is measured for several numbers of threads, with the runtime's own row products over
-an f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The CPU costs that plans
-are priced with are measured in `cpu`, with the threads that the runtime uses beside a GPU if there
-is one."""
+`cpu_bandwidth` measures how fast the CPU reads memory, `cpu_costs` the costs on the CPU that plans
+are priced with, with the threads that the runtime uses beside a GPU if there is one, `gpu` the
+devices, `step_costs` what only whole steps over both show."""
 
 import platform
 from collections.abc import Callable
@@ -18,22 +17,15 @@ import torch
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
-from hotsplit.measure.calibrate.cpu import measure_costs
+from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes, measure_cpu
+from hotsplit.measure.calibrate.cpu_costs import measure_costs
 from hotsplit.measure.calibrate.gpu import measure_gpu
-from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import use_default_threads
 from hotsplit.system.processors import processor_name, processors
-from hotsplit.system.system_memory import free_memory_bytes, memory_bytes
+from hotsplit.system.system_memory import memory_bytes
 
-BUFFER_BYTES = 256 << 20  # or twice the third-level caches, if they are known and larger
-MAX_BUFFER_BYTES = 1 << 30
-ROW_VALUES = 4096
-CPU_LIMIT_S, COSTS_LIMIT_S, GPU_LIMIT_S = (
-    8.0,
-    8.0,
-    10.0,
-)  # of each part, all GPUs together; the minimum number of rounds is run even if it takes longer
+# Of each part, all GPUs together; the minimum number of rounds is run even if it takes longer.
+COSTS_LIMIT_S, GPU_LIMIT_S = 8.0, 10.0
 
 Say = Callable[[str], None]
 OnProbe = Callable[[float], None]
@@ -63,14 +55,16 @@ def calibrate(
             f"{config.gpu_from}: has no GPU; give the file of a machine that has one"
         )
     total, free = memory_bytes()
+    kernels, sums = measure_cpu(say, on_probe)
     num_gpus = torch.cuda.device_count()
-    gpus = tuple(measure_gpu(i, GPU_LIMIT_S / num_gpus, on_probe) for i in range(num_gpus))
+    use_default_threads(beside_gpu=num_gpus > 0 or borrowed is not None)
+    costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)
+    gpus = tuple(
+        measure_gpu(i, GPU_LIMIT_S / num_gpus, costs, free, on_probe) for i in range(num_gpus)
+    )
     if not gpus and borrowed is not None:
         gpus = _of_another_machine(borrowed)
         say(f"no GPU here; figures of {gpus[0].name} ({gpus[0].source}) from {config.gpu_from}")
-    kernels, sums = measure_cpu(say, on_probe)
-    use_default_threads(beside_gpu=bool(gpus))
-    costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)
     machine = Machine(
         cpu_name=processor_name(),
         num_threads=processors().usable,
@@ -99,7 +93,7 @@ def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
 def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
     """The measured figures as lines for the user, with a note on doubtful ones."""
     lines = [
-        f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
+        f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median {figure.median:.1f})"
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
         for n, figure in machine.cpu_bandwidth_gb_per_s.items()
     ]
@@ -110,9 +104,11 @@ def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
                 f"{gpu.name}: {gpu.bandwidth_gb_per_s.best:.0f} GB/s, copies to it"
                 f" {gpu.host_to_device_gb_per_s.best:.1f} GB/s (pageable"
                 f" {gpu.host_to_device_pageable_gb_per_s.best:.1f}), a copy"
-                f" {1e6 * gpu.copy_latency_s.best:.1f} us, a kernel"
-                f" {1e6 * gpu.launch_s.best:.1f} us, CPU and back"
-                f" {1e6 * gpu.round_trip_s.best:.1f} us"
+                f" {1e6 * gpu.copy_latency_s.median:.1f} us, a kernel"
+                f" {1e6 * gpu.kernel_s.median:.1f} us or more, CPU and back"
+                f" {1e6 * gpu.hand_over_s.median:.1f} us, a run of layers there"
+                f" {1e6 * gpu.cpu_run_s.median:.1f} us, a token"
+                f" {1e6 * gpu.token_s.median:.0f} us"
             )
     return lines + _doubts(machine, is_verbose=is_verbose)
 
@@ -143,91 +139,12 @@ def _range(figure: Figure) -> str:
 
 def _costs_line(costs: CpuCosts) -> str:
     rates = ", ".join(
-        f"{kind} {figure.best:.1f} ({costs.chosen_rows_gb_per_s[kind].best:.1f})"
+        f"{kind} {figure.median:.1f} ({costs.chosen_rows_gb_per_s[kind].median:.1f})"
         for kind, figure in costs.all_rows_gb_per_s.items()
     )
     return (
-        f"CPU with all threads, all rows (chosen ones) in GB/s: {rates}; cache {costs.kv_gb_per_s.best:.1f};"
-        f" a layer {1e6 * costs.layer_s['exact'].best:.0f} us, with predictor"
-        f" {1e6 * costs.layer_s['predicted'].best:.0f} us, a token"
-        f" {1e6 * costs.token_s.best:.0f} us"
+        f"CPU with all threads, all rows (chosen ones) in GB/s: {rates}; cache {costs.kv_gb_per_s.median:.1f};"
+        f" a layer {1e6 * costs.layer_s['exact'].median:.0f} us, with predictor"
+        f" {1e6 * costs.layer_s['predicted'].median:.0f} us, a token"
+        f" {1e6 * costs.token_s.median:.0f} us"
     )
-
-
-def _median(figure: Figure) -> float:
-    return figure.best if figure.quartiles is None else figure.quartiles[1]
-
-
-def measure_cpu(
-    say: Say = lambda line: None, on_probe: OnProbe = lambda count: None
-) -> tuple[dict[int, Figure], dict[int, Figure]]:
-    """GB/s read by our row products and by torch's sum, for each number of threads.
-
-    Without the C++ kernels, both figures are those of torch's sum."""
-    counts, torch_before = thread_counts(processors().usable), torch.get_num_threads()
-    values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)
-    probes = {("sum", n): _sum_probe(values, n) for n in counts}
-    has_kernels = library.is_available()
-    if has_kernels:
-        kernel_before = library.num_threads()
-        probes |= {("kernel", n): _kernel_probe(values, n) for n in counts}
-    else:
-        say("note: the C++ kernels are not built; CPU bandwidth is that of torch's sum")
-    try:
-        found = run_rounds(list(probes.values()), CPU_LIMIT_S, on_probe)
-    finally:
-        torch.set_num_threads(torch_before)
-        if has_kernels:
-            library.set_threads(kernel_before)
-    sums = {n: found[probes["sum", n].name] for n in counts}
-    kernels = {n: found[probes["kernel", n].name] for n in counts} if has_kernels else sums
-    return kernels, sums
-
-
-def _sum_probe(values: torch.Tensor, threads: int) -> Probe:
-    def seconds() -> float:
-        torch.set_num_threads(threads)
-        values[: len(values) // 64].sum()  # wakes the threads
-        return seconds_of(values.sum)
-
-    return Probe(name=f"torch's sum, {threads} threads", seconds=seconds, num_bytes=values.nbytes)
-
-
-def _kernel_probe(values: torch.Tensor, threads: int) -> Probe:
-    """The same bytes read as an f16 matrix that is multiplied by a vector."""
-    matrix = values.view(torch.float16).view(-1, ROW_VALUES)  # halves of ones: 1.875 and 0
-    x_D = torch.ones(ROW_VALUES)
-
-    def seconds() -> float:
-        library.set_threads(threads)
-        library.dot_rows(matrix[: len(matrix) // 64], "f16", x_D)  # starts the threads
-        return seconds_of(lambda: library.dot_rows(matrix, "f16", x_D))
-
-    return Probe(name=f"row products, {threads} threads", seconds=seconds, num_bytes=values.nbytes)
-
-
-def thread_counts(most: int) -> list[int]:
-    """Every count up to `most`, or with more than eight the powers of two, half and all."""
-    if most <= 8:
-        return list(range(1, most + 1))
-    powers = {1 << bit for bit in range(most.bit_length()) if 1 << bit <= most}
-    return sorted(powers | {most // 2, most})
-
-
-def buffer_bytes() -> int:
-    """Twice the third-level caches, but at least BUFFER_BYTES and at most MAX_BUFFER_BYTES. No more
-    than an eighth of the free memory unless that is less than 8 MiB: then 8 MiB."""
-    wanted = min(max(BUFFER_BYTES, 2 * last_cache_bytes()), MAX_BUFFER_BYTES)
-    return max(8 << 20, min(wanted, free_memory_bytes() // 8))
-
-
-def last_cache_bytes() -> int:
-    """Bytes of all third-level caches; 0 if the system does not report them."""
-    sizes: dict[str, int] = {}
-    for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
-        try:
-            shared = (folder / "shared_cpu_list").read_text()
-            sizes[shared] = 1024 * int((folder / "size").read_text().strip().removesuffix("K"))
-        except (OSError, ValueError):
-            return 0
-    return sum(sizes.values())

@@ -1,40 +1,68 @@
-"""Calibrates a CUDA device: memory bandwidth, copies to it, and the fixed costs of copies, kernels
-and round trips.
+"""Calibrates a CUDA device: memory bandwidth, copies to it, the fixed costs of copies and kernels,
+the rate of its kernels for chosen neurons, and what `step_costs` fits to whole steps.
 
 Kernels and copies from pinned memory are timed by CUDA events, the others on the host. The fixed
 cost of a copy is that of copying 4 bytes, the fixed cost of a kernel that of one on a single value;
 both are means over a captured graph of NUM_NODES nodes in sequence, because the runtime captures
 decode steps too.
 
-The round trip is two captured graphs with the CPU between them: the first copies a hidden state to
-pinned memory, and the CPU polls an event and launches the second graph, which copies the hidden
-state back. The runtime has a host function inside one graph instead, so the measured time is
-neither an upper nor a lower bound on its round trip."""
+The rate for chosen neurons is that of gate, up and down of CHOSEN_SHARE of a wide layer's neurons,
+in a captured graph over the layers of a model, less the starts of the kernels."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hotsplit.artifacts.machine_file import Gpu
+from hotsplit.artifacts.machine_file import CHOSEN_SHARE, CpuCosts, Figure, Gpu
+from hotsplit.measure.calibrate.step_costs import (
+    NARROW,
+    SMALLER,
+    WIDE,
+    Card,
+    Step,
+    engine_of,
+    fit,
+    plan_of,
+    time_steps,
+)
 from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.ranges import down_parts
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
 READ_BYTES = 1 << 30  # far above any second-level cache
 COPY_BYTES = 128 << 20
 NUM_NODES = 100
-HIDDEN_STATE_VALUES = 8192
+WIDE_BYTES = 6 << 30  # of free memory, from which on the models of shape WIDE are loaded
 
 
 def measure_gpu(
-    index: int, time_limit_s: float, on_probe: Callable[[float], None] = lambda count: None
-) -> Gpu:
-    """The figures of one device; `on_probe` is called after each timing."""
+    index: int, time_limit_s: float, cpu: CpuCosts, host_bytes: int,
+    on_probe: Callable[[float], None] = lambda count: None,
+) -> Gpu:  # fmt: skip
+    """The figures of one device, of which half of the time is for whole steps; `on_probe` is called
+    after each timing. `host_bytes`: free bytes of main memory."""
     device = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     with torch.cuda.device(device):
-        found = run_rounds(_probes(device, free), time_limit_s, on_probe)
+        found = run_rounds(_probes(device, free), time_limit_s / 2, on_probe)
     torch.cuda.empty_cache()
+    wide = WIDE if min(free, host_bytes) >= WIDE_BYTES else SMALLER
+    card = Card(
+        bandwidth=1e9 * found["bandwidth"].median, link=1e9 * found["pinned"].median,
+        launch_s=found["launch"].median,
+    )  # fmt: skip
+    of_narrow, of_wide = time_steps((NARROW, wide), device, time_limit_s / 2, on_probe)
+    costs = fit(of_narrow, of_wide, card, cpu)
+    model = wide.model(wide.num_layers)
+    plan = plan_of(model, Step(num_layers=wide.num_layers))
+    with engine_of(model, plan, device) as engine:
+        chosen = chosen_rows(engine, triton_kernels(), card, device)
     return Gpu(
         name=properties.name,
         source="measured",
@@ -45,8 +73,60 @@ def measure_gpu(
         host_to_device_pageable_gb_per_s=found["pageable"],
         copy_latency_s=found["copy"],
         launch_s=found["launch"],
-        round_trip_s=found["round trip"],
+        chosen_rows_gb_per_s=chosen,
+        kernel_s=costs.kernel_s,
+        token_s=costs.token_s,
+        hand_over_s=costs.hand_over_s,
+        cpu_run_s=costs.cpu_run_s,
     )
+
+
+def chosen_rows(engine: Engine, kernels: Kernels, card: Card, device: torch.device) -> Figure:
+    """GB/s of the kernels of CHOSEN_SHARE of the neurons of an engine that is all on a device."""
+    runs, num_bytes = [], 0
+    for layer in engine.layers:
+        block, _ = by_role(layer.ffn.blocks)
+        assert block is not None and block.up is not None
+        count = len(block.id_N)
+        is_chosen_N = torch.rand(count, generator=torch.Generator().manual_seed(0)) < CHOSEN_SHARE
+        row_bytes = block.gate.weight.row_bytes + block.up.weight.row_bytes + block.down.row_bytes
+        num_bytes += int(is_chosen_N.sum()) * row_bytes
+        runs.append(_neurons(block, kernels, pack_bits(is_chosen_N), device))
+
+    def run_all() -> None:
+        for run in runs:
+            run()
+
+    graph = _captured(run_all, 1)
+    starts_s = 2 * len(runs) * card.launch_s
+
+    def seconds() -> float:
+        taken = event_seconds(graph.replay)
+        return max(taken - starts_s, taken / 2)
+
+    return run_rounds([Probe(name="chosen", seconds=seconds, num_bytes=num_bytes)], 1.0)["chosen"]
+
+
+def _neurons(
+    block: NeuronBlock, kernels: Kernels, named_W: Tensor, device: torch.device
+) -> Callable[[], None]:
+    """The two kernels of a block's named neurons, all of which fire."""
+    count, width = len(block.id_N), block.down.width
+    x_D = torch.ones(width, device=device)
+    hidden_N = torch.empty(count, device=device)
+    parts_SD = torch.empty(down_parts(count, width), width, device=device)
+    named_W = named_W.to(device)
+    up = block.up
+    assert up is not None
+
+    def run() -> None:
+        kernels.gate_up(
+            block.gate.weight, None, up.weight, None, None, named_W, x_D, "fatrelu",
+            -math.inf, False, hidden_N,
+        )  # fmt: skip
+        kernels.down(block.down, hidden_N, parts_SD, skips_zeros=True)
+
+    return run
 
 
 def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
@@ -74,26 +154,7 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
         ),
         Probe(name="copy", seconds=lambda: event_seconds(copies.replay) / NUM_NODES),
         Probe(name="launch", seconds=lambda: event_seconds(launches.replay) / NUM_NODES),
-        Probe(name="round trip", seconds=_round_trip(device)),
     ]
-
-
-def _round_trip(device: torch.device) -> Callable[[], float]:
-    """A function that times NUM_NODES round trips in sequence and returns the seconds of one."""
-    x, x_host = torch.ones(HIDDEN_STATE_VALUES, device=device), _pinned(HIDDEN_STATE_VALUES)
-    there = _captured(lambda: x_host.copy_(x, non_blocking=True), 1)
-    back = _captured(lambda: x.copy_(x_host, non_blocking=True), 1)
-    is_there = torch.cuda.Event()
-
-    def run() -> None:
-        for _ in range(NUM_NODES):
-            there.replay()
-            is_there.record()
-            while not is_there.query():
-                pass
-            back.replay()
-
-    return lambda: seconds_of(lambda: _waited(run)) / NUM_NODES
 
 
 def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:

@@ -198,9 +198,14 @@ def _put_back_expert(state: dict[str, Tensor], item: Restored, expert: int) -> N
     for name in state:
         place = expert_place(name)
         if place is not None and item.tensor in place.names:
-            begin = place.names.index(item.tensor) * len(item.values)
-            values = torch.from_numpy(item.values)
-            state[name][expert][begin : begin + len(values)] = values
+            own, values = state[name][expert], torch.from_numpy(item.values)
+            part, parts = place.names.index(item.tensor), len(place.names)
+            if f"{name}_bias" in state:  # with columns of gates and ups in turn (gpt-oss)
+                own[:, part::parts] = values.T
+            elif name.endswith("_bias"):
+                own[part::parts] = values
+            else:
+                own[part * len(values) : (part + 1) * len(values)] = values
             return
     raise Skipped(f"transformers has another name for the experts in {item.source!r}")
 

@@ -1,12 +1,13 @@
 """Times several operations in turn, round by round, so that a slow moment of the machine affects
 all of them alike and shows in the spread of each.
 
-`take_turns` runs the rounds and `in_turn` is the order of one; `run_rounds` makes figures of a
-machine file."""
+`take_turns` runs the rounds and `in_turn` is the order of one; `run_rounds` and `sum_of_rounds`
+make figures of a machine file."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import TypeVar
 
 from hotsplit.artifacts.machine_file import Figure
@@ -69,8 +70,19 @@ def run_rounds(
     on_probe: Callable[[float], None] = lambda count: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Figure]:
-    """Figures of the probes by name, from up to MAX_ROUNDS rounds: fewer once the time is up, but
-    at least MIN_ROUNDS. A warm-up round comes first and is not counted."""
+    """Figures of the probes by name, from `time_rounds`."""
+    times = time_rounds(probes, time_limit_s, on_probe, clock)
+    return {probe.name: probe.figure(times[probe.name]) for probe in probes}
+
+
+def time_rounds(
+    probes: Sequence[Probe],
+    time_limit_s: float,
+    on_probe: Callable[[float], None] = lambda count: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of the probes by name, of up to MAX_ROUNDS rounds: fewer once the time is up, but at
+    least MIN_ROUNDS. A warm-up round comes first and is not counted."""
     began = clock()
 
     def turn_of(probe: Probe) -> Callable[[int], float]:
@@ -84,11 +96,20 @@ def run_rounds(
     turns = {probe.name: turn_of(probe) for probe in probes}
     assert len(turns) == len(probes), "two probes have one name"
     # Always in one order: what a probe has just read is in a cache for its next turn.
-    times = take_turns(
+    return take_turns(
         turns, MAX_ROUNDS, alternates=False,
         is_over=lambda number: number > MIN_ROUNDS and clock() - began > time_limit_s,
     )  # fmt: skip
-    return {probe.name: probe.figure(times[probe.name]) for probe in probes}
+
+
+def sum_of_rounds(
+    times: Mapping[str, Sequence[float]], factors: Mapping[str, float], *, least: float
+) -> Figure:
+    """The sum of probes' times, each times its factor, of every round; at least `least`. The times
+    of one round belong together: what slows it slows all of them."""
+    rounds = zip(*(times[name] for name in factors), strict=True)
+    sums = [sum(map(mul, factors.values(), values)) for values in rounds]
+    return Figure.of_rounds([max(least, value) for value in sums], is_rate=False)
 
 
 def seconds_of(run: Callable[[], object]) -> float:

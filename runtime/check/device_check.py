@@ -8,9 +8,12 @@ its fallback, with one line of output.
     kernel ...            torch's kernel on every GPU, and no graph
     neuron cache's ...    no neuron cache
     products ...          products of prompts in f32
-    host function, step   tokens go through torch layer by layer
+    doorbell              the driver calls the CPU's part of each layer (host function)
+    host function         only the doorbell; without both, tokens go through torch layer by layer
+    step                  tokens go through torch layer by layer
     graph                 the step is submitted kernel by kernel
     steps of N rows ...   steps have fewer rows; tried when they are first used
+    passes of N tokens    prompts run in passes of half as many
 
 Results are kept (hotsplit.artifacts.device_checks): later loads check only parts without one, and print the
 same lines. A part fails by an exception, a wrong result, a time limit, or the end of the process,
@@ -18,8 +21,6 @@ which the next load finds. If the device no longer answers after a failure, this
 CPU, or a step in use raises HotsplitError; the next load takes the part's own fallback."""
 
 import hashlib
-import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,14 +32,18 @@ from hotsplit.artifacts.device_checks import CheckBook, Verdict, name_of_part
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.check import slots, step_check
+from hotsplit.runtime.check.doorbell import check_doorbell
 from hotsplit.runtime.check.kernels import check_launch
 from hotsplit.runtime.check.launches import NAMES, Launch, launches_of
+from hotsplit.runtime.check.outcome import NotChecked, line_of, outcome, too_long
 from hotsplit.runtime.check.parts import DeviceParts
 from hotsplit.runtime.device import pinned
+from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.torch_kernels import mixed
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
@@ -49,22 +54,12 @@ Takes = Callable[[torch.device], Take]
 # Time limit of a part: on a slow machine, compiling a kernel or capturing a large graph takes long.
 PART_S = 60.0
 ANSWER_S = 10.0  # for an idle device to answer
-MOST_LETTERS = 160  # of an error message; the rest is cut off
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-_PLACE = re.compile(r"at \d+:\d+:$")  # the beginning of Triton's errors
 MORE = "hotsplit doctor says more"
+NO_ROOM = "does not fit into memory"
 SLOT_PARTS = {
     "neuron cache's copies": slots.check_scatter,
     "neuron cache's bits": slots.check_pack_open,
 }
-
-
-class DeviceLost(Exception):
-    """A device failed and no longer answers: what is on it is lost."""
-
-
-class _NotChecked(Exception):
-    """There was no memory for a check, so it has no result."""
 
 
 @dataclass(eq=False)
@@ -115,7 +110,7 @@ class DeviceCheck:
             try:
                 kernels = parts.slot_kernels()
             except ImportError as error:
-                self._say(parts, "neuron cache", _line(error), off)
+                self._say(parts, "neuron cache", line_of(error), off)
                 return False
             for part, check in SLOT_PARTS.items():
                 why = self._try(
@@ -124,6 +119,10 @@ class DeviceCheck:
                 if why:
                     self._say(parts, part, why, off)
                     return False
+            why = self._try_calls(book, parts)  # which gather the rows to be copied
+            if why:
+                self._say(parts, "host function", why, off)
+                return False
         return True
 
     def check_kernels(
@@ -140,7 +139,7 @@ class DeviceCheck:
             self._fast = first.kernels()
         except ImportError as error:
             self._replace(NAMES)
-            self._say(first, "kernels", _line(error), "torch computes them, more slowly")
+            self._say(first, "kernels", line_of(error), "torch computes them, more slowly")
             return
         take = take or first.backend(None, has_graph=False, kernels=self._fast).take
         found = partial(launches_of, placement=placement, take=take, max_rows=max_rows)
@@ -166,24 +165,63 @@ class DeviceCheck:
         if self._no_pinning:
             return self._no_pinning
         first = self.parts[0]
-        submitting = first.backend(take, has_graph=False, kernels=self._kernels)
         book = CheckBook(first.key, self.notice)
         with book:
-            for part, run in (
-                ("host function", partial(step_check.echo, submitting, first.device)),
-                (f"step {self._plan}", partial(step_check.submitted, build, submitting, plain)),
-            ):
-                why = self._try(book, first, part, run)
-                if why:
-                    return f"{_words(first, part)}: {why}; {MORE}"
+            made = self._handing_over(book, take)
+            if isinstance(made, str):
+                return made
+            submitting = made(has_graph=False)
+            part = f"step {self._plan}"
+            run = partial(step_check.submitted, build, submitting, plain)
+            why = self._try(book, first, part, run)
+            if why:
+                return f"{_words(first, part)}: {why}; {MORE}"
             if not has_graph or self._replaced:
                 return replace(submitting, try_rows=self.try_rows)
-            capturing = first.backend(take, has_graph=True, kernels=self._kernels)
+            capturing = made(has_graph=True)
             why = self._try(book, first, f"graph {self._plan}",
                             partial(step_check.captured, build, submitting, capturing))  # fmt: skip
             if why:
                 self._say(first, "graph", why, "steps are submitted kernel by kernel, more slowly")
             return replace(submitting if why else capturing, try_rows=self.try_rows)
+
+    def _handing_over(self, book: CheckBook, take: Takes | None) -> Callable[..., Backend] | str:
+        """Makes backends that hand over to the CPU by flags, or by callbacks where those are missing,
+        wrong or slower; the reason why neither works."""
+        first = self.parts[0]
+        calling = partial(first.backend, take, kernels=self._kernels, has_doorbells=False)
+        ringing = partial(calling, has_doorbells=True)
+        no_calls = self._try_calls(book, first)
+        run = partial(check_doorbell, first, ringing, None if no_calls else calling, PART_S)
+        why = self._try(book, first, "doorbell", run)
+        if not why:
+            return ringing
+        if no_calls:
+            return f"{_words(first, 'host function')}: {no_calls}; {MORE}"
+        self._say(first, "doorbell", why, "the driver calls the CPU for its part of each layer")
+        return calling
+
+    def _try_calls(self, book: CheckBook, parts: DeviceParts) -> str:
+        backend = parts.backend(None, has_graph=False, kernels=parts.plain_kernels)
+        return self._try(
+            book, parts, "host function", partial(step_check.echo, backend, parts.device)
+        )
+
+    def fits_pass(self, decoder: Decoder, context_length: int, about: str) -> bool:
+        """False if the longest pass does not fit into memory at the end of the context. `about`: what
+        its memory depends on besides the step."""
+        first = self.parts[0]
+        tokens = min(decoder.most_tokens, context_length)
+        digest = hashlib.sha256(f"{self._plan} {about}".encode()).hexdigest()[:12]
+        part = f"passes of {tokens} tokens {digest}"
+        with CheckBook(first.key, self.notice) as book:
+            known = book.known(part)
+            if known is not None:
+                return known.is_fine
+            began = time.perf_counter()
+            why = "" if tokens == 1 or decoder.fits(tokens, context_length) else NO_ROOM
+            book.finish(Verdict(part=part, why=why, seconds=time.perf_counter() - began))
+        return not why
 
     def try_rows(self, weights: Weights, num_rows: int, run: Callable[[], None]) -> str:
         """Tries a step of several rows at its first use: its kernels, then `run`. Returns the reason
@@ -299,7 +337,7 @@ class DeviceCheck:
         began = time.perf_counter()
         try:
             why = outcome(run, PART_S, is_waited_for=is_in_use)
-        except _NotChecked:
+        except NotChecked:
             book.give_up()
             self._say(parts, part, "no memory is left to check it", "it is used unchecked")
             return ""
@@ -307,7 +345,7 @@ class DeviceCheck:
             book.give_up()
             raise
         book.finish(Verdict(part=part, why=why, seconds=time.perf_counter() - began))
-        is_running = is_in_use and why == _too_long(PART_S)
+        is_running = is_in_use and why == too_long(PART_S)
         if is_running or (why and not is_last and outcome(parts.use, ANSWER_S)):
             raise DeviceLost(f"{_words(parts, part)}: {why}, and the device no longer answers")
         return why
@@ -326,51 +364,6 @@ def checked(
         return None
     check = DeviceCheck(parts, notice)
     return check if check.check_devices(has_budget=has_budget) else None
-
-
-def outcome(run: Callable[[], None], limit_s: float, *, is_waited_for: bool = False) -> str:
-    """The reason why a function fails, "" if it does not. It runs in a thread of its own, which is
-    abandoned at the limit: a call that waits for a device cannot be ended. An interrupt abandons it,
-    too, unless `is_waited_for`."""
-    found: list[str | _NotChecked] = []
-
-    def call() -> None:
-        try:
-            with torch.inference_mode():
-                run()
-        except Exception as error:  # noqa: BLE001  # any exception means that the part fails
-            is_memory = any(words in str(error).lower() for words in _NO_MEMORY)
-            found.append(_NotChecked() if is_memory else _line(error))
-        else:
-            found.append("")
-
-    thread = threading.Thread(target=call, daemon=True)
-    try:
-        thread.start()
-        thread.join(limit_s)
-    except KeyboardInterrupt:
-        if is_waited_for and thread.is_alive():
-            thread.join(limit_s)
-        raise
-    if not found:
-        return _too_long(limit_s)
-    if isinstance(found[0], _NotChecked):
-        raise found[0]
-    return found[0]
-
-
-def _too_long(limit_s: float) -> str:
-    return f"takes longer than {limit_s:g} s"
-
-
-def _line(error: Exception) -> str:
-    """An error's type, unless that says nothing, and first line; the last line if the first is a
-    place in source code."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
-    text = " ".join(lines[-1 if _PLACE.match(lines[0]) else 0].split())
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)[:MOST_LETTERS]
-    name = type(error).__name__
-    return text if name in ("Wrong", "ImportError", "HotsplitError") else f"{name}: {text}"
 
 
 def _words(parts: DeviceParts, part: str) -> str:

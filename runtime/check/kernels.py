@@ -29,7 +29,7 @@ FIRING_BOUND = 1e-3
 BITS_SHARE, LEAST_BITS = 1e-3, 2
 _MOST_DRAWN = 1 << 22  # random numbers; longer tensors repeat them
 _INPUTS = {
-    "dot": ("x_D",), "embed": ("index_1",), "unpack": (), "add_norm": ("x_D", "parts_PD"),
+    "dot": ("x_D",), "embed": ("index_1",), "unpack": (), "add_norm": ("x_D", "parts_PD", "term_D"),
     "rotate_append": ("qkv", "position_1", "sequence_1", "table_SN"),
     "attend": ("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
     "predict": ("inner_R",), "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
@@ -38,9 +38,10 @@ _INPUTS = {
 }  # fmt: skip
 _OUTPUTS = {
     "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
-    "add_norm": ("out_D", "x_out_D"), "rotate_append": ("qkv", "key_CKW", "value_CKW", "query_THW"),
-    "attend": ("out_HW",), "predict": ("named_B",), "gate_up": ("hidden_N",), "down": ("parts_SD",),
-    "multiply": ("out_TN",), "multiply_down": ("out_TD",),
+    "add_norm": ("out_D", "x_out_D", "copy_D"),
+    "rotate_append": ("qkv", "key_CKW", "value_CKW", "query_THW"),
+    "attend": ("out_HW",), "predict": ("named_B", "copy_B"), "gate_up": ("hidden_N",),
+    "down": ("parts_SD",), "multiply": ("out_TN",), "multiply_down": ("out_TD",),
     "round_tokens": ("out_TD", "power_T", "x_out_TD"), "hidden_tokens": ("out_TN", "power_T"),
 }  # fmt: skip
 _CACHES = ("key_CKW", "value_CKW")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
@@ -135,20 +136,24 @@ def launches_of(
         return noted
 
     noting = Kernels(**{name: note(name) for name in NAMES})
+    has_gpu = any(device.type == "cuda" for device in placement.homes)
     backend = Backend(
         kernels=noting,
-        streams=lambda device: (NoStream(), NoStream()),
+        stream=lambda device: NoStream(),
         take=take,
         prepare=lambda stream, submit: submit,
-        is_pinned=False,
+        is_pinned=has_gpu and pinned.is_possible(),
     )
-    with suppress(NotNative):  # such a model has no native step, but it reads prompts
-        step = hybrid_builder.build(weights, placement, Traffic(), backend, max_rows=max_rows)
-        if num_rows > 1:
-            found.clear()
-            assert step.prepare is not None
-            step.prepare(num_rows)
-            return tuple(found.values())
+    # A model that is not native has no such step, nor has a GPU without pinned memory; both read
+    # prompts.
+    if pinned.is_possible() or not has_gpu:
+        with suppress(NotNative):
+            step = hybrid_builder.build(weights, placement, Traffic(), backend, max_rows=max_rows)
+            if num_rows > 1:
+                found.clear()
+                assert step.prepare is not None
+                step.prepare(num_rows)
+                return tuple(found.values())
     for matrix, device, is_down in _multiplied(weights, placement):
         _note_products(noting, matrix, device, is_down=is_down)
     for index, layer in enumerate(weights.layers):

@@ -1,13 +1,14 @@
 """The parts of the runtime on one GPU, which a check tries one by one. Tests pass parts that
 fail."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from hotsplit.artifacts.device_checks import DeviceKey, installed_version
+from hotsplit.runtime.check import step_check
 from hotsplit.runtime.check.kernels import Wrong
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.streams import CudaStream
@@ -46,15 +47,21 @@ class DeviceParts:
         take: Callable[[torch.device], Take] | None,
         *,
         has_graph: bool,
+        has_doorbells: bool = False,
         kernels: Kernels | None,
     ) -> Backend:
-        return cuda_backend(take, has_graph=has_graph, kernels=kernels)
+        return cuda_backend(take, has_graph=has_graph, has_doorbells=has_doorbells, kernels=kernels)
+
+    def hand_over_s(self, backends: Sequence[Backend]) -> list[float]:
+        """Seconds that a hand-over to the CPU and back takes with each of the backends."""
+        return step_check.hand_over_s(backends, self.device)
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Frees the memory that the allocator caches."""
+        """Frees the memory that the allocator caches, and the workspaces of the checks' products."""
+        device_memory.free_workspaces()
         torch.cuda.empty_cache()
 
     def use(self) -> None:

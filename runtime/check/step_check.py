@@ -1,14 +1,17 @@
-"""Checks a whole decode step on a device: a host function's round trip, the submitted step against
+"""Checks a whole decode step on a device: a hand-over to the CPU and back, the submitted step against
 the model layer by layer, and the captured step against the submitted one."""
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, c_void_p, cast
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hotsplit.runtime.check.kernels import Wrong
-from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.hybrid_step import Backend
 
@@ -21,11 +24,13 @@ BuildStep = Callable[[Backend], DecodeStep | str]
 STEP_BOUND = 0.1
 _TOKENS = (0, 1)
 _VALUES = 4096
+_HANDOVERS, _ROUNDS = 32, 15  # to time: one by callbacks takes up to 0.2 ms, so 0.1 s in all
 
 
 def echo(backend: Backend, device: torch.device) -> None:
-    """Copies numbers to the host in a stream, adds 1 in a host function, and copies them back."""
-    main, _ = backend.streams(device)
+    """Copies numbers to the host in a stream, lets the CPU add 1, and copies them back, three
+    times."""
+    main = backend.stream(device)
     seen, answer, back = (torch.zeros(_VALUES, pin_memory=backend.is_pinned) for _ in range(3))
     there = torch.zeros(_VALUES, device=device)
     mine, theirs = answer.numpy(), seen.numpy()
@@ -33,20 +38,56 @@ def echo(backend: Backend, device: torch.device) -> None:
     def add(_: int) -> None:
         mine[:] = theirs + 1
 
-    function = CFUNCTYPE(None, c_void_p)(add)
-    address = cast(function, c_void_p).value
-    assert address is not None
-    node = HostNode(function=address, argument=0, reads=(seen,), writes=(answer,), kept=(function,))
+    node = node_of(add, reads=(seen,), writes=(answer,))
+
+    def submit() -> None:
+        main.copy(seen, there)
+        main.join(main.start(node))
+        main.copy(there, answer)
+        main.copy(back, there)
+
+    run = backend.prepare(main, submit)
     for number in range(1, 4):
         there.fill_(number)
         main.follow()
-        main.copy(seen, there)
-        main.host(node)
-        main.copy(there, answer)
-        main.copy(back, there)
+        run()
         main.finish()
         if not bool((back == number + 1).all()):
             raise Wrong(f"sent {number}, wanted {number + 1} back, got {float(back[0]):g}")
+
+
+def hand_over_s(backends: Sequence[Backend], device: torch.device) -> list[float]:
+    """Median seconds of a hand-over of nothing to the CPU and back with each of the backends, which
+    take turns."""
+    node = node_of(lambda argument: None)
+    mains = [backend.stream(device) for backend in backends]
+
+    def submit(main: Stream) -> None:
+        for _ in range(_HANDOVERS):
+            main.join(main.start(node))
+
+    runs = [each.prepare(main, partial(submit, main))
+            for each, main in zip(backends, mains, strict=True)]  # fmt: skip
+    seconds: list[list[float]] = [[] for _ in backends]
+    for _ in range(_ROUNDS):
+        for number, (main, run) in enumerate(zip(mains, runs, strict=True)):
+            began = time.perf_counter()
+            run()
+            main.finish(sleeps=True)
+            seconds[number].append((time.perf_counter() - began) / _HANDOVERS)
+    return [statistics.median(each) for each in seconds]
+
+
+def node_of(
+    function: Callable[[int], None],
+    reads: tuple[Tensor, ...] = (),
+    writes: tuple[Tensor, ...] = (),
+) -> HostNode:
+    """A hand-over to a Python function, for checks."""
+    made = CFUNCTYPE(None, c_void_p)(function)
+    address = cast(made, c_void_p).value
+    assert address is not None
+    return HostNode(function=address, argument=0, reads=reads, writes=writes, kept=(made,))
 
 
 def submitted(build: BuildStep, backend: Backend, plain: Plain) -> None:

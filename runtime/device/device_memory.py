@@ -6,20 +6,22 @@ one slab; temporaries of a prefill pass come from torch's allocator. Two mechani
 within the budget:
 
 - torch refuses to reserve more than the fraction set by `limit`. Before it asks the driver, it
-  checks the sum of its reservations, including its own rounding (pieces of 2 MiB, or 20 MiB for
-  tensors of 1 to 10 MiB). This holds for its native allocator without expandable segments; `limit`
-  refuses any other.
-- `set_aside` reserves memory for temporaries in one or two pieces, at most the budget less the
-  slab. Temporaries are then allocated from memory that the process already has: other programs on
-  the card cannot take it in the middle of a text, and small tensors are not scattered over many
-  segments.
+  checks the sum of its reservations, including its own rounding (pools.py). This holds for its
+  native allocator without expandable segments; `limit` refuses any other.
+- `set_aside` reserves both pools of torch's allocator for the temporaries of a pass. They are then
+  allocated from memory that the process already has: other programs on the card cannot take it in
+  the middle of a text.
+
+Beside slab and temporaries, a process holds BESIDE_BYTES: the workspaces of cuBLAS, which it takes
+from torch's memory for each thread and stream, and the numbers that torch's generator holds on the
+stream of a captured graph (before torch 2.13).
 
 Outside the budget, and reported separately: the CUDA context, kernel code, and memory that
 libraries allocate from the driver directly."""
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from weakref import WeakSet
@@ -28,20 +30,29 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.device.pools import (
+    GAPS,
+    LEAST_OWN_BYTES,
+    SEGMENT_BYTES,
+    SMALL_TENSOR_BYTES,
+    PoolBytes,
+)
 from hotsplit.system.sizes import format_bytes
 
+# Of cuBLAS: 4 MiB and eight times 16 KiB for each thread and stream; torch's default is 32 MiB on an
+# H100. Set here, before anything multiplies on a GPU, because torch passes on the current size with a
+# workspace that it allocated earlier. Variables already set are kept.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")  # in KiB
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "4096")
+
 ALIGNMENT = 256
-# torch's allocator rounds a segment for one tensor of 10 MiB or more up to a multiple of this;
-# segments for tensors up to 1 MiB have this size.
-SEGMENT_BYTES = 2 << 20
-# From this size on, a tensor gets a segment of its own size; a tensor of 1 to 10 MiB gets one of
-# 20 MiB, the rest of which is kept for other tensors.
-LEAST_OWN_BYTES = 10 << 20
-# Room for segments of small tensors (norms' temporaries, masks, indices) and for the slab's
-# rounding.
-SMALL_BYTES = 4 * SEGMENT_BYTES
-# The first piece set aside, from which matrix products take their workspace.
-FIRST_BYTES = 64 << 20
+# A segment for the workspaces of two threads: the caller's, and that of a check.
+PRODUCT_BYTES = LEAST_OWN_BYTES
+# The products' segment, one for small tensors that last, one for those of another stream, and the
+# slab's rounding.
+BESIDE_BYTES = PRODUCT_BYTES + 3 * SEGMENT_BYTES
+# Set aside while weights are uploaded, if there is room.
+UPLOAD_BYTES = PoolBytes(small=4 << 20, large=48 << 20)
 # A smaller budget cannot be enforced on an allocator with segments of 2 and 20 MiB.
 LEAST_BUDGET_BYTES = 128 << 20
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -74,7 +85,9 @@ class DeviceMemory:
     budget_bytes: int | None
     taken: dict[str, int] = field(default_factory=dict)
     used_bytes: int = 0  # of the slab, gaps included
-    aside_bytes: int = 0  # for temporaries
+    aside: PoolBytes = PoolBytes()  # temporaries
+    product_bytes: int = 0  # workspaces of products
+    held_bytes: int = 0  # by the process before this engine, if it has no other
     step_start: int | None = None  # where the buffers of a decode step begin
 
     @classmethod
@@ -85,15 +98,17 @@ class DeviceMemory:
 
         Raises HotsplitError if the device has no room for it, and like `limit`."""
         made = cls(device, torch.empty(0, dtype=torch.uint8), budget_bytes)
+        others = [memory for memory in _living if memory.device == device]
         _living.add(made)
         try:
             with out_of_memory_as_error(device, num_bytes):
                 if device.type == "cuda":
+                    free_workspaces()
                     _limit_all(device)
+                    made.held_bytes = 0 if others else torch.cuda.memory_reserved(device)
                 memory = torch.empty(num_bytes + _slack(device), dtype=torch.uint8, device=device)
                 if device.type == "cuda":
-                    made._reserve(FIRST_BYTES)
-                    _warm_up(device)
+                    made._set_aside_for_upload()
         except HotsplitError:
             made.close()
             raise
@@ -119,14 +134,15 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes available for temporaries beside the slab and the workspace of matrix products;
-        without a budget, the GPU's free memory, or 1 TiB on the CPU."""
+        """Bytes available for temporaries beside the slab and BESIDE_BYTES; without a budget, the
+        GPU's free memory, or 1 TiB on the CPU."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
         allowed = allowed_bytes(self.device)
         if allowed is None:
             return torch.cuda.mem_get_info(self.device)[0]
-        return max(0, allowed - torch.cuda.memory_allocated(self.device) - SMALL_BYTES)
+        taken = torch.cuda.memory_allocated(self.device) - self.product_bytes
+        return max(0, allowed - taken - BESIDE_BYTES)
 
     def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
         """Returns an allocator of zeroed buffers for a decode step, which invalidates the previous
@@ -137,27 +153,33 @@ class DeviceMemory:
         return lambda shape, dtype: self.take(shape, dtype, "step").zero_()
 
     def set_aside(self) -> None:
-        """Reserves `aside_bytes` for temporaries of the current stream: see the module's docstring.
+        """Reserves the segments of `aside` on the current stream, and one for the workspace of
+        products, which should have been freed: see the module's docstring.
 
-        Must be called again after a graph capture, which empties the allocator's cache."""
+        Must be called again after a graph capture, which empties the allocator's cache. If memory is
+        short, as beside other programs, nothing is set aside: `Decoder.fits` tells what is left."""
         if self.device.type != "cuda":
             return
         torch.cuda.empty_cache()
-        free = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        with out_of_memory_as_error(self.device, self.aside_bytes):
-            self._reserve(self.aside_bytes - free)
+        wanted = self.aside.segments
+        sizes = [SMALL_TENSOR_BYTES] * (wanted.small // SMALL_TENSOR_BYTES)
+        sizes += [wanted.large] * (wanted.large > 0)
+        with suppress(torch.OutOfMemoryError):
+            self._reserve(PRODUCT_BYTES)
+            self.product_bytes += _warm_up(self.device)
+            # Freed together, into the allocator's cache, where only this process can use them.
+            _ = [self._reserve(num_bytes) for num_bytes in sizes]
+            return
+        torch.cuda.empty_cache()
 
-    def _reserve(self, num_bytes: int) -> None:
-        """Reserves `num_bytes`, or the rest of the budget if that is less; nothing if it would not
-        get a segment of its own."""
-        allowed = allowed_bytes(self.device)
-        if allowed is not None:
-            reserved = torch.cuda.memory_reserved(self.device)
-            num_bytes = min(num_bytes, allowed - reserved - SMALL_BYTES)
-        num_bytes -= num_bytes % SEGMENT_BYTES
-        if num_bytes >= LEAST_OWN_BYTES:
-            # Freed immediately, into the allocator's cache, where only this process can use it.
-            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+    def _reserve(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _set_aside_for_upload(self) -> None:
+        room, small = self.room_bytes, UPLOAD_BYTES.small
+        large = min(UPLOAD_BYTES.large, int((room - 2 * small) * (1 - GAPS)) - SEGMENT_BYTES)
+        self.aside = PoolBytes(small, large) if large >= LEAST_OWN_BYTES else PoolBytes()
+        self.set_aside()
 
     def report(self) -> MemoryReport:
         if self.device.type != "cuda":
@@ -248,23 +270,35 @@ def temporarily_limited(device: torch.device, num_bytes: int) -> Iterator[None]:
         _limit_all(device)
 
 
-def _warm_up(device: torch.device) -> None:
-    """Makes matrix products allocate their permanent workspace now, so that it is accounted for.
+def free_workspaces() -> None:
+    """Frees the workspaces of all threads' products, which torch otherwise keeps for the life of
+    the process. The next product takes one again."""
+    torch._C._cuda_clearCublasWorkspaces()
+    for memory in _living:
+        memory.product_bytes = 0
 
-    cuBLAS takes a workspace per stream from torch's memory, which counts against the budget: 4 MiB
-    as set here, 32 MiB by torch's default on an H100 or H200. Variables already set are kept."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")  # in KiB
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "4096")
+
+def _warm_up(device: torch.device) -> int:
+    """Makes the caller's matrix products allocate their workspace now; returns its bytes."""
+    before = torch.cuda.memory_allocated(device)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if dtype == torch.bfloat16 and not has_bf16(device):
             continue
         square = torch.zeros(64, 64, dtype=dtype, device=device)
         square @ square
+    del square
     torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
 
 
 def _slack(device: torch.device) -> int:
     return 0 if device.type == "cuda" else ALIGNMENT  # CUDA's addresses are already aligned
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for errors of torch, the driver and cuBLAS that say that memory is short."""
+    is_torchs = isinstance(error, torch.OutOfMemoryError)
+    return is_torchs or any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 @contextmanager
@@ -277,8 +311,7 @@ def out_of_memory_as_error(
     try:
         yield
     except RuntimeError as error:
-        is_torchs = isinstance(error, torch.OutOfMemoryError)
-        if not is_torchs and not any(words in str(error) for words in _OUT_OF_MEMORY):
+        if not is_out_of_memory(error):
             raise
         wanted = "more memory" if num_bytes is None else format_bytes(num_bytes)
         device = device or _fullest()
@@ -300,6 +333,9 @@ def _state(device: torch.device) -> str:
     reserved = torch.cuda.memory_reserved(device)
     allowed = allowed_bytes(device)
     held = "" if allowed is None else f" of a budget of {format_bytes(allowed)}"
+    before = max((m.held_bytes for m in _living if m.device == device), default=0)
+    if before:
+        held += f" ({format_bytes(before)} are held by this process's earlier work)"
     return (
         f"{format_bytes(free)} of {format_bytes(total)} free; this process holds"
         f" {format_bytes(reserved)}{held}, and {format_bytes(max(0, total - free - reserved))} are"

@@ -1,10 +1,12 @@
 """Streams to which the kernels, copies and host functions of a decode step are submitted.
 
 A stream runs its submissions in order, asynchronously; between two streams, only events impose an
-order. Each submission declares the memory that it reads and writes, so a test can prove that
+order. Work that is handed over to the CPU (`start`) begins when all earlier submissions have run,
+and runs beside the later ones, up to a `join`. Each submission declares the memory that it reads and writes, so a test can prove that
 nothing is read before it is written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import CFUNCTYPE, c_void_p
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,7 +45,14 @@ class Stream(Protocol):
         """Copies between contiguous tensors of one type and size. Host memory should be pinned: a
         CUDA copy from other memory is slower and may block."""
 
-    def host(self, node: HostNode) -> None: ...
+    def host(self, node: HostNode) -> None:
+        """Runs a function on the host, in stream order."""
+
+    def start(self, node: HostNode) -> Any:
+        """Hands a function over to the CPU. Functions run one after the other, in this order."""
+
+    def join(self, handed: Any) -> None:
+        """Makes later submissions wait until a function that `start` has handed over has run."""
 
     def record(self) -> Any:
         """An event that fires when everything submitted so far has run."""
@@ -73,6 +82,12 @@ class PlainStream:
     def host(self, node: HostNode) -> None:
         node.run()
 
+    def start(self, node: HostNode) -> None:
+        self.host(node)
+
+    def join(self, handed: None) -> None:
+        pass
+
     def record(self) -> None:
         return None
 
@@ -90,12 +105,14 @@ class CudaStream:
     """A stream of a CUDA device; its calls may be captured into a graph.
 
     Copies and host functions call the CUDA runtime directly: torch's copies track the use of pinned
-    memory, which a captured graph would not update."""
+    memory, which a captured graph would not update. The driver calls what is handed over to the CPU,
+    on a second stream; runtime.step.doorbells has a faster way."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self._end = torch.cuda.Event(blocking=True)
         self._runtime = cuda_runtime.load()
+        self._side: CudaStream | None = None
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -114,6 +131,22 @@ class CudaStream:
     def host(self, node: HostNode) -> None:
         with torch.cuda.device(self.stream.device):
             self._runtime.host_function(self.stream.cuda_stream, node.function, node.argument)
+
+    def start(self, node: HostNode) -> Any:
+        if self._side is None:
+            self._side = CudaStream(self.stream.device)
+        self._side.wait(self.record())
+        self._side.host(node)
+        return self._side.record()
+
+    def join(self, handed: Any) -> None:
+        self.wait(handed)
+
+    @contextmanager
+    def collected(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """Collects what the block, a capture, hands over to the CPU. Its value is a function that
+        launches the graph by the function that it is given."""
+        yield lambda launch: launch()
 
     def record(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -19,7 +19,7 @@ from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
-from hotsplit.model.tensors import KEY_NORM, QUERY_NORM
+from hotsplit.model.tensors import KEY_NORM, QUERY_NORM, SINKS
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -176,7 +176,7 @@ class Builder:
     def expert_loader(self, index: int) -> ExpertLoader:
         return ExpertLoader(
             model=self.model, layer=index, store=self.stores.on_cpu,
-            computes_all=computes_all(self.mode),
+            computes_all=computes_all(self.mode), are_experts_mapped=self.stores.are_experts_mapped,
         )  # fmt: skip
 
     def shared(self, experts: ExpertLoader) -> SharedExperts | None:
@@ -270,6 +270,7 @@ class Builder:
             query_norm=norms[0],
             key_norm=norms[1],
             norms_all_heads=block.norms_all_heads,
+            sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
             cache=LayerCache.of(
                 self.table,
                 block.num_kv_heads,

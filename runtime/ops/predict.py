@@ -63,17 +63,23 @@ def predictor_struct(structs: Structs, predictor: Predictor | None) -> Predictor
 
 
 def launch_predict(
-    on: Launcher, predictor: Predictor, x_D: Tensor, inner_R: Tensor, named_W: Tensor
+    on: Launcher,
+    predictor: Predictor,
+    x_D: Tensor,
+    inner_R: Tensor,
+    named_W: Tensor,
+    copy_W: Tensor | None = None,
 ) -> None:
-    """Writes the bits of the predicted neurons, int32 [F / 32 rounded up] for each row. `inner_R`:
-    memory for the product with `down`, if there is one."""
+    """Writes the bits of the predicted neurons, int32 [F / 32 rounded up] for each row, and again to
+    `copy_W` in pinned memory. `inner_R`: memory for the product with `down`, if there is one."""
     up, activation = predictor.up, predictor.gate.activation
     if predictor.down:
         on.dot(predictor.down, x_D, inner_R, has_relu=predictor.kind == "relu")
         x_D = inner_R
     on.launch(
         lambda: on.kernels.predict(
-            up.weight, up.bias_N, x_D, predictor.threshold, predictor.kind, activation, named_W
+            up.weight, up.bias_N, x_D, predictor.threshold, predictor.kind, activation, named_W,
+            copy_W,
         ),
-        [up.weight.data, up.bias_N, x_D], [named_W],
+        [up.weight.data, up.bias_N, x_D], [named_W, copy_W],
     )  # fmt: skip

@@ -117,6 +117,10 @@ class ColdStream:
         if self._next == len(self._pieces):
             self._end()
 
+    def abandon(self) -> None:
+        """Ends a pass that failed: the next one begins anew."""
+        self._end()
+
     def _begin(self, number: int) -> None:
         """Begins a new pass; an interrupted one is abandoned."""
         self._open()

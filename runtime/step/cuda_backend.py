@@ -1,4 +1,4 @@
-"""The CUDA backend of a hybrid step: two streams per GPU, and CUDA graphs of a GPU's segments."""
+"""The CUDA backend of a hybrid step: a stream per GPU, and CUDA graphs of a GPU's segments."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ from torch import Tensor
 from hotsplit.runtime.device.streams import CudaStream, Stream
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, triton_kernels
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
+from hotsplit.runtime.step.doorbells import DoorbellStream
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 
@@ -18,15 +19,17 @@ def cuda_backend(
     take: Callable[[torch.device], Take] | None = None,
     *,
     has_graph: bool,
+    has_doorbells: bool = False,
     kernels: Kernels | None = None,
 ) -> Backend:
     """Builds the backend. `take` allocates on a device; None is torch's allocator. Without a graph,
-    every step launches its kernels one by one: slower, with the same results.
+    every step launches its kernels one by one: slower, with the same results. `has_doorbells`: the
+    CPU's parts are handed over by flags instead of callbacks (doorbells.py).
 
     Raises ImportError if no `kernels` are given and Triton is not installed."""
     return Backend(
         kernels=kernels or triton_kernels(),
-        streams=lambda device: (CudaStream(device), CudaStream(device)),
+        stream=DoorbellStream if has_doorbells else CudaStream,
         take=take or _allocated,
         prepare=_captured if has_graph else _submitted,
         is_pinned=True,
@@ -54,7 +57,7 @@ def _submitted(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]
 
 def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
     """Captures the work that `submit` enqueues on the stream, and on streams that fork from it and
-    join it; returns a function that replays it on the stream.
+    join it; returns a function that replays it on the stream and runs the CPU's part of it.
 
     Other threads may allocate meanwhile; their work is not captured."""
     assert isinstance(stream, CudaStream)
@@ -64,13 +67,17 @@ def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
         torch.cuda.synchronize(device)
         with (
             without_collection(),
+            stream.collected() as run,
             torch.cuda.graph(graph, stream=stream.stream, capture_error_mode="thread_local"),
         ):
             submit()
 
-    def replay() -> None:
+    def launch() -> None:
         with torch.cuda.stream(stream.stream):
             graph.replay()
+
+    def replay() -> None:
+        run(launch)
 
     replay()  # the first launch uploads the graph
     stream.finish()

@@ -2,8 +2,9 @@
 
 Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain, groupby
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.costs.pass_length import SHORT_CHUNK
+from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.spec import LayerSpec, Neurons
-from hotsplit.runtime.device.device_memory import out_of_memory_as_error
+from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.ops.attention.block import Attend
@@ -22,7 +23,7 @@ from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
-from hotsplit.runtime.step.batch import Row, runs_of
+from hotsplit.runtime.step.batch import Row, rows_of, runs_of
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import HybridStep
@@ -39,6 +40,24 @@ from hotsplit.runtime.step.program import (
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.gpu_products import Factor
 
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PassLength:
+    """The most tokens of a pass, halved for good when a pass does not fit into a GPU's memory."""
+
+    most: int = PREFILL_CHUNK
+
+    def shorten(self, num_tokens: int) -> None:
+        """Notes that a pass of so many tokens does not fit, and frees what it has taken."""
+        self.most = min(self.most, num_tokens // 2)
+        log.warning(
+            "a GPU's memory is short for a pass of %d tokens: passes have at most %d from now on, which"
+            " makes prompts slower", num_tokens, self.most
+        )  # fmt: skip
+        torch.cuda.empty_cache()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -47,7 +66,8 @@ class Decoder:
     weights: Weights
     observers: Observers
     native: DecodeStep | str  # the decode step, or the reason why there is none
-    chunk: int = SHORT_CHUNK  # tokens per pass without observers
+    chunk: int = SHORT_CHUNK  # tokens per pass without observers, at most
+    length: PassLength = field(default_factory=PassLength)
     # Attends in torch's passes if weights are on a GPU and the cache is not; None: torch does.
     host_attention: HostAttention | None = None
 
@@ -71,13 +91,14 @@ class Decoder:
         """Maximum tokens per pass."""
         if self._native_rows is not None:
             return self._native_rows.max_rows
-        return SHORT_CHUNK if self.observers.active else self.chunk
+        chunk = SHORT_CHUNK if self.observers.active else self.chunk
+        return min(chunk, self.length.most)
 
     def run(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [R, V] of the rows that have them, on the CPU; appends keys and values to the
         cache.
 
-        Takes at most `most_tokens` computed rows. Their positions must be reserved in the cache
+        Computed rows beyond `most_tokens` are divided among passes. Their positions must be reserved in the cache
         (KVCache.reserve)."""
         native = self._native_rows
         if native is not None:
@@ -89,7 +110,7 @@ class Decoder:
     @out_of_memory_as_error()
     @torch.inference_mode()
     def _run_in_torch(self, rows: Sequence[Row]) -> Tensor:
-        """`run` by passes, one for each run of rows."""
+        """`run` by passes, one or more for each run of rows."""
         return self._joined([self._pass(rows, run) for run in runs_of(rows)])
 
     @out_of_memory_as_error()
@@ -118,14 +139,51 @@ class Decoder:
             if row.source is not None:
                 self._copy(rows[row.source], row)
         computed = [row for row in run if row.source is None]
-        if not computed:
-            return self._no_logits()
-        ids_T = torch.tensor([row.token for row in computed])
-        hidden_TD = self.forward(ids_T, computed[0].position, computed[0].sequence)
-        wanted_T = torch.tensor([row.has_logits for row in computed])
+        pieces: list[Tensor] = []
+        done = 0
+        while done < len(computed):
+            piece = computed[done : done + self.most_tokens]
+            logits_RV = self._tried(piece)
+            if logits_RV is None:
+                self.length.shorten(len(piece))
+                continue
+            pieces.append(logits_RV)
+            done += len(piece)
+        return self._joined(pieces or [self._no_logits()])
+
+    def _tried(self, rows: Sequence[Row]) -> Tensor | None:
+        """Logits of consecutive rows of one sequence, computed in one pass; None if it does not fit
+        into a GPU's memory. Then it may be repeated: it rewrites the same positions."""
+        try:
+            return self._computed(rows)
+        except RuntimeError as error:
+            if len(rows) == 1 or not is_out_of_memory(error):
+                raise
+        for layer in self.weights.layers:
+            if layer.ffn.cold is not None:
+                layer.ffn.cold.abandon()
+        return None
+
+    def _computed(self, rows: Sequence[Row]) -> Tensor:
+        ids_T = torch.tensor([row.token for row in rows])
+        hidden_TD = self.forward(ids_T, rows[0].position, rows[0].sequence)
+        wanted_T = torch.tensor([row.has_logits for row in rows])
         if not wanted_T.any():
             return self._no_logits()
         return self.logits(hidden_TD[wanted_T.to(hidden_TD.device)])
+
+    @torch.inference_mode()
+    def fits(self, num_tokens: int, context_length: int) -> bool:
+        """True if a pass of so many tokens at the end of the context fits into the GPUs' memory, with
+        logits of the last ones. Overwrites the first sequence, which must be empty."""
+        rows = rows_of([0] * num_tokens, context_length - num_tokens)
+        last = [replace(row, has_logits=True) for row in rows[-LOGITS_CHUNK:]]
+        cache = self.weights.cache
+        cache.reserve(0, 0, context_length)
+        try:
+            return self._tried([*rows[:-LOGITS_CHUNK], *last]) is not None
+        finally:
+            cache.table.shrink(0, 0)
 
     def _copy(self, source: Row, target: Row) -> None:
         """Copies a row's keys and values to the same position of another sequence."""
@@ -203,6 +261,12 @@ def _is_decoded(run: Sequence[Row]) -> bool:
     long for a step is a text whose logits are all wanted, for instance by `eval`: a pass reads each
     weight once for all of it."""
     return len(run) <= ROWS[-1] and all(row.has_logits and row.source is None for row in run)
+
+
+def _added(x_TD: Tensor, *others: Tensor, factor: float) -> Tensor:
+    """x + factor * the sum of the others."""
+    sum_TD = others[0] if len(others) == 1 else others[0] + others[1]
+    return x_TD + (sum_TD if factor == 1.0 else factor * sum_TD)
 
 
 @cache

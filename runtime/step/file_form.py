@@ -72,7 +72,7 @@ _PARTS = {"ffn_down": "down_bias", "ffn_gate_inp": "router", "exp_probs_b": "rou
 
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
     """Bytes by part. Those of the parts that the layer's operations read sum to what plans count
-    (budget.layer_bytes); "attention" contains other parts, and so does "all"."""
+    (part_bytes.layer_bytes); "attention" contains other parts, and so does "all"."""
     sizes, spec = layer_bytes(model, index), model.spec.layers[index]
     found = dict.fromkeys((*spec.norms, "attention", "down_bias", "router", "shared"), 0)
     of_layer = layer_tensors(model, index)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -29,13 +30,7 @@ from hotsplit.runtime.step.forms import placed_form
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer
 from hotsplit.runtime.step.hybrid_neuron_cache import HybridNeuronCache
 from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
-from hotsplit.runtime.step.hybrid_submissions import (
-    Lowering,
-    StreamKey,
-    Submission,
-    is_in_line,
-    waits,
-)
+from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
 from hotsplit.runtime.step.program import HOST, gpu, step_program
 from hotsplit.runtime.weights.neuron_block import by_role
@@ -237,48 +232,24 @@ class _Builder:
         """Each GPU's consecutive work. Whether a graph may copy between GPUs depends on how they
         are connected, so copies between GPUs are segments of their own."""
 
-        def stream(key: StreamKey) -> Stream:
-            device = devices[key[0]]
-            return device.side if key[1] else device.main
-
-        def ordered(each: Submission, others: Sequence[StreamKey]) -> Callable[[], None]:
-            own, before = stream(each.stream), [stream(other) for other in others]
-
-            def run() -> None:
-                for other in before:
-                    own.wait(other.record())
-                each.run()
-
-            return run
-
-        def together(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
-            def run_all() -> None:
-                for run in runs:
-                    run()
-
-            return run_all
-
-        pairs = zip(submissions, waits(submissions), strict=True)
-        return [
-            Segment(
-                main=devices[home].main,
-                run=together([ordered(*pair) for pair in group]),
-                is_graph=is_graph,
-            )
-            for (home, is_graph), group in groupby(
-                pairs, key=lambda pair: (pair[0].home, pair[0].is_graph)
-            )
-        ]
+        needed = joins(submissions)
+        found = []
+        numbered = groupby(
+            enumerate(submissions), key=lambda pair: (pair[1].home, pair[1].is_graph)
+        )
+        for (home, is_graph), group in numbered:
+            main = devices[home].main
+            run = partial(_submit, main, dict(group), needed)
+            found.append(Segment(main=main, run=run, is_graph=is_graph))
+        return found
 
     def _device(self, number: int) -> DeviceKernels:
         device = self.placement.gpu(number)
-        main, side = self.backend.streams(device)
         mine = [d for d in self.divided if self.placement.numbers[d.index] == number]
         take = self.backend.take(device)
         return DeviceKernels(
             kernels=self.backend.kernels,
-            main=main,
-            side=side,
+            main=self.backend.stream(device),
             buffers=DeviceBuffers.of(
                 self.weights.spec,
                 [len(d.hot.id_N) for d in mine if d.hot],
@@ -290,6 +261,26 @@ class _Builder:
             ),  # fmt: skip
             slot_kernels=self.backend.slot_kernels,
         )
+
+
+def _submit(main: Stream, submissions: Mapping[int, Submission], needed: Mapping[int, int]) -> None:
+    """Submits consecutive work of a GPU, which ends when the CPU's part has ended, too."""
+    handed: dict[int, Any] = {}  # what the CPU may not have run yet, by index
+
+    def join(last: int) -> None:
+        main.join(handed[last])
+        for number in [each for each in handed if each <= last]:
+            del handed[number]
+
+    for number, each in submissions.items():
+        if needed.get(number) in handed:
+            join(needed[number])
+        if isinstance(each.work, HostNode):
+            handed[number] = main.start(each.work)
+        else:
+            each.work()
+    if handed:
+        join(max(handed))
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from hotsplit.runtime.model.layers import Layer
@@ -57,18 +56,18 @@ class DividedLayer:
     def rows(self, name: str) -> tuple[int, int]:
         """The range of an output's rows in DeviceBuffers.sum_PD; the summands of a sum are
         adjacent."""
-        num_parts = self.num_parts
+        end = 1 + self.num_parts
         if name == "attn_out":
             return 0, 1
         if name == "hot_out" or (name == "ffn_out" and self.hot is not None):
-            return 1, 1 + num_parts
+            return 1, end
         if name == "bias":
-            return 1 + num_parts + (self.cold is not None), 2 + num_parts + (self.cold is not None)
-        assert name in ("cold_out", "ffn_out"), name
-        return 1 + num_parts, 2 + num_parts
+            return end, end + 1
+        assert name == "ffn_out", name  # the CPU's alone, copied
+        return end, end + 1
 
 
-OUTPUTS = ("attn_out", "hot_out", "cold_out", "ffn_out", "bias")  # names in the program: see rows
+OUTPUTS = ("attn_out", "hot_out", "ffn_out", "bias")  # names in the program: see rows
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
@@ -97,7 +96,7 @@ class DeviceBuffers:
     inner: Tensor  # of predictors, flat
     named_W: Tensor  # int32 [F / 32 rounded up]
     hidden: Tensor  # of hot neurons, flat
-    sum_PD: Tensor  # attention's output; partial sums of hot neurons; sum of cold ones; bias
+    sum_PD: Tensor  # attention's output; partial sums of hot neurons; bias, or sum of cold ones
     logits_V: Tensor
 
     @classmethod
@@ -143,7 +142,7 @@ class DeviceBuffers:
             inner=take((max_rows * spec.most_rank,), _REAL),
             named_W=take_rows(-(-spec.most_neurons // 32), torch.int32),
             hidden=take((max_rows * most_hot,), _REAL),
-            sum_PD=take((1 + most_parts + 2, max_rows, width), _REAL),
+            sum_PD=take((1 + most_parts + 1, max_rows, width), _REAL),
             logits_V=take_rows(spec.vocab_size if has_head else 0),
         )
 
@@ -170,10 +169,8 @@ _VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V")
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKernels(Launcher):
-    """Submits the operations of a GPU, on its buffers, to its main stream. `side` is for work
-    concurrent with them."""
+    """Submits the operations of a GPU, on its buffers, to its stream."""
 
-    side: Stream
     buffers: DeviceBuffers
     slot_kernels: SlotKernels | None = None
 
@@ -243,13 +240,14 @@ class DeviceKernels(Launcher):
     def output(self, layer: Layer, heads: Tensor) -> None:
         self.dot(layer.attention.output, heads, self.buffers.sum_PD[0])
 
-    def predict(self, ffn: FeedForward, x_D: Tensor) -> None:
+    def predict(self, ffn: FeedForward, x_D: Tensor, copy_W: Tensor | None) -> None:
+        """Writes the bits of the named neurons, and again to `copy_W` on the host."""
         predictor, b = ffn.predictor, self.buffers
         assert predictor is not None
         inner = b.inner
         if predictor.down:
             inner = b.first(inner, predictor.down.weight.num_rows)
-        launch_predict(self, predictor, x_D, inner, self.named(ffn))
+        launch_predict(self, predictor, x_D, inner, self.named(ffn), copy_W)
 
     def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
         """Writes the partial sums of a layer's hot neurons to sum_PD and, if `divided` has

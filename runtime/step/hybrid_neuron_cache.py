@@ -105,13 +105,13 @@ class HybridNeuronCache:
         return None if bits is None or bits.last != layer else (bits.device_LW, bits.host_LW)
 
     def connect(self, mains: Mapping[int, Stream]) -> None:
-        """Attaches the cache to a step whose GPUs have these main streams."""
+        """Attaches the cache to a step whose GPUs have these streams."""
         residency, kernels = self.cache.residency, self._backend.slot_kernels
         assert kernels is not None
         devices = []
         for number, layers in self._layers.items():
             device = self._placement.gpu(number)
-            copier, _ = self._backend.streams(device)
+            copier = self._backend.stream(device)
             devices.append(
                 SlotDevice(
                     layers,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
@@ -56,6 +57,8 @@ def tried(run: Callable[[], None]) -> str:
     """The reason why a function fails, "" if it does not."""
     try:
         run()
+    except DeviceLost:
+        raise
     except HotsplitError as error:
         return str(error)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -68,7 +71,7 @@ class Backend:
     """The kernels, streams and memory that a step runs on."""
 
     kernels: Kernels
-    streams: Callable[[torch.device], tuple[Stream, Stream]]  # main and side
+    stream: Callable[[torch.device], Stream]  # makes one
     take: Callable[[torch.device], Take]  # zeroed memory for buffers
     prepare: Prepare
     is_pinned: bool
@@ -112,6 +115,7 @@ class HybridStep:
     # The CPU computes during the segments, with all cores: the waiting thread must not take one.
     has_host_work: bool = False
     has_equal_rows: bool = True  # a row's result is bit-identical to that of a single row
+    lost: str = ""  # why a GPU no longer answers: its last step may still be running
     most: int = 0  # the most rows of a step; 0: as many as `host` has room for
 
     @property
@@ -202,6 +206,8 @@ class HybridStep:
         self.meter.set_rows(len(rows))
 
     def _run(self, rows: Sequence[Row], num_rows: int) -> None:
+        if self.lost:
+            raise DeviceLost(self.lost)
         host = self.host
         self._fill(rows, num_rows)
         if self.before:
@@ -215,14 +221,22 @@ class HybridStep:
             library.set_spin_time(GPU_SPIN_TIME)
         try:
             self._submit(segments)
-        finally:  # even after an interrupt, nothing keeps running
-            for segment in segments:
-                segment.main.finish(sleeps=self.has_host_work)
+        except DeviceLost as lost:  # to wait for it could take for ever
+            self.lost = f"{lost}; start again, or use the CPU alone (--device cpu)"
+            raise DeviceLost(self.lost) from None
+        except BaseException:  # even after an interrupt, nothing keeps running
+            self._finish(segments)
+            raise
+        self._finish(segments)
         if self.after:
             self.after.run()
         if self.neuron_cache is not None:
             self.neuron_cache.after_step()
         self.meter.read()
+
+    def _finish(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            segment.main.finish(sleeps=self.has_host_work)
 
     def _submit(self, segments: Sequence[Segment]) -> None:
         event = None

@@ -1,42 +1,39 @@
-"""Lowers a step program to submissions to the streams of GPUs: kernels, copies and host functions.
+"""Lowers a step program to submissions to the streams of GPUs: kernels, copies, and functions that
+are handed over to the CPU.
 
 A submission is one or more operations: a sum on a GPU is fused with a norm that reads it next, and
-consecutive operations of the host in one layer, or in layers wholly on the host, become one host
-function. From what the submissions read and write, `waits` derives which streams must wait for
-which."""
+consecutive operations of the host in one layer, or in layers wholly on the host, become one
+function. What a divided layer exchanges with the CPU is not copied: the kernel that writes the input
+of the neurons, or their bits, writes it to pinned memory as well, and the kernel that adds the CPU's
+output reads it there. From what the submissions read and write, `joins` derives where a stream must wait for the
+CPU."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
+from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
 from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
-from hotsplit.runtime.step.program import HOST, Op, device_of, edges, name_of
-
-StreamKey = tuple[str, bool]  # (GPU, whether it is the side stream)
+from hotsplit.runtime.step.program import HOST, Op, at, device_of, edges, name_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """Work for a stream of GPU `home`, in the order of the program."""
+    """Work for the stream of GPU `home`, in the order of the program: a function that submits it, or
+    a function for the CPU."""
 
     name: str
     home: str
-    is_beside: bool = False
     is_graph: bool = True
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    run: Callable[[], None]
-
-    @property
-    def stream(self) -> StreamKey:
-        return self.home, self.is_beside
+    work: Callable[[], None] | HostNode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +69,15 @@ class Lowering:
         self.pending: dict[str, _Sum] = {}  # by target
         # Outputs of layers that a sum or norm has made one row; else neurons leave partial sums.
         self.summed: set[str] = set()
+        self.copied: set[Op] = set()  # copies to the host that a kernel makes
+        self.away: dict[str, str] = {}  # values of a GPU that are read on the host
         ops = [op for op in self.program if op.home != HOST]
         index = 0
         while index < len(ops):
             op, stop = ops[index], index + 1
+            if op in self.copied:
+                index = stop
+                continue
             self._settle_before(op)
             if is_in_line(op):
                 while stop < len(ops) and self._are_together(op, ops[stop]):
@@ -85,10 +87,14 @@ class Lowering:
                 self._add(op)
             elif op.kind == "norm":
                 self._norm(op, ops[stop:])
+            elif op.kind == "predict":
+                self._predict(op, ops[stop:])
+            elif _is_return(op) and _is_added(op.writes[0], ops[stop:]):
+                self.away[op.writes[0]] = op.reads[0]
             else:
                 self._submit(op, self._run(op))
             index = stop
-        assert not self.pending, self.pending
+        assert not self.pending and not self.away, (self.pending, self.away)
         return self.found
 
     def _are_together(self, op: Op, other: Op) -> bool:
@@ -97,17 +103,16 @@ class Lowering:
         layers = (op.layer, other.layer)
         return op.layer == other.layer or all(self.is_whole_L[i] for i in layers if i is not None)
 
-    def _submit(self, op: Op, run: Callable[[], None]) -> None:
+    def _submit(self, op: Op, work: Callable[[], None] | HostNode) -> None:
         self.summed -= set(op.writes)
         self.found.append(
             Submission(
-                name=op.kind,
+                name="host" if isinstance(work, HostNode) else op.kind,
                 home=op.home,
-                is_beside=op.is_beside,
                 is_graph=not op.is_between_gpus,
                 reads=op.reads,
                 writes=op.writes,
-                run=run,
+                work=work,
             )
         )
 
@@ -116,7 +121,6 @@ class Lowering:
         assert layer is not None
         has_named = any(op.kind == "predict" for op in ops) and not self.is_whole_L[layer]
         node = self.parts.node(ops, self.divided[layer].named_W if has_named else None)
-        main = self.devices[ops[0].home].main
         reads = {value: None for op in ops for value in op.reads}
         writes = {value: None for op in ops for value in (*op.writes, *overwritten(op))}
         self.found.append(
@@ -125,13 +129,13 @@ class Lowering:
                 home=ops[0].home,
                 reads=tuple(reads),
                 writes=tuple(writes),
-                run=partial(main.host, node),
+                work=node,
             )
         )
 
     def _add(self, op: Op) -> None:
         """Defers a sum until it is read. A sum that adds to a deferred one is merged with it."""
-        base, *terms = op.reads
+        base, *terms = (self.away.pop(value, value) for value in op.reads)
         assert op.layer is not None
         before = self.pending.pop(base, None)
         if before is not None:
@@ -149,7 +153,7 @@ class Lowering:
                 continue
             del self.pending[target]
             device = device_of(target)
-            x_D, sum_PD = self._summands(pending.reads, pending.layer)
+            x_D, sum_PD, term_D = self._summands(pending.reads, pending.layer)
             target_D = self._tensor(target, pending.layer)
             self.summed.add(target)
             self.found.append(
@@ -158,15 +162,22 @@ class Lowering:
                     home=device,
                     reads=pending.reads,
                     writes=(target,),
-                    run=partial(
-                        launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D
+                    work=partial(
+                        launch_add_norm,
+                        self.devices[device],
+                        x_D,
+                        sum_PD,
+                        None,
+                        None,
+                        target_D,
+                        term_D,
                     ),
                 )
             )
 
     def _norm(self, op: Op, later: Sequence[Op]) -> None:
         """Submits a norm, fused with the deferred sum if there is one; the sum is also written if
-        it is read again."""
+        it is read again, and the norm also to the host if it is copied there."""
         ((value,), (out,)) = op.reads, op.writes
         pending = self.pending.pop(value, None)
         norm = self.weights.output_norm
@@ -175,32 +186,75 @@ class Lowering:
         out_D, kept_D = self._tensor(out, op.layer), None
         reads, writes = op.reads, op.writes
         if pending is None:
-            x_D, sum_PD = self._summands([value], op.layer)
+            x_D, sum_PD, term_D = self._summands([value], op.layer)
         else:
             reads = pending.reads
             if value != out and _is_read(value, later):
                 kept_D, writes = self._tensor(value, op.layer), (*writes, value)
-            x_D, sum_PD = self._summands(pending.reads, pending.layer)
+            x_D, sum_PD, term_D = self._summands(pending.reads, pending.layer)
+        copies = self._copies(op, later)
+        copy_D = self._tensor(copies[0], op.layer) if copies else None
         self.summed |= set(writes)
         self.found.append(
             Submission(
                 name="norm",
                 home=op.home,
                 reads=reads,
-                writes=writes,
-                run=partial(
-                    launch_add_norm, self.devices[op.device], x_D, sum_PD, norm, out_D, kept_D
+                writes=(*writes, *copies),
+                work=partial(
+                    launch_add_norm,
+                    self.devices[op.device],
+                    x_D,
+                    sum_PD,
+                    norm,
+                    out_D,
+                    kept_D,
+                    term_D,
+                    copy_D,
                 ),
             )
         )
 
-    def _summands(self, values: Sequence[str], layer: int | None) -> tuple[Tensor, Tensor | None]:
-        """The vectors that sum to the sum of these values: (the first, the others)."""
-        first, *others = values
+    def _predict(self, op: Op, later: Sequence[Op]) -> None:
+        """Submits a GPU's predictor, which also writes to the host if its bits are copied there."""
+        assert op.layer is not None
+        copies = self._copies(op, later)
+        copy_W = self._tensor(copies[0], op.layer) if copies else None
+        x_D, ffn = self._tensor(op.reads[0], op.layer), self.weights.layers[op.layer].ffn
+        work = partial(self.devices[op.home].predict, ffn, x_D, copy_W)
+        self._submit(replace(op, writes=(*op.writes, *copies)), work)
+
+    def _copies(self, op: Op, later: Sequence[Op]) -> tuple[str, ...]:
+        """The value on the host to which a divided layer copies what `op` writes, if nothing else
+        uses it before the copy, which then is not submitted."""
+        (value,) = op.writes
+        target = at(name_of(value), HOST)
+        for other in later:
+            if other.is_beside and (other.reads, other.writes) == ((value,), (target,)):
+                self.copied.add(other)
+                return (target,)
+            if value in other.writes or target in (
+                *other.reads,
+                *other.writes,
+                *overwritten(other),
+            ):
+                break
+        return ()
+
+    def _summands(
+        self, values: Sequence[str], layer: int | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The vectors that sum to the sum of these values: (the first, the others, the one on the
+        host)."""
+        term_D = None
+        for value in values:
+            if device_of(value) == HOST:
+                term_D = self._tensor(value, layer)
+        first, *others = [value for value in values if device_of(value) != HOST]
         if name_of(first) in OUTPUTS:
-            rows_PD = self._rows(values, layer)
-            return rows_PD[0], rows_PD[1:] if len(rows_PD) > 1 else None
-        return self._tensor(first, layer), self._rows(others, layer) if others else None
+            rows_PD = self._rows([first, *others], layer)
+            return rows_PD[0], rows_PD[1:] if len(rows_PD) > 1 else None, term_D
+        return self._tensor(first, layer), self._rows(others, layer) if others else None, term_D
 
     def _rows(self, values: Sequence[str], layer: int | None) -> Tensor:
         """The rows that sum to these outputs of a layer, [P, D]."""
@@ -209,8 +263,8 @@ class Lowering:
         summed = [name_of(value) for value in values if value in self.summed]
         return self.devices[device_of(values[0])].sums(names, self.divided[layer], summed)
 
-    def _run(self, op: Op) -> Callable[[], None]:
-        """The function that submits a single operation."""
+    def _run(self, op: Op) -> Callable[[], None] | HostNode:
+        """The function that submits a single operation, or that runs it on the CPU."""
         device, weights = self.devices[op.home], self.weights
         if op.kind == "copy":
             return self._copy(op)
@@ -228,42 +282,34 @@ class Lowering:
             return partial(_copy_to_rows, device, self._tensor(op.writes[0], op.layer), bias_D)
         if op.is_beside:
             assert op.kind == "neurons" and divided.cold is not None, op
-            return partial(device.side.host, neuron_node(divided.cold))
+            return neuron_node(divided.cold)
         x_D = self._tensor(op.reads[0], op.layer)
         if op.kind == "attention":
             return partial(device.attention, layer, x_D)
         if op.kind == "project":
             project = device.inputs if op.part == "qkv" else device.output
             return partial(project, layer, x_D)
-        if op.kind == "predict":
-            return partial(device.predict, layer.ffn, x_D)
         assert op.kind == "neurons", op
         return partial(device.hot, divided, x_D, are_named=len(op.reads) > 1)
 
     def _copy(self, op: Op) -> Callable[[], None]:
         ((source,), (target,)) = op.reads, op.writes
         device = self.devices[op.home]
-        stream = device.side if op.is_beside else device.main
         if name_of(source) == "bits":
             assert op.layer is not None
             found = self.bits_of_gpu(op.layer)
             assert found is not None
-            return partial(stream.copy, found[1], found[0])
+            return partial(device.main.copy, found[1], found[0])
         if name_of(source) == "position":
             return partial(self._place, device)
-        copy = partial(stream.copy, self._tensor(target, op.layer), self._tensor(source, op.layer))
-        is_sum = device_of(source) != HOST and name_of(source) in ("ffn_out", "hot_out")
-        if not is_sum:
-            return copy
-        rows_PD = self._rows([source], op.layer)
-        if len(rows_PD) == 1:
-            return copy
-
-        def run() -> None:
-            launch_add_norm(device, rows_PD[0], rows_PD[1:], None, None, rows_PD[0])
-            copy()
-
-        return run
+        target_D, source_D = (self._tensor(value, op.layer) for value in (target, source))
+        if device_of(source) != HOST and name_of(source) in ("ffn_out", "hot_out"):
+            rows_PD = self._rows([source], op.layer)
+            if len(rows_PD) > 1:
+                return partial(
+                    launch_add_norm, device, rows_PD[0], rows_PD[1:], None, None, target_D
+                )
+        return partial(device.main.copy, target_D, source_D)
 
     def _place(self, device: DeviceKernels) -> None:
         """Copies the rows' positions to a GPU, and with several sequences also the rows' sequences
@@ -304,6 +350,17 @@ def is_in_line(op: Op) -> bool:
     return op.device == HOST and op.kind != "copy" and not op.is_beside and op.part != "positions"
 
 
+def _is_return(op: Op) -> bool:
+    """True if an operation copies the output of the CPU's part of a divided layer to the GPU."""
+    return op.kind == "copy" and op.is_beside and device_of(op.reads[0]) == HOST
+
+
+def _is_added(value: str, later: Sequence[Op]) -> bool:
+    """True if a value is next read as a summand."""
+    reader = next((op for op in later if value in op.reads), None)
+    return reader is not None and reader.kind == "add"
+
+
 def _is_read(value: str, later: Sequence[Op]) -> bool:
     """True if the value is read before it is written again."""
     for op in later:
@@ -314,39 +371,12 @@ def _is_read(value: str, later: Sequence[Op]) -> bool:
     return False
 
 
-def waits(submissions: Sequence[Submission]) -> list[list[StreamKey]]:
-    """For each submission, the streams whose previous work its stream must wait for. Waits that
-    earlier ones imply are left out. Each segment, a GPU's consecutive work, begins after the
-    previous one has ended."""
-    needed: dict[int, list[int]] = {}
+def joins(submissions: Sequence[Submission]) -> dict[int, int]:
+    """For submissions to a GPU, the last function of the CPU that must have run before; both are
+    indices. The CPU runs its functions in order, so the earlier ones have run, too."""
+    found: dict[int, int] = {}
     for first, second in edges([(each.reads, each.writes) for each in submissions]):
-        needed.setdefault(second, []).append(first)
-    count: Counter[StreamKey] = Counter()
-    seen: dict[StreamKey, Counter[StreamKey]] = {}
-    numbers: list[int] = []  # indices of the submissions within their streams
-    found = []
-
-    def join(stream: StreamKey, other: StreamKey) -> None:
-        known = seen.setdefault(stream, Counter())
-        known |= seen.get(other, Counter())
-        known[other] = count[other]
-        seen[stream] = known
-
-    before: Submission | None = None
-    for number, each in enumerate(submissions):
-        main = (each.home, False)
-        if before is not None and (before.home, before.is_graph) != (each.home, each.is_graph):
-            join(main, (before.home, False))
-        before, own = each, []
-        for first in needed.get(number, ()):
-            other = submissions[first].stream
-            if other == each.stream or seen.get(each.stream, Counter())[other] > numbers[first]:
-                continue
-            source = other if other[0] == each.home else main
-            join(each.stream, source)
-            own.append(source)
-            assert seen[each.stream][other] > numbers[first], (each, submissions[first])
-        numbers.append(count[each.stream])
-        count[each.stream] += 1
-        found.append(own)
+        is_for_cpu = [isinstance(submissions[i].work, HostNode) for i in (first, second)]
+        if is_for_cpu == [True, False]:
+            found[second] = max(first, found.get(second, first))
     return found

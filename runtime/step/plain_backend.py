@@ -18,7 +18,7 @@ from hotsplit.runtime.step.hybrid_step import Backend
 def plain_backend(kernels: Kernels, slot_kernels: SlotKernels | None = None) -> Backend:
     return Backend(
         kernels=kernels,
-        streams=lambda device: (PlainStream(), PlainStream()),
+        stream=lambda device: PlainStream(),
         take=_take,
         prepare=_as_it_is,
         is_pinned=False,

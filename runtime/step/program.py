@@ -65,7 +65,7 @@ class Op:
     writes: tuple[str, ...]
     part: str = ""
     home: str = HOST  # the GPU to whose streams it is submitted; HOST before and after all GPUs
-    is_beside: bool = False  # on that GPU's side stream, concurrent with its kernels
+    is_beside: bool = False  # a part of the host's work that is concurrent with that GPU's kernels
     weight_bytes: int = 0  # of its weights in full; a sparse mode reads fewer bytes of neurons
     factor: float = 1.0  # of all terms of a sum but the first
 
@@ -218,6 +218,9 @@ class _LayerWriter:
             yield from self._block(block, HOST, inputs, is_beside=True)
         for block, device in others:
             yield from self._block(block, device, inputs, is_beside=False)
+            yield from self._returned(block, device, is_beside=False)
+        for block in beside:
+            yield from self._returned(block, HOST, is_beside=True)
         outs = [OUT[block] for block, _ in place.blocks]
         if neurons.down_name in neurons.biases and not neurons.are_experts:  # each has its own
             yield self._op("bias", [], ["bias"], "down_bias")
@@ -228,13 +231,15 @@ class _LayerWriter:
         self, block: Block, device: str, inputs: Sequence[str], *, is_beside: bool
     ) -> Iterator[Op]:
         place, out = self.place, OUT[block]
-        is_away = device != place.device
-        for name in inputs if is_away else ():
+        for name in inputs if device != place.device else ():
             yield self._copy(name, place.device, device, is_beside)
         bits = ["bits"] if place.has_bits and block != "cold" else []
         yield self._op("neurons", inputs, [out, *bits], block, device, is_beside)
-        if is_away:
-            yield self._copy(out, device, place.device, is_beside)
+
+    def _returned(self, block: Block, device: str, *, is_beside: bool) -> Iterator[Op]:
+        """Copies the output of a block to the layer's device."""
+        if device != self.place.device:
+            yield self._copy(OUT[block], device, self.place.device, is_beside)
 
     def _copy(self, name: str, source: str, target: str, is_beside: bool) -> Op:
         device = source if target == HOST else target

@@ -25,7 +25,7 @@ class OpFact:
     part: str
     layer: int | None
     device: str
-    beside: str | None  # the GPU on whose side stream it runs
+    beside: str | None  # the GPU beside whose kernels it runs
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     weight_bytes: int

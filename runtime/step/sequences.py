@@ -90,10 +90,8 @@ class Sequences:
         self._check(parts)
         rows = [row for part in parts for row in self._rows(part)]
         decoder = self.live
-        pieces = [
-            decoder.run(rows[start : start + decoder.most_tokens])
-            for start in range(0, len(rows), decoder.most_tokens)
-        ]
+        size = decoder.most_tokens  # a pass may shorten later ones
+        pieces = [decoder.run(rows[start : start + size]) for start in range(0, len(rows), size)]
         for part in parts:
             part.sequence.ids.extend(part.tokens)
         if not pieces:

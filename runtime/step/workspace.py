@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import FLOAT_BYTES, tile_rows
+from hotsplit.costs.part_bytes import FLOAT_BYTES, layer_bytes, layer_tensors, tile_rows
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.device.device_memory import ALIGNMENT, SMALL_BYTES
+from hotsplit.runtime.device.device_memory import ALIGNMENT, BESIDE_BYTES, LEAST_BUDGET_BYTES
+from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.stored import FLOATS
@@ -24,76 +25,154 @@ from hotsplit.runtime.step.decoder import plain_ops
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers
 from hotsplit.runtime.step.program import name_of
-from hotsplit.runtime.step.scratch import SCRATCH, Pass, head, kept_norm, written_bytes
+from hotsplit.runtime.step.scratch import SCRATCH, Pass, head, kept_norm, written
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
-# What a plan reserves on a GPU, if that is at most PLANNED_SHARE of the model's file: a pass of
-# PLANNED_TOKENS, two pieces of streamed weights, and the workspace of matrix products. Each pass
-# copies all cold weights; twice as many tokens would take twice the memory from hot neurons.
-PLANNED_TOKENS, PLANNED_PIECE_BYTES, PLANNED_SHARE, PLANNED_ROWS = 256, 16 << 20, 0.02, 8
-_PRODUCT_BYTES = 8 << 20  # of cuBLAS and cuBLASLt: device_memory._warm_up
-GAPS = 0.1  # the share of the memory for temporaries that may be lost to gaps between them
+# Plans have room for the buffers of steps of so many rows, or as many as they have texts, and of more
+# rows if those take at most STEP_BYTES.
+LEAST_ROWS, STEP_BYTES = 8, 2 << 20
+# What a plan reserves on a GPU: passes of the first of PLANNED_TOKENS that take at most PLANNED_SHARE
+# of the model's file, or else of the last. Each pass copies all cold weights; twice as many tokens
+# would take twice the memory from hot neurons.
+PLANNED_TOKENS, PLANNED_SHARE = (256, 128, 64, 32), 0.02
+ANY_BUDGET = 1 << 62  # of a GPU without one
+# The least bytes of a piece of streamed weights beside passes of at least so many tokens. Each piece
+# takes some twenty launches; layers that have fewer bytes are one piece.
+PIECES = ((128, 16 << 20), (64, 8 << 20), (32, 4 << 20))
 
 
-def pass_bytes(p: Pass) -> int:
-    """Bytes at the peak of a pass."""
+def pass_pools(p: Pass) -> PoolBytes:
+    """Bytes at the peak of a pass; on a GPU, of any pass of up to so many tokens."""
     spec, width = p.spec, p.floats(p.spec.hidden_size)
     turned = {(a.rotary, a.num_rotated) for a in (x.attention for x in spec.layers) if a.rotary}
-    tables = 0 if p.is_on_gpu else p.floats(sum(head_dim for _, head_dim in turned))
+    tables = sum((p.floats(head_dim / 2) * 2 for _, head_dim in turned), PoolBytes())
+    tables = PoolBytes() if p.is_on_gpu else tables
     # An embedding's rows as stored, unpacked, scaled, with positions.
     embedding = p.model.tensors["token_embd.weight"].kind
-    most = max((4 if embedding in FLOATS else 6) * width, width + head(p))
-    for index, layer in enumerate(spec.layers):
+    most = width * (4 if embedding in FLOATS else 6) | width + head(p)
+    for index in _distinct_layers(p):
+        layer = spec.layers[index]
         # The caller holds the layer's input, and the previous layer's if the predictor reads it.
         has_before = bool(index and layer.predict and layer.predict.input_layer_offset)
-        inputs = width * (1 + has_before) + (kept_norm(p, index - 1) if has_before else 0)
-        alive = {"x": 0}
+        inputs = width * 2 + kept_norm(p, index - 1) if has_before else width
+        alive = {"x": PoolBytes()}
         for op, last in zip(*plain_ops(index, layer), strict=True):
             taken = SCRATCH[op.kind](p, index)
-            most = max(most, tables + inputs + sum(alive.values()) + taken)
-            held = alive.get(name_of(op.reads[0]), 0)
+            most |= tables + inputs + sum(alive.values(), PoolBytes()) + taken
+            held = alive.get(name_of(op.reads[0]), PoolBytes())
             alive = {name: size for name, size in alive.items() if name not in last}
-            alive |= written_bytes(p, index, op, held)
+            alive |= written(p, index, op, held)
     if not p.is_on_gpu and not library.is_available():  # torch unpacks every matrix, in tiles
         widest = max(spec.hidden_size, spec.most_query_size)
-        most += 4 * FLOAT_BYTES * widest * tile_rows(widest)
-    return most + 4096 + 64 * p.num_tokens  # positions, ids, scalars
+        most += p.tensor(4 * FLOAT_BYTES * widest * tile_rows(widest))
+    return most + p.tensor(4096 + 64 * p.num_tokens)  # positions, ids, scalars
+
+
+def _distinct_layers(p: Pass) -> list[int]:
+    """One of each kind of layers, whose blocks, weights' types, hot neurons and inputs are
+    alike."""
+    kinds: dict[object, int] = {}
+    for index, layer in enumerate(p.spec.layers):
+        tensors = layer_tensors(p.model, index).items()
+        hot = None if p.num_hot is None else p.num_hot[index]
+        before = index and kept_norm(p, index - 1)
+        kind = layer, hot, before, tuple((name, entry.kind) for name, entry in tensors)
+        kinds.setdefault(kind, index)
+    return list(kinds.values())
 
 
 def workspace_bytes(
-    model: ModelFile, context_length: int, mode: Mode, num_sequences: int = 1
+    model: ModelFile,
+    context_length: int,
+    mode: Mode,
+    num_sequences: int = 1,
+    gpu_budget_bytes: int = 0,
 ) -> int:
     """What a plan, or an engine without one, reserves on each device that holds anything: on the CPU
     for passes, watched by observers or not, and native steps, however neurons are divided; on a GPU
-    `planned_bytes`."""
+    of this budget, at least what `gpu_bytes` needs beyond the budget that is enforced at least."""
     tokens = min(SHORT_CHUNK if library.is_available() else PREFILL_CHUNK, context_length)
     watched = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context_length,
                    way="watched", num_sequences=num_sequences)  # fmt: skip
-    most = max(map(pass_bytes, (watched, replace(watched, way="unwatched"))))
+    most = max(pass_pools(p).total for p in (watched, replace(watched, way="unwatched")))
     for is_divided in (False,) if model.spec.has_experts else (False, True):
         builder = hollow_builder(model, mode, is_divided=is_divided)
         most = max(most, step_bytes(builder, context_length, num_sequences))
-    return -(-max(most, planned_bytes(model, context_length, mode)) // ROUNDED_TO) * ROUNDED_TO
+    if gpu_budget_bytes and not model.spec.has_experts:  # which run on the CPU alone
+        free = max(0, LEAST_BUDGET_BYTES - gpu_budget_bytes)
+        most = max(most, gpu_bytes(model, context_length, mode, num_sequences) - free)
+    return -(-most // ROUNDED_TO) * ROUNDED_TO
 
 
-def planned_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
-    """The workspace that a plan should reserve on a GPU; 0 for a small model, whose plans can't
-    afford it, and for a mixture of experts, which has no plans."""
-    if model.spec.has_experts:
-        return 0
-    tokens = min(PLANNED_TOKENS, context_length)
-    p = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context_length, way="flash")
-    beside = _PRODUCT_BYTES + SMALL_BYTES + decode_bytes(model, context_length, PLANNED_ROWS)
-    wanted = int((pass_bytes(p) + 2 * PLANNED_PIECE_BYTES) / (1 - GAPS)) + beside
+def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: int = 1) -> int:
+    """Bytes that a plan reserves on a GPU beside weights and cache: for the longest of PLANNED_TOKENS
+    that PLANNED_SHARE allows, the buffers of steps, what surrounds weights in the slab, and
+    BESIDE_BYTES."""
     size = sum(entry.num_bytes for entry in model.tensors.values())
-    return wanted if wanted <= PLANNED_SHARE * size else 0
+    rows = planned_rows(num_sequences)
+    step = decode_bytes(model, context_length, rows, num_sequences)
+    beside = BESIDE_BYTES + max(STEP_BYTES, step) + slab_extras(model, model.spec.num_neurons)
+    largest, found = largest_layer_bytes(model), 0
+    for tokens in PLANNED_TOKENS:
+        p = Pass(model=model, mode=mode, num_tokens=min(tokens, context_length),
+                 context_length=context_length, way="flash", num_sequences=num_sequences)  # fmt: skip
+        found = beside + reserved_bytes(p, least_piece_bytes(tokens, largest))
+        if found <= PLANNED_SHARE * size:
+            break
+    return found
+
+
+def reserved_bytes(p: Pass, piece_bytes: int = 0) -> int:
+    """Bytes of the segments for passes of up to so many tokens on a GPU, with two pieces of streamed
+    weights."""
+    return temporaries(p, piece_bytes).segments.total
+
+
+def temporaries(p: Pass, piece_bytes: int = 0) -> PoolBytes:
+    """Temporaries of a pass on a GPU, with two pieces of streamed weights."""
+    return pass_pools(p) + PoolBytes.exactly(piece_bytes) * 2
+
+
+def least_piece_bytes(num_tokens: int, largest: int) -> int:
+    """The least bytes of a piece of streamed weights beside a pass, if the largest layer has so many;
+    0 for passes of too few tokens to stream any."""
+    return next((min(size, largest) for tokens, size in PIECES if num_tokens >= tokens), 0)
+
+
+def largest_layer_bytes(model: ModelFile) -> int:
+    """Bytes of the neurons of the largest layer as streamed, at most."""
+    return SEGMENT_BYTES + max(
+        layer.neurons.number * layer_bytes(model, index).neuron
+        for index, layer in enumerate(model.spec.layers)
+    )
+
+
+def slab_extras(model: ModelFile, num_ids: int) -> int:
+    """Bytes of a slab beside its items and the buffers of steps: vectors as f32, ids of hot neurons,
+    and an alignment gap per tensor."""
+    vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
+    as_floats = sum(FLOAT_BYTES * entry.shape[0] - entry.num_bytes for entry in vectors)
+    num_tensors = len(model.tensors) + 4 * model.spec.num_layers
+    return as_floats + 4 * num_ids + ALIGNMENT * num_tensors
+
+
+def planned_rows(num_sequences: int) -> int:
+    """The most rows of a decode step that plans have room for."""
+    return next((rows for rows in ROWS if rows >= max(LEAST_ROWS, num_sequences)), ROWS[-1])
 
 
 def step_rows(model: ModelFile, context_length: int, workspace: int, num_sequences: int = 1) -> int:
-    """Most rows of a decode step whose buffers fit into ROWS_SHARE of the workspace; at least 1."""
+    """Most rows of a decode step that plans have room for, and whose buffers fit into ROWS_SHARE of the
+    workspace; at least 1."""
+    planned = planned_rows(num_sequences)
     taken = {rows: decode_bytes(model, context_length, rows, num_sequences) for rows in ROWS}
-    return max((rows for rows in ROWS if taken[rows] <= ROWS_SHARE * workspace), default=1)
+    fitting = [
+        rows
+        for rows in ROWS
+        if taken[rows] <= ROWS_SHARE * workspace and (rows <= planned or taken[rows] <= STEP_BYTES)
+    ]
+    return max(fitting, default=1)
 
 
 def decode_bytes(

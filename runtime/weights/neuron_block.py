@@ -18,6 +18,7 @@ from hotsplit.runtime.weights.matrix import Linear, Matrix
 # "hot": the plan's hot neurons, and all neurons of undivided layers; "cold": on the CPU, while the
 # rest of the layer may be elsewhere.
 Role = Literal["hot", "cold"]
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of swiglu_oai
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +76,18 @@ class Gate:
         """SiLU or GELU, without a threshold."""
         if self.activation == "silu":
             return F.silu(gate)
+        if self.activation == "swiglu_oai":
+            gate = gate.clamp(max=SWIGLU_LIMIT)
+            return gate * (SWIGLU_ALPHA * gate).sigmoid()
         return F.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
     def hidden(self, activated: Tensor, up: Tensor | None) -> Tensor:
-        """act(gate) * up; dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955)."""
+        """act(gate) * up; dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955), gpt-oss's
+        SwiGLU adds 1 to a clamped up (transformers, modeling_gpt_oss.py)."""
         if up is None:
             return activated
+        if self.activation == "swiglu_oai":
+            return activated * (up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0)
         return activated * (F.relu(up) if self.activation == "drelu" else up)
 
 

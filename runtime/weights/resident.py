@@ -36,6 +36,7 @@ class Residence:
     is pinned, this object is gone too."""
 
     num_bytes: int = 0  # of the weights
+    holds_experts: bool = True  # false: those of a mixture stay in the file
     _rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _segments: list[tuple[PinnableMemory, Tensor]] = field(default_factory=list, repr=False)
 

@@ -178,6 +178,7 @@ class Stores:
 
     on_cpu: WeightStore = MappedStore(CPU)
     on_device: Mapping[torch.device, WeightStore] = field(default_factory=dict)
+    are_experts_mapped: bool = False  # the experts of a mixture stay in the file
 
     @classmethod
     def of(
@@ -191,7 +192,8 @@ class Stores:
         if residence is None:
             return cls(on_device=uploaders)
         on_cpu = ResidentStore(residence=residence, is_streamed=bool(uploaders))
-        return cls(on_cpu=on_cpu, on_device=uploaders)
+        is_mapped = not residence.holds_experts
+        return cls(on_cpu=on_cpu, on_device=uploaders, are_experts_mapped=is_mapped)
 
     def on(self, device: torch.device) -> WeightStore:
         if device in self.on_device:

@@ -1,8 +1,9 @@
-"""torch's caching allocator on the fake runtime: the rules of CUDACachingAllocator.cpp that
-hotsplit relies on. Segments have 2 MiB for tensors up to 1 MiB, 20 MiB for those below 10 MiB,
-and the tensor's own size, rounded up to 2 MiB, for larger ones; a freed block is reused on the
-stream that it was allocated on; reserved memory has a limit; each captured graph has its own
-pool."""
+"""torch's caching allocator on the fake runtime: the rules of c10/cuda/CUDACachingAllocator.cpp
+that hotsplit relies on. Segments have 2 MiB for tensors up to 1 MiB, 20 MiB for those below 10 MiB,
+and the tensor's own size, rounded up to 2 MiB, for larger ones. A tensor takes the smallest free
+block of its pool and stream that holds it; what is left of the block becomes a block of its own,
+unless it is at most 1 MiB of a large one. Reserved memory has a limit; each captured graph has
+its own pool."""
 
 from dataclasses import dataclass, field
 
@@ -30,15 +31,21 @@ class Segment:
     def is_free(self) -> bool:
         return not any(is_taken for _, _, is_taken in self.blocks)
 
-    def take(self, num_bytes: int) -> int | None:
-        fitting = [b for b in self.blocks if not b[2] and b[1] >= num_bytes]
-        if not fitting:
-            return None
-        found = min(fitting, key=lambda block: block[1])
-        at, (start, size, _) = self.blocks.index(found), found
-        rest = [(start + num_bytes, size - num_bytes, False)] if size > num_bytes else []
+    def smallest(self, num_bytes: int) -> tuple[int, int] | None:
+        """(bytes, start) of the smallest free block of at least so many bytes; None if there is
+        none."""
+        fitting = [(b[1], b[0]) for b in self.blocks if not b[2] and b[1] >= num_bytes]
+        return min(fitting, default=None)
+
+    def take(self, start: int, num_bytes: int) -> int:
+        """Takes the beginning of the free block at `start`; returns the bytes taken."""
+        at, size = next((i, b[1]) for i, b in enumerate(self.blocks) if b[0] == start)
+        left = size - num_bytes
+        if left < ROUNDING if self.is_small else left <= SMALL:
+            num_bytes, left = size, 0
+        rest = [(start + num_bytes, left, False)] if left else []
         self.blocks[at : at + 1] = [(start, num_bytes, True), *rest]
-        return start
+        return num_bytes
 
     def give_back(self, start: int) -> int:
         """Frees a block and joins it with free neighbours; returns its size."""
@@ -73,11 +80,14 @@ class Allocator:
     def allocate(self, num_bytes: int, stream: int, pool: int = 0) -> int:
         size = -(-max(1, num_bytes) // ROUNDING) * ROUNDING
         is_small = size <= SMALL
-        start = self._cached(size, stream, pool, is_small)
-        if start is None:
-            self.segments.append(self._segment(size, stream, pool, is_small))
-            start = self.segments[-1].take(size)
-            assert start is not None
+        segment = self._cached(size, stream, pool, is_small)
+        if segment is None:
+            segment = self._segment(size, stream, pool, is_small)
+            self.segments.append(segment)
+        found = segment.smallest(size)
+        assert found is not None
+        start = found[1]
+        size = segment.take(start, size)
         library.load().fakeBlock(start, size, 1)
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -96,13 +106,15 @@ class Allocator:
             library.call("cudaFree", segment.start)
             self.segments.remove(segment)
 
-    def _cached(self, size: int, stream: int, pool: int, is_small: bool) -> int | None:
-        for segment in self.segments:
-            if (segment.stream, segment.pool, segment.is_small) == (stream, pool, is_small):
-                start = segment.take(size)
-                if start is not None:
-                    return start
-        return None
+    def _cached(self, size: int, stream: int, pool: int, is_small: bool) -> Segment | None:
+        """The segment with the smallest free block that holds `size` bytes."""
+        fitting = [
+            (found, segment)
+            for segment in self.segments
+            if (segment.stream, segment.pool, segment.is_small) == (stream, pool, is_small)
+            and (found := segment.smallest(size)) is not None
+        ]
+        return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     def _segment(self, size: int, stream: int, pool: int, is_small: bool) -> Segment:
         num_bytes = SMALL_SEGMENT if is_small else LARGE_SEGMENT

@@ -10,6 +10,7 @@ from fake_cuda.library import Range
 from fake_cuda.tensors import ranges_of
 
 from hotsplit.runtime.device.streams import CudaStream, HostNode
+from hotsplit.runtime.step.doorbells import Handovers
 
 _open: list[list[Range]] = []  # the declaration of the launch that is being submitted
 
@@ -37,11 +38,17 @@ def written() -> list[Range] | None:
 
 @contextmanager
 def declarations() -> Iterator[None]:
-    host, launch = CudaStream.host, CudaStream.launch
+    host, launch, add = CudaStream.host, CudaStream.launch, Handovers.add
 
     def declaring_host(stream: CudaStream, node: HostNode) -> None:
         library.declare(node.argument, ranges_of(node.reads, node.writes))
         host(stream, node)
+
+    def declaring_add(handovers: Handovers, node: HostNode) -> int:
+        number = add(handovers, node)
+        library.declare(node.argument, ranges_of(node.reads, node.writes))
+        library.load().fakeHandover(*handovers.addresses(number), node.argument)
+        return number
 
     def declaring_launch(stream: CudaStream, run, *, reads, writes) -> None:
         _open.append(ranges_of(reads, writes))
@@ -53,5 +60,6 @@ def declarations() -> Iterator[None]:
     with (
         mock.patch.object(CudaStream, "host", declaring_host),
         mock.patch.object(CudaStream, "launch", declaring_launch),
+        mock.patch.object(Handovers, "add", declaring_add),
     ):
         yield

@@ -14,7 +14,9 @@ from weakref import ref
 import torch
 from fake_cuda import library
 from fake_cuda.allocator import Allocator
+from fake_cuda.libraries import Seeds, Workspaces
 
+NUM_MULTIPROCESSORS = 132  # of an H100
 _NON_BLOCKING = 1
 _POOL_SIZE = 32  # streams of a device, then the first again, as in c10/cuda/CUDAStream.cpp
 _MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
@@ -50,6 +52,7 @@ class FakeCuda:
             self.pools.append([])
             self.num_streams.append(0)
         self.thread = _Thread(self.num_devices)
+        self.workspaces, self.seeds = Workspaces(self), Seeds(self)
 
     @property
     def graphs(self) -> list["CUDAGraph"]:
@@ -137,8 +140,8 @@ class FakeCuda:
 
     def properties(self, device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(
-            name="fake CUDA device", total_memory=self.total_bytes, major=8, minor=0,
-            multi_processor_count=1,
+            name="fake CUDA device", total_memory=self.total_bytes, major=9, minor=0,
+            multi_processor_count=NUM_MULTIPROCESSORS,
         )  # fmt: skip
 
     # ---- streams
@@ -250,7 +253,9 @@ class CUDAGraph:
         if not stream.cuda_stream:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         self._owner.num_graphs += 1
-        self._pool = self._owner.capturing = self._owner.num_graphs
+        number = self._owner.num_graphs
+        self._owner.seeds.register(stream.device.index, number)
+        self._pool = self._owner.capturing = number
         self._stream = stream
         try:
             library.call("cudaStreamBeginCapture", stream.cuda_stream, _MODES[capture_error_mode])
@@ -274,6 +279,8 @@ class CUDAGraph:
         return self._exec
 
     def reset(self) -> None:
+        if self._stream is not None and not self._owner.is_over:
+            self._owner.seeds.forget(self._stream.device.index, self._pool)
         if self._exec and not self._owner.is_over:
             library.load().cudaGraphExecDestroy(self._exec)
             library.load().cudaGraphDestroy(self._graph)

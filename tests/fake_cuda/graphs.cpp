@@ -228,7 +228,7 @@ int cudaGetLastError() {
 }
 
 // Resets the runtime. Graphs, streams and events made before must not be used any more.
-void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
+void fakeReset(int num_devices, size_t bytes, uint64_t seed, int is_hollow) {
   auto& s = state();
   std::lock_guard<std::recursive_mutex> guard(s.mutex);
   s.queue.clear();
@@ -242,6 +242,8 @@ void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
   s.blocks.clear();
   s.freed.clear();
   s.declared.clear();
+  s.handovers.clear();
+  s.served.clear();
   s.violations.clear();
   s.log.clear();
   s.num_undeclared = s.sticky = 0;
@@ -252,6 +254,7 @@ void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
   for (int i = 0; i < num_devices; i++) s.legacy[i].device = i;
   s.random.seed(seed);
   s.checks_races = true;
+  s.is_hollow = is_hollow;
   current_device = 0;
   last_status = 0;
   last_text.clear();

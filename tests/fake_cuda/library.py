@@ -10,7 +10,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from ctypes import CDLL, CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import (
+    CDLL,
+    CFUNCTYPE,
+    POINTER,
+    byref,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 
@@ -84,6 +96,9 @@ def load() -> CDLL:
         "cudaEventSynchronize": [c_void_p],
         "cudaLaunchHostFunc": [c_void_p, c_void_p, c_void_p],
         "cudaMemcpyAsync": [c_void_p, c_void_p, c_size_t, c_int, c_void_p],
+        "cuStreamWriteValue32_v2": [c_void_p, c_uint64, c_uint32, c_int],
+        "cuStreamWaitValue32_v2": [c_void_p, c_uint64, c_uint32, c_int],
+        "cuStreamQuery": [c_void_p],
         "cudaStreamBeginCapture": [c_void_p, c_int],
         "cudaStreamEndCapture": [c_void_p, pointers],
         "cudaStreamIsCapturing": [c_void_p, POINTER(c_int)],
@@ -91,9 +106,10 @@ def load() -> CDLL:
         "cudaGraphLaunch": [c_void_p, c_void_p],
         "cudaGraphDestroy": [c_void_p],
         "cudaGraphExecDestroy": [c_void_p],
-        "fakeReset": [c_int, c_size_t, c_int64],
+        "fakeReset": [c_int, c_size_t, c_int64, c_int],
         "fakeSeed": [c_int64],
         "fakeDeclare": [c_void_p, c_int, pointers, sizes, flags],
+        "fakeHandover": [c_uint64, c_uint64, c_void_p],
         "fakeBlock": [c_void_p, c_size_t, c_int],
         "fakeIsPinned": [c_void_p],
         "fakeGraphText": [c_void_p],

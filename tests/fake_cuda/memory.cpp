@@ -112,7 +112,7 @@ static int allocate(void** found, size_t bytes, Place place) {
   void* memory =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return last_status = kOutOfMemory;
-  memset(memory, 0xff, bytes);  // NaN where memory is read before it is written
+  if (!s.is_hollow) memset(memory, 0xff, bytes);  // NaN where it is read before it is written
   s.regions[(char*)memory] = {place, bytes, current_device, s.next_id++};
   if (place == Place::kDevice) s.used_bytes[current_device] += bytes;
   *found = memory;

@@ -49,6 +49,25 @@ int run(Operation& op) {
   return status;
 }
 
+bool can_run(const Operation& op) {
+  return !op.is_done && (!op.work->can_run || op.work->can_run()) &&
+         std::all_of(op.deps.begin(), op.deps.end(),
+                     [](uint64_t id) { return !is_queued(id) || operation(id).is_done; });
+}
+
+// Runs a random operation of those that may run; `wanted` limits the choice. Returns its index in the
+// queue; -1: none may run.
+int64_t run_one(const std::vector<uint64_t>* wanted) {
+  auto& queue = state().queue;
+  std::vector<size_t> ready;
+  for (size_t i = 0; i < queue.size(); i++)
+    if ((!wanted || has_bit(*wanted, i)) && can_run(queue[i])) ready.push_back(i);
+  if (ready.empty()) return -1;
+  const size_t chosen = ready[state().random() % ready.size()];
+  run(queue[chosen]);
+  return chosen;
+}
+
 // Runs operations in random order until all of `wanted`, which includes their predecessors, have
 // run. In half of the calls, chosen at random, others run too.
 void drain(const std::vector<uint64_t>& wanted) {
@@ -57,17 +76,15 @@ void drain(const std::vector<uint64_t>& wanted) {
   size_t left = 0;
   for (size_t i = 0; i < queue.size(); i++) left += !queue[i].is_done && has_bit(wanted, i);
   while (left) {
-    std::vector<size_t> ready;
-    for (size_t i = 0; i < queue.size(); i++) {
-      if (queue[i].is_done || !(runs_others || has_bit(wanted, i))) continue;
-      const auto& deps = queue[i].deps;
-      if (std::all_of(deps.begin(), deps.end(),
-                      [](uint64_t id) { return !is_queued(id) || operation(id).is_done; }))
-        ready.push_back(i);
+    const int64_t chosen = run_one(runs_others ? nullptr : &wanted);
+    if (chosen < 0) {
+      state().sticky = violation(kLaunchFailure,
+                                 "a stream waits for a flag that the host, which waits for the"
+                                 " stream, cannot set any more");
+      state().sticky_text = last_text;
+      return;
     }
-    const size_t chosen = ready[state().random() % ready.size()];
     left -= has_bit(wanted, chosen);
-    run(queue[chosen]);
   }
 }
 
@@ -147,6 +164,12 @@ int complete_device(int device) {
   for (size_t i = 0; i < s.queue.size(); i++)
     if (s.queue[i].work->device == device) targets.insert(s.base + i);
   return complete(targets);
+}
+
+// Runs up to so many operations that may run.
+void progress(uint64_t most) {
+  while (most-- && run_one(nullptr) >= 0) {
+  }
 }
 
 bool is_done(const std::set<uint64_t>& targets) {

@@ -75,6 +75,7 @@ struct Work {  // what an operation does; shared by a graph and its launches
   bool is_host = false;
   std::vector<Use> uses;
   std::function<int()> run;
+  std::function<bool()> can_run;  // empty: as soon as what it follows has run
 };
 using WorkPtr = std::shared_ptr<Work>;
 
@@ -100,12 +101,21 @@ struct Graph {
 
 struct Stream;
 
+struct Handover {  // a function that the host runs between two flags, see flags.cpp
+  uint64_t done;
+  void* argument;
+};
+
+constexpr int kServed = -1;  // stream of functions that the host runs
+
 struct Capture {
   Stream* origin;
   int mode;
   std::thread::id thread;
   std::string broken_by;  // the message of the violation that invalidated it; empty: none did
   std::vector<Node> nodes;
+  std::map<uint64_t, int> served;  // by the flag that ends it: the node of a function of the host
+  int last_served = -1;
   bool is_active = true;
 };
 
@@ -113,6 +123,7 @@ struct Stream {
   int number = 0, device = 0;
   bool is_blocking = false, is_alive = true;
   std::set<uint64_t> frontier;  // operations that the next one follows
+  uint64_t last_served = 0;     // the last function of the host; 0: none
   std::shared_ptr<Capture> capture;
   std::set<int> captured;  // nodes of the capture that the next one follows
 };
@@ -134,6 +145,8 @@ struct State {
   std::map<char*, Block> blocks;
   std::map<char*, size_t> freed;
   std::map<void*, std::vector<Use>> declared;  // what a host function accesses, by its argument
+  std::map<uint64_t, Handover> handovers;      // by the flag that begins it
+  std::map<uint64_t, uint64_t> served;         // by the flag that ends it: its operation
   std::map<void*, std::unique_ptr<Stream>> streams;
   std::vector<Stream> legacy;
   std::map<void*, std::unique_ptr<Event>> events;
@@ -144,6 +157,7 @@ struct State {
   uint64_t next_id = 1;
   std::mt19937_64 random;
   bool checks_races = true;
+  bool is_hollow = false;  // memory is not touched, so that a device may be larger than the host
   int sticky = 0;
   std::string sticky_text;
   std::vector<std::string> violations;
@@ -172,6 +186,7 @@ int enqueue(WorkPtr work, const std::set<uint64_t>& after, uint64_t* id);
 int submit(Stream& stream, WorkPtr work);
 int complete(const std::set<uint64_t>& targets);
 int complete_device(int device);
+void progress(uint64_t most);
 bool is_done(const std::set<uint64_t>& targets);
 const Work* pending_user(const char* start, size_t bytes);
 

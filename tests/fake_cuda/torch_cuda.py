@@ -21,9 +21,11 @@ from fake_cuda.kernels import launched, launched_slots
 from fake_cuda.tensors import DeviceTensor, Dispatch
 from torch import Tensor
 
+from hotsplit.runtime.check.parts import DeviceParts
 from hotsplit.runtime.device import cuda_runtime
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels
+from hotsplit.runtime.step import doorbells
 from hotsplit.runtime.weights import gpu_products
 
 
@@ -87,14 +89,19 @@ def _replaced(cuda: FakeCuda) -> dict[str, object]:
 
 @contextmanager
 def fake_cuda(
-    num_devices: int = 1, total_bytes: int = 1 << 30, seed: int = 0, kernels: Kernels | None = None
+    num_devices: int = 1,
+    total_bytes: int = 1 << 30,
+    seed: int = 0,
+    kernels: Kernels | None = None,
+    is_hollow: bool = False,
 ) -> Iterator[FakeCuda]:
     """CUDA devices for the code in the block.
 
     `seed` selects one of the orders that streams and events allow. `kernels` take Triton's place
-    (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference."""
+    (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference. `is_hollow`:
+    memory is not written (hollow.hollow_cuda)."""
     library.add_device_guard()
-    library.load().fakeReset(num_devices, total_bytes, seed)
+    library.load().fakeReset(num_devices, total_bytes, seed, is_hollow)
     _forget_cached()
     cuda = FakeCuda(num_devices, total_bytes)
     with ExitStack() as stack:
@@ -103,6 +110,11 @@ def fake_cuda(
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", _is_pinned))
         stack.enter_context(
             mock.patch.object(torch._C, "_host_emptyCache", lambda: None, create=True)
+        )
+        stack.enter_context(
+            mock.patch.object(
+                torch._C, "_cuda_clearCublasWorkspaces", cuda.workspaces.clear, create=True
+            )
         )
         dispatch = Dispatch(cuda)
         stack.enter_context(
@@ -119,6 +131,12 @@ def fake_cuda(
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then a copy
         stack.enter_context(declarations())
+        stack.enter_context(mock.patch.object(cuda_runtime, "_DRIVER", library.load()._name))
+        # Times would be those of the fake runtime.
+        hand_over_s = lambda parts, backends: [1e-5] * len(backends)  # noqa: E731
+        stack.enter_context(mock.patch.object(DeviceParts, "hand_over_s", hand_over_s))
+        # The queue runs while the server asks whether the stream still runs.
+        stack.enter_context(mock.patch.object(doorbells, "QUERY_US", 0))
         stack.callback(_finish, cuda)
         ACTIVE.append(cuda)
         with dispatch:
@@ -141,6 +159,7 @@ def _run_in(dispatch: Dispatch) -> Callable[[threading.Thread], None]:
 def _finish(cuda: FakeCuda) -> None:
     if any(allocator.allocated for allocator in cuda.allocators):
         gc.collect()  # reference cycles in hotsplit: a captured step and its inputs
+    cuda.workspaces.clear()
     library.load().fakeForgive()
     cuda.empty_cache()
     for start in cuda.unused:

@@ -28,9 +28,10 @@ SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
 # never reads; it counts as uninitialised before a launch and must have all its values after it.
 STORES = {
-    "_dot": {"out"}, "_unpack": {"out"}, "_unpack_tiles": {"out"}, "_add_norm": {"out", "x_out"},
+    "_dot": {"out"}, "_unpack": {"out"}, "_unpack_tiles": {"out"},
+    "_add_norm": {"out", "x_out", "copy"},
     "_rotate_append": {"qkv", "key", "value", "query"}, "_attend_part": {"sums", "peaks", "weights"},
-    "_attend_join": {"out"}, "_predict": {"named"}, "_gate_up": {"hidden"}, "_down": {"parts"},
+    "_attend_join": {"out"}, "_predict": {"named", "copy"}, "_gate_up": {"hidden"}, "_down": {"parts"},
     "_multiply": {"out"}, "_multiply_down": {"out"}, "_round_tokens": {"out", "power", "x_out"},
     "_hidden_tokens": {"out", "power"}, "_scatter": set(), "_pack_open": {"open_W"},
 }  # fmt: skip

@@ -54,6 +54,7 @@ class Attention {
         key_bytes = cache_row_bytes(s.key_kind, W), value_bytes = cache_row_bytes(s.value_kind, W);
         chunk_rows = std::max<int64_t>(1, SHARING_QUERIES / G);
         window = l.window ? std::min(l.window, s.context_length) : s.context_length;
+        sink = l.sink;
         selector.use(l);
     }
 
@@ -344,6 +345,11 @@ class Attention {
             sum += share * total[at(p)];
             for (int64_t i = 0; i < W; ++i) out[i] += share * mixed[at(p) * padded + i];
         }
+        if (sink) {  // the largest score need not be a key's
+            const float top = std::max(largest, sink[head]), share = std::exp(largest - top);
+            for (int64_t i = 0; i < W; ++i) out[i] *= share;
+            sum = sum * share + std::exp(sink[head] - top);
+        }
         for (int64_t i = 0; i < W; ++i) out[i] /= sum;
         if (s.is_value_rotated) turn_by_hadamard(out, W);
     }
@@ -351,6 +357,7 @@ class Attention {
     const HsStep& s;
     int64_t W = 0, H = 0, K = 0, G = 0, padded = 0, key_bytes = 0, value_bytes = 0, chunk_rows = 0;
     int64_t window = 0;
+    const float* sink = nullptr;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // most parts of a row in this batch
     float *query, *far_query, *top, *total, *mixed;
     Selector selector;

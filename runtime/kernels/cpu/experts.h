@@ -289,8 +289,7 @@ inline bool fits(const HsExperts& e, const HsRoute& route, int64_t D, bool compu
     const HsBlock& b = e.first;
     if (e.num_experts != route.router.num_rows || route.num_used > MAX_USED || b.row || b.id)
         return false;
-    if (b.gate_limit || b.num_neurons < 1 || is_grouped(b.down.kind) || is_tiled(b.gate.kind))
-        return false;
+    if (b.gate_limit || b.num_neurons < 1) return false;
     for (int64_t bytes : {e.gate_bytes, e.up_bytes, e.down_bytes})
         if (bytes < 0) return false;
     return fits(b, D, b.num_neurons, b.up.data != nullptr, computes_all);

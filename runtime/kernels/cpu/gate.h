@@ -15,7 +15,19 @@ struct Gate {
 
     // SiLU or GELU of n gates, to be called before act().
     void smooth(float* gate, int64_t n) const {
+        if (activation == ACTIVATION_SWIGLU_OAI) return swiglu(gate, n);
         if (is_smooth()) kernels().smooth(gate, n, activation);
+    }
+
+    // Applies what the activation does with products of up.
+    void turn_ups(float* up, int64_t n) const {
+        for (int64_t i = 0; activation == ACTIVATION_DRELU && i < n; ++i)
+            up[i] = up[i] < 0.0f ? 0.0f : up[i];
+        for (int64_t i = 0; activation == ACTIVATION_SWIGLU_OAI && i < n; ++i)
+            up[i] = (up[i] < -SWIGLU_LIMIT  ? -SWIGLU_LIMIT
+                     : up[i] > SWIGLU_LIMIT ? SWIGLU_LIMIT
+                                            : up[i]) +
+                    1.0f;
     }
 
     // True if the neuron fires: its gate, after smooth(), is above the threshold (SiLU and GELU: its
@@ -27,6 +39,15 @@ struct Gate {
         if (!fires) gate = 0.0f;
         return fires || computes_all;
     }
+
+    // g * sigmoid(alpha g) of clamped gates: SiLU of alpha g, over alpha.
+    static void swiglu(float* gate, int64_t n) {
+        for (int64_t i = 0; i < n; ++i)
+            gate[i] = SWIGLU_ALPHA * (gate[i] > SWIGLU_LIMIT ? SWIGLU_LIMIT : gate[i]);
+        kernels().smooth(gate, n, ACTIVATION_SILU);
+        for (int64_t i = 0; i < n; ++i) gate[i] /= SWIGLU_ALPHA;
+    }
+    static constexpr float SWIGLU_LIMIT = 7.0f, SWIGLU_ALPHA = 1.702f;
 
     // The gate above which a neuron with ReLU or a variant fires.
     float least() const { return activation == ACTIVATION_FATRELU ? threshold : 0.0f; }

@@ -301,6 +301,21 @@ def neurons_function() -> int:
     return _address("hs_neurons")
 
 
+def serve(
+    handovers: ctypes.Array, start: int, stop: int, serving: ctypes.Structure
+) -> tuple[int, int]:
+    """Runs the functions of these hand-overs (step_server.h) on the caller's thread, which shares the
+    kernels' jobs. Returns (how many it has run, the status of the one that did not come, 0 if all
+    did)."""
+    status = ctypes.c_int32()
+    size = ctypes.sizeof(handovers) // len(handovers)
+    served = (_lib or _built()).hs_serve(
+        ctypes.addressof(handovers) + start * size, stop - start, ctypes.addressof(serving),
+        ctypes.addressof(status),
+    )  # fmt: skip
+    return int(served), status.value
+
+
 def copy_rows(copies: ctypes.Structure) -> None:
     """Makes the copies listed in a struct of neuron_cache/row_copies.py."""
     (_lib or _built()).hs_copy_rows(ctypes.addressof(copies))

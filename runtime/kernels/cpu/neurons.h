@@ -274,11 +274,10 @@ class Neurons {
                       const uint64_t* needed) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
         const Biases bias{block.up.bias, block.row, p0};
-        const bool is_drelu = gate.activation == ACTIVATION_DRELU;
         for (int64_t t = 0; t < T; ++t) {
             float *of = hidden_.values(g, t), *by = up_many_ + (of - hidden_.value);
             for (int64_t i = 0; bias.data && i < count; ++i) by[i] += bias[i];
-            for (int64_t i = 0; is_drelu && i < count; ++i) by[i] = by[i] < 0.0f ? 0.0f : by[i];
+            if (block.up.data) gate.turn_ups(by, count);
             for (int64_t i = 0; block.up.data && i < count; ++i) of[i] *= by[i];
             kernels().keep_only(of, needed[t]);
             seen_.keep(seen_.hidden, block, t, p0, of, count);

@@ -190,10 +190,9 @@ class OneToken {
     void finish(int64_t o0, int64_t o1) {
         if (block.up.data && o0 < o1) {
             multiply(block.up, up_x, room.open, o0, o1, room.up);
-            const bool is_drelu = gate.activation == ACTIVATION_DRELU;
             for (int64_t o = o0; o < o1; ++o) {
                 float value = room.up[o] + (block.up.bias ? block.up.bias[room.open[o]] : 0.0f);
-                if (is_drelu && value < 0.0f) value = 0.0f;
+                gate.turn_ups(&value, 1);
                 room.hidden[o] *= value;
             }
         }

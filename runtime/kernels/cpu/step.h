@@ -101,6 +101,7 @@ struct HsAttention {
     // Only with a selection, see key_selection.h; B: key blocks in a block of the cache.
     uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
     float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
+    const float* sink;                  // [H] a further score of each head, of no value; or null
     int64_t num_heads, num_kv_heads, head_width;
     int64_t window;           // a token attends to this many of the latest positions; 0: to all
     float scale;              // of the scores
@@ -198,7 +199,7 @@ struct HsOp {
     int32_t kind, layer;  // num_layers: outside the layers
     int32_t part;
     int32_t in, in_2, out;  // values
-    float factor;           // of in_2 in OP_ADD
+    float factor = 1.0f;    // of in_2 in OP_ADD
 };
 
 struct HsStep {

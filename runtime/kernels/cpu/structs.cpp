@@ -1,5 +1,6 @@
 #include "row_copies.h"
 #include "step.h"
+#include "step_server.h"
 #include "struct_layout.h"
 
 namespace {
@@ -37,6 +38,7 @@ const StructField FIELDS[] = {
     FIELD(HsAttention, code),
     FIELD(HsAttention, summary_unit),
     FIELD(HsAttention, code_factor),
+    FIELD(HsAttention, sink),
     FIELD(HsAttention, num_heads),
     FIELD(HsAttention, num_kv_heads),
     FIELD(HsAttention, head_width),
@@ -107,6 +109,12 @@ const StructField FIELDS[] = {
     FIELD(HsCopy, from), FIELD(HsCopy, to), FIELD(HsCopy, num_bytes),
     STRUCT(HsCopies),
     FIELD(HsCopies, copy), FIELD(HsCopies, count),
+    STRUCT(HsHandover),
+    FIELD(HsHandover, function), FIELD(HsHandover, argument), FIELD(HsHandover, ready),
+    FIELD(HsHandover, done),
+    STRUCT(HsServing),
+    FIELD(HsServing, query), FIELD(HsServing, stream), FIELD(HsServing, query_us),
+    FIELD(HsServing, timeout_us),
     {nullptr, nullptr, 0, 0},
 };
 // clang-format on

@@ -15,16 +15,7 @@
 
 namespace {
 
-constexpr int PAUSE_TIME = 50;           // microseconds
 std::atomic<int> spin_time{PAUSE_TIME};  // microseconds
-
-inline void pause() {
-#ifdef __x86_64__
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // Returns true as soon as `ready()` does, false after the spin time. After PAUSE_TIME it lets other threads
 // of its processor run, of which one may be the thread that it waits for.
@@ -37,7 +28,7 @@ bool spin_until(const Ready& ready) {
         for (int i = 0; i < 16; ++i) {
             if (ready()) return true;
             if (passed < microseconds(PAUSE_TIME))
-                pause();
+                spin_once();
             else
                 std::this_thread::yield();
         }

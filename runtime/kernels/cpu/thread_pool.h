@@ -13,6 +13,18 @@ void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lo
     while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
 }
 
+// How long a thread that waits keeps its processor; afterwards it lets other threads run in between.
+constexpr int PAUSE_TIME = 50;  // microseconds
+
+// A pause of a thread that looks again and again whether something has happened.
+inline void spin_once() {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 using RangeBody = void(const void* context, int64_t begin, int64_t end);
 
 // Calls body(context, begin, end) for pieces of [0, n) on all threads and waits for them. The length of

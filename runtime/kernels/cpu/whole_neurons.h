@@ -36,8 +36,7 @@ inline void activate_whole(const HsBlock& block, const Gate& gate, int64_t t, in
     gate.smooth(value + a0, a1 - a0);
     for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(value[a], 0.0f);
     for (int64_t a = a0; up.bias && a < a1; ++a) by[a] += up.bias[a];
-    const bool is_drelu = gate.activation == ACTIVATION_DRELU;
-    for (int64_t a = a0; is_drelu && a < a1; ++a) by[a] = by[a] < 0.0f ? 0.0f : by[a];
+    if (up.data) gate.turn_ups(by + a0, a1 - a0);
     for (int64_t a = a0; up.data && a < a1; ++a) value[a] *= by[a];
     seen.keep(seen.hidden, block, t, a0, value + a0, a1 - a0);
 }

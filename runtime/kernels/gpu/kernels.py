@@ -82,9 +82,12 @@ class AddNorm(Protocol):
         epsilon: float,
         out_D: Tensor | None,
         x_out_D: Tensor | None,
+        term_D: Tensor | None = None,
+        copy_D: Tensor | None = None,
     ) -> None:
-        """t = x + the rows of `parts_PD`; x_out = t, and out = norm(t) as in
-        hotsplit.runtime.ops.norm.Norm; each optional. `x_out_D` may be `x_D`."""
+        """t = x + the rows of `parts_PD` + term; x_out = t, and out = copy = norm(t) as in
+        hotsplit.runtime.ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` may be
+        `x_D`. `term_D`, `copy_D` and `x_out_D` may be in pinned memory of the host."""
 
 
 class RotateAppend(Protocol):
@@ -145,9 +148,10 @@ class Predict(Protocol):
         kind: PredictorKind,
         activation: Activation,
         named_B: Tensor,
+        copy_B: Tensor | None = None,
     ) -> None:
         """Writes `named_B`, int32 [ceil(F / 32)]: bit j % 32 of word j // 32 is 1 if neuron j is
-        predicted.
+        predicted. `copy_B`: the same again, for example in pinned memory of the host.
 
         Its score is up_j inner + bias, or the magnitude of the activation of that for "gate"; it is
         predicted unless score <= threshold. Bits past F are 0."""

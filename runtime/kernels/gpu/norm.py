@@ -1,4 +1,6 @@
-"""Adds partial sums to a vector and computes its norm, in one program per row of a step.
+"""Adds partial sums to a vector and computes its norm, in one program per row of a step. In a layer
+that is divided with the CPU, it also reads the CPU's sum from main memory and leaves its result
+there, which saves two copies.
 
 One program reads all parts, so that norm and sum take one launch. The order in which parts are
 added depends only on shapes.
@@ -40,6 +42,8 @@ def _add_norm(
     epsilon,
     out,
     x_out,
+    term,
+    copy,
     NUM_PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -55,6 +59,10 @@ def _add_norm(
             out += at
         if x_out is not None:
             x_out += at
+        if term is not None:
+            term += at
+        if copy is not None:
+            copy += at
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
     total = tl.load(x + column, mask=in_row, other=0.0)
@@ -64,11 +72,15 @@ def _add_norm(
             is_live = in_row[None, :] & (part < NUM_PARTS)
             values = tl.load(parts + part * part_stride + column[None, :], mask=is_live, other=0.0)
             total += tl.sum(values, axis=0)
+    if term is not None:  # which the CPU may have written since the last kernel: never cached
+        total += tl.load(term + column, mask=in_row, other=0.0, cache_modifier=".cv")
     if x_out is not None:
         tl.store(x_out + column, total, mask=in_row)
     if out is not None:
         normed_D = normed(total, in_row, column, weight, bias, epsilon, WIDTH)
         tl.store(out + column, normed_D, mask=in_row)
+        if copy is not None:
+            tl.store(copy + column, normed_D, mask=in_row)
 
 
 def add_norm(
@@ -79,10 +91,14 @@ def add_norm(
     epsilon: float,
     out_D: Tensor | None,
     x_out_D: Tensor | None,
+    term_D: Tensor | None = None,
+    copy_D: Tensor | None = None,
 ) -> None:
     assert out_D is None or weight_D is not None
+    assert copy_D is None or out_D is not None
     num_rows, width = step_rows(x_D), x_D.shape[-1]
-    for each in (x_D, out_D, x_out_D, None if parts_PD is None else parts_PD[0]):
+    parts = None if parts_PD is None else parts_PD[0]
+    for each in (x_D, out_D, x_out_D, term_D, copy_D, parts):
         assert each is None or each.is_contiguous(), each.stride()
     block = power_of_2(width)
     num_parts = 0 if parts_PD is None else len(parts_PD)
@@ -95,6 +111,8 @@ def add_norm(
         float(epsilon),
         out_D,
         x_out_D,
+        term_D,
+        copy_D,
         NUM_PARTS=num_parts,
         AT_ONCE=max(1, min(16, _AT_ONCE // block, power_of_2(max(1, num_parts)))),
         WIDTH=width,

@@ -25,6 +25,7 @@ def _predict(
     bias,
     inner,
     named,
+    copy,
     threshold,
     num_rows,
     named_stride,
@@ -44,6 +45,8 @@ def _predict(
         group = tl.program_id(0) % NUM_GROUPS
         inner += group * GROUP * WIDTH
         named += group * GROUP * named_stride
+        if copy is not None:
+            copy += group * GROUP * named_stride
     live_R = row_R < num_rows
     row = rows_at(data, row_R, stride, ALIGN)
     results = dot_rows(row, live_R, inner, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP)
@@ -56,8 +59,12 @@ def _predict(
         is_named_R = ((score_R <= threshold) == 0) & live_R
         bits = tl.sum(is_named_R.to(tl.int32) << tl.arange(0, ROWS), axis=0)
         tl.store(named + byte, bits.to(tl.uint8))
+        if copy is not None:
+            tl.store(copy + byte, bits.to(tl.uint8))
         if GROUP > 1:
             named += named_stride
+            if copy is not None:
+                copy += named_stride
 
 
 def predict(
@@ -68,11 +75,13 @@ def predict(
     kind: PredictorKind,
     activation: Activation,
     named_B: Tensor,
+    copy_B: Tensor | None = None,
 ) -> None:
     layout = Layout.of(up)
     assert kind != "gate" or activation in SMOOTH, (kind, activation)
     assert named_B.shape[-1] == triton.cdiv(up.num_rows, 32), (named_B.shape, up.num_rows)
     assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), (inner_R.stride(), named_B)
+    assert copy_B is None or (copy_B.shape, copy_B.stride()) == (named_B.shape, named_B.stride())
     groups = Groups.of(inner_R, layout.group)
     named = named_B.view(torch.uint8)  # little-endian: the lowest bits first
     _predict[(named.shape[-1] * groups.count,)](
@@ -81,6 +90,7 @@ def predict(
         bias_F,
         inner_R,
         named,
+        None if copy_B is None else copy_B.view(torch.uint8),
         float(threshold),
         up.num_rows,
         None if inner_R.dim() == 1 else named.stride(0),

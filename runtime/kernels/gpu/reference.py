@@ -53,15 +53,21 @@ def add_norm(
     epsilon: float,
     out_D: Tensor | None,
     x_out_D: Tensor | None,
+    term_D: Tensor | None = None,
+    copy_D: Tensor | None = None,
 ) -> None:
     total_D = x_D.double()
     if parts_PD is not None:
         total_D = total_D + parts_PD.double().sum(dim=0)
+    if term_D is not None:
+        total_D = total_D + term_D.to(x_D.device).double()
     if out_D is not None:
         assert weight_D is not None
         centred_D = total_D if bias_D is None else total_D - total_D.mean()
         normed_D = _rms_norm(centred_D, weight_D, epsilon)
         out_D.copy_(normed_D if bias_D is None else normed_D + bias_D)
+        if copy_D is not None:
+            copy_D.copy_(out_D)
     if x_out_D is not None:
         x_out_D.copy_(total_D)
 
@@ -146,11 +152,14 @@ def predict(
     kind: PredictorKind,
     activation: Activation,
     named_B: Tensor,
+    copy_B: Tensor | None = None,
 ) -> None:
     score_F = _product(up, bias_F, inner_R)
     if kind == "gate":
         score_F = _smooth(score_F, activation).abs()
     named_B.copy_(pack_bits(~(score_F <= threshold)))
+    if copy_B is not None:
+        copy_B.copy_(named_B)
 
 
 @by_rows

@@ -15,10 +15,10 @@ Parameters = ParamSpec("Parameters")
 AXES: dict[str, dict[str, int]] = {
     "dot": {"x_D": 0, "out_N": 0},
     "embed": {"out_D": 0, "index_1": 0},
-    "add_norm": {"x_D": 0, "parts_PD": 1, "out_D": 0, "x_out_D": 0},
+    "add_norm": {"x_D": 0, "parts_PD": 1, "out_D": 0, "x_out_D": 0, "term_D": 0, "copy_D": 0},
     "rotate_append": {"qkv": 0, "position_1": 0, "sequence_1": 0, "query_THW": 0},
     "attend": {"qkv": 0, "out_HW": 0, "position_1": 0, "sequence_1": 0},
-    "predict": {"inner_R": 0, "named_B": 0},
+    "predict": {"inner_R": 0, "named_B": 0, "copy_B": 0},
     "gate_up": {"x_D": 0, "named_B": 0, "hidden_N": 0},
     "down": {"hidden_N": 0, "parts_SD": 1},
 }

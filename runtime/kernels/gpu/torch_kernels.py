@@ -81,7 +81,7 @@ def _cut(name: str, value: Any, rows: slice, named: slice) -> Any:
         return _part(value, rows)
     if value is not None and name in _BY_ROW:
         return value[..., rows]
-    if value is not None and name == "named_B":
+    if value is not None and name in ("named_B", "copy_B"):
         return value[..., _words(named)]
     return value
 

@@ -10,8 +10,12 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
+from hotsplit.runtime.ops.attention.flash_parts import multiprocessors, sum_bytes
+
 # Bytes of attention scores on a GPU at a time; they exist twice.
 SCORE_BYTES = 4 << 20
+# Bytes of flash attention's sums, if it divides the keys; tokens whose sums take more are divided.
+FLASH_SUM_BYTES = 8 << 20
 # Head widths that flash attention takes: up to this, and multiples of 8, because others are padded.
 MOST_FLASH_WIDTH = 256
 
@@ -53,6 +57,26 @@ def attend(
     return out_HTW.transpose(0, 1).flatten(1)
 
 
+def attend_with_sinks(
+    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, sink_H: Tensor, *, scale: float,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes `attend` with one more score for each head, whose share is dropped."""
+    num_tokens, num_heads, _ = query_THW.shape
+    num_cached, num_kv, _ = key_CKW.shape
+    query_TKGW = query_THW.unflatten(1, (num_kv, -1))
+    score_KGTC = torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW) * scale
+    distance_TC = torch.arange(num_cached - num_tokens, num_cached)[:, None] - torch.arange(
+        num_cached
+    )
+    is_out_TC = (distance_TC < 0) | (distance_TC >= (window or num_cached))
+    score_KGTC = score_KGTC.masked_fill(is_out_TC, -math.inf)
+    sink_KGT1 = sink_H.view(num_kv, -1, 1, 1).expand(-1, -1, num_tokens, 1)
+    share_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1).softmax(dim=-1)[..., :-1]
+    out_TKGW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW)
+    return out_TKGW.reshape(num_tokens, -1)
+
+
 def takes_flash(head_width: int) -> bool:
     """True if flash attention takes heads of this width without copies of the cache."""
     return head_width <= MOST_FLASH_WIDTH and head_width % 8 == 0
@@ -78,10 +102,36 @@ def supports_flash(query_THW: Tensor, key_CKW: Tensor) -> bool:
 
 def attend_with_flash(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
     """Computes `attend` for scaled queries in the type of the keys; the result for several tokens
-    has it, too."""
+    has it, too. Tokens whose sums take more than FLASH_SUM_BYTES are attended to in pieces."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query_THW, key_CKW, value_CKW))
-    heads_TH = flash_attention(query, key, value)[0].transpose(0, 1).flatten(1)
+    pieces = [
+        flash_attention(query[:, :, start:stop], key[:, :, :end], value[:, :, :end])[0]
+        for start, stop, end in _flash_pieces(query.shape, key.shape[2], query.device)
+    ]
+    pieces_THW = [piece.transpose(0, 1) for piece in pieces]
+    heads_THW = pieces_THW[0] if len(pieces) == 1 else torch.cat(pieces_THW)
+    heads_TH = heads_THW.flatten(1)
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
+
+
+def _flash_pieces(
+    query_shape: torch.Size, num_positions: int, device: torch.device
+) -> list[tuple[int, int, int]]:
+    """(first token, one after the last, positions that the last one sees) of pieces whose sums take at
+    most FLASH_SUM_BYTES each."""
+    _, heads, tokens, width = query_shape
+    size, before = tokens, num_positions - tokens
+    while size > 1 and any(
+        sum_bytes(heads, stop - start, before + stop, width, multiprocessors(device))
+        > FLASH_SUM_BYTES
+        for start, stop in _ranges(tokens, size)
+    ):
+        size = -(-size // 2)
+    return [(start, stop, before + stop) for start, stop in _ranges(tokens, size)]
+
+
+def _ranges(count: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

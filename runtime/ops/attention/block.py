@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
-from hotsplit.runtime.ops.attention.attend import attend, in_window
+from hotsplit.runtime.ops.attention.attend import attend, attend_with_sinks, in_window
 from hotsplit.runtime.ops.attention.gpu_pass import attend_tokens
 from hotsplit.runtime.ops.attention.rotary import Rotary, Turns
 from hotsplit.runtime.ops.attention.selected import attend_capped, attend_to_chosen
@@ -32,6 +32,7 @@ class Attention:
     query_norm: Norm | None  # of each head
     key_norm: Norm | None
     norms_all_heads: bool  # together, rather than each
+    sink_H: Tensor | None  # a score of each head, of no key
     cache: LayerCache
     num_heads: int
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
@@ -103,7 +104,12 @@ class Attention:
             heads_TH = attend_to_chosen(query, keys, values, tables, sequence, scale=scale)
         else:
             keys, values = (in_window(rows, len(query), window).float() for rows in (keys, values))
-            heads_TH = attend(query, keys, values, scale=scale, window=window)
+            if self.sink_H is None:
+                heads_TH = attend(query, keys, values, scale=scale, window=window)
+            else:
+                heads_TH = attend_with_sinks(
+                    query, keys, values, self.sink_H, scale=scale, window=window
+                )
         if types.value.is_rotated:
             heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
         return heads_TH

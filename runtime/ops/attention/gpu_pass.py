@@ -67,27 +67,6 @@ def attend_tokens(
     return attend_by_heads(query_THW, keys, values, scale=scale, window=window)
 
 
-def _is_of_parts(heads: Heads) -> bool:
-    """True if only a part of each head is rotated, which the kernel does not do."""
-    rotary = heads.rotary
-    return rotary is not None and 2 * len(rotary.frequency_W) < heads.cache.head_width
-
-
-def _turn_parts(heads: Heads, joined_TQ: Tensor, turns: Turns) -> None:
-    """Norms heads and rotates a part of each, in torch; nothing if the kernel does it."""
-    turn = turns.of(heads.rotary) if _is_of_parts(heads) else None
-    if turn is None:
-        return
-    num_turned = heads.num_heads + heads.cache.num_kv_heads
-    each_THW = joined_TQ.unflatten(1, (-1, heads.cache.head_width))
-    for norm, own in (
-        (heads.query_norm, slice(0, heads.num_heads)),
-        (heads.key_norm, slice(heads.num_heads, num_turned)),
-    ):
-        x_THW = each_THW[:, own]
-        x_THW.copy_(turn.apply(x_THW if norm is None else norm.apply(x_THW)))
-
-
 def append(
     kernels: Kernels,
     heads: Heads,
@@ -98,8 +77,6 @@ def append(
     """Norms and rotates queries and keys, and appends keys and values. Queries are scaled and
     rounded, or stay in place."""
     rotary, query, key = heads.rotary, heads.query_norm, heads.key_norm
-    if _is_of_parts(heads):
-        rotary = query = key = None  # see _turn_parts
     keys, values = heads.cache.for_kernels
     kernels.rotate_append(
         joined_TQ, rotary.frequency_W if rotary else None, bool(rotary and rotary.is_adjacent),

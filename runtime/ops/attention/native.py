@@ -20,7 +20,7 @@ class AttentionStruct(Structure):
                 ("input", MatrixStruct * 3), ("output", MatrixStruct),
                 ("key", c_void_p), ("value", c_void_p),
                 ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
-                ("code_factor", c_void_p),
+                ("code_factor", c_void_p), ("sink", c_void_p),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("window", c_int64), ("scale", c_float), ("rotary", c_int32),
                 ("norms_all_heads", c_int32), ("unused", c_int32)]  # fmt: skip
@@ -60,6 +60,7 @@ def attention_struct(
         scale=rounded_scale(attention.score_scale),
         rotary=rotaries.index(attention.rotary),
         norms_all_heads=attention.norms_all_heads,
+        sink=structs.vector(attention.sink_H),
         **{
             name: structs.pointer(tensor, tensor.dtype)
             for name, tensor in zip(_TABLES, tables, strict=False)

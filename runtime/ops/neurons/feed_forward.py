@@ -84,6 +84,9 @@ class ColdNeurons(Protocol):
         """Calls `add` with each piece of the neurons on the device; `add` reads `x` and adds to
         `y`."""
 
+    def abandon(self) -> None:
+        """Ends a pass that failed."""
+
 
 # Tensors of a layer's neurons that observers see, with the value for neurons that are not computed.
 _SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}

@@ -72,7 +72,8 @@ class Verdict:
 
 def name_of_part(part: str) -> str:
     """The name of a part without a plan's digest, with which names of steps and graphs end."""
-    return part.rpartition(" ")[0] if part.startswith(("step ", "steps ", "graph ")) else part
+    has_digest = part.startswith(("step ", "steps ", "graph ", "passes "))
+    return part.rpartition(" ")[0] if has_digest else part
 
 
 R = TypeVar("R", DeviceKey, Verdict)

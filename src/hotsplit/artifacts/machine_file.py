@@ -4,7 +4,7 @@ Specified in docs/formats.md."""
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,15 @@ from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import MAX_SHOWN, Fields, one_line, other_version, shown
 
 FORMAT = "hotsplit.machine"
-VERSION = 4
+VERSION = 5
 # Bounds on the figures of a machine, within which computations stay finite.
 LEAST, MOST = 1e-18, 1e18
-MOST_S = 1e3  # the longest copy, launch, round trip, layer or token; keeps the solver in range
+MOST_S = 1e3  # the longest copy, kernel, hand-over, layer or token; keeps the solver in range
 RATE = "gb_per_s"
+OLD_VERSION = 4
+# What `upgraded` takes for the figures that such a file lacks.
+HAND_OVER_S, TOKEN_S, KERNEL_S, CHOSEN_OF_ALL = 1e-4, 1.5e-4, 3e-6, 1 / 3
+REGIONS, REGION_S, LOGIT_S, MOST_THREADS = 5, 5e-7, 5e-10, 1024
 # If the interquartile range exceeds this share of the median, other load probably disturbed the
 # rounds.
 DOUBTFUL_SPREAD = 0.25
@@ -32,8 +36,8 @@ Record = TypeVar("Record", "Machine", "CpuCosts", "Gpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A quantity measured in several rounds. Plans use `best`, since other load on the machine can
-    make a round slower but never faster.
+    """A quantity measured in several rounds. Plans are priced with `median`, what a token usually
+    gets; `best`, which other load can only make worse, is for limits.
 
     `quartiles` (ascending, with the median) are None and `rounds` is 0 if not measured."""
 
@@ -47,6 +51,11 @@ class Figure:
         low, median, high = quantiles(values, n=4, method="inclusive")
         best = max(values) if is_rate else min(values)
         return cls(best=best, quartiles=(low, median, high), rounds=len(values))
+
+    @property
+    def median(self) -> float:
+        """The median; `best` if not measured."""
+        return self.best if self.quartiles is None else self.quartiles[1]
 
     @property
     def spread(self) -> float:
@@ -63,7 +72,10 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU. Bandwidths in GB/s (1e9 bytes), times in seconds, memory in bytes."""
+    """One GPU. Bandwidths in GB/s (1e9 bytes), times in seconds, memory in bytes.
+
+    `token_s`, `hand_over_s`, `cpu_run_s` and `kernel_s` are fitted to the times of whole decode
+    steps (measure/calibrate/step_costs.py)."""
 
     name: str
     source: str  # "measured", or the origin of the figures
@@ -72,13 +84,27 @@ class Gpu:
     bandwidth_gb_per_s: Figure  # of reading
     host_to_device_gb_per_s: Figure  # pinned
     host_to_device_pageable_gb_per_s: Figure
+    chosen_rows_gb_per_s: Figure  # the kernels of hot neurons, if CHOSEN_SHARE of them are read
     copy_latency_s: Figure  # fixed cost of one copy in a captured graph
-    launch_s: Figure  # fixed cost of one kernel in a captured graph
-    round_trip_s: Figure  # GPU to CPU and back, without computation
+    launch_s: Figure  # a kernel that does nothing, in a captured graph
+    kernel_s: Figure  # least time of a kernel of a step, however little it reads
+    token_s: Figure  # of a step that uses this GPU, on top of CpuCosts.token_s
+    hand_over_s: Figure  # a layer on both sides: to the CPU and back, with next to no neurons there
+    cpu_run_s: Figure  # a run of layers on the CPU between layers on this GPU, on top of its layers
 
     @property
     def figures(self) -> dict[str, Figure]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
+
+    def neurons_rate(self, density: float) -> float:
+        """Bytes per second of hot neurons if a token reads a share `density` of them; interpolated
+        as `Machine.cpu_rate` is."""
+        return _rate_between(self.bandwidth_gb_per_s, self.chosen_rows_gb_per_s, density)
+
+    def kernels_seconds(self, count: int, num_bytes: float) -> float:
+        """Seconds of `count` kernels in sequence that read this many bytes together."""
+        read_s = num_bytes * 1e-9 / self.bandwidth_gb_per_s.median
+        return max(count * self.kernel_s.median, count * self.launch_s.median + read_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +114,23 @@ class CpuCosts:
 
     Rates are in GB/s, by the type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
     `kv_gb_per_s` is the rate at which a token's attention reads keys and values. `layer_s` (by
-    mode) and `token_s` are the fixed costs of a layer and of a token, in seconds."""
+    mode) and `token_s` are the fixed costs of a layer and of a token, in seconds, `logit_s` that of
+    one of a token's logits: to copy it, and to find the largest."""
 
     all_rows_gb_per_s: dict[str, Figure]
     chosen_rows_gb_per_s: dict[str, Figure]
     kv_gb_per_s: Figure
     layer_s: dict[str, Figure]
     token_s: Figure
+    logit_s: Figure
 
     @property
     def figures(self) -> dict[str, Figure]:
         named = {f"cpu rows of {kind}": f for kind, f in self.all_rows_gb_per_s.items()}
         named |= {f"cpu chosen rows of {k}": f for k, f in self.chosen_rows_gb_per_s.items()}
         named |= {f"cpu layer in {mode} mode": f for mode, f in self.layer_s.items()}
-        return named | {"cpu cache": self.kv_gb_per_s, "cpu token": self.token_s}
+        named |= {"cpu token": self.token_s, "cpu token's logit": self.logit_s}
+        return named | {"cpu cache": self.kv_gb_per_s}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +159,9 @@ class Machine:
                 raise HotsplitError(
                     f"the machine file has no rate for matrices of {kind}; run hotsplit calibrate"
                 )
-        all_s = 1e-9 / costs.all_rows_gb_per_s[kind].best
-        chosen_s = 1e-9 / costs.chosen_rows_gb_per_s[kind].best
-        way = math.log(min(1.0, max(density, CHOSEN_SHARE))) / math.log(CHOSEN_SHARE)
-        return 1 / (all_s + way * (chosen_s - all_s))
+        return _rate_between(
+            costs.all_rows_gb_per_s[kind], costs.chosen_rows_gb_per_s[kind], density
+        )
 
     @property
     def costs(self) -> CpuCosts:
@@ -168,15 +196,19 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path) -> "Machine":
-        """Raises HotsplitError for anything but a whole, valid machine file."""
+        """Reads a file of this version or of OLD_VERSION, which `upgraded` converts.
+
+        Raises HotsplitError for anything but a whole, valid machine file."""
         values = read_object(path, "machine file (hotsplit calibrate)")
         found, version = values.pop("format", None), values.pop("version", None)
-        if found == FORMAT and version != VERSION:
+        if found == FORMAT and version not in (OLD_VERSION, VERSION):
             again = "run hotsplit calibrate again"
             raise HotsplitError(f"{path}: {other_version(version, VERSION, again)}")
         try:
             if found != FORMAT:
                 raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
+            if version == OLD_VERSION:
+                values = upgraded(values)
             machine = _record(cls, Fields(values, keys=_names(cls)))
             machine.validate()
         except HotsplitError as error:
@@ -222,6 +254,73 @@ class Machine:
                 raise HotsplitError(
                     f"{one_line(name, MAX_SHOWN)} is {figure.best} s, wanted up to {MOST_S:g}"
                 )
+
+
+def _rate_between(whole: Figure, chosen: Figure, density: float) -> float:
+    """Bytes per second if a share `density` of the rows is read, from the GB/s of all of them and
+    of CHOSEN_SHARE."""
+    whole_s, chosen_s = 1e-9 / whole.median, 1e-9 / chosen.median
+    way = math.log(min(1.0, max(density, CHOSEN_SHARE))) / math.log(CHOSEN_SHARE)
+    return 1 / (whole_s + way * (chosen_s - whole_s))
+
+
+def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a file of OLD_VERSION as one of VERSION. Fields that it lacks get values that
+    were measured on an H100 beside 16 processors, or follow from what it has:
+
+    - a GPU's `hand_over_s` and `cpu_run_s`: its `round_trip_s`, which was no host function, but at
+      least HAND_OVER_S; `token_s`: TOKEN_S; `kernel_s`: its `launch_s`, but at least KERNEL_S;
+      `chosen_rows_gb_per_s`: CHOSEN_OF_ALL of its bandwidth
+    - the CPU's `logit_s`: LOGIT_S; its `layer_s`, measured on layers too small for more than one
+      thread: plus REGIONS parallel regions of REGION_S for each thread
+
+    A part of another shape is left as it is, for the reader to refuse."""
+    new = dict(values)
+    threads, costs = new.get("num_threads"), new.get("cpu_costs")
+    if isinstance(costs, dict) and isinstance(threads, int):
+        region_s = REGIONS * REGION_S * min(threads, MOST_THREADS)
+        layer_s = costs.get("layer_s")
+        if isinstance(layer_s, dict):
+            layer_s = {
+                mode: _changed(figure, lambda s: s + region_s) for mode, figure in layer_s.items()
+            }
+        new["cpu_costs"] = {**costs, "layer_s": layer_s, "logit_s": _unmeasured(LOGIT_S)}
+    gpus = new.get("gpus")
+    if isinstance(gpus, list):
+        new["gpus"] = [_upgraded_gpu(gpu) if isinstance(gpu, dict) else gpu for gpu in gpus]
+    return new
+
+
+def _upgraded_gpu(old: Mapping[str, Any]) -> dict[str, Any]:
+    gpu = dict(old)
+    hand_over = _changed(gpu.pop("round_trip_s", None), lambda s: max(s, HAND_OVER_S))
+    return gpu | {
+        "chosen_rows_gb_per_s": _changed(
+            gpu.get("bandwidth_gb_per_s"), lambda r: CHOSEN_OF_ALL * r
+        ),
+        "kernel_s": _changed(gpu.get("launch_s"), lambda s: max(s, KERNEL_S)),
+        "token_s": _unmeasured(TOKEN_S),
+        "hand_over_s": hand_over,
+        "cpu_run_s": hand_over,
+    }
+
+
+def _changed(figure: object, change: Callable[[float], float]) -> object:
+    """A figure's JSON with its median changed, as one that was not measured; other values as they
+    are."""
+    if not isinstance(figure, dict) or not isinstance(figure.get("best"), int | float):
+        return figure
+    quartiles = figure.get("quartiles")
+    median = figure["best"]
+    if isinstance(quartiles, list) and len(quartiles) == 3:
+        median = quartiles[1]
+    if set(figure) != {"best", "quartiles", "rounds"} or not isinstance(median, int | float):
+        return figure
+    return _unmeasured(change(median))
+
+
+def _unmeasured(value: float) -> dict[str, Any]:
+    return {"best": value, "quartiles": None, "rounds": 0}
 
 
 def _check_free(name: str, free_bytes: int, memory_bytes: int) -> None:

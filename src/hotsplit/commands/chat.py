@@ -24,6 +24,7 @@ from hotsplit.commands.options.shared import (
     say,
     thresholds_option,
 )
+from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.options.speculation import speculating, take_speculation_options
 from hotsplit.commands.terminal.prompts import system_message, template_variables
 from hotsplit.commands.terminal.terminal import (
@@ -111,6 +112,7 @@ def talk(
     )
     use_threads(threads)
     with load_engine(model, split, config) as engine:
+        warn_of_slow_plan(engine, split)
         constraint_of(constraint, engine.codec)  # refuses wrong options before the first message
         new_mask = None
         if constraint != ConstraintOptions():

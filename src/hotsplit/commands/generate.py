@@ -27,6 +27,7 @@ from hotsplit.commands.options.shared import (
     say,
     thresholds_option,
 )
+from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.options.speculation import speculating, take_speculation_options
 from hotsplit.commands.terminal.prompts import prompts_of, system_message, template_variables
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
@@ -149,6 +150,7 @@ def write(
 
     use_threads(threads)
     with load_engine(model, split, config) as engine:
+        warn_of_slow_plan(engine, split)
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
         if wanted.is_many:
             code, writings = _write_many(engine, wanted, sampling, endings, make)

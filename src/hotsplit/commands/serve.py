@@ -24,6 +24,7 @@ from hotsplit.commands.options.shared import (
     take_engine_options,
     thresholds_option,
 )
+from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.system.sizes import format_bytes
@@ -120,6 +121,7 @@ def serve(
         if split is None and device_of(asked.device).type == "cpu" and not asked.cpu_ffn:
             _check_memory(model, asked, num_places)
         engine = load_engine(model, split, replace(asked, num_sequences=num_places))
+        warn_of_slow_plan(engine, split)
         _say_loaded(engine, config, plan_places)
         return engine
 

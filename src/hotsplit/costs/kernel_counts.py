@@ -1,9 +1,8 @@
 """The number of kernels that a token launches on a GPU; plans are priced with these counts.
 
 Plans assume that a step on a GPU is a captured graph, in which every kernel waits for the one
-before it and costs `Gpu.launch_s` in addition to the time for its bytes. Each matrix product is one
-kernel, each norm of a block is one (which also adds the sum before it), and the groups below have
-as many as stated. The kernels of the embedding and of the neuron cache are not counted."""
+before it; `Gpu.kernels_seconds` has their time. Each matrix product is one kernel, each norm of a
+block is one (which also adds the sum before it), and the groups below have as many as stated. The kernels of the embedding and of the neuron cache are not counted."""
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.model.spec import Attention, Block, Norm, Predict

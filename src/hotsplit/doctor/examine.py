@@ -39,6 +39,7 @@ def examine(*, again: bool = False, say: Say = lambda line: None) -> Examination
         *gpu.triton(triton, has_gpu=has_gpu),
         *gpu.driver(driver, torch),
         *gpu.gpus(torch, driver),
+        *machine.trials(),
         *gpu.checks(stored_checks(), seen, has_gpu=has_gpu, unfinished=unfinished),
     )
     is_fine = all(finding.state != "wrong" for finding in findings)

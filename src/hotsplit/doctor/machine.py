@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotsplit.artifacts.device_checks import installed_version
+from hotsplit.artifacts.trial_file import MISSED, Trial
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.errors import HotsplitError
@@ -102,6 +103,27 @@ def memory() -> list[Finding]:
             )
         ]
     return [ok("memory", text)]
+
+
+def trials() -> list[Finding]:
+    """Plans that `run` has tried, with their predictions."""
+    findings = []
+    try:
+        paths = sorted(cache_folder().glob("trial-*/trial.json"))
+    except (HotsplitError, OSError):
+        return []
+    for path in paths:
+        try:
+            trial = Trial.load(path)
+        except (HotsplitError, OSError):
+            continue  # `run` makes it again
+        text = f"{trial.line}; {trial.parts_line}"
+        is_missed = trial.plan_s > MISSED * trial.predicted_s
+        advice = "if another program was busy then: hotsplit cache clear machine trial"
+        findings.append(
+            note("trial of a plan", text, advice) if is_missed else ok("trial of a plan", text)
+        )
+    return findings
 
 
 def cache() -> list[Finding]:

@@ -79,6 +79,11 @@ def _export_profile(config: ExportConfig) -> ExportReport:
         inputs=[config.source],
     )
     profile = Profile.load(config.source)
+    if profile.expert_count_LE is not None:
+        raise HotsplitError(
+            f"{config.source}: is of a mixture of experts, which PowerInfer does not run; export the"
+            " profile of a dense model"
+        )
     return ExportReport(
         output=config.output,
         format=config.format,

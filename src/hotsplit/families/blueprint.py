@@ -3,6 +3,7 @@ a checkpoint's config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import gguf
 import numpy as np
@@ -11,6 +12,8 @@ from hotsplit.families.row_order import Rows
 from hotsplit.model.spec import ModelSpec
 
 NameOf = Callable[[str], str | None]
+# Matrices of all experts: with rows of gates before those of ups, or with columns of them in turn.
+ExpertForm = Literal["rows", "columns"]
 # Rotary frequencies stored by old versions of transformers; readers compute them from the config.
 IGNORED = ("rotary_emb.inv_freq",)
 
@@ -35,6 +38,7 @@ class Blueprint:
     added: Mapping[str, float] = field(default_factory=dict)
     ignored: tuple[str, ...] = IGNORED  # suffixes of the names of tensors that are left out
     ignored_layers: tuple[str, ...] = ()  # prefixes of such names
+    expert_form: ExpertForm = "rows"
     notes: tuple[str, ...] = ()
 
 

@@ -157,6 +157,7 @@ class ConfigReader:
     def rotary(
         self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = ROPE_TYPES,
         default_theta: float = 10000.0, default_share: float | None = None,
+        rounds_borders: bool = True,
     ) -> tuple[Sizes, Rotary, np.ndarray | None]:  # fmt: skip
         """The sizes, whose context YaRN may extend, the rotary embedding, and Llama 3's divisors of
         the frequencies (f32 [head_dim / 2]) or None.
@@ -164,7 +165,7 @@ class ConfigReader:
         They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys
         are given, `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a
         key of the config itself. `default_share`: of the values of a head that rotate, where a part
-        of them may."""
+        of them may. `rounds_borders`: what YaRN does in this family."""
         self.check_size(sizes)
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
@@ -188,6 +189,7 @@ class ConfigReader:
         if kind == "linear":
             scaling = RopeScaling(kind="linear", factor=rope.positive("factor"))
         elif kind == "yarn":
+            rope.refuse("truncate", rounds_borders)
             sizes, scaling = _with_yarn(rope, sizes, theta)
         factors = _llama3_factors(rope, sizes.head_dim, theta) if kind == "llama3" else None
         rotary = Rotary(
@@ -289,7 +291,6 @@ def _with_yarn(rope: ConfigReader, sizes: Sizes, theta: float) -> tuple[Sizes, R
     length that they extend the original one to, unless it is longer already."""
     for key in ("mscale", "mscale_all_dim"):
         rope.refuse(key, 0)
-    rope.refuse("truncate", True)
     if theta <= 1.0:
         raise HotsplitError(f"{rope.path}: rope_theta is {theta:g}; YaRN wants above 1")
     length = rope.count("original_max_position_embeddings", sizes.context_length)
@@ -300,6 +301,7 @@ def _with_yarn(rope: ConfigReader, sizes: Sizes, theta: float) -> tuple[Sizes, R
         original_length=length,
         beta_fast=rope.positive("beta_fast", 32.0),
         beta_slow=rope.positive("beta_slow", 1.0),
+        rounds_borders=rope.values.get("truncate", True) is not False,
     )
     attention = rope.positive("attention_factor", scaling.magnitude)
     longest = scaling.factor * length

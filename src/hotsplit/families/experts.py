@@ -226,17 +226,20 @@ _MATRICES = {
 }  # fmt: skip
 _LAYER = r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\."
 _ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")
-_ALL = re.compile(_LAYER + r"(?:experts\.(gate_up|down)_proj|(input|output)_linear\.weight)")
+_ALL = re.compile(
+    _LAYER + r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
     """Where in a model file the experts of a checkpoint's tensor are. `expert`: the only one that it
     has; None: all, [E, N, M]. `names`: tensors of the model file; of two, the first has the first
-    half of each expert's rows."""
+    half of each expert's rows. `is_packed`: in MXFP4, with the scales in a tensor beside it."""
 
     names: tuple[str, ...]
     expert: int | None = None
+    is_packed: bool = False
 
 
 def expert_place(source: str) -> ExpertPlace | None:
@@ -246,8 +249,12 @@ def expert_place(source: str) -> ExpertPlace | None:
         name = f"blk.{one[1]}.{_MATRICES[one[3]]}_exps.weight"
         return ExpertPlace(names=(name,), expert=int(one[2]))
     if (every := _ALL.fullmatch(source)) is not None:
-        stems = ("ffn_down",) if "down" in every[0] or every[3] == "output" else _JOINED
-        return ExpertPlace(names=tuple(f"blk.{every[1]}.{stem}_exps.weight" for stem in stems))
+        stems = ("ffn_down",) if every[2] == "down" or every[4] == "output" else _JOINED
+        part = "bias" if every[3] == "_bias" else "weight"
+        return ExpertPlace(
+            names=tuple(f"blk.{every[1]}.{stem}_exps.{part}" for stem in stems),
+            is_packed=every[3] == "_blocks",
+        )
     return None
 
 

@@ -97,7 +97,7 @@ def smallthinker_spec(
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
-    """As in llama.cpp, layers without a window do not rotate if others have one."""
+    """Layers without a window do not rotate if others have one, as in llama.cpp."""
     sizes = read.sizes()
     window = read.whole("attention.sliding_window", 0) or None
     has_window_L = [False] * sizes.num_layers

@@ -9,6 +9,7 @@ from hotsplit.families import (
     falcon,
     gemma,
     glm,
+    gpt_oss,
     granite,
     llama,
     mixtures,
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeForCausalLM": granite.GRANITE,
     "GraniteMoeSharedForCausalLM": granite.GRANITE,
     "Glm4MoeForCausalLM": glm.GLM4,
+    "GptOssForCausalLM": gpt_oss.GPT_OSS,
     "SmallThinkerForCausalLM": smallthinker.SMALLTHINKER,
 }
 
@@ -64,6 +66,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mixtures.QWEN3_GRAPH,
         granite.GRAPH,
         glm.GRAPH,
+        gpt_oss.GRAPH,
         smallthinker.GRAPH,
     )  # fmt: skip
 }
@@ -84,7 +87,10 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
         raise HotsplitError(f"{path}: architecture {shown(name)}: {why}; supported: {CHECKPOINTS}")
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
-    read.refuse("quantization_config", why="its weights are packed; use the original checkpoint")
+    if "quantization_config" not in family.read_keys:
+        read.refuse(
+            "quantization_config", why="its weights are packed; use the original checkpoint"
+        )
     for key, (plain, why) in CONFIG_KEYS.items():
         if key not in family.read_keys:
             read.refuse(key, *plain, why=why)

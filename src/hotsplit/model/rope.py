@@ -4,7 +4,8 @@ linear  all positions are divided by a factor (Chen et al. 2023, arXiv 2306.1559
 yarn    fast frequencies stay, slow ones are divided by the factor, and those between are
         interpolated; cos and sin are multiplied by a magnitude (Peng et al. 2023, arXiv
         2309.00071). As in transformers (modeling_rope_utils.py) and llama.cpp
-        (ggml_rope_yarn_corr_dims), both borders are rounded outwards to whole pairs."""
+        (ggml_rope_yarn_corr_dims), both borders are rounded outwards to whole pairs, except in
+        gpt-oss, of which transformers does not round them."""
 
 import math
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class RopeScaling:
     beta_fast: float = 32.0  # pairs with more turns than this within the original length are kept
     beta_slow: float = 1.0  # pairs with fewer turns than this are divided by the factor
     attn_factor: float = 1.0  # factor on the paper's magnitude
+    rounds_borders: bool = True  # of the interpolated pairs
 
     @property
     def magnitude(self) -> float:
@@ -42,8 +44,10 @@ class RopeScaling:
         theta ** (-2 i / W), is divided by this."""
         if self.kind != "yarn":
             return np.array(self.factor if self.kind == "linear" else 1.0)
-        low = max(0, math.floor(self._pair(self.beta_fast, theta, width)))
-        high = min(width - 1, math.ceil(self._pair(self.beta_slow, theta, width)))
+        low, high = (self._pair(turns, theta, width) for turns in (self.beta_fast, self.beta_slow))
+        if self.rounds_borders:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(0, low), min(width - 1, high)
         ramp = (np.arange(width // 2, dtype=np.float64) - low) / max(0.001, high - low)
         share = np.clip(ramp, 0.0, 1.0)
         return 1.0 / (1.0 + share * (1.0 / self.factor - 1.0))

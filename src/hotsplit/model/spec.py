@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 
-Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
+Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"]
 PredictorKind = Literal["linear", "relu", "gate"]
 NormKind = Literal["rms", "layer"]
 Pairing = Literal["adjacent", "halves"]
@@ -29,7 +29,7 @@ Gating = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 # that always fire.
 Suffix = Literal["", "_exps", "_shexp"]
 # Activations whose small values are not zero: only thresholds and limits silence neurons.
-SMOOTH = ("silu", "gelu", "gelu_tanh")
+SMOOTH = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ class Attention:
     """Causal grouped-query attention. `window`: how many of the latest tokens a token attends to,
     itself included; None for all. `head_norm`: the norm of each head of queries and keys, before
     they rotate; of all heads together if `norms_all_heads` (OLMoE). `biases`: names of the
-    projections that have one."""
+    projections that have one. `has_sinks`: each head has one more score, whose share is of no value
+    (arXiv 2309.17453)."""
 
     num_heads: int
     num_kv_heads: int
@@ -74,6 +75,7 @@ class Attention:
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     head_norm: Norm | None = None
     norms_all_heads: bool = False
+    has_sinks: bool = False
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
     biases: frozenset[str] = frozenset()
     reads: str = "attn_in"

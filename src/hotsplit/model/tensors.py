@@ -11,7 +11,7 @@ from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, N
 
 Layout = Literal["sparse", "stock"]
 Shapes = dict[str, tuple[int, ...]]
-QUERY_NORM, KEY_NORM = "attn_q_norm", "attn_k_norm"
+QUERY_NORM, KEY_NORM, SINKS = "attn_q_norm", "attn_k_norm", "attn_sinks.weight"
 ROUTER, CHOICE_BIAS, OUTPUT_GATE = "ffn_gate_inp", "exp_probs_b.bias", "ffn_gate_inp_shexp.weight"
 
 
@@ -111,6 +111,8 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
         whole = {QUERY_NORM: block.query_size, KEY_NORM: block.key_size}
         sizes = whole if block.norms_all_heads else dict.fromkeys(whole, block.head_dim)
         shapes |= {f"{name}.weight": (size,) for name, size in sizes.items()}
+    if block.has_sinks:
+        shapes[SINKS] = (block.num_heads,)
     sizes = {"attn_output": hidden_size, **rows}
     return shapes | {f"{n}.bias": (size,) for n, size in sizes.items() if n in block.biases}
 

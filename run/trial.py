@@ -1,0 +1,108 @@
+"""The trial of a plan: a few steps and a prompt by the plan, and a few steps on the CPU alone, each
+loaded as it would run. What is measured decides, not what was predicted.
+
+A plan that is slower than the CPU alone by SLOWER is not run. If a token takes longer than predicted
+by MISSED, the machine's figures are scaled so that they explain what was measured (`scales_of`), and
+the solver runs once more; that plan and the one by whole layers are tried too. The fastest runs, and
+one line says why."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from hotsplit.artifacts.split_file import Split
+from hotsplit.artifacts.trial_file import MISSED, Trial, Winner, milliseconds
+from hotsplit.options.engine_config import EngineConfig
+from hotsplit.runtime.engine import Engine, load_engine
+from hotsplit.solver.prediction import Scales
+
+WARM_UP, STEPS, PROMPT_TOKENS = 2, 16, 64
+SLOWER = 1.05
+MOST_SCALE = 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Median seconds of a token, and those of a prompt of PROMPT_TOKENS or the context."""
+
+    token_s: float
+    prompt_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Predicted seconds of a token by the plan, with its parts "cpu", "hand_over" and "gpu", and on
+    the CPU alone."""
+
+    token_s: float
+    parts_s: Mapping[str, float]
+    cpu_alone_s: float
+
+
+def measure(engine: Engine) -> Measured:
+    """Times single steps and one prompt."""
+    positions = min(WARM_UP + STEPS, engine.context_length)
+    times = [engine.decode_seconds(steps=1, start=place) for place in range(positions)]
+    ids = [token % engine.model.spec.vocab_size for token in range(PROMPT_TOKENS)]
+    with engine.sequence() as text:
+        began = perf_counter()
+        text.extend(ids[: engine.context_length], "last")
+        prompt_s = perf_counter() - began
+    return Measured(token_s=median(times[WARM_UP:] or times), prompt_s=prompt_s)
+
+
+def measured_by(model: Path, split: Path | None, config: EngineConfig) -> Measured:
+    """Times a model as this configuration runs it."""
+    with load_engine(model, split, config) as engine:
+        return measure(engine)
+
+
+def scales_of(prediction: Prediction, first: Measured, cpu_s: float) -> Scales:
+    """The factors of the CPU's figures, of hand-overs and of the GPU's that explain a trial.
+
+    The CPU alone shows the first factor. What is then left of the plan's seconds is laid to its
+    hand-overs, which depend most on the machine, or if it has none, to the GPU."""
+    parts = prediction.parts_s
+    cpu = cpu_s / prediction.cpu_alone_s
+    rest_s = first.token_s - cpu * parts["cpu"]
+    name, other = ("hand_over", "gpu") if parts["hand_over"] > 0 else ("gpu", "hand_over")
+    share = (rest_s - parts[other]) / parts[name] if parts[name] > 0 else 1.0
+    scales = {"hand_over": 1.0, "gpu": 1.0, name: min(MOST_SCALE, max(1.0, share))}
+    return Scales(cpu=min(MOST_SCALE, max(1 / MOST_SCALE, cpu)), **scales)
+
+
+def tried(
+    prediction: Prediction,
+    plan: Callable[[], Measured],
+    cpu: Callable[[], Measured],
+    others: Callable[[Scales], Mapping[Winner, Measured]],
+) -> Trial:
+    """Measures the plan and the CPU alone; if the prediction was missed, `others` makes and measures
+    further plans by these factors."""
+    first, alone = plan(), cpu()
+    scales = scales_of(prediction, first, alone.token_s)
+    times: dict[Winner, float] = {"the plan": first.token_s}
+    if first.token_s > MISSED * prediction.token_s:
+        times |= {name: other.token_s for name, other in others(scales).items()}
+    runs = min(times, key=lambda name: times[name])
+    if times[runs] > SLOWER * alone.token_s:
+        runs = "the CPU alone"
+    return Trial(
+        runs=runs, predicted_s=prediction.token_s, plan_s=first.token_s, cpu_s=alone.token_s,
+        prompt_s=first.prompt_s, second_s=times.get("the second plan"),
+        layers_s=times.get("whole layers"), parts_s=prediction.parts_s, scales=asdict(scales),
+    )  # fmt: skip
+
+
+def slow_plan_line(split: Path, token_s: float, cpu_s: float | None) -> str | None:
+    """The warning on a plan that was given by hand; None if it is as fast as it should be. `cpu_s`:
+    seconds of a token on the CPU alone, if an earlier trial measured them."""
+    predicted_s = Split.load(split).objective_s
+    took = f"{split}: a token takes {milliseconds(token_s)} by this plan, predicted {milliseconds(predicted_s)}"
+    if cpu_s is not None and token_s > SLOWER * cpu_s:
+        return f"{took}, and {milliseconds(cpu_s)} on the CPU alone (--device cpu without --split)"
+    if token_s > MISSED * predicted_s:
+        return f"{took}; calibrate and solve again, or let hotsplit run try other plans"
+    return None

@@ -1,0 +1,127 @@
+"""The predicted seconds of an existing plan by part, and what a machine's figures must be scaled by
+to explain what was measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.artifacts.split_file import Split
+from hotsplit.files.outputs import check_output
+from hotsplit.solver.inputs import Inputs, Workspace
+from hotsplit.solver.mode_choice import Found, whole_layers
+from hotsplit.solver.multi_gpu import (
+    PipelinePlacement,
+    cpu_only_plan,
+    plan_is_feasible,
+    plan_seconds,
+)
+from hotsplit.solver.optimise import Answer
+from hotsplit.solver.problem import Placement
+from hotsplit.solver.solve import SolveConfig, inputs_of, split_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors of the seconds of what the CPU computes, of hand-overs, and of the GPU."""
+
+    cpu: float = 1.0
+    hand_over: float = 1.0
+    gpu: float = 1.0
+
+
+def scaled(machine: Machine, scales: Scales) -> Machine:
+    """The machine with these seconds; no figure of it is then one that was measured."""
+    costs = None if machine.cpu_costs is None else _scaled_cpu(machine.cpu_costs, scales.cpu)
+    return replace(
+        machine, cpu_costs=costs, gpus=tuple(_scaled_gpu(g, scales) for g in machine.gpus)
+    )
+
+
+def _scaled_cpu(costs: CpuCosts, factor: float) -> CpuCosts:
+    def each(figures: Mapping[str, Figure], own: float) -> dict[str, Figure]:
+        return {name: _times(figure, own) for name, figure in figures.items()}
+
+    return replace(
+        costs,
+        all_rows_gb_per_s=each(costs.all_rows_gb_per_s, 1 / factor),
+        chosen_rows_gb_per_s=each(costs.chosen_rows_gb_per_s, 1 / factor),
+        kv_gb_per_s=_times(costs.kv_gb_per_s, 1 / factor),
+        layer_s=each(costs.layer_s, factor),
+        token_s=_times(costs.token_s, factor),
+        logit_s=_times(costs.logit_s, factor),
+    )
+
+
+def _scaled_gpu(gpu: Gpu, scales: Scales) -> Gpu:
+    return replace(
+        gpu,
+        bandwidth_gb_per_s=_times(gpu.bandwidth_gb_per_s, 1 / scales.gpu),
+        chosen_rows_gb_per_s=_times(gpu.chosen_rows_gb_per_s, 1 / scales.gpu),
+        launch_s=_times(gpu.launch_s, scales.gpu),
+        kernel_s=_times(gpu.kernel_s, scales.gpu),
+        token_s=_times(gpu.token_s, scales.gpu),
+        hand_over_s=_times(gpu.hand_over_s, scales.hand_over),
+        cpu_run_s=_times(gpu.cpu_run_s, scales.hand_over),
+    )
+
+
+def _times(figure: Figure, factor: float) -> Figure:
+    return figure if factor == 1 else Figure(best=figure.median * factor)
+
+
+def inputs_for(split: Split, config: SolveConfig, workspace: Workspace) -> Inputs:
+    """The inputs of the files of `config` for the mode and the budgets of a plan made from them."""
+    inputs = inputs_of(replace(config, mode=split.mode), workspace)
+    return replace(inputs, context_length=split.context_length, budgets=split.budgets)
+
+
+def placement_of(split: Split, inputs: Inputs) -> PipelinePlacement:
+    """The plan's placement, with its neurons by rank."""
+    order_LF = inputs.pipeline().model.order_LF
+    hot_LF = np.stack([np.isin(o, ids) for o, ids in zip(order_LF, split.hot, strict=True)])
+    home = split.home or (0,) * (len(split.hot) + 1)
+    return PipelinePlacement(
+        placement=Placement(
+            hot_LF=hot_LF, dense_L=np.array(split.dense_on_gpu), head=split.head_on_gpu
+        ),
+        home_I=np.array(home, np.int64),
+    )
+
+
+def parts_of(split: Split, inputs: Inputs) -> dict[str, float]:
+    """The predicted seconds of a plan on the CPU, in hand-overs and on the GPU, whose sum is the
+    plan's. What overlaps counts where the token waits: a part is what the token would take less if
+    the part took no time, after the parts before it took none."""
+    placement, left = placement_of(split, inputs), inputs
+    seconds = plan_seconds(inputs.pipeline(), placement)
+    parts, none = {}, 1e-9
+    for name in ("hand_over", "cpu"):
+        left = replace(left, machine=scaled(left.machine, Scales(**{name: none})))
+        now_s = plan_seconds(left.pipeline(), placement)
+        parts[name] = seconds - now_s
+        seconds = now_s
+    return parts | {"gpu": seconds}
+
+
+def cpu_alone_seconds(inputs: Inputs) -> float:
+    pipeline = inputs.pipeline()
+    return plan_seconds(pipeline, cpu_only_plan(pipeline))
+
+
+def write_whole_layers(config: SolveConfig, workspace: Workspace) -> Path | None:
+    """Writes the plan of whole layers to the output of `config`; None if the mode is not dense, or
+    the plan does not fit."""
+    check_output(config.output, force=config.force, inputs=())
+    inputs = inputs_of(config, workspace)
+    pipeline = inputs.pipeline()
+    for plan in whole_layers(inputs):
+        if plan_is_feasible(pipeline, plan):
+            seconds = plan_seconds(pipeline, plan)
+            answer = Answer(status="bounded", plan=plan, objective_s=seconds, bound_s=0.0)
+            found = Found(inputs=inputs, pipeline=pipeline, answer=answer, others=())
+            split_of(found, solve_s=0.0).save(config.output)
+            return config.output
+    return None

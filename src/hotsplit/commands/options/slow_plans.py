@@ -1,0 +1,29 @@
+"""A warning on plans that are slower than they should be."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotsplit.commands.options.shared import say
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.engine import Engine
+
+
+def warn_of_slow_plan(engine: "Engine", split: Path | None) -> None:
+    """Times a plan that the user gave and that uses a GPU; says in one line if it is slow. Plans of
+    `run`, in its cache, were tried there."""
+    if split is None or not engine.memories:
+        return
+    from hotsplit.run.keys import digest
+    from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
+    from hotsplit.run.trial import measure, slow_plan_line
+    from hotsplit.system.cache_place import cache_folder
+
+    if cache_folder().absolute() in split.absolute().parents:
+        return
+    rates = Rates.load(cache_folder(), digest(machine_key()))
+    alone_per_s = rates.stored.get(cpu_alone_name(engine.model.model_id))
+    alone_s = None if alone_per_s is None else 1 / alone_per_s
+    line = slow_plan_line(split, measure(engine).token_s, alone_s)
+    if line is not None:
+        say(f"note: {line}")

@@ -1,0 +1,134 @@
+"""Engines on the fake runtime that compute nothing: memory is allocated, kernels are launched and
+steps are captured as by a real load, but nothing is written or executed, so that a model of 70 B
+takes seconds."""
+
+import mmap
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from fake_cuda import library
+from fake_cuda.devices import FakeCuda
+from fake_cuda.flash import with_flash_attention
+from fake_cuda.libraries import PRODUCTS
+from fake_cuda.tensors import Dispatch, leaves, mapped, meta_of, on_meta, written_arguments
+from fake_cuda.torch_cuda import fake_cuda
+from torch import Tensor
+
+from hotsplit.artifacts.device_checks import CheckBook, Verdict
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.runtime.device.cuda_runtime import CudaRuntime
+from hotsplit.runtime.device.staging import Staging
+from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.ops.attention import block as attention_block
+from hotsplit.runtime.ops.neurons import feed_forward
+from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.step.host_attention import HostAttention
+
+_DTYPES = {"f32": np.float32, "f16": np.float16}
+
+
+def hollow_model(model: ModelFile) -> ModelFile:
+    """The model with weights in address space that no one reads."""
+    most = max(entry.num_bytes for entry in model.tensors.values())
+    memory = np.frombuffer(mmap.mmap(-1, most), np.uint8)
+
+    def hollow(entry: TensorEntry) -> TensorEntry:
+        values = memory[: entry.num_bytes].view(_DTYPES.get(entry.kind, np.uint8))
+        rows = values.reshape(entry.shape[0], -1) if len(entry.shape) > 1 else values
+        return replace(entry, read_rows=lambda start, stop: rows[start:stop])
+
+    return replace(model, tensors={n: hollow(e) for n, e in model.tensors.items()})
+
+
+_results: dict[object, Any] = {}  # tensors without memory, by operation and arguments
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return leaf if leaf.__hash__ is not None else str(leaf)
+
+
+def _kernel(self: Dispatch, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Dispatch._kernel without a launch: allocates what the operation returns."""
+    index = self._index(name, args, kwargs)
+    if name in PRODUCTS:
+        with self.cuda.on_device(index) as stream:
+            self.cuda.workspaces.use(index, stream)
+    written = written_arguments(func, args, kwargs)
+    if written:
+        return written[0] if len(written) == 1 else tuple(written)
+    names = tuple(sorted(kwargs))
+    key = (func, names, tuple(_described(leaf) for leaf in leaves((args, kwargs))))
+    if key not in _results:
+        given = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+        try:
+            _results[key] = func(*mapped(meta_of, args), **on_meta(given))
+        except (NotImplementedError, RuntimeError):
+            _results[key] = None
+    if not all(isinstance(leaf, Tensor) for leaf in leaves(_results[key])):
+        return self._waiting(func, name, index, args, kwargs)
+    return mapped(lambda like: self._new(index, like), _results[key])
+
+
+def _is_known(book: CheckBook, part: str) -> Verdict | None:
+    """Kernels and steps are right; passes, which fail for lack of memory, are tried."""
+    if part.startswith("passes "):
+        return book.verdicts.get(part)
+    return Verdict(part=part, why="", seconds=0.0)
+
+
+def _nothing(*args: object, **options: object) -> None:
+    pass
+
+
+def _replaced(seed: int) -> list[tuple[object, str, object]]:
+    """What reads or writes memory: (object, name, replacement)."""
+    choose = random.Random(seed)
+    fits = choose.choice([True, False])  # all norms' outputs are rounded as they are, or none
+
+    def dot_rows(data: Tensor, kind: str, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        return torch.empty(*x.shape[:-1], len(data) if rows is None else len(rows))
+
+    def attend(query: Tensor, *given: object, **options: object) -> Tensor:
+        return torch.empty_like(query).flatten(1)
+
+    def host_attend(self: HostAttention, layer: int, qkv: Tensor, *at: int, **place: int) -> Tensor:
+        return torch.empty(len(qkv), self.widths[layer][1])
+
+    def send(self: Staging, target: Tensor, fill: object) -> object:
+        return self.stream.record()
+
+    return [
+        (library, "launch", _nothing), (CudaRuntime, "copy", _nothing),
+        (CudaRuntime, "host_function", _nothing), (Dispatch, "_copy_bytes", _nothing),
+        (Dispatch, "_kernel", _kernel), (HostNode, "run", _nothing), (Staging, "send", send), (CheckBook, "known", _is_known),
+        (Norm, "fits_f16", fits), (cpu_kernels, "dot_rows", dot_rows),
+        (cpu_kernels, "unpack_rows", _nothing), (attention_block, "attend", attend),
+        (HostAttention, "attend", host_attend),
+        (feed_forward, "add_neurons", lambda *args: (0, 0, 0)),
+    ]  # fmt: skip
+
+
+@contextmanager
+def hollow_cuda(total_bytes: int, seed: int = 0, *, has_flash: bool = True) -> Iterator[FakeCuda]:
+    """A CUDA device of this size for engines that compute nothing."""
+    kernels = Kernels(**{each.name: _nothing for each in fields(Kernels)})
+    with (
+        fake_cuda(total_bytes=total_bytes, is_hollow=True, kernels=kernels) as cuda,
+        ExitStack() as stack,
+    ):
+        for thing, name, value in _replaced(seed):
+            stack.enter_context(mock.patch.object(thing, name, value))
+        if has_flash:
+            stack.enter_context(with_flash_attention())
+        yield cuda

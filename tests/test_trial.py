@@ -1,0 +1,220 @@
+"""The trial of a plan: what it times, what explains a missed prediction, and the warning on a plan
+that is given by hand. `test_run.py` has what `run` does with it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_cuda import library
+from fake_cuda.torch_cuda import fake_cuda
+from hybrid_plans import ALL, SOME, made, make
+from models import (
+    byte_level_keys,
+    make_inputs,
+    make_machine,
+    make_model,
+    make_profile,
+    make_sizes,
+    power_law_frequencies,
+)
+from test_runtime import make_split
+
+from hotsplit import Engine
+from hotsplit.artifacts.trial_file import Trial
+from hotsplit.cli import main
+from hotsplit.doctor import machine
+from hotsplit.errors import HotsplitError
+from hotsplit.run.keys import digest
+from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
+from hotsplit.run.trial import (
+    MOST_SCALE,
+    Measured,
+    Prediction,
+    measure,
+    scales_of,
+    slow_plan_line,
+    tried,
+)
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.solver.mode_choice import find
+from hotsplit.solver.multi_gpu import plan_seconds
+from hotsplit.solver.prediction import (
+    Scales,
+    cpu_alone_seconds,
+    parts_of,
+    placement_of,
+    scaled,
+)
+from hotsplit.solver.solve import split_of
+
+TIMES = Measured(token_s=3.0, prompt_s=1.0)
+PREDICTION = Prediction(
+    token_s=2.9, parts_s={"cpu": 2.0, "hand_over": 0.4, "gpu": 0.5}, cpu_alone_s=1.0
+)
+
+
+# ---- what is timed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context_length", [8, 32])
+def test_steps_and_a_prompt_are_timed_and_leave_no_trace(tmp_path, context_length):
+    model = make(tmp_path)
+    with Engine.of(model, mode="exact", device="cpu", context_length=context_length) as engine:
+        want = engine._step(3, 0).clone()
+        found = measure(engine)
+        assert 0 < found.token_s < 1 and 0 < found.prompt_s < 10
+        assert engine._step(3, 0).equal(want)
+
+
+def test_the_cpu_alone_wins_by_more_than_a_twentieth_and_others_are_tried_only_if_missed():
+    def others(scales):
+        raise AssertionError("not missed")
+
+    for cpu_s, runs in ((2.86, "the plan"), (2.85, "the CPU alone"), (9.0, "the plan")):
+        alone = Measured(token_s=cpu_s, prompt_s=1.0)
+        found = tried(PREDICTION, lambda: TIMES, lambda alone=alone: alone, others)
+        assert (found.runs, found.second_s) == (runs, None)
+        assert "the plan takes 3e+03 ms a token (predicted 2.9e+03 ms), the CPU alone" in found.line
+
+
+def test_the_record_is_read_back_and_others_are_refused(tmp_path):
+    trial = Trial(runs="whole layers", predicted_s=1e-3, plan_s=3e-3, cpu_s=9e-3, prompt_s=0.1,
+                  second_s=2.5e-3, layers_s=2e-3, parts_s=PREDICTION.parts_s,
+                  scales={"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0})  # fmt: skip
+    assert trial.parts_line.startswith(
+        "3 times what was predicted: the CPU 2e+03 ms (measured 2 times"
+    )
+    path = tmp_path / "trial.json"
+    trial.save(path)
+    assert Trial.load(path) == trial and "whole layers runs instead, at 2 ms" in trial.line
+    for old, new in (('"runs": "whole', '"runs": "hole'), ('"plan_s": 0.003', '"plan_s": null'),
+                     ('"version": 1', '"version": 2'), ('"hand_over": 6.0', '"hand": 6.0'), ('"cpu_s"', '"cpu"')):  # fmt: skip
+        path.write_text(path.read_text().replace(old, new))
+        with pytest.raises(HotsplitError):
+            Trial.load(path)
+        trial.save(path)
+
+
+def test_doctor_shows_predictions_that_were_missed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path))
+    assert machine.trials() == []
+    for number, plan_s in enumerate((1.2e-3, 3e-3)):
+        (tmp_path / f"trial-{number}").mkdir()
+        scales = {"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0}
+        Trial(runs="the plan", predicted_s=1e-3, plan_s=plan_s, cpu_s=9e-3, prompt_s=0.1,
+              parts_s=PREDICTION.parts_s, scales=scales).save(tmp_path / f"trial-{number}/trial.json")  # fmt: skip
+    (tmp_path / "trial-2").mkdir()
+    (tmp_path / "trial-2" / "trial.json").write_text("{}")
+    fine, missed = machine.trials()
+    assert (fine.state, missed.state) == ("ok", "note")
+    assert "3 times what was predicted" in missed.text and "hand-overs 400 ms" in missed.text
+
+
+# ---- what explains it ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def solved():
+    """(inputs, plan) with divided layers, runs on the CPU, and neurons on both sides."""
+    sizes = make_sizes(num_layers=4, width=256, num_neurons=1024, vocab_size=512)
+    model = make_model(sizes=sizes, kind="f16")
+    figures = make_machine(hand_over_s=2e-6, cpu_run_s=3e-6, use_s=4e-6, launch_s=1e-7, layer_s=1e-6,
+                           cpu_gb_per_s=20.0)  # fmt: skip
+    profile = make_profile(model, power_law_frequencies(4, 1024))
+    inputs = make_inputs(model, profile, figures, 3 << 20, workspace=1000)
+    found = find(inputs, time_limit_s=5)
+    # Without its files' hashes, which `split_of` reads.
+    import hotsplit.solver.solve as solving
+
+    before = solving.sha256_of
+    solving.sha256_of = lambda path: "unknown"
+    try:
+        return inputs, split_of(found, solve_s=0.0)
+    finally:
+        solving.sha256_of = before
+
+
+def test_parts_are_those_of_the_plan_and_sum_to_its_seconds(solved):
+    inputs, split = solved
+    parts = parts_of(split, inputs)
+    assert sum(parts.values()) == pytest.approx(split.objective_s)
+    assert min(parts.values()) > 0
+    whole = replace(
+        split,
+        hot=(np.arange(1024, dtype=np.int32),) * 4,
+        dense_on_gpu=(True,) * 4,
+        head_on_gpu=True,
+    )
+    assert parts_of(whole, inputs)["hand_over"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("cpu", "hand_over"), [(1.0, 8.0), (2.5, 1.0), (2.0, 20.0), (0.5, 30.0)])
+def test_planted_slowness_is_found_and_laid_to_what_is_slow(solved, cpu, hand_over):
+    """The plan's seconds on a machine whose CPU or hand-overs are slower by these factors lead to
+    them; all layers of this plan wait for the CPU."""
+    inputs, split = solved
+    slow = replace(inputs, machine=scaled(inputs.machine, Scales(cpu=cpu, hand_over=hand_over)))
+    placement = placement_of(split, inputs)
+    plan_s = plan_seconds(slow.pipeline(), placement)
+    first = Measured(token_s=plan_s, prompt_s=1.0)
+    prediction = Prediction(
+        token_s=split.objective_s, parts_s=parts_of(split, inputs),
+        cpu_alone_s=cpu_alone_seconds(inputs),
+    )  # fmt: skip
+    found = scales_of(prediction, first, cpu_alone_seconds(slow))
+    assert found.cpu == pytest.approx(cpu, rel=1e-6) and found.gpu == 1.0
+    hand_over_s = parts_of(split, inputs)["hand_over"]
+    assert abs(found.hand_over - hand_over) * hand_over_s < 0.02 * plan_s
+    again = replace(inputs, machine=scaled(inputs.machine, found))
+    assert plan_seconds(again.pipeline(), placement) == pytest.approx(plan_s, rel=0.02)
+
+
+def test_without_hand_overs_the_gpu_is_slow_and_factors_are_bounded():
+    without = replace(PREDICTION, parts_s={"hand_over": 0.0, "cpu": 0.0, "gpu": 1.0})
+    assert scales_of(without, TIMES, 1.0) == Scales(gpu=3.0)
+    short = replace(PREDICTION, parts_s={"hand_over": 1e-9, "cpu": 0.5, "gpu": 0.5})
+    assert scales_of(short, TIMES, 1.0) == Scales(hand_over=MOST_SCALE)
+    assert scales_of(short, replace(TIMES, token_s=0.1), 1e-9).cpu == 1 / MOST_SCALE
+
+
+# ---- given by hand ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("token_s", "cpu_s", "words"),
+    [
+        (1.29, None, None),
+        (1.29, 1.24, None),
+        (1.29, 1.22, "on the CPU alone (--device cpu without --split)"),
+        (1.31, None, "let hotsplit run try other plans"),
+        (1.31, 1.5, "let hotsplit run try other plans"),
+    ],
+)
+def test_a_plan_by_hand_is_warned_of(tmp_path, token_s, cpu_s, words):
+    made(tmp_path, "random")  # predicts 1 s
+    line = slow_plan_line(tmp_path / "s.gguf", token_s, cpu_s)
+    assert (line is None) == (words is None)
+    assert line is None or (words in line and "predicted 1e+03 ms" in line and "\n" not in line)
+
+
+@pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux")
+@pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built")
+def test_generate_warns_of_a_slow_plan_and_runs_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
+    keys, vocab_size = byte_level_keys()
+    sizes = make_sizes(num_layers=2, num_neurons=96, vocab_size=vocab_size)
+    model = replace(make_model(sizes=sizes, extra_keys=keys), path=tmp_path / "m.gguf")
+    model.save(model.path)
+    plan = make_split(model, [ALL, SOME], dense_on_gpu=[1, 1])
+    words = ["generate", str(model.path), "--split", str(tmp_path / "s.gguf"), "-p", "the", "-n", "2",
+             "--temperature", "0"]  # fmt: skip
+    replace(plan, objective_s=1e3).save(tmp_path / "s.gguf")
+    with fake_cuda():
+        assert main(words) == 0
+        assert "a token takes" not in capsys.readouterr().err
+        # An earlier trial measured the CPU alone.
+        known = Rates.load(tmp_path / "cache", digest(machine_key()))
+        known.note(cpu_alone_name(model.model_id), 1e6)
+        assert main(words) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() and "on the CPU alone (--device cpu without --split)" in shown.err
