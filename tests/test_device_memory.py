@@ -410,13 +410,14 @@ def test_both_pools_are_set_aside(card, monkeypatch):
     taken.clear()
     memory.aside = PoolBytes(small=5 << 20, large=40 << 20)
     memory.set_aside()
-    small, (large,) = taken[:-1], taken[-1:]
+    products, *small, large = taken
+    assert products == device_memory.PRODUCT_BYTES
     assert set(small) == {1 << 20} and sum(small) >= 7 << 20  # two of 0.7 MiB do not share 2 MiB
     assert large % SEGMENT_BYTES == 0 and (44 << 20) < large < (48 << 20)
     taken.clear()
     memory.aside = PoolBytes(large=2 << 20)  # a segment of 20 MiB otherwise
     memory.set_aside()
-    assert taken == [10 << 20]
+    assert taken == [device_memory.PRODUCT_BYTES, 10 << 20]
 
 
 def test_a_slab_that_does_not_fit_leaves_no_limit_behind(card, monkeypatch):
