@@ -362,14 +362,15 @@ def texts(planned, monkeypatch, capsys):
 
 
 def many(wrong):
-    """Makes a kernel wrong for more than two rows."""
+    """Makes a kernel wrong for more than two rows of a step; those of prompts round queries."""
 
     def changed(kernel):
         def run(*arguments, **options):
             vector = next(
                 each for each in (*arguments, *options.values()) if isinstance(each, torch.Tensor)
             )
-            is_many = vector.dim() > 1 and len(vector) > 2
+            is_prompt = options.get("query_THW") is not None
+            is_many = vector.dim() > 1 and len(vector) > 2 and not is_prompt
             (wrong(kernel) if is_many else kernel)(*arguments, **options)
 
         return run

@@ -19,6 +19,7 @@ from test_runtime import make_split
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import NAMES as KINDS
+from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.device.streams import CudaStream
@@ -48,7 +49,7 @@ def test_a_budget_is_enforced_to_the_byte():
     with checked_cuda():
         memory = DeviceMemory.of(GPU, 40 * MIB, budget)
         memory.aside = PoolBytes(small=5 * MIB, large=64 * MIB)
-        memory.set_aside()
+        gpu_setup.set_aside({GPU: memory})
         assert memory.report().slab == 40 * MIB
         assert memory.report().reserved == 40 * MIB + 10 * MIB + memory.aside.segments.total
         room = memory.room_bytes

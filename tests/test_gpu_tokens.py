@@ -3,17 +3,15 @@ kernels in its interpreter (on a device if there is one).
 
 Letters: T tokens, D width, N neurons."""
 
-from typing import get_args
-
 import pytest
 import torch
 from gpu_matrices import EPS, REFERENCE, device
 
-from hotsplit.model.spec import Activation
-
 triton = pytest.importorskip("triton")
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 
+# Experts, which have another, are computed on the CPU.
+ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 ERRORS = {torch.float32: 8 * EPS, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
@@ -76,7 +74,7 @@ def test_powers_of_tiny_huge_and_infinite_values():
     assert got[0][5].isnan().any() and not got[0][:4].isnan().any()
 
 
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ERRORS)
 def test_hidden_values(activation, dtype):
     for count, number, is_named, is_dense in ((1, 7, False, True), (2, 2050, True, False)):
