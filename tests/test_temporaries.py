@@ -139,14 +139,16 @@ def test_passes_on_a_gpu_stay_within_a_close_bound(seed, monkeypatch, as_on_a_gp
     hot, num_sequences = random_hot(model, choose), choose.choice([1, 3])
     has_flash, tokens = choose.choice([True, False]), max(2, tokens)
     context = max(tokens, context)
+    monkeypatch.setattr(scratch, "has_flash", lambda device: has_flash)
     monkeypatch.setattr(attend, "can_use_flash_attention", lambda params: has_flash)
-    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: has_flash)
+    has_blocks = has_flash and choose.choice([True, False])
+    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: has_blocks)
     monkeypatch.setattr(attend, "flash_attention", allocating_flash)
     allocate_as_on_cuda(monkeypatch)
     weights = gpu_weights(model, mode, context, hot, num_sequences)
     peak = peak_of(weights, tokens, context, measure=pool_peaks)
     p = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context,
-             way="flash" if has_flash else "gpu", num_hot=[len(ids) for ids in hot],
+             way=scratch.way_on(CARD), num_hot=[len(ids) for ids in hot],
              num_sequences=num_sequences)  # fmt: skip
     assert is_close(pass_pools(p).large, peak.large)
     assert peak.small <= pass_pools(p).small

@@ -34,20 +34,21 @@ from hotsplit.runtime.step.program import Kind, Op, name_of
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.store import num_appended
 
-Way = Literal["watched", "unwatched", "gpu", "flash"]
+Way = Literal["watched", "unwatched", "gpu", "flash", "flash, tiles"]
 
 
 def way_on(device: torch.device) -> Way:
     """The way of passes on a GPU."""
-    is_fast = has_flash(device) and gpu_products.multiplies_blocks(device)
-    return "flash" if is_fast else "gpu"
+    if not has_flash(device):
+        return "gpu"
+    return "flash" if gpu_products.multiplies_blocks(device) else "flash, tiles"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """A pass over T tokens at the end of a context. `way`: "watched" by observers, who see all
-    values; "flash" on a GPU with flash attention and products of matrices in blocks. `num_hot`: of
-    each layer; None: any number."""
+    values; "flash" on a GPU with flash attention, where matrices in blocks are multiplied without
+    tiles unless "tiles" are named. `num_hot`: of each layer; None: any number."""
 
     model: ModelFile
     mode: Mode
@@ -59,7 +60,7 @@ class Pass:
 
     @property
     def is_on_gpu(self) -> bool:
-        return self.way in ("gpu", "flash")
+        return self.way in ("gpu", "flash", "flash, tiles")
 
     @cached_property
     def hollow(self) -> Builder:
@@ -194,7 +195,7 @@ def _attend(p: Pass, a: Attention) -> PoolBytes:
 def _is_flash(p: Pass, a: Attention) -> bool:
     is_whole = a.window is None or a.window >= p.context_length
     is_f16 = part_bytes.kv_kind(p.model) != "f32"
-    return p.way == "flash" and is_f16 and takes_flash(a.head_dim) and is_whole
+    return p.way in ("flash", "flash, tiles") and is_f16 and takes_flash(a.head_dim) and is_whole
 
 
 def _flash(p: Pass, a: Attention) -> PoolBytes:
