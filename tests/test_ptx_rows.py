@@ -14,7 +14,7 @@ from models import make_model, make_sizes
 from ptx.kernels import PtxKernels
 
 from hotsplit.runtime.check.kernels import check_launch
-from hotsplit.runtime.check.launches import NAMES
+from hotsplit.runtime.check.launches import NAMES, PROMPTS
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
 ARCHITECTURES = (89, 90, 120)
@@ -75,12 +75,7 @@ def check_plan(kind: str, num_rows: int, num_sequences: int, arch: int) -> None:
     found = ptx_plans.launches(
         model, mode="predicted", context=100, num_rows=num_rows, num_sequences=num_sequences
     )
-    assert {each.kernel for each in found} == set(NAMES) - {
-        "embed",
-        "unpack",
-        "multiply",
-        "multiply_down",
-    }
+    assert {each.kernel for each in found} == set(NAMES) - {"embed", *PROMPTS}
     kernels = PtxKernels(arch).kernels
     for each in found:
         assert each.num_rows == num_rows and each.variant.endswith(f" {num_rows} rows")

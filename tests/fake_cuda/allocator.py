@@ -6,6 +6,7 @@ unless it is at most 1 MiB of a large one. Reserved memory has a limit; each cap
 its own pool."""
 
 from dataclasses import dataclass, field
+from threading import RLock
 
 import torch
 from fake_cuda import library
@@ -63,7 +64,8 @@ class Segment:
 
 @dataclass(eq=False)
 class Allocator:
-    """The allocator of one device, which must be the current one in all calls."""
+    """The allocator of one device, which must be the current one in all calls; they may come from
+    several threads."""
 
     device: int
     total_bytes: int
@@ -72,12 +74,17 @@ class Allocator:
     allocated: int = 0
     peak_allocated: int = 0
     peak_reserved: int = 0
+    _lock: RLock = field(default_factory=RLock)
 
     @property
     def reserved(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
 
     def allocate(self, num_bytes: int, stream: int, pool: int = 0) -> int:
+        with self._lock:
+            return self._taken(num_bytes, stream, pool)
+
+    def _taken(self, num_bytes: int, stream: int, pool: int) -> int:
         size = -(-max(1, num_bytes) // ROUNDING) * ROUNDING
         is_small = size <= SMALL
         segment = self._cached(size, stream, pool, is_small)
@@ -95,16 +102,18 @@ class Allocator:
 
     def free(self, start: int) -> None:
         """Frees in stream order: the memory may be reused at once."""
-        segment = next(s for s in self.segments if s.start <= start < s.start + s.num_bytes)
-        size = segment.give_back(start)
-        library.load().fakeBlock(start, size, 0)
-        self.allocated -= size
+        with self._lock:
+            segment = next(s for s in self.segments if s.start <= start < s.start + s.num_bytes)
+            size = segment.give_back(start)
+            library.load().fakeBlock(start, size, 0)
+            self.allocated -= size
 
     def empty_cache(self) -> None:
         """Returns the free segments of the common pool to the driver."""
-        for segment in [s for s in self.segments if s.is_free and not s.pool]:
-            library.call("cudaFree", segment.start)
-            self.segments.remove(segment)
+        with self._lock:
+            for segment in [s for s in self.segments if s.is_free and not s.pool]:
+                library.call("cudaFree", segment.start)
+                self.segments.remove(segment)
 
     def _cached(self, size: int, stream: int, pool: int, is_small: bool) -> Segment | None:
         """The segment with the smallest free block that holds `size` bytes."""
