@@ -80,7 +80,7 @@ def _built() -> Path:
     if compiler is None:
         raise OSError("no C compiler here")
     library = Path(tempfile.mkdtemp(prefix="handover-")) / "host.so"
-    command = [compiler, "-x", "c", "-O3", "-march=native", "-ffast-math", "-shared", "-fPIC",
+    command = [compiler, "-x", "c", "-O3", "-march=native", "-fno-signed-zeros", "-fno-trapping-math", "-fassociative-math", "-shared", "-fPIC",
                "-pthread", str(SOURCE), "-o", str(library)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
