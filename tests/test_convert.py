@@ -90,7 +90,7 @@ def refuse(source: Path, folder: Path, *words: str, **options) -> None:
     with pytest.raises(HotsplitError) as caught:
         convert(ConvertConfig(source=source, output=folder / "out.gguf", **options))
     message = str(caught.value)
-    assert "\n" not in message and len(message) < 400, message
+    assert "\n" not in message and len(message) < 500, message  # it lists all families
     assert all(word in message for word in words), message
     assert sorted(folder.rglob("*")) == before
 

@@ -90,7 +90,7 @@ def test_gate_up_of_nan_and_large_values(kernels):
     gate.data[:, 0] = torch.tensor([NAN, -200.0, 200.0, -3e18, 3e18, 1.0])
     x = vector(32)
     x[0] = 1
-    for activation in ("relu", "fatrelu", "drelu", *SMOOTH):
+    for activation in ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"):
         for is_dense in (False, True):
             got = torch.empty(6, device=device())
             want = got.clone()

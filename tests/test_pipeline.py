@@ -310,7 +310,8 @@ def test_every_command_of_the_pipeline(tmp_path, random_model):
     text = random_model / "text.txt"
     # A model this small gains only on a GPU whose launches cost next to nothing.
     card, soon = Machine.load(RTX), Figure(best=1e-7)
-    gpu = replace(card.gpus[0], launch_s=soon, copy_latency_s=soon, hand_over_s=soon)
+    times = ("launch_s", "kernel_s", "token_s", "copy_latency_s", "hand_over_s", "cpu_run_s")
+    gpu = replace(card.gpus[0], **dict.fromkeys(times, soon))
     replace(card, gpus=(gpu,)).save(tmp_path / "card.json")
     steps = [
         ("convert", random_model / "hf", "-o", "base.gguf", "--outtype", "q8_0"),

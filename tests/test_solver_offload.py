@@ -39,7 +39,7 @@ def solved(files, output, **changes):
     """Solves; returns the report and the context lengths for which the workspace was measured."""
     asked = []
 
-    def workspace(model, context_length, mode):
+    def workspace(model, context_length, mode, num_sequences, budget):
         asked.append(context_length)
         return WORKSPACE
 

@@ -33,8 +33,8 @@ def _half(pointer, is_live):
 
 @triton.jit
 def _small_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """(bytes, scales) of q4_0 and q8_0: two blocks have their scales first, or a last one alone."""
-    SIZE: tl.constexpr = 16 if KIND == "q4_0" else 32
+    """(bytes, scales) of small blocks: two blocks have their scales first, or a last one alone."""
+    SIZE: tl.constexpr = 32 if KIND == "q8_0" else 16
     block = unit // (SIZE // 16)
     is_second = block % 2
     num_scales = tl.where(block - is_second + 1 < WIDTH // 32, 64, 32)
@@ -47,9 +47,9 @@ def _small_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _small_group(group, row, unit, lane, is_live, KIND: tl.constexpr):
-    """(bytes, scales) of q4_0 and q8_0: a block has its scales first, then each byte of four rows
+    """(bytes, scales) of small blocks: a block has its scales first, then each byte of four rows
     16 apart."""
-    SIZE: tl.constexpr = 16 if KIND == "q4_0" else 32
+    SIZE: tl.constexpr = 32 if KIND == "q8_0" else 16
     block = group + unit // (SIZE // 16) * (64 * (2 + SIZE))
     at = 128 + row % 16 * (4 * SIZE) + (unit % (SIZE // 16) * 16 + lane) * 4 + row // 16
     return tl.load(block + at, mask=is_live, other=0), _half(block + row * 2, is_live)
@@ -140,7 +140,7 @@ def _unpack_tiles(
     elif KIND == "q6_k":
         low, high = _q6_k_tile(tile, row, unit, lane, is_live, WIDTH)
     else:
-        tl.static_assert(KIND == "q4_0" or KIND == "q8_0", "an unknown kind")
+        tl.static_assert(KIND == "q8_0" or PARTS == 2, "an unknown kind")
         if ROWS == 16:
             both, scale = _small_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
         else:
