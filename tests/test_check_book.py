@@ -121,7 +121,7 @@ def test_the_number_of_variants_does_not_grow_with_layers(tmp_path, kind):
         hot = [np.arange(40)] * num_layers
         found.append({each.variant for each in launches(model, hot)})
     assert found[0] == found[1]
-    assert len(found[0]) <= 13, sorted(found[0])
+    assert len(found[0]) <= 30, sorted(found[0])  # half of them of prompts
 
 
 @needs_kernels
