@@ -172,7 +172,7 @@ def _alone(engine: Engine) -> Callable[[int], np.ndarray]:
 def _part(engine: Engine, split: Split) -> Callable[[int], np.ndarray]:
     weights, stream = engine._live.weights, TimedStream()
     backend = plain_backend(Kernels(**dict.fromkeys(NAMES, lambda *given, **options: None)))
-    backend = dataclasses.replace(backend, streams=lambda device: (stream, stream))
+    backend = dataclasses.replace(backend, stream=lambda device: stream)
     placement = Placement.of_split(split, (torch.device("cpu"),))
     step = hybrid_builder.build(weights, placement, engine.traffic, backend)
 
