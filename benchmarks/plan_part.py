@@ -3,8 +3,8 @@
     python benchmarks/plan_part.py [MODEL] [--types q8_0,q4_0] [--threads 2,1]
 
 Without MODEL, random models of TinyLlama's shape (1.1 B parameters) are made in memory. Both roles of
-a plan are on the CPU, where the GPU's kernels do nothing; the functions that a GPU would call on the
-host are timed. A round decodes some tokens in mode dense with the CPU engine, whose parts are timed,
+a plan are on the CPU, where the GPU's kernels do nothing; the hand-overs of a step are served as
+beside a GPU whose flags are all set: in one call, by the first of the kernels' threads. A round decodes some tokens in mode dense with the CPU engine, whose parts are timed,
 and with each plan, alternating. The time of a round is that of its fastest token, since other load
 only adds to it; a ratio is the median of the rounds', and 1.00 is the CPU engine's time for as many
 bytes of the same matrices."""
@@ -40,12 +40,14 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.doorbells import HandoverStruct, ServingStruct
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.step_times import PARTS, timed_parts
 
 CONTEXT = 64
 ROUNDS = 7
 SECONDS = 0.4  # of decoding per measurement
+LINE = 16  # int32 values in a cache line
 MADE_ROWS = 256  # random rows, which a matrix repeats
 
 
@@ -64,16 +66,35 @@ def main() -> None:
     print(f"wrote {write_result(result, 'plan-part', arguments.output)}")
 
 
-class TimedStream(PlainStream):
-    """Runs everything at once, and adds up the time of host functions."""
+class CollectingStream(PlainStream):
+    """Keeps host functions instead of running them."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.nodes: list[HostNode] = []
 
     def host(self, node: HostNode) -> None:
+        self.nodes.append(node)
+
+
+class Served:
+    """Runs host functions as those of a GPU's step whose flags are set."""
+
+    def __init__(self, nodes: list[HostNode]) -> None:
+        self._ready, self._done = (np.ones(LINE * len(nodes), np.int32) for _ in range(2))
+        flags = [
+            (self._ready[i:].ctypes.data, self._done[i:].ctypes.data)
+            for i in range(0, LINE * len(nodes), LINE)
+        ]
+        self._handovers = (HandoverStruct * len(nodes))(*[
+            HandoverStruct(function=node.function, argument=node.argument, ready=ready, done=done)
+            for node, (ready, done) in zip(nodes, flags, strict=True)
+        ])  # fmt: skip
+        self._serving, self._kept = ServingStruct(), nodes
+
+    def seconds(self) -> float:
         began = time.perf_counter()
-        node.run()
-        self.seconds += time.perf_counter() - began
+        library.serve(self._handovers, 0, len(self._handovers), self._serving)
+        return time.perf_counter() - began
 
 
 def _plans(model: ModelFile) -> dict[str, Split]:
@@ -170,16 +191,19 @@ def _alone(engine: Engine) -> Callable[[int], np.ndarray]:
 
 
 def _part(engine: Engine, split: Split) -> Callable[[int], np.ndarray]:
-    weights, stream = engine._live.weights, TimedStream()
+    weights, stream = engine._live.weights, CollectingStream()
     backend = plain_backend(Kernels(**dict.fromkeys(NAMES, lambda *given, **options: None)))
     backend = dataclasses.replace(backend, stream=lambda device: stream)
     placement = Placement.of_split(split, (torch.device("cpu"),))
     step = hybrid_builder.build(weights, placement, engine.traffic, backend)
+    stream.nodes.clear()
+    step.run(7, 0)
+    served = Served(stream.nodes.copy())
 
     def run(position: int) -> np.ndarray:
-        before = stream.seconds
-        step.run(7, position)
-        return np.array(stream.seconds - before)
+        stream.nodes.clear()
+        step.run(7, position)  # sets the position
+        return np.array(served.seconds())
 
     return _fastest(run)
 

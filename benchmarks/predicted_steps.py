@@ -1,26 +1,28 @@
 """Predicted against measured seconds of a token, of ten plans on two models, with both roles on the
-CPU: hybrid steps with the plain backend and the reference kernels, priced by a machine file whose
-"GPU" is fitted to such steps as `calibrate` fits a real one. The plain backend runs the two sides of
-a layer one after the other, so the seconds of both count here, not those of the slower.
+CPU: hybrid steps with the plain backend, whose products are the C++ kernels', priced by a machine
+file whose "GPU" is fitted to such steps as `calibrate` fits a real one. The plain backend runs the
+two sides of a layer one after the other, so the seconds of both count here, not those of the slower.
 
     python benchmarks/predicted_steps.py [MODEL.gguf]    # f16; default: two random shapes
 
-Prints a line a plan, and one JSON object. A quiet machine is needed, and some minutes. Run it with
-OMP_NUM_THREADS=1: the reference kernels are torch's."""
+Prints a line a plan, and writes a JSON file. A quiet machine is needed, and some minutes. Run it with
+OMP_NUM_THREADS=1: the smaller operations are torch's."""
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import numpy as np
 import torch
+from machine import result_of, write_result
 
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import NUM_BINS, Profile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.kernel_counts import HOT_KERNELS, dense_kernels
 from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes
 from hotsplit.measure.calibrate.cpu_costs import measure_costs
 from hotsplit.measure.calibrate.step_costs import (
@@ -34,6 +36,10 @@ from hotsplit.measure.calibrate.step_costs import (
     time_steps,
 )
 from hotsplit.measure.timing.interleave import Probe, time_rounds
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu import reference
+from hotsplit.runtime.kernels.gpu.step_rows import by_rows
+from hotsplit.runtime.kernels.stored import StoredMatrix
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import plan_seconds
 from hotsplit.solver.prediction import parts_of, placement_of
@@ -41,8 +47,9 @@ from hotsplit.system.processors import processor_name, processors
 from hotsplit.system.system_memory import memory_bytes
 
 CPU = torch.device("cpu")
+EMPTY = Shape(num_layers=8, hidden_size=64, num_neurons=64, vocab_size=500, head_dim=64)
 NARROW = Shape(num_layers=8, hidden_size=256, num_neurons=512, vocab_size=2000, head_dim=64)
-WIDE = Shape(num_layers=4, hidden_size=1024, num_neurons=2048, vocab_size=2000, head_dim=64)
+WIDE = Shape(num_layers=4, hidden_size=2048, num_neurons=4096, vocab_size=2000, head_dim=64)
 MODELS = {
     "narrow": Shape(num_layers=12, hidden_size=512, num_neurons=1536, head_dim=64),
     "wide": Shape(num_layers=8, hidden_size=1536, num_neurons=4096, head_dim=64),
@@ -51,12 +58,28 @@ TARGET = 0.15
 STEPS = 3
 
 
+def product(matrix: StoredMatrix, bias_N: torch.Tensor | None, x_D: torch.Tensor) -> torch.Tensor:
+    y_N = library.dot_rows(matrix.data, matrix.kind, x_D)
+    return y_N if bias_N is None else y_N + bias_N
+
+
+@by_rows
+def down(
+    matrix: StoredMatrix, hidden_N: torch.Tensor, parts_SD: torch.Tensor, *, skips_zeros: bool
+) -> None:
+    parts_SD.zero_()
+    parts_SD[0] = library.accumulate_rows(matrix.data, matrix.kind, hidden_N)
+
+
 def machine_here(time_limit_s: float) -> Machine:
     """This machine, with its CPU also in the role of the GPU."""
     cpu = measure_costs(buffer_bytes() // 2, time_limit_s, lambda count: None)
     rate = cpu.all_rows_gb_per_s["f16"]
-    card = Card(bandwidth=None, link=1e9 * rate.median, launch_s=1e-9)
-    costs = fit(*time_steps((NARROW, WIDE), CPU, 2 * time_limit_s), card, cpu)
+    empty, *times = time_steps((EMPTY, NARROW, WIDE), CPU, 3 * time_limit_s)
+    model = EMPTY.model(1)
+    num_kernels = dense_kernels(model, 0, has_predictor=False) + HOT_KERNELS
+    launch_s = float(np.median(empty.fitted_RT()[:, 1])) / num_kernels
+    costs = fit(*times, Card(bandwidth=None, link=1e9 * rate.median, launch_s=launch_s), cpu)
     assert costs.bandwidth is not None
     read = Figure(best=costs.bandwidth.median / 1e9)
     none = Figure(best=1e-9)
@@ -64,7 +87,7 @@ def machine_here(time_limit_s: float) -> Machine:
     gpu = Gpu(
         name="the CPU", source="reference kernels", memory_bytes=total, free_bytes=free,
         bandwidth_gb_per_s=read, chosen_rows_gb_per_s=read, host_to_device_gb_per_s=rate,
-        host_to_device_pageable_gb_per_s=rate, copy_latency_s=none, launch_s=none,
+        host_to_device_pageable_gb_per_s=rate, copy_latency_s=none, launch_s=Figure(best=launch_s),
         kernel_s=costs.kernel_s, token_s=costs.token_s, hand_over_s=costs.hand_over_s,
         cpu_run_s=costs.cpu_run_s,
     )  # fmt: skip
@@ -139,6 +162,11 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="*", help="f16 model files")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each part")
     asked = parser.parse_args()
+    with mock.patch.multiple(reference, _product=product, down=down):
+        measure(asked)
+
+
+def measure(asked: argparse.Namespace) -> None:
     machine = machine_here(asked.seconds)
     models = {path.name: ModelFile.load(path) for path in asked.model}
     models |= {name: shape.model(shape.num_layers) for name, shape in MODELS.items()}
@@ -151,8 +179,9 @@ def main() -> None:
             print(f"{name}, {row['plan']}: {1e3 * row['predicted_s']:.2f} ms predicted,"
                   f" {1e3 * row['measured_s']:.2f} measured, {row['error']:+.1%}")  # fmt: skip
         rows += found
-    print(json.dumps({"benchmark": "predicted_steps", "machine": machine.cpu_name, "target": TARGET,
-                      "within": sum(abs(row["error"]) <= TARGET for row in rows), "plans": rows}))  # fmt: skip
+    within = sum(abs(row["error"]) <= TARGET for row in rows)
+    result = result_of("predicted_steps", target=TARGET, within=within, plans=rows)
+    print(f"wrote {write_result(result, 'predicted-steps')}")
 
 
 if __name__ == "__main__":
