@@ -137,7 +137,9 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
     limits_path = _limits_path(config, folder)
     limits = None if limits_path is None else Limits.load(limits_path)
     outtype: Outtype = config.outtype or "f16"
-    types = TensorTypes(outtype=outtype, overrides=config.tensor_types)
+    types = TensorTypes(
+        outtype=outtype, overrides=config.tensor_types, keeps_packed=config.outtype is None
+    )
     tokenizer = tokenizer_keys(checkpoint.folder, plan.spec.vocab_size, config.layout)
     model = ModelFile(
         path=config.output,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.convert.encode import encode
+from hotsplit.convert.encode import encode, not_finite
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import ExpertForm
 from hotsplit.families.experts import ExpertPlace, expert_place
@@ -34,18 +34,27 @@ class ExpertSource:
 
     def read(self, checkpoint: Checkpoint) -> Tensor:
         """[N, M] or, of a bias, [N]; a view of the mapped file if possible."""
-        whole = checkpoint.read(self.name)
         if self.is_packed:
-            assert self.expert is not None
-            scales = checkpoint.read(self.name.replace(BLOCKS, SCALES))[self.expert]
-            return unpack_mxfp4(whole[self.expert], scales)[self.begin : self.end : self.step]
+            return unpack_mxfp4(*self._packed(checkpoint))
+        whole = checkpoint.read(self.name)
         if self.are_columns and whole.dim() == 3:
             whole = whole.transpose(1, 2)
         of_expert = whole if self.expert is None else whole[self.expert]
         return of_expert[self.begin : self.end : self.step]
 
+    def read_blocks(self, checkpoint: Checkpoint) -> np.ndarray:
+        """Rows of packed weights as blocks of PACKED_TYPE, uint8 [N, row bytes]."""
+        return mxfp4_rows(*self._packed(checkpoint))
 
-BLOCKS, SCALES = "_proj_blocks", "_proj_scales"
+    def _packed(self, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
+        """The blocks and the exponents of the rows; see unpack_mxfp4."""
+        assert self.expert is not None and self.is_packed, self
+        rows = slice(self.begin, self.end, self.step)
+        scales = checkpoint.read(self.name.replace(BLOCKS, SCALES))
+        return checkpoint.read(self.name)[self.expert][rows], scales[self.expert][rows]
+
+
+BLOCKS, SCALES, PACKED_TYPE = "_proj_blocks", "_proj_scales", "mxfp4"
 # Values of a nibble: a sign, two bits of exponent and one of mantissa (OCP Microscaling, version 1.0).
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4 = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
@@ -57,6 +66,14 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     values = MXFP4[nibbles.long()]
     return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
+
+
+def mxfp4_rows(blocks: Tensor, scales: Tensor) -> np.ndarray:
+    """The same as rows of a GGUF, uint8 [N, M / 32 * 17]: an exponent, then 16 bytes whose low
+    halves are the first 16 values."""
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    quants = nibbles[..., :16] | nibbles[..., 16:] << 4
+    return torch.cat([scales[..., None], quants], dim=-1).flatten(1).numpy()
 
 
 Found = dict[str, dict[int, ExpertSource]]  # by the name in a model file, then by expert
@@ -151,6 +168,10 @@ def expert_entry(
         source = sources[expert]
         matrix = source.read(checkpoint)
         what = f"{checkpoint.tensors[source.name].file}: tensor {source.name!r}"
+        if kind == PACKED_TYPE:
+            if not bool(torch.isfinite(matrix).all()):
+                raise not_finite(what)
+            return source.read_blocks(checkpoint)
         return encode(matrix.T if is_transposed else matrix, kind, what)
 
     return TensorEntry(shape=shape, kind=kind, read_rows=read_rows)

@@ -28,6 +28,7 @@ from hotsplit.model.tensors import Layout, in_layout, layout_of, transposed_shap
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
 from hotsplit.tokens.tokenizer_text import read_tokenizer
 
+LARGEST_EXPONENT = 252  # of a block of mxfp4 whose values are all finite: 12 * 2^(e - 128)
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
 
 
@@ -167,14 +168,19 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
 
 
 def _is_finite(data: np.ndarray, kind: str) -> bool:
-    """Checks stored values; a block is finite if its f16 numbers are."""
+    """Checks stored values; a block is finite if its f16 numbers are, or with an exponent if its values
+    are (255 is NaN in the specification)."""
     if kind in ("f32", "f16"):
         return bool(np.isfinite(data).all())
     if kind == "bf16":
         return bool(((data.view(np.uint16) & BF16_EXPONENT) != BF16_EXPONENT).all())
     blocks = data.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])
     halves = BY_NAME[kind].halves
-    assert halves is not None, kind
+    if halves is None:
+        large = blocks[blocks[:, 0] > LARGEST_EXPONENT]
+        return bool(
+            (large[:, 0] < 255).all() and np.isfinite(dequantize(large, type_of(kind))).all()
+        )
     return bool(np.isfinite(np.ascontiguousarray(blocks[:, slice(*halves)]).view(np.float16)).all())
 
 

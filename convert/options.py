@@ -8,15 +8,21 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation
 from hotsplit.model.tensors import Layout
-from hotsplit.model.weight_types import NAMES, TypeName
+from hotsplit.model.weight_types import ENCODED_NAMES, NAMES, TypeName
 
 Outtype = TypeName
 
 
 def check_outtype(kind: str, what: str) -> None:
     """Raises HotsplitError, about `what`, for a type that no tensor can be written in."""
-    if kind not in NAMES:
-        raise HotsplitError(f"{what}: {kind!r} is unknown; known: {', '.join(NAMES)}")
+    if kind in ENCODED_NAMES:
+        return
+    why = (
+        "is kept where a source has it, but not written from others"
+        if kind in NAMES
+        else "is unknown"
+    )
+    raise HotsplitError(f"{what}: {kind!r} {why}; known: {', '.join(ENCODED_NAMES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

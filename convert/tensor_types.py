@@ -19,10 +19,14 @@ class TensorTypes:
 
     An override is "NAME=TYPE", where NAME is a regular expression that is searched for in the
     tensor's name; the first override that matches counts (as in `--tensor-type` of llama.cpp's
-    quantiser). Overrides do not apply to vectors."""
+    quantiser). Overrides do not apply to vectors.
+
+    `keeps_packed`: matrices that a checkpoint has in a type of ours stay in it, where nothing is
+    transposed and no override matches."""
 
     outtype: str
     overrides: tuple[str, ...] = ()
+    keeps_packed: bool = False
 
     def __post_init__(self) -> None:
         for text in self.overrides:
@@ -45,12 +49,15 @@ class TensorTypes:
                 return kind.lower()
         return None
 
-    def kind(self, name: str, shape: tuple[int, ...]) -> str:
-        """The type of a tensor. Raises HotsplitError for an override that its rows do not fit."""
+    def kind(self, name: str, shape: tuple[int, ...], *, packed: str | None = None) -> str:
+        """The type of a tensor, which the checkpoint may have in type `packed`. Raises HotsplitError
+        for an override that its rows do not fit."""
         is_vector = len(shape) == 1 or name.endswith(".bias")  # experts' biases are [E, N]
         kind = None if is_vector else self.override(name)
         if is_vector or (kind is None and is_router(name)):
             return "f32"
+        if kind is None and packed is not None and self.keeps_packed:
+            return packed
         if kind is None:
             kinds = (self.outtype, "q8_0")
             return next((k for k in kinds if is_whole_blocks(shape[-1], k)), "f16")

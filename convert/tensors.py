@@ -12,6 +12,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode, restore
 from hotsplit.convert.experts import (
+    PACKED_TYPE,
     ExpertSource,
     expert_entry,
     find_experts,
@@ -51,7 +52,8 @@ def tensor_entries(
         is_transposed = target != name
         target_shape = transposed_shape(shape) if is_transposed else shape
         if name in experts:
-            kind = types.kind(target, target_shape)
+            is_packed = experts[name][0].is_packed and not is_transposed
+            kind = types.kind(target, target_shape, packed=PACKED_TYPE if is_packed else None)
             entries[target] = expert_entry(
                 checkpoint, experts[name], target_shape, kind, is_transposed=is_transposed
             )

@@ -9,6 +9,8 @@ import gguf
 import numpy as np
 import torch
 from k_quants import BLOCK_BYTES, random_rows
+from small_blocks import CODED
+from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
 from hotsplit.files.gguf_file import type_of
@@ -21,8 +23,10 @@ from hotsplit.runtime.weights.matrix import Matrix
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
+# Kinds that differ from q4_0_planar only in how a block is unpacked.
+CODED_KINDS = tuple(f"{name}_planar" for name in CODED)
 # Supported by `unpack` alone.
-FILE_KINDS = ("q8_0", "q4_0", "q6_k")
+FILE_KINDS = ("q8_0", "q4_0", "q6_k", *CODED)
 TILE_KINDS = tuple(t.kind_in(form) for t in TYPES for form in t.forms if form != "planar")
 EPS = torch.finfo(torch.float32).eps
 NAN = float("nan")
@@ -67,6 +71,8 @@ def make_tiles(kind: str, num_rows: int, width: int) -> tuple[Matrix, Matrix]:
 def _file_rows(kind: str, num_rows: int, width: int, seed: int) -> Tensor:
     if kind in BLOCK_BYTES:
         return torch.from_numpy(random_rows(kind, num_rows, width, 1.0, seed))
+    if kind in CODED:
+        return torch.from_numpy(random_small_rows(kind, num_rows, width, 1.0, seed))
     values = np.random.default_rng(seed).standard_normal((num_rows, width)).astype(np.float32)
     if kind in FLOATS:
         return torch.from_numpy(values).to(FLOATS[kind])
@@ -81,7 +87,7 @@ def vector(size: int, seed: int = 1) -> Tensor:
 def sizes(matrix: Matrix) -> Tensor:
     """f64 [N, D]: the sizes of the terms that make up the values."""
     values = unpack(matrix.data, matrix.kind).double().abs()
-    if matrix.kind in ("q4_k", "q5_k"):  # a value is a difference
+    if matrix.kind[:4] in ("q4_k", "q5_k", "q4_1", "q5_1"):  # a value is a difference
         values = values + values.amax(dim=1, keepdim=True)
     return values
 

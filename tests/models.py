@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from gguf import quants
 from k_quants import BLOCK_BYTES, random_rows
+from small_blocks import CODED
+from small_blocks import random_rows as random_small_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
@@ -340,10 +342,11 @@ def _random_entry(
     is_f32 = "ffn_pred" in name or is_router(name)
     if kind in ("f32", "f16") or is_f32:
         return array_entry(values, "f32" if is_f32 else kind)
-    if kind in BLOCK_BYTES:
+    if kind in BLOCK_BYTES or kind in CODED:
         num_rows, width = int(np.prod(shape[:-1])), shape[-1]
         seed = int(random.integers(1 << 30))
-        data = random_rows(kind, num_rows, width, scale=width**-0.5, seed=seed)
+        rows = random_rows if kind in BLOCK_BYTES else random_small_rows
+        data = rows(kind, num_rows, width, scale=width**-0.5, seed=seed)
         data = data.reshape(*shape[:-1], -1)
     else:
         data = quants.quantize(values, type_of(kind))

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 import torch
 from k_quants import BLOCK_BYTES, F16_AT, random_rows
+from small_blocks import CODED, edge_rows
+from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.stored import unpack
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -34,7 +37,7 @@ QUANT_TYPES = {
     "q4_k": gguf.GGMLQuantizationType.Q4_K,
     "q5_k": gguf.GGMLQuantizationType.Q5_K,
     "q6_k": gguf.GGMLQuantizationType.Q6_K,
-}
+} | {name: gguf.GGMLQuantizationType[name.upper()] for name in CODED}
 PLANAR = ["q4_0_planar", "q8_0_planar"]
 SMALL_BLOCKS = ["q8_0", "q4_0", *PLANAR]
 QUANT_BYTES = {"q4": 16, "q8": 32}  # of a block of 32 values, after its scale
@@ -44,6 +47,7 @@ SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]
 SIZES += [(kind, D) for kind in SMALL_BLOCKS for D in (32, 64, 96, 128, 160, 256)]
 SIZES += [(kind, D) for kind in PLANAR for D in (480, 512, 544, 2048)]
 SIZES += [(kind, D) for kind in BLOCK_BYTES for D in (256, 512, 768)]
+SIZES += [(kind, D) for kind in CODED for D in (32, 224)]
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 
@@ -83,6 +87,8 @@ def matrix(kind: str, F: int, D: int, seed: int = 0) -> Matrix:
         weight = dense_FD.to(FLOAT_DTYPES[kind])
     elif kind in BLOCK_BYTES:
         weight = torch.from_numpy(random_rows(kind, F, D, 1.0, seed))
+    elif kind in CODED:
+        weight = torch.from_numpy(random_small_rows(kind, F, D, 1.0, seed))
     else:
         weight = torch.from_numpy(gguf.quants.quantize(dense_FD.numpy(), QUANT_TYPES[kind]))
         weight = planar(weight, kind) if kind in PLANAR else weight
@@ -152,7 +158,7 @@ def accumulate_terms(
     W: "Matrix", c_A: Tensor, index_A: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same for accumulate_rows, [D, A]."""
-    if W.kind in QUANT_TYPES and W.kind not in BLOCK_BYTES:
+    if W.kind in SMALL_BLOCKS:
         return planar_terms(W, c_A, index_A)
     c_A1 = rounded(W.kind, c_A).double()[:, None]
     magnitudes_AD = taken(magnitudes_of(W), index_A) * c_A1.abs()
@@ -403,6 +409,20 @@ def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
     assert torch.equal(y_D.double(), dequantised(kind, weight)[0])
 
 
+@pytest.mark.parametrize("kind", CODED)
+def test_edge_blocks_are_unpacked_to_the_bit(level, kind):
+    weight = torch.from_numpy(edge_rows(kind)[:: 1 if kind == "mxfp4" else 9])
+    want_FD = dequantised(kind, weight).float()
+    assert torch.equal(unpack(weight, kind).view(torch.int32), want_FD.view(torch.int32))
+    out_FD = torch.empty(len(weight), 32)
+    library.unpack_rows(weight, kind, out_FD)
+    assert torch.equal(out_FD.view(torch.int32), want_FD.view(torch.int32))
+    tiles = torch.empty_like(weight[: len(weight) // 16 * 16])
+    tiled_kind = library.pack_rows(weight[: len(tiles)], kind, None, tiles, form="tiled")
+    library.unpack_rows(tiles, tiled_kind, out_FD[: len(tiles)].zero_())
+    assert torch.equal(out_FD.view(torch.int32), want_FD.view(torch.int32))
+
+
 def k_quant_by_hand(kind: str) -> tuple[bytes, Tensor]:
     """The bytes of a block and its values, f32 [256]. Part p, 32 values, has scale p + 1 (q6_k:
     half of that) and, except in q6_k, minimum p / 2; quants count up in low nibbles, down in high
@@ -429,7 +449,8 @@ def k_quant_by_hand(kind: str) -> tuple[bytes, Tensor]:
 
 def row_by_hand(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """A row, its values, and for each the size of the terms that a product adds and subtracts. But
-    for K-quants, the values are -8 ... 7 twice in q4_0, else 0, 1, ... 31."""
+    for K-quants, the values are -8 ... 7 twice in q4_0, those of codes 0 ... 15 twice in CODED, else
+    0, 1, ... 31."""
     if kind in BLOCK_BYTES:
         data, want_D = k_quant_by_hand(kind)
         row = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None]
@@ -438,6 +459,13 @@ def row_by_hand(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     if kind in FLOAT_DTYPES:
         return count_D[None].to(FLOAT_DTYPES[kind]), count_D, count_D
     one = b"\x00\x3c"  # 1.0 in f16, little-endian
+    if kind in CODED:
+        each = CODED[kind]
+        head = {1: b"\x80", 2: one, 4: one + b"\x00\x38"}[each.head_bytes]  # minimum 0.5
+        fifths = bytes(each.block_bytes - len(head) - 16)
+        row = [*head, *fifths, *(i | i << 4 for i in range(16))]
+        want_D = torch.tensor(each.levels[:16] * 2).float() + (len(head) == 4) * 0.5
+        return torch.tensor([row], dtype=torch.uint8), want_D, torch.full_like(want_D, 300.0)
     if kind.startswith("q8_0"):  # planar rows of one block have the same bytes as those of a file
         return torch.tensor([[*one, *range(32)]], dtype=torch.uint8), count_D, count_D
     row = torch.tensor([[*one, *(i | i << 4 for i in range(16))]], dtype=torch.uint8)

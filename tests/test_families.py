@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from reference import rel_error
 from transformers import (
     AutoModelForCausalLM,
@@ -456,8 +458,9 @@ def test_a_file_that_lacks_some_biases_is_refused(checkpoints, tmp_path):
         ModelFile.of(tmp_path / "m.gguf", keys, tensors)
 
 
-def test_experts_in_mxfp4_are_unpacked(tmp_path):
-    """The published form of gpt-oss, against transformers' own unpacking."""
+def test_experts_in_mxfp4_stay_in_it_or_are_unpacked(tmp_path):
+    """The published form of gpt-oss, against transformers' own unpacking. Without an outtype they
+    stay in MXFP4, except those that are transposed."""
     from safetensors.torch import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -481,6 +484,15 @@ def test_experts_in_mxfp4_are_unpacked(tmp_path):
     assert got.tensors.keys() == want.tensors.keys()
     for name, entry in want.tensors.items():
         assert np.array_equal(got.tensors[name].read(), entry.read()), name
+    for layout in ("stock", "sparse"):
+        kept = ModelFile.load(converted(folder, tmp_path / layout, layout=layout))
+        for name in (n for n in kept.tensors if n.endswith("_exps.weight")):
+            whole = want.tensors[name.replace("down_exps.", "down_exps_t.")].read()
+            entry = kept.tensors[name]
+            assert entry.kind == "mxfp4"
+            values = dequantize(entry.read(), GGMLQuantizationType.MXFP4)
+            assert np.array_equal(values, whole.swapaxes(1, 2) if "down" in name else whole)
+        assert len(kept.tensors) == len(want.tensors)
     edit_config(folder, lambda c: c.update(quantization_config={"quant_method": "gptq"}))
     with pytest.raises(HotsplitError, match="quant_method is 'gptq', wanted 'mxfp4'"):
         converted(folder, tmp_path / "refused.gguf")

@@ -16,6 +16,8 @@ from gguf.quants import dequantize, quantize
 from k_quants import random_rows
 from models import changed as changed_spec
 from reference import rel_error
+from small_blocks import CODED
+from small_blocks import random_rows as random_small_rows
 from test_families import CASES, IDS, transformers_logits
 
 from hotsplit import Engine
@@ -31,7 +33,7 @@ from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_o
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.spec import Neurons, Rotary
-from hotsplit.model.weight_types import NAMES
+from hotsplit.model.weight_types import ENCODED_NAMES
 from hotsplit.profile.predictors.check import check_predictors
 
 
@@ -105,12 +107,23 @@ def gguf_keys(path: Path) -> dict:
     return {k: v for k, v in keys.items() if k not in ("general.architecture", "hotsplit.model_id")}
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q5_1", "q4_1"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", *CODED, "iq3_s"])
 def test_blocks_are_transposed_and_foreign_ones_packed_again(stock, tmp_path, kind):
-    requantised(stock, tmp_path / "q.gguf", kind)
+    def packed_of(_, entry):
+        if kind == "iq3_s":  # no kernels: an f16 scale, 108 bytes
+            data = np.random.default_rng(0).integers(
+                0, 256, (entry.shape[0], entry.shape[1] // 256, 110), np.uint8
+            )
+            data[..., :2] = np.frombuffer(np.float16(0.001).tobytes(), np.uint8)
+            return kind, data.reshape(len(data), -1)
+        if kind in CODED:
+            return kind, random_small_rows(kind, *entry.shape, scale=entry.shape[1] ** -0.5)
+        return kind, quantize(entry.read(), type_of(kind))
+
+    with_matrices(stock, tmp_path / "q.gguf", packed_of)
     report = run(tmp_path / "q.gguf", tmp_path / "m.gguf")
     model = ModelFile.load(tmp_path / "m.gguf")
-    own = kind in ("q8_0", "q4_0")
+    own = kind != "iq3_s"
     _, old = read_gguf(tmp_path / "q.gguf", "model file")
     for name, entry in model.tensors.items():
         source = old[name.replace("ffn_down_t", "ffn_down")]
@@ -124,6 +137,37 @@ def test_blocks_are_transposed_and_foreign_ones_packed_again(stock, tmp_path, ki
             assert (got == want).all() if own else rel_error(got, want) < 0.01
     assert any(f"{kind} repacked as q8_0: relative error" in note for note in report.notes)
     assert len(report.model_id) == 64
+
+
+def test_small_blocks_run_as_they_are(stock, tmp_path):
+    """A file with all types that `convert` keeps, compared with the same weights in f32 within the
+    rounding to f16 of cached keys and values and of the transposed down projections."""
+    kinds = itertools.cycle(CODED)
+
+    def packed_of(_, entry):
+        kind = next(kinds)
+        return kind, random_small_rows(kind, *entry.shape, scale=entry.shape[1] ** -0.5)
+
+    with_matrices(stock, tmp_path / "q.gguf", packed_of)
+    run(tmp_path / "q.gguf", tmp_path / "f32.gguf", outtype="f32")
+    want = logits(tmp_path / "f32.gguf")
+    with Engine.load(tmp_path / "q.gguf", mode="dense") as engine:
+        assert engine.not_native is None
+        assert rel_error(engine.logits(IDS), want) < 4 * torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_small_blocks_that_are_not_finite_are_refused(stock, tmp_path, kind):
+    def packed_of(_, entry):
+        data = random_small_rows(kind, *entry.shape, scale=1.0)
+        data[1, CODED[kind].block_bytes] = 255  # an exponent
+        if kind != "mxfp4":
+            data[1, CODED[kind].head_bytes - 2 :][:2] = np.frombuffer(b"\x00\x7c", np.uint8)
+        return kind, data
+
+    with_matrices(stock, tmp_path / "bad", packed_of)
+    with pytest.raises(HotsplitError, match="has NaN or infinite values"):
+        run(tmp_path / "bad", tmp_path / "m.gguf")
 
 
 def k_quantised(stock: Path, path: Path) -> None:
@@ -497,7 +541,7 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
     assert "the source needs about" in line(stock)
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", ENCODED_NAMES)
 def test_rounding_is_distinguished_from_error(kind):
     want = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     want[0] *= 1e-9  # where a scale or a value underflows

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_matrices import (
+    CODED_KINDS,
     EPS,
     FILE_KINDS,
     FLOATS,
@@ -26,11 +27,14 @@ from gpu_matrices import (
     sizes,
     vector,
 )
+from small_blocks import CODED, edge_rows
 
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu import launch
+from hotsplit.runtime.kernels.planar import planar
 from hotsplit.runtime.kernels.stored import rows_together, unpack
+from hotsplit.runtime.weights.matrix import Matrix
 
 pytestmark = pytest.mark.usefixtures("several_rows")
 
@@ -51,7 +55,7 @@ def assert_dot(kernels, matrix, bias=None):
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *CODED_KINDS])
 def test_dot(kernels, kind, blocks):
     matrix = make_matrix(kind, 5, blocks * block_width(kind), lies_apart=blocks == 3)
     assert_dot(kernels, matrix, vector(5, seed=2) if blocks == 1 else None)
@@ -136,7 +140,7 @@ def test_embed_times_a_scale(kernels, kind, is_added):
             assert_close(wrong, want, bound)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *FILE_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, *CODED_KINDS, *FILE_KINDS])
 def test_unpack(kernels, kind):
     """The values are exact in f32 up to the rounding of a product and a difference."""
     matrix = make_matrix(kind, 9, 3 * block_width(kind))
@@ -157,7 +161,7 @@ def test_unpack_of_chosen_rows_with_gaps(kernels, kind):
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize("kind", TILE_KINDS)
 def test_unpack_of_tiles_and_groups(kernels, kind, blocks):
-    """Two blocks of a tile may be stored together, and a last one alone; a row has more units than
+    """Blocks of a tile may be stored together, and the last ones are fewer; a row has more units than
     a program takes, and none are written past it."""
     num_rows, width = 2 * rows_together(kind), blocks * block_width(kind)
     matrix, plain = make_tiles(kind, num_rows, width)
@@ -283,3 +287,15 @@ def test_the_bound_rejects_one_flipped_bit(bit):
     got[1] ^= -(1 << 31) if bit == 31 else 1 << bit
     with pytest.raises(AssertionError):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_edge_blocks_are_unpacked_to_the_bit(kernels, kind):
+    blocks = edge_rows(kind)
+    data = torch.from_numpy(blocks[:: 1 + len(blocks) // 200])
+    want = unpack(data, kind)
+    for rows, own in ((data, kind), planar(data, kind)):
+        matrix = Matrix(data=rows.to(device()), kind=own, width=32)
+        got = torch.full_like(want, torch.nan, device=device())
+        kernels.unpack(matrix, got)
+        assert torch.equal(got.cpu().view(torch.int32), want.view(torch.int32))

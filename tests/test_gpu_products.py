@@ -4,10 +4,21 @@ interpreter (on a device if there is one) and torch's.
 Letters: T tokens, D width, N rows."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from gpu_matrices import EPS, FLOATS, KINDS, REFERENCE, block_width, device, make_matrix, sizes
+from gpu_matrices import (
+    CODED_KINDS,
+    EPS,
+    FLOATS,
+    KINDS,
+    REFERENCE,
+    block_width,
+    device,
+    make_matrix,
+    sizes,
+)
 
 from hotsplit.runtime.check.kernels import Wrong, check_launch
 from hotsplit.runtime.check.launches import Launch
@@ -45,8 +56,9 @@ def is_right(got, want, allowed) -> bool:
     return bool(((got.double() - want.double()).abs() <= allowed).all())
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(
+    "way, kind", [*product(WAYS, BLOCKS), *(("triton", kind) for kind in CODED_KINDS)]
+)
 def test_rows_times_tokens(way, kind):
     unit = block_width(kind)
     # Fewer and more rows, units and tokens than a tile has.

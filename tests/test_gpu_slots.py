@@ -4,7 +4,7 @@ run on a CUDA device, or in Triton's interpreter if there is none."""
 import numpy as np
 import pytest
 import torch
-from gpu_matrices import KINDS, block_width, device, make_matrix
+from gpu_matrices import CODED_KINDS, KINDS, block_width, device, make_matrix
 
 from hotsplit.runtime.device.bits import unpack_bits
 from hotsplit.runtime.kernels.gpu.slots import (
@@ -15,7 +15,7 @@ from hotsplit.runtime.kernels.gpu.slots import (
     scatter_ref,
     triton_slot_kernels,
 )
-from hotsplit.runtime.kernels.planar import FILE_KIND, from_planar
+from hotsplit.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def scattered(run, rows, slots, target, form):
 
 
 @pytest.mark.parametrize("blocks", [1, 9])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *CODED_KINDS])
 def test_rows_of_every_kind_reach_their_slots(kernels, kind, blocks):
     """Rows are stored in the GPU's layout or in the file's."""
     source = make_matrix(kind, 5, blocks * block_width(kind))
@@ -92,7 +92,7 @@ def test_bits_of_open_neurons(kernels, num_neurons):
 
 
 def test_the_kernel_supports_only_these_forms():
-    assert FORMS == ("", "q4_0", "q8_0", "q6_k")
+    assert ("", *PLANAR_KIND) == FORMS
     with pytest.raises(ValueError):  # no form turns K-quants into floats
         form_of("q4_k", "f16")
 

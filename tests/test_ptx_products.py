@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from gpu_matrices import EPS, REFERENCE, make_matrix, sizes
+from gpu_matrices import CODED_KINDS, EPS, REFERENCE, make_matrix, sizes
 from ptx import DataRace, Uninitialised
 from ptx.kernels import PtxKernels
 from test_gpu_products import bound, is_right, powers, tokens
@@ -16,7 +16,10 @@ ADA, BLACKWELL = 89, 120
 TRUNCATED = 2.0**-23
 
 
-@pytest.mark.parametrize("kind, arch, count", [("q8_0_planar", ADA, 5), ("q4_k", BLACKWELL, 40)])
+@pytest.mark.parametrize(
+    "kind, arch, count",
+    [("q8_0_planar", ADA, 5), ("q4_k", BLACKWELL, 40), *((kind, ADA, 3) for kind in CODED_KINDS)],
+)
 def test_rows_times_tokens(kind, arch, count):
     matrix, x_TD = make_matrix(kind, 70, 512), tokens(count, 512)
     for bias, power in ((None, None), (torch.linspace(-1, 1, 70), powers(count))):

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import k_quants
 import pytest
+import small_blocks
 import torch
 from models import make_model, make_sizes
 from test_runtime import IDS, decoded
@@ -19,6 +20,7 @@ from hotsplit.runtime.weights.resident import Residence
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 WIDTHS = [(kind, width) for kind in BLOCK_BYTES for width in (32, 64, 96, 160, 576, 1056)]
+WIDTHS += [(kind, width) for kind in small_blocks.CODED for width in (32, 96, 416)]
 WIDTHS += [(kind, width) for kind in k_quants.BLOCK_BYTES for width in (256, 512, 768)]
 
 
@@ -26,6 +28,8 @@ def rows_of(kind, num_rows, width, seed=0):
     """Rows with random quants and scales of either sign near 0.01."""
     if kind in k_quants.BLOCK_BYTES:
         return torch.from_numpy(k_quants.random_rows(kind, num_rows, width, 0.01, seed))
+    if kind in small_blocks.CODED:
+        return torch.from_numpy(small_blocks.random_rows(kind, num_rows, width, 0.01, seed))
     made = torch.Generator().manual_seed(seed)
     shape = (num_rows, width // 32, BLOCK_BYTES[kind])
     blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=made)

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize
+from small_blocks import CODED
 
 from hotsplit.commands.advise import SMALLER
 from hotsplit.model import weight_types
-from hotsplit.model.weight_types import BY_QUALITY, NAMES, SMALLEST, TYPES
+from hotsplit.model.weight_types import (
+    BY_NAME,
+    BY_QUALITY,
+    ENCODED_NAMES,
+    SMALLEST,
+    TYPES,
+    file_kind,
+)
 from hotsplit.options.cache_types import NAMES as CACHE_NAMES
 from hotsplit.profile.predictors.options import PredictorType
 from hotsplit.runtime.kernels.cpu.library import _LAYOUTS
@@ -29,6 +37,14 @@ def enum_of(path: str) -> list[str]:
     assert body
     names = re.findall(r"^\s*(KIND_\w+|NUM_KINDS)", body[1], re.MULTILINE)
     return [name.removeprefix("KIND_").lower() for name in names if name != "NUM_KINDS"]
+
+
+def kernel_kinds() -> list[tuple[str, int, int, int]]:
+    """Name, values and bytes of a block and of its head of each kind of kernels.h, in order."""
+    text = (ROOT / "runtime/kernels/cpu/kernels.h").read_text(encoding="utf-8")
+    line = r"^ +KIND\((\w+), \w+, \w+, (\d+), (\d+), (\d+), \w+\)"
+    found = re.findall(line, text, re.MULTILINE)
+    return [(name.lower(), *map(int, sizes)) for name, *sizes in found]
 
 
 @pytest.mark.parametrize("each", TYPES, ids=lambda each: each.name)
@@ -50,11 +66,16 @@ def test_a_nan_among_the_halves_shows_in_the_values(each):
 
 
 def test_numbers_are_those_of_the_kernels_and_the_encoder():
-    kinds = enum_of("runtime/kernels/cpu/kernels.h")
+    kinds = kernel_kinds()
     assert {kind: layout.code for kind, layout in _LAYOUTS.items()} == {
-        kind: code for code, kind in enumerate(kinds)
+        kind: code for code, (kind, *_) in enumerate(kinds)
     }
-    assert tuple(enum_of("convert/native/encode.h")[: len(NAMES)]) == NAMES
+    for kind, *sizes in kinds:
+        each = BY_NAME[file_kind(kind)]
+        if not each.is_float:
+            head = each.head_bytes if each.has_small_blocks else 0
+            assert sizes == [each.block_values, each.block_bytes, head], kind
+    assert tuple(enum_of("convert/native/encode.h")) == ENCODED_NAMES
 
 
 def test_derived_lists():
@@ -64,15 +85,15 @@ def test_derived_lists():
     assert CACHE_NAMES == ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
     assert get_args(PredictorType) == ("auto", "f16", "q8_0", "q4_0")
     assert {*INEXACT_ROWS} == {"q4_k", "q5_k", "q6_k", "q6_k_planar"}
-    assert FORMS == ("", "q4_0", "q8_0", "q6_k")  # numbered in gpu/slot_kernels.py
-    assert [t.transposed for t in TYPES] == ["f32", "f16", "bf16", *["f16"] * 5]
+    assert {*FORMS} == {"", "q4_0", "q8_0", "q6_k", *CODED}
+    assert [t.transposed for t in TYPES] == ["f32", "f16", "bf16", *["f16"] * (len(TYPES) - 3)]
 
 
 def test_the_table_needs_no_other_module_of_the_package():
     tree = ast.parse(Path(weight_types.__file__).read_text(encoding="utf-8"))
     names = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    assert names == {"collections.abc", "dataclasses", "math", "typing"}
+    assert names == {"dataclasses", "math", "typing"}
 
 
 def test_few_files_name_a_type():

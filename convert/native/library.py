@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import row_bytes
-from hotsplit.model.weight_types import BY_NAME, NAMES
+from hotsplit.model.weight_types import BY_NAME, ENCODED_NAMES
 
 LEVELS = ("generic", "avx2", "avx512")  # enum Level in encode.h
-KINDS = NAMES  # enum Kind
+KINDS = ENCODED_NAMES  # enum Kind
 SOURCE_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _OK = 0
 

@@ -183,9 +183,9 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
         raw = (data.view(torch.uint8) if kind == "bf16" else data).numpy()
     else:
         raw = np.ones((count, size), np.uint8)
-        # The upper bytes of f16 numbers are those of 1.0: the speed does not depend on the values,
-        # except for denormals.
-        start, stop = BY_NAME[kind].halves or (0, 0)
+        # The upper bytes of f16 numbers, and exponents, are those of about 1.0: the speed does not
+        # depend on the values, except for denormals.
+        start, stop = BY_NAME[kind].halves or (-1, 1)
         raw.reshape(-1, BY_NAME[kind].block_bytes)[:, start + 1 : stop : 2] = 0x3C
     return TensorEntry(shape=(count, ROW_VALUES), kind=kind, read_rows=lambda a, b: raw[a:b])
 

@@ -48,7 +48,7 @@ def faults_of_levels(lib: ctypes.CDLL, tell_at: Callable[[str], None]) -> list[s
 
 def _faults(lib: ctypes.CDLL, each: WeightType, form: Form | None) -> list[str]:
     """The faults of the current level with matrices of one kind."""
-    code = each.code if form is None else each.forms[form]
+    code = each.code if form is None else each.code_in(form)
     random = np.random.default_rng(code)
     data, exact_FD = rows_of(lib, each, form, random)
     num_rows, stride = len(data), data.shape[1] * data.itemsize
@@ -98,7 +98,7 @@ def rows_of(
     size = data.shape[1] * data.itemsize
     packed = np.zeros((len(data), size), np.uint8)
     lib.hs_pack_rows(
-        each.code, each.forms[form], data.ctypes.data, len(data), D, None, len(data),
+        each.code, each.code_in(form), data.ctypes.data, len(data), D, None, len(data),
         packed.ctypes.data, size,
     )  # fmt: skip
     return packed, exact_FD
@@ -115,16 +115,21 @@ def _rows_in_file(
         stored = values.astype({"f32": np.float32, "f16": np.float16}[each.name])
         return stored, stored.astype(np.float64)
     number = GGMLQuantizationType[each.name.upper()]
-    data = _k_quants(each, num_rows, random) if each.is_k_quant else quantize(values, number)
+    if each.is_k_quant or not each.is_encoded:
+        data = _random_blocks(each, num_rows, random)
+    else:
+        data = quantize(values, number)
     return data, dequantize(data, number).astype(np.float64)
 
 
-def _k_quants(each: WeightType, num_rows: int, random: np.random.Generator) -> np.ndarray:
-    """Random blocks of 256 values, with fixed f16 scales."""
+def _random_blocks(each: WeightType, num_rows: int, random: np.random.Generator) -> np.ndarray:
+    """Random blocks with fixed f16 numbers, or with exponents of about 1."""
     blocks = random.integers(
         0, 256, (num_rows, D // each.block_values, each.block_bytes), dtype=np.uint8
     )
-    assert each.halves is not None
-    start, stop = each.halves
-    blocks[..., start:stop] = np.array([0.01, 0.02], np.float16).view(np.uint8)[: stop - start]
+    if each.halves is None:
+        blocks[..., 0] = random.integers(124, 132, blocks.shape[:2])
+    else:
+        start, stop = each.halves
+        blocks[..., start:stop] = np.array([0.01, 0.02], np.float16).view(np.uint8)[: stop - start]
     return blocks.reshape(num_rows, -1)

@@ -4,8 +4,8 @@ layout, and the CPU does for small blocks (made there by library.pack_rows).
 Blocks of 18, 34 and 210 bytes, as a file has them, do not align 16-byte loads. In a planar row each part is contiguous over all blocks; the row has as many bytes as in
 the file:
 
-    nibbles       scales f16 | nibbles, 16 bytes per block
-    q8_0_planar   scales f16 | values, 32 bytes per block
+    small blocks  scales, each with its minimum if there is one | fifth bits, 4 bytes per block, if
+                  there are any | nibbles, 16 bytes per block, or values, 32
     q6_k_planar   ql, 128 bytes per super-block | qh, 64 | scales int8, 16 | d f16"""
 
 import torch

@@ -33,7 +33,7 @@ WIDTH, MATRIX_BYTES = 2048, 32 << 20
 KINDS = {  # bytes of a row of WIDTH values
     each.kind_in("tiled"): WIDTH // each.block_values * each.block_bytes
     for each in TYPES
-    if each.has_small_blocks
+    if each.has_integer_sums
 }
 TOGETHER = 16  # rows of a tile
 MOST_FILE_BYTES = 1 << 20

@@ -35,12 +35,14 @@ def unpack(data: Tensor, kind: str) -> Tensor:
     blocks = data.unflatten(-1, (-1, weight_type.block_bytes))
     if weight_type.is_k_quant:
         return k_quants.unpack_blocks(blocks, kind).flatten(-2)
-    scale = blocks[..., :2].contiguous().view(torch.float16).float()
+    numbers = _numbers(blocks[..., : weight_type.head_bytes])
+    quants = blocks[..., weight_type.head_bytes :]
     if weight_type.has_nibbles:
-        values = _from_nibbles(blocks[..., 2:])
+        values = torch.tensor(weight_type.levels, device=data.device).float()[_codes(quants)]
     else:
-        values = blocks[..., 2:].contiguous().view(torch.int8).float()
-    return (values * scale).flatten(-2)
+        values = quants.contiguous().view(torch.int8).float()
+    values = values * numbers[..., :1]
+    return (values + numbers[..., 1:] if numbers.shape[-1] == 2 else values).flatten(-2)
 
 
 def unpack_chosen(data: Tensor, kind: str, index_A: Tensor) -> Tensor:
@@ -54,9 +56,25 @@ def unpack_chosen(data: Tensor, kind: str, index_A: Tensor) -> Tensor:
     return unpack(units, kind)[place_A]
 
 
-def _from_nibbles(bytes_16: Tensor) -> Tensor:
-    """The quants f32 [..., 32] of a block's bytes [..., 16], without their scale."""
-    return torch.cat([bytes_16 & 15, bytes_16 >> 4], dim=-1).float() - 8
+def _numbers(head: Tensor) -> Tensor:
+    """The scale, and the minimum if there is one, f32 [..., 1 or 2], before a block's quants: f16
+    numbers, or a byte e that is 2^(e - 128)."""
+    if head.shape[-1] > 1:
+        return head.contiguous().view(torch.float16).float()
+    exponent = head.int()
+    bits = torch.where(exponent < 2, exponent + 1 << 21, exponent - 1 << 23)
+    return bits.view(torch.float32)
+
+
+def _codes(quants: Tensor) -> Tensor:
+    """int64 [..., 32] of a block's bytes [..., 16], or [..., 20] with fifth bits first."""
+    nibbles = quants[..., -16:]
+    codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).long()
+    if quants.shape[-1] == 16:
+        return codes
+    place = torch.arange(8, dtype=torch.uint8, device=quants.device)
+    fifth = (quants[..., :4, None] >> place & 1).flatten(-2)
+    return codes | fifth.long() << 4
 
 
 @dataclass(frozen=True, kw_only=True)

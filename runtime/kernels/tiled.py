@@ -3,9 +3,10 @@
 Each lane of a vector is then a row, for one token and for several, and nothing has to be
 transposed. A tile has as many bytes as its rows in the file:
 
-    nibbles      for every two blocks (the last may be alone): for each block, the f16 scales of 16
-                 rows | for each block, its nibbles, four bytes of each of 16 rows in turn
-    q8_0_tiled   the same with values
+    small blocks  for as many blocks as have 64 bytes of numbers (two with f16 scales, four with
+                  exponents, one with a minimum; the last may be fewer): for each block, the scales
+                  of 16 rows, then their minima | for each block, its quants, four bytes of each of
+                  16 rows in turn
     q4_k_tiled, q5_k_tiled, q6_k_tiled   for each block, interleaving 16 rows: the f16 numbers, one
                  at a time | the scales, one byte at a time | the bits above the nibbles (not in
                  q4_k) and the nibbles, four bytes at a time. In q6_k, two blocks have both their
@@ -38,13 +39,13 @@ class _Piece(NamedTuple):
 _SMALL = [each for each in TYPES if each.has_small_blocks]
 # The pieces of a block: its f16 numbers, and the others in the order of a tile.
 _FLOATS = {"q4_k": _Piece(0, 4, 2), "q5_k": _Piece(0, 4, 2), "q6_k": _Piece(208, 210, 2)}
-_FLOATS |= {each.name: _Piece(0, 2, 2) for each in _SMALL}
+_FLOATS |= {e.name: _Piece(0, e.head_bytes, min(2, e.head_bytes)) for e in _SMALL}
 _PIECES: dict[str, tuple[_Piece, ...]] = {
     "q4_k": (_Piece(4, 16, 1), _Piece(16, 144, 4)),
     "q5_k": (_Piece(4, 16, 1), _Piece(16, 48, 4), _Piece(48, 176, 4)),
     "q6_k": (_Piece(192, 208, 1), _Piece(128, 192, 4), _Piece(0, 128, 4)),
 }
-_PIECES |= {each.name: (_Piece(2, each.block_bytes, 4),) for each in _SMALL}
+_PIECES |= {e.name: (_Piece(e.head_bytes, e.block_bytes, 4),) for e in _SMALL}
 
 
 def is_tiled(kind: str) -> bool:

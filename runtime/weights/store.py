@@ -166,7 +166,7 @@ def num_appended(
     last, together = BY_NAME[last_kind], 1
     if adds_all and "grouped" in last.forms:
         together = GROUP_ROWS
-    elif last.has_small_blocks and any("tiled" in BY_NAME[kind].forms for kind in whole_kinds):
+    elif last.has_integer_sums and any("tiled" in BY_NAME[kind].forms for kind in whole_kinds):
         together = TILE_ROWS
     missing = -num_rows % together if library.prefers_tiles() else 0
     return missing if num_rows + missing <= num_neurons else 0

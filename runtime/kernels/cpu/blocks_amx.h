@@ -3,6 +3,7 @@
 // by panels, one for each group of 16 vectors and each block:
 //   int8 plane[2][16][32]   high and low bytes of each vector
 //   float scale[16]         of each vector
+//   float minimum[16]       scale times the sum of the block's integers
 // Groups are counted from vector 0 of the buffer, whichever vectors a call uses.
 //
 // Vectors are the rows of a tile of sums, so that a block of tiled weights, which interleaves four
@@ -20,7 +21,7 @@ constexpr int64_t LEAST_VECTORS =
 constexpr int64_t MOST_GROUPS = 8;  // groups for which weights are unpacked once: MAX_ROWS vectors
 constexpr int64_t ROW_TILES = 2;    // tiles of rows that use a panel while it is in L1
 constexpr int64_t PLANE_BYTES = BLOCK * GROUP;
-constexpr int64_t PANEL_BYTES = 2 * PLANE_BYTES + GROUP * 4;
+constexpr int64_t PANEL_BYTES = 2 * PLANE_BYTES + 2 * GROUP * 4;
 constexpr int64_t WEIGHTS_BYTES = BLOCK * LANES;  // of a block of 16 rows, as a tile
 static_assert(LANES == 16, "a tile has 16 columns of 32 bits");
 
@@ -46,7 +47,7 @@ struct Meant {
 // The offset of 16 values of block b in a unit of blocks_vnni.h.
 template <class F>
 constexpr int64_t place(int64_t b, int64_t plane, int64_t half) {
-    if (F::QUANT_BYTES == 16) return plane * PLANE<F> + half * 64 + b % 4 * 16;
+    if (F::HAS_NIBBLES) return plane * PLANE<F> + half * 64 + b % 4 * 16;
     return plane * PLANE<F> + b % 2 * 32 + half * 16;
 }
 
@@ -68,7 +69,10 @@ void pack_panels(const Input& x, int64_t D) {
                     for (int64_t half = 0; half < 2; ++half)
                         __builtin_memcpy(to + plane * PLANE_BYTES + i * BLOCK + half * 16,
                                          unit_b + t * from.next_vector + place<F>(b, plane, half), 16);
-                __builtin_memcpy(to + 2 * PLANE_BYTES + i * 4, from.scale + t * from.next_scale + b, 4);
+                float* numbers = reinterpret_cast<float*>(to + 2 * PLANE_BYTES);
+                const int64_t at = t * from.next_scale + b;
+                numbers[i] = from.scale[at];
+                numbers[GROUP + i] = static_cast<float>(from.sum[at]) * from.scale[at];
             }
         }
     }
@@ -81,10 +85,11 @@ struct WeightTile {
     const uint8_t* row[LANES];
     int64_t valid;
     alignas(64) uint8_t copy[TILE_BLOCKS][WEIGHTS_BYTES];  // four bytes of each row in turn
-    alignas(64) float scale[TILE_BLOCKS][LANES];
+    alignas(64) float scale[F::NUMBERS][TILE_BLOCKS][LANES];
     const uint8_t* weights[TILE_BLOCKS];  // of each unpacked block
 
-    static constexpr bool IS_IN_PLACE = IS_TILED<F> && F::QUANT_BYTES == BLOCK;
+    static constexpr bool HAS_BYTES = !F::HAS_NIBBLES && !F::IS_CODED,
+                          IS_IN_PLACE = IS_TILED<F> && HAS_BYTES;
 
     void set(const Rows& rows, int64_t a, int64_t a1) {
         valid = a1 - a < LANES ? a1 - a : LANES;
@@ -93,9 +98,14 @@ struct WeightTile {
 
     // Unpacks blocks b0 .. b0 + m - 1: scales, and values unless tiles can load them from the rows.
     void unpack(int64_t n, int64_t b0, int64_t m) {
-        if constexpr (!IS_TILED<F>) tile_scales<F>(row, n, b0, scale);
+        if constexpr (!IS_TILED<F>) {
+            tile_scales<F>(row, n, b0, scale[0]);
+            if constexpr (F::NUMBERS == 2) tile_scales<F, 1>(row, n, b0, scale[1]);
+        }
         for (int64_t b = 0; b < m; ++b) {
-            if constexpr (IS_TILED<F>) store_floats(scale[b], load_f16(F::scale_of(row[0], b0 + b, 0)));
+            for (int64_t i = 0; i < F::NUMBERS && IS_TILED<F>; ++i)
+                if constexpr (IS_TILED<F>)
+                    store_floats(scale[i][b], numbers_at<F>(F::scale_of(row[0], b0 + b, 0, i)));
             if constexpr (IS_IN_PLACE) {
                 weights[b] = F::quants_of(row[0], n, b0 + b, 0);
             } else {
@@ -105,33 +115,33 @@ struct WeightTile {
         }
     }
 
-  private:
-    void unpack_block(int64_t n, int64_t b, uint8_t* to) const {
-        for (int64_t q = 0; q < F::QUANT_BYTES / 16; ++q) {
-            Ints fours[4];
-            if constexpr (IS_TILED<F>) {
-                for (int64_t v = 0; v < 4; ++v)
-                    fours[v] = load_ints(F::quants_of(row[0], n, b, 0) + 64 * v);
-            } else {
-                const uint8_t* at[LANES];
-                for (int r = 0; r < LANES; ++r) at[r] = F::quants(row[r], n, b) + 16 * q;
-                transpose_16(at, fours);
-            }
-            for (int64_t v = 0; v < 4; ++v) {
-                uint8_t* part = to + (4 * q + v) * 64;
-                if constexpr (F::QUANT_BYTES == BLOCK) {
-                    _mm512_store_si512(part, bits(fours[v]));
-                } else {  // the high nibbles are the last 16 values of a block
-                    _mm512_store_si512(part, from_nibbles(bits(fours[v])));
-                    _mm512_store_si512(part + 4 * 64,
-                                       from_nibbles(_mm512_srli_epi16(bits(fours[v]), 4)));
-                }
-            }
-        }
+    RowNumbers<F::NUMBERS> numbers(int64_t b) const {
+        if constexpr (F::NUMBERS == 2)
+            return {load_floats(scale[0][b]), load_floats(scale[1][b])};
+        else
+            return {load_floats(scale[0][b])};
     }
 
-    static __m512i from_nibbles(__m512i low) {
-        return _mm512_sub_epi8(_mm512_and_si512(low, _mm512_set1_epi8(15)), _mm512_set1_epi8(8));
+  private:
+    void unpack_block(int64_t n, int64_t b, uint8_t* to) const {
+        Ints quarter[F::QUANT_BYTES / 4], bytes[8];
+        if constexpr (IS_TILED<F>)
+            for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v)
+                quarter[v] = load_ints(F::quants_of(row[0], n, b, 0) + 64 * v);
+        else
+            gather_quants<F>(row, n, b, quarter);
+        if constexpr (F::IS_CODED) {
+            F::bytes_of_lanes(quarter, bytes);
+            for (Ints& four : bytes) four = add_to_bytes(four, -F::BIAS);
+        } else {
+            for (int v = 0; v < 8; ++v)  // the high nibbles are the last 16 values of a block
+                bytes[v] = F::HAS_NIBBLES ? from_nibbles(quarter[v % 4], v / 4 * 4) : quarter[v];
+        }
+        for (int v = 0; v < 8; ++v) _mm512_store_si512(to + 64 * v, bits(bytes[v]));
+    }
+
+    static Ints from_nibbles(Ints fours, int shift) {
+        return add_to_bytes(fours >> shift & 0x0f0f0f0f, -8);
     }
 };
 
@@ -182,14 +192,17 @@ inline void multiply_block(const uint8_t* weights, const uint8_t* panel, int64_t
 }
 #undef MULTIPLY
 
-// total[i] += the sums of vector i times its scale and the rows' scales.
-inline void add_scaled(const TileSums& sums, Floats scale, const float* x_scale, Floats* total) {
+// total[i] += the sums of vector i times its scale and the rows' scales; `x_minimum`: what minima are multiplied by.
+template <int64_t NUMBERS>
+inline void add_scaled(const TileSums& sums, const RowNumbers<NUMBERS>& rows, const float* x_scale,
+                       const float* x_minimum, Floats* total) {
 #pragma GCC unroll 16
     for (int i = 0; i < GROUP; ++i) {
+        if constexpr (NUMBERS == 2) total[i] = fused(rows.minimum, broadcast(x_minimum[i]), total[i]);
         const Ints products =
             ints(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums.plane[0][i]), 8),
                                   _mm512_load_si512(sums.plane[1][i])));
-        total[i] = fused(to_floats(products), mul(scale, broadcast(x_scale[i])), total[i]);
+        total[i] = fused(to_floats(products), mul(rows.scale, broadcast(x_scale[i])), total[i]);
     }
 }
 
@@ -260,8 +273,9 @@ inline void dot_panels(WeightTile<F>* tiles, int64_t num_tiles, const uint8_t* n
                             __builtin_prefetch(next + (b0 + b) * next_bytes + at, 0, 2);
                         // Sums of unused vectors are arbitrary.
                         const uint8_t* panel = first_panel + g * next_group + b * PANEL_BYTES;
-                        add_scaled(sums[added % (SUMS_AHEAD + 1)], load_floats(tiles[i].scale[b]),
-                                   reinterpret_cast<const float*>(panel + 2 * PLANE_BYTES), total);
+                        const float* scale = reinterpret_cast<const float*>(panel + 2 * PLANE_BYTES);
+                        add_scaled(sums[added % (SUMS_AHEAD + 1)], tiles[i].numbers(b), scale,
+                                   scale + GROUP, total);
                     }
                     for (int t = 0; t < GROUP; ++t) store_floats(part[g][i][p][t], total[t]);
                 }

@@ -30,7 +30,7 @@ inline __m256i both_planes(__m256i w, const uint8_t* x) {
 template <class F>
 inline Ints products_of(const uint8_t* block, const uint8_t* x) {
     __m256i w;
-    if constexpr (F::QUANT_BYTES == 16) {
+    if constexpr (F::HAS_NIBBLES) {
         const __m256i nibbles = _mm256_broadcastsi128_si256(load_16_bytes(block));
         const __m256i places = _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0);
         w = _mm256_and_si256(_mm256_srlv_epi32(nibbles, places), _mm256_set1_epi8(15));

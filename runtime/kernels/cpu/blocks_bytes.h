@@ -2,15 +2,22 @@
 // blocks_avxvnni.h.
 
 template <class F>
-constexpr int32_t OFFSET = F::QUANT_BYTES == 16 ? 8 : 128;
+constexpr int32_t offset_of() {
+    if constexpr (F::IS_CODED) return F::BIAS;
+    return F::HAS_NIBBLES ? 8 : 128;
+}
+
+template <class F>
+constexpr int32_t OFFSET = offset_of<F>();
 
 template <class F>
 constexpr int TILE_WEIGHTS = 8;
 
 template <class F>
 inline void tile_weights(const Ints* quarter, Ints* w) {
+    if constexpr (F::IS_CODED) return F::bytes_of_lanes(quarter, w);
     for (int v = 0; v < 8; ++v) {
-        if constexpr (F::QUANT_BYTES == 16)
+        if constexpr (F::HAS_NIBBLES)
             w[v] = v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f;
         else
             w[v] = quarter[v] ^ static_cast<int32_t>(0x80808080);

@@ -9,7 +9,13 @@ constexpr int64_t unit() {
 }
 
 template <class F>
-constexpr int32_t OFFSET = F::QUANT_BYTES == 16 ? 8 : 0;
+constexpr int32_t offset_of() {
+    if constexpr (F::IS_CODED) return F::BIAS;
+    return F::HAS_NIBBLES ? 8 : 0;
+}
+
+template <class F>
+constexpr int32_t OFFSET = offset_of<F>();
 
 template <class F>
 inline void quantise_unit(const int16_t* value, uint8_t* to) {
@@ -19,7 +25,7 @@ inline void quantise_unit(const int16_t* value, uint8_t* to) {
 template <class F>
 inline Ints products_of(const uint8_t* block, const uint8_t* x) {
     const int16_t* values = reinterpret_cast<const int16_t*>(x);
-    if constexpr (F::QUANT_BYTES == 16)
+    if constexpr (F::HAS_NIBBLES)
         return products_q4(block, values);
     else
         return products_q8(block, values);
@@ -45,19 +51,24 @@ inline void unsigned_words(Ints bytes, Ints* w) {
 #endif
 
 template <class F>
+inline void byte_weights(const Ints* bytes, Ints* w) {
+    for (int v = 0; v < 8; ++v) unsigned_words(bytes[v], w + 2 * v);
+}
+
+template <class F>
 inline void tile_weights(const Ints* quarter, Ints* w) {
+    if constexpr (F::IS_CODED) {
+        Ints bytes[8];
+        F::bytes_of_lanes(quarter, bytes);
+        return byte_weights<F>(bytes, w);
+    }
     for (int v = 0; v < 8; ++v) {
-        if constexpr (F::QUANT_BYTES == 16)
+        if constexpr (F::HAS_NIBBLES)
             unsigned_words(v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f,
                            w + 2 * v);
         else
             signed_words(quarter[v], w + 2 * v);
     }
-}
-
-template <class F>
-inline void byte_weights(const Ints* bytes, Ints* w) {
-    for (int v = 0; v < 8; ++v) unsigned_words(bytes[v], w + 2 * v);
 }
 
 constexpr int TILES_AT_ONCE = 1;

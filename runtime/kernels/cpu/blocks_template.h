@@ -6,6 +6,7 @@
 //   part[p] = the sum over b = p, p + 4, p + 8, ... of I(b) * (row's scale * x's scale),
 //             each term added by one fused multiply-add, in order
 //   product = (part[0] + part[1]) + (part[2] + part[3])
+// In types whose blocks have a minimum, a part adds minimum * (x's scale * the sum of x's integers) before I(b).
 //
 // There are two kernels. One takes FEW rows and one vector, four blocks per step; its lanes are
 // pairs of a row and a block. The other takes LANES rows and up to TILE_TOKENS vectors; its lanes
@@ -24,6 +25,7 @@
 // and in its rows_<level>.cpp FEW;
 //   few_corrections(four), few_factors(scale, m, x_scale)   four sums of x, and scales times x_scale, in
 //                                           the lanes of few_products; factors are 0 from block m on
+//   few_numbers(number)                     four numbers of each of FEW rows in these lanes
 //   transpose_16(p, out)              16 bytes of LANES rows as four vectors of 32 bits per row
 //   fused(a, b, c)                    see rows_template.h
 
@@ -60,27 +62,85 @@ struct PackedBlocks {
     int64_t stride, next_vector, next_scale;
 };
 
+// The numbers before the quants of LANES rows' blocks.
+template <int64_t NUMBERS>
+struct RowNumbers {
+    Floats scale;
+};
+template <>
+struct RowNumbers<2> {
+    Floats scale, minimum;
+};
+
+// LANES numbers from p on, of which row r's is `number_bytes` bytes after that of row r - 1.
+template <class F>
+inline Floats numbers_at(const uint8_t* p) {
+    if constexpr (number_bytes(F::HEAD_BYTES) == 1)
+        return powers_of_two(p);
+    else
+        return load_f16(p);
+}
+
+// acc + the term of a block; x_scale and x_sum: of x's block.
+template <int64_t NUMBERS>
+inline Floats add_term(Floats acc, Ints products, const RowNumbers<NUMBERS>& rows, float x_scale,
+                       int32_t x_sum) {
+    if constexpr (NUMBERS == 2)
+        acc = fused(rows.minimum, broadcast(static_cast<float>(x_sum) * x_scale), acc);
+    return fused(to_floats(products), mul(rows.scale, broadcast(x_scale)), acc);
+}
+
+// add_four() for types whose blocks are unpacked to bytes first.
+template <class F>
+__attribute__((always_inline)) inline Floats add_four_coded(const uint8_t* const* rows, int64_t n,
+                                                            int64_t b, int64_t m,
+                                                            const PackedBlocks<F>& x, Floats acc) {
+    alignas(64) uint8_t bytes[FEW][4 * BLOCK];
+    alignas(64) float number[F::NUMBERS][FEW][4] = {};  // 0 from block m on
+    const uint8_t* quants[FEW];
+    for (int r = 0; r < FEW; ++r) {
+        quants[r] = bytes[r];
+        for (int64_t i = 0; i < m; ++i) {
+            const uint8_t* head = F::scale(rows[r], n, b + i);
+            F::signed_bytes(F::quants(rows[r], n, b + i), bytes[r] + i * BLOCK);
+            number[0][r][i] = number_at<F, 0>(head);
+            if constexpr (F::NUMBERS == 2) number[1][r][i] = number_at<F, 1>(head);
+        }
+    }
+    Ints products = few_products<Q8_0>(quants, m, x.values + b / unit<F>() * x.stride, x.stride);
+    const Ints sums = few_corrections(x.sum + b);
+    if constexpr (OFFSET<Q8_0> != 0) products -= OFFSET<Q8_0> * sums;
+    const Floats by =
+        reinterpret_cast<Floats>(few_corrections(reinterpret_cast<const int32_t*>(x.scale + b)));
+    if constexpr (F::NUMBERS == 2) acc = fused(few_numbers(number[1]), mul(to_floats(sums), by), acc);
+    return fused(to_floats(products), mul(few_numbers(number[0]), by), acc);
+}
+
 // acc + the products of FEW rows and blocks b .. b + m - 1 times their scales, m <= 4.
 template <class F>
 __attribute__((always_inline)) inline Floats add_four(const uint8_t* const* rows, int64_t n, int64_t b,
                                                       int64_t m, const PackedBlocks<F>& x, Floats acc) {
-    constexpr int64_t Q = F::QUANT_BYTES;
-    const uint8_t *quants[FEW], *scale[FEW];
-    alignas(64) uint8_t copy[FEW][4 * Q + 8];
-    for (int r = 0; r < FEW; ++r) {
-        if (F::IS_PLANAR) {  // four scales can be read, because quants follow them
-            quants[r] = F::quants(rows[r], n, b), scale[r] = F::scale(rows[r], n, b);
-            continue;
+    if constexpr (F::IS_CODED) {
+        return add_four_coded<F>(rows, n, b, m, x, acc);
+    } else {
+        constexpr int64_t Q = F::QUANT_BYTES;
+        const uint8_t *quants[FEW], *scale[FEW];
+        alignas(64) uint8_t copy[FEW][4 * Q + 8];
+        for (int r = 0; r < FEW; ++r) {
+            if (F::IS_PLANAR) {  // four scales can be read, because quants follow them
+                quants[r] = F::quants(rows[r], n, b), scale[r] = F::scale(rows[r], n, b);
+                continue;
+            }
+            for (int64_t i = 0; i < m; ++i) {
+                __builtin_memcpy(copy[r] + i * Q, F::quants(rows[r], n, b + i), Q);
+                __builtin_memcpy(copy[r] + 4 * Q + 2 * i, F::scale(rows[r], n, b + i), 2);
+            }
+            quants[r] = copy[r], scale[r] = copy[r] + 4 * Q;
         }
-        for (int64_t i = 0; i < m; ++i) {
-            __builtin_memcpy(copy[r] + i * Q, F::quants(rows[r], n, b + i), Q);
-            __builtin_memcpy(copy[r] + 4 * Q + 2 * i, F::scale(rows[r], n, b + i), 2);
-        }
-        quants[r] = copy[r], scale[r] = copy[r] + 4 * Q;
+        Ints products = few_products<F>(quants, m, x.values + b / unit<F>() * x.stride, x.stride);
+        if constexpr (OFFSET<F> != 0) products -= OFFSET<F> * few_corrections(x.sum + b);
+        return fused(to_floats(products), few_factors(scale, m, x.scale + b), acc);
     }
-    Ints products = few_products<F>(quants, m, x.values + b / unit<F>() * x.stride, x.stride);
-    if constexpr (OFFSET<F> != 0) products -= OFFSET<F> * few_corrections(x.sum + b);
-    return fused(to_floats(products), few_factors(scale, m, x.scale + b), acc);
 }
 
 // Adds the products of QUADS times FEW rows with one vector to acc. Meanwhile AHEAD rows are
@@ -147,12 +207,12 @@ inline void dot_queued(const Rows& rows, const PackedBlocks<F>& x, int64_t n, fl
     if (a < a1) dot(Count<1>{}, a);
 }
 
-// The scales of up to 16 blocks from b0 on, one vector of LANES rows per block.
-template <class F>
+// A number of up to 16 blocks from b0 on (0: their scales), one vector of LANES rows per block.
+template <class F, int NUMBER = 0>
 inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float (*out)[LANES]) {
     static_assert(CHUNK == 16, "read_scales() reads a chunk");
     alignas(64) float scale[LANES][CHUNK];
-    read_scales<F>(rows, LANES, n, b0, n - b0 < CHUNK ? n - b0 : CHUNK, scale);
+    read_scales<F, NUMBER>(rows, LANES, n, b0, n - b0 < CHUNK ? n - b0 : CHUNK, scale);
     for (int64_t i = 0; i < 16; i += 4) {
         const uint8_t* four[LANES];
         for (int r = 0; r < LANES; ++r) four[r] = reinterpret_cast<const uint8_t*>(scale[r] + i);
@@ -162,31 +222,48 @@ inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float
     }
 }
 
+// The quants of block b of LANES rows, four bytes of each at a time.
+template <class F>
+inline void gather_quants(const uint8_t* const* rows, int64_t n, int64_t b, Ints* quarter) {
+    constexpr int64_t FIRST = F::QUANT_BYTES % 16;  // bytes before whole transpositions
+    for (int64_t v = 0; v < FIRST / 4; ++v) {
+        int32_t four[LANES];
+        for (int r = 0; r < LANES; ++r) __builtin_memcpy(four + r, F::quants(rows[r], n, b) + 4 * v, 4);
+        __builtin_memcpy(quarter + v, four, sizeof four);
+    }
+    for (int q = 0; q < F::QUANT_BYTES / 16; ++q) {
+        const uint8_t* at[LANES];
+        for (int r = 0; r < LANES; ++r) at[r] = F::quants(rows[r], n, b) + FIRST + 16 * q;
+        transpose_16(at, quarter + FIRST / 4 + 4 * q);
+    }
+}
+
 // LANES rows (pointers may repeat) in the form that dot_tile() needs; `next` is prefetched.
 template <class F>
 struct RowsTile {
     const uint8_t* const* rows;
     const uint8_t* next;
     int64_t n;
-    alignas(64) float scales[16][LANES];
+    alignas(64) float scales[F::NUMBERS][16][LANES];
 
     void set(const uint8_t* const* of_rows, const uint8_t* then, int64_t blocks) {
         rows = of_rows, next = then, n = blocks;
     }
 
-    // Loads the quants of block b, 16 bytes of LANES rows at a time in the order of transpose_16();
-    // returns its scales.
-    inline Floats load(int64_t b, Ints* quarter) {
-        if (b % 16 == 0) tile_scales<F>(rows, n, b, scales);
+    // Loads the quants of block b as gather_quants() does; returns its scales and minima.
+    inline RowNumbers<F::NUMBERS> load(int64_t b, Ints* quarter) {
+        if (b % 16 == 0) {
+            tile_scales<F>(rows, n, b, scales[0]);
+            if constexpr (F::NUMBERS == 2) tile_scales<F, 1>(rows, n, b, scales[1]);
+        }
         const uint8_t* ahead = next + b * LANES * F::BLOCK_BYTES;
         for (int64_t at = 0; at < LANES * F::BLOCK_BYTES; at += 64)
             __builtin_prefetch(ahead + at, 0, 2);
-        for (int q = 0; q < F::QUANT_BYTES / 16; ++q) {
-            const uint8_t* at[LANES];
-            for (int r = 0; r < LANES; ++r) at[r] = F::quants(rows[r], n, b) + 16 * q;
-            transpose_16(at, quarter + 4 * q);
-        }
-        return load_floats(scales[b % 16]);
+        gather_quants<F>(rows, n, b, quarter);
+        if constexpr (F::NUMBERS == 2)
+            return {load_floats(scales[0][b % 16]), load_floats(scales[1][b % 16])};
+        else
+            return {load_floats(scales[0][b % 16])};
     }
 };
 
@@ -215,10 +292,10 @@ inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_
         // Keeps gcc from holding the row pointers in vector registers, which are needed for sums.
         asm volatile("" ::: "memory");
         Ints w[N][TILE_WEIGHTS<F>];
-        Floats scale[N];
+        RowNumbers<F::NUMBERS> numbers[N];
         for (int i = 0; i < N; ++i) {
             Ints quarter[F::QUANT_BYTES / 4];
-            scale[i] = tile[i].load(b, quarter);
+            numbers[i] = tile[i].load(b, quarter);
             tile_weights<F>(quarter, w[i]);
         }
         const uint8_t* values = x.values + b / unit<F>() * x.stride;
@@ -227,7 +304,6 @@ inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_
         const int64_t p = b % 4;
         for (int64_t t = 0; t < T; ++t) {
             const Ints start = Ints{} - OFFSET<F> * x_sum[t * x.next_scale];
-            const Floats by = broadcast(x_scale[t * x.next_scale]);
             Ints products[N];
             if constexpr (N == 1)
                 products[0] = tile_products<F>(w[0], values + t * x.next_vector, b, start);
@@ -235,7 +311,8 @@ inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_
                 products_of_tiles<F, N, 0, 8>(w, values + t * x.next_vector, b, start, products);
             for (int i = 0; i < N; ++i) {
                 float* sum = acc[t][p][i];
-                store_floats(sum, fused(to_floats(products[i]), mul(scale[i], by), load_floats(sum)));
+                store_floats(sum, add_term(load_floats(sum), products[i], numbers[i],
+                                           x_scale[t * x.next_scale], x_sum[t * x.next_scale]));
             }
         }
     }

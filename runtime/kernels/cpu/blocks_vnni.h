@@ -8,7 +8,7 @@
 // likewise.
 template <class F>
 constexpr int64_t unit() {
-    return F::QUANT_BYTES == 16 ? 4 : 2;
+    return F::HAS_NIBBLES ? 4 : 2;
 }
 
 template <class F>
@@ -23,7 +23,7 @@ inline void quantise_unit(const int16_t* value, uint8_t* to) {
         const __m256i bytes[2] = {_mm512_cvtepi16_epi8(high), _mm512_cvtepi16_epi8(low)};
         for (int plane = 0; plane < 2; ++plane) {
             uint8_t* at = to + plane * PLANE<F>;
-            if constexpr (F::QUANT_BYTES == 16) {
+            if constexpr (F::HAS_NIBBLES) {
                 __builtin_memcpy(at + 16 * i, &bytes[plane], 16);
                 __builtin_memcpy(at + 64 + 16 * i, reinterpret_cast<const uint8_t*>(&bytes[plane]) + 16,
                                  16);
@@ -56,7 +56,7 @@ __attribute__((always_inline)) inline Ints few_products(const uint8_t* const* qu
     const uint64_t there =
         m < 4 ? (1ull << 16 * m) - 1 : ~0ull;  // one bit per byte, 16 bytes per block
     __m512i sum[4];
-    if constexpr (F::QUANT_BYTES == 16) {
+    if constexpr (F::HAS_NIBBLES) {
         const __m512i high[2] = {load_64_bytes(x), load_64_bytes(x + 64)};
         const __m512i low[2] = {load_64_bytes(x + 128), load_64_bytes(x + 192)};
         const __m512i fifteen = _mm512_set1_epi8(15);
@@ -105,12 +105,12 @@ template <class F, int N, int FIRST = 0, int END = 8>
 inline void products_of_tiles(const Ints (*w)[TILE_WEIGHTS<F>], const uint8_t* x, int64_t b, Ints start,
                               Ints* out) {
     constexpr int HALVES = (END - FIRST) / 4;
-    const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
+    const uint8_t* at = x + b % unit<F>() * (F::HAS_NIBBLES ? 16 : 32);
     __m512i high[N][HALVES] = {}, low[N][HALVES] = {};
     for (int i = 0; i < N; ++i) low[i][0] = bits(start);
 #pragma GCC unroll 8
     for (int v = FIRST; v < END; ++v) {
-        const int64_t place = F::QUANT_BYTES == 16 ? v / 4 * 64 + v % 4 * 4 : 4 * v;
+        const int64_t place = F::HAS_NIBBLES ? v / 4 * 64 + v % 4 * 4 : 4 * v;
         const __m512i upper = four_bytes(at + place), lower = four_bytes(at + PLANE<F> + place);
         const int half = v % HALVES;
         for (int i = 0; i < N; ++i) {

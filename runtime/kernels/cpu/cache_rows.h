@@ -13,7 +13,7 @@
 #include "dispatch.h"
 
 inline int64_t cache_row_bytes(int32_t kind, int64_t W) {
-    return W / block_values(kind) * BLOCK_BYTES[kind];
+    return W / block_values(kind) * KINDS[kind].block_bytes;
 }
 
 // Rounded to the nearest, ties to even, as torch does.

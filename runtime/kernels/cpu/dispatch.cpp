@@ -185,14 +185,17 @@ void pack_planar(const uint8_t* row, int64_t n, int64_t quant_bytes, uint8_t* ou
     }
 }
 
-void pack_tiled(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r, uint8_t* out) {
-    for (int64_t b = 0; b < n; ++b, row += 2 + quant_bytes) {
-        const int64_t first = b / 2 * 2, pair = std::min<int64_t>(2, n - first);
-        uint8_t* scales = out + TILE_ROWS * first * (2 + quant_bytes);
-        std::memcpy(scales + 2 * ((b - first) * TILE_ROWS + r), row, 2);
-        uint8_t* quants = scales + TILE_ROWS * (2 * pair + (b - first) * quant_bytes) + 4 * r;
-        for (int64_t at = 0; at < quant_bytes; at += 4)
-            std::memcpy(quants + TILE_ROWS * at, row + 2 + at, 4);
+// `head`: the bytes before a block's quants.
+void pack_tiled(const uint8_t* row, int64_t n, int64_t head, int64_t quant_bytes, int64_t r,
+                uint8_t* out) {
+    const int64_t size = number_bytes(head), most = blocks_together(head);
+    for (int64_t b = 0; b < n; ++b, row += head + quant_bytes) {
+        const int64_t first = b / most * most, together = std::min(most, n - first);
+        uint8_t* at = out + TILE_ROWS * first * (head + quant_bytes);
+        for (int64_t i = 0; i < head; i += size)
+            std::memcpy(at + TILE_ROWS * ((b - first) * head + i) + size * r, row + i, size);
+        at += TILE_ROWS * (head * together + (b - first) * quant_bytes) + 4 * r;
+        for (int64_t i = 0; i < quant_bytes; i += 4) std::memcpy(at + TILE_ROWS * i, row + head + i, 4);
     }
 }
 
@@ -265,7 +268,8 @@ EXPORT int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, 
     const bool is_form = row_bytes_of(to_kind, D) == row_bytes && kind_in_file(to_kind) == kind;
     if (!is_same && !is_form) return STATUS_BAD_ARGUMENT;
     if (together > 1 && (stride != row_bytes || A % together)) return STATUS_BAD_ARGUMENT;
-    const int64_t quant_bytes = BLOCK_BYTES[kind] - 2, block_bytes = BLOCK_BYTES[to_kind];
+    const int64_t block_bytes = KINDS[to_kind].block_bytes, head = KINDS[to_kind].head_bytes,
+                  quant_bytes = block_bytes - head;
     split(2 * A * row_bytes, A, GROUP_ROWS, 8, [=](int64_t a0, int64_t a1) {
         for (int64_t a = a0; a < a1; ++a) {
             const uint8_t* row = from + (index ? static_cast<int64_t>(index[a]) : a) * row_bytes;
@@ -276,7 +280,7 @@ EXPORT int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, 
             else if (block_values(to_kind) == SUPER_BLOCK)
                 pack_super(to_kind, row, D / SUPER_BLOCK, r, out);
             else if (is_tiled(to_kind))
-                pack_tiled(row, n, quant_bytes, r, out);
+                pack_tiled(row, n, head, quant_bytes, r, out);
             else if (!form_of(to_kind))
                 for (int64_t b = 0; b < n; ++b)
                     std::memcpy(out + (b * GROUP_ROWS + r) * block_bytes, row + b * block_bytes,

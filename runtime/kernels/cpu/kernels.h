@@ -14,50 +14,92 @@
 
 #include "prefetch_queue.h"
 
-enum Kind : int32_t {
-    KIND_F32,   // 4 bytes per value
-    KIND_F16,   // 2
-    KIND_BF16,  // 2
-    KIND_Q8_0,  // 34 bytes for 32 values: f16 scale, 32 x int8
-    KIND_Q4_0,  // 18 bytes for 32 values: f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale,
-                // low nibbles are values 0..15, high nibbles values 16..31
-    // llama.cpp's K-quants: 256 values, laid out as k_quants_template.h says
-    KIND_Q4_K,  // 144 bytes: f16 scale and f16 minimum, a 6-bit scale and minimum per 32
-                // values, nibbles
-    KIND_Q5_K,  // 176: the same with 5 bits per value
-    KIND_Q6_K,  // 210: 6 bits per value, an int8 scale per 16 values, f16 scale
-    // A row with all its scales first, then all its quants: a layout in memory of q4_0 and q8_0
-    // (hs_pack_rows); no file has it.
-    KIND_Q4_0_PLANAR,
-    KIND_Q8_0_PLANAR,
-    // Tiles of TILE_ROWS rows. For each pair of blocks (the last may be alone): the scales of all rows,
-    // block by block; then the first block's quants, four bytes of every row at a time; then the
-    // second's. For matrices that are read whole; a tile takes as many bytes as its rows in a file.
-    KIND_Q4_0_TILED,
-    KIND_Q8_0_TILED,
-    // Groups of SUM_ROWS rows: for each block of columns the scales of all rows, then the quants of rows
-    // p, p + 16, p + 32 and p + 48 for p = 0 .. 15, byte by byte. For matrices whose rows are all summed;
-    // a group takes as many bytes as its rows in a file.
-    KIND_Q4_0_GROUPED,
-    KIND_Q8_0_GROUPED,
-    // Likewise: for each block of 32 columns the values of all rows, one row after another.
-    KIND_F16_GROUPED,
-    KIND_BF16_GROUPED,
-    // Tiles of TILE_ROWS rows of K-quants, laid out as k_tiles.h says.
-    KIND_Q4_K_TILED,
-    KIND_Q5_K_TILED,
-    KIND_Q6_K_TILED,
-    NUM_KINDS
+constexpr int64_t TILE_ROWS = 16, GROUP_ROWS = 64;
+
+enum Layout : int32_t {
+    IN_FILE,
+    // A row with all its scales first, then all its quants: made by hs_pack_rows; no file has it.
+    PLANAR,
+    // Tiles of TILE_ROWS rows, for matrices that are read whole; a tile takes as many bytes as its rows in a
+    // file. Small blocks: for as many blocks as have 64 bytes of scales (the last may be fewer), the scales of
+    // all rows, block by block; then the quants of each block, four bytes of every row at a time. K-quants:
+    // k_tiles.h.
+    TILED,
+    // Groups of GROUP_ROWS rows, for matrices whose rows are all summed; a group takes as many bytes as its rows
+    // in a file. For each block of columns the scales of all rows, then the quants of rows p, p + 16, p + 32 and
+    // p + 48 for p = 0 .. 15, byte by byte; floats: for each block of 32 columns the values of all rows, one
+    // row after another.
+    GROUPED,
 };
 
-constexpr int64_t TILE_ROWS = 16, GROUP_ROWS = 64;
-constexpr bool is_tiled(int32_t kind) {
-    return kind == KIND_Q4_0_TILED || kind == KIND_Q8_0_TILED ||
-           (kind >= KIND_Q4_K_TILED && kind <= KIND_Q6_K_TILED);
-}
-constexpr bool is_grouped(int32_t kind) {
-    return kind >= KIND_Q4_0_GROUPED && kind <= KIND_BF16_GROUPED;
-}
+// The form of packed vectors that a kind's products read, see Input. f32 and f16 read none, and bf16 only at levels
+// with AVX512_BF16.
+enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, NUM_FORMS };
+
+// One line a kind: name, layout, the kind in a file that it is made from (itself for a file's), values of a block,
+// its bytes, those of them before the quants of a small block (its scale, and a minimum if there is one), form of
+// packed vectors. Types are in the order of weight_types.py, then each layout's types in that order.
+// Blocks are laid out as in llama.cpp's ggml-common.h:
+//   Q8_0           f16 scale, 32 x int8
+//   Q4_0           f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale, low nibbles are values 0..15, high
+//                  nibbles values 16..31
+//   Q4_K .. Q6_K   k_quants_template.h
+//   MXFP4 .. Q5_1  coded_blocks.h
+// clang-format off
+#define FOR_ALL_KINDS(KIND) \
+    KIND(F32, IN_FILE, F32, 1, 4, 0, NO_FORM) \
+    KIND(F16, IN_FILE, F16, 1, 2, 0, NO_FORM) \
+    KIND(BF16, IN_FILE, BF16, 1, 2, 0, FORM_BF16) \
+    KIND(Q8_0, IN_FILE, Q8_0, 32, 34, 2, FORM_BYTES) \
+    KIND(Q4_0, IN_FILE, Q4_0, 32, 18, 2, FORM_NIBBLES) \
+    KIND(Q4_K, IN_FILE, Q4_K, 256, 144, 0, FORM_BYTES) \
+    KIND(Q5_K, IN_FILE, Q5_K, 256, 176, 0, FORM_BYTES) \
+    KIND(Q6_K, IN_FILE, Q6_K, 256, 210, 0, FORM_BYTES) \
+    KIND(MXFP4, IN_FILE, MXFP4, 32, 17, 1, FORM_BYTES) \
+    KIND(IQ4_NL, IN_FILE, IQ4_NL, 32, 18, 2, FORM_BYTES) \
+    KIND(Q5_0, IN_FILE, Q5_0, 32, 22, 2, FORM_BYTES) \
+    KIND(Q4_1, IN_FILE, Q4_1, 32, 20, 4, FORM_BYTES) \
+    KIND(Q5_1, IN_FILE, Q5_1, 32, 24, 4, FORM_BYTES) \
+    KIND(Q8_0_PLANAR, PLANAR, Q8_0, 32, 34, 2, FORM_BYTES) \
+    KIND(Q4_0_PLANAR, PLANAR, Q4_0, 32, 18, 2, FORM_NIBBLES) \
+    KIND(Q8_0_TILED, TILED, Q8_0, 32, 34, 2, FORM_BYTES) \
+    KIND(Q4_0_TILED, TILED, Q4_0, 32, 18, 2, FORM_NIBBLES) \
+    KIND(Q4_K_TILED, TILED, Q4_K, 256, 144, 0, FORM_BYTES) \
+    KIND(Q5_K_TILED, TILED, Q5_K, 256, 176, 0, FORM_BYTES) \
+    KIND(Q6_K_TILED, TILED, Q6_K, 256, 210, 0, FORM_BYTES) \
+    KIND(MXFP4_TILED, TILED, MXFP4, 32, 17, 1, FORM_BYTES) \
+    KIND(IQ4_NL_TILED, TILED, IQ4_NL, 32, 18, 2, FORM_BYTES) \
+    KIND(Q5_0_TILED, TILED, Q5_0, 32, 22, 2, FORM_BYTES) \
+    KIND(Q4_1_TILED, TILED, Q4_1, 32, 20, 4, FORM_BYTES) \
+    KIND(Q5_1_TILED, TILED, Q5_1, 32, 24, 4, FORM_BYTES) \
+    KIND(F16_GROUPED, GROUPED, F16, 32, 64, 0, NO_FORM) \
+    KIND(BF16_GROUPED, GROUPED, BF16, 32, 64, 0, NO_FORM) \
+    KIND(Q8_0_GROUPED, GROUPED, Q8_0, 32, 34, 2, FORM_BYTES) \
+    KIND(Q4_0_GROUPED, GROUPED, Q4_0, 32, 18, 2, FORM_NIBBLES)
+// clang-format on
+
+#define NUMBER(NAME, ...) KIND_##NAME,
+enum Kind : int32_t { FOR_ALL_KINDS(NUMBER) NUM_KINDS };
+#undef NUMBER
+
+struct KindFacts {
+    Layout layout;
+    Kind in_file;
+    int64_t block_values, block_bytes, head_bytes;
+    Form form;
+};
+#define FACTS(NAME, LAYOUT, IN_FILE_KIND, VALUES, BYTES, HEAD, FORM) \
+    {LAYOUT, KIND_##IN_FILE_KIND, VALUES, BYTES, HEAD, FORM},
+constexpr KindFacts KINDS[NUM_KINDS] = {FOR_ALL_KINDS(FACTS)};
+#undef FACTS
+
+// Bytes of each number before the quants: f16, or the exponent of a power of two.
+constexpr int64_t number_bytes(int64_t head_bytes) { return head_bytes < 2 ? 1 : 2; }
+// Blocks of a tile whose numbers are stored together: they fill a cache line.
+constexpr int64_t blocks_together(int64_t head_bytes) { return 4 / head_bytes; }
+
+constexpr bool is_tiled(int32_t kind) { return KINDS[kind].layout == TILED; }
+constexpr bool is_grouped(int32_t kind) { return KINDS[kind].layout == GROUPED; }
 
 constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // kinds in which keys and values may be stored
 
@@ -72,20 +114,14 @@ enum Activation : int32_t {
     NUM_ACTIVATIONS
 };
 
-// Values in one block of a kind; 1 for the float kinds.
-inline int64_t block_values(int32_t kind) {
-    if ((kind >= KIND_Q4_K && kind <= KIND_Q6_K) || kind >= KIND_Q4_K_TILED) return 256;
-    return kind >= KIND_Q8_0 ? 32 : 1;
-}
-
-constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,  2,  2,  34, 18, 144, 176, 210, 18, 34,
-                                            18, 34, 18, 34, 64, 64,  144, 176, 210};  // of a block
+// Values in one block of a kind; 1 for the float kinds in a file.
+constexpr int64_t block_values(int32_t kind) { return KINDS[kind].block_values; }
 
 // The bytes of one row, or -1 if such a row is impossible.
 inline int64_t row_bytes_of(int32_t kind, int64_t D) {
     if (kind < 0 || kind >= NUM_KINDS || D < 0) return -1;
     const int64_t values = block_values(kind);
-    return D % values ? -1 : D / values * BLOCK_BYTES[kind];
+    return D % values ? -1 : D / values * KINDS[kind].block_bytes;
 }
 
 enum Status : int32_t {
@@ -118,36 +154,12 @@ struct Input {
     }
 };
 
-// Upper bound on the bytes of a packed vector. blocks_amx.h needs the most: below 6.7 * D + 248 for
-// 8 vectors, 4.5 * D for many.
+// Upper bound on the bytes of a packed vector. blocks_amx.h needs the most: below 6.9 * D + 248 for
+// 8 vectors, 4.7 * D for many.
 constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
-// Kinds that take the same packed form share a number. f32 and f16 take none, which is 0, and bf16 takes one
-// only at levels with AVX512_BF16.
-constexpr int NUM_FORMS = 4;
-// clang-format off
-constexpr int form_of(int32_t kind) {
-    switch (kind) {
-        case KIND_Q4_0: case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return 2;
-        case KIND_Q8_0: case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED:
-        case KIND_Q4_K: case KIND_Q5_K: case KIND_Q6_K:
-        case KIND_Q4_K_TILED: case KIND_Q5_K_TILED: case KIND_Q6_K_TILED: return 1;
-        case KIND_BF16: return 3;
-        default: return 0;
-    }
-}
+constexpr int form_of(int32_t kind) { return KINDS[kind].form; }
 // The kind in a file from which a kind in memory is made; a file's kind itself.
-constexpr int32_t kind_in_file(int32_t kind) {
-    switch (kind) {
-        case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return KIND_Q4_0;
-        case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED: return KIND_Q8_0;
-        case KIND_F16_GROUPED: return KIND_F16;
-        case KIND_BF16_GROUPED: return KIND_BF16;
-        case KIND_Q4_K_TILED: case KIND_Q5_K_TILED: case KIND_Q6_K_TILED:
-            return kind - KIND_Q4_K_TILED + KIND_Q4_K;
-        default: return kind;
-    }
-}
-// clang-format on
+constexpr int32_t kind_in_file(int32_t kind) { return KINDS[kind].in_file; }
 // Number of rows that are stored together; a matrix of the kind has a multiple of this number.
 constexpr int64_t rows_together(int32_t kind) {
     return is_tiled(kind) ? TILE_ROWS : is_grouped(kind) ? GROUP_ROWS : 1;
@@ -322,8 +334,7 @@ int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
 int32_t hs_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                            int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
-// Copies rows of the kind (index null: all rows) as rows of `to_kind`: the same kind; for q4_0 and
-// q8_0 also planar, tiled or grouped; for f16 and bf16 also grouped; for K-quants also tiled.
+// Copies rows of the kind (index null: all rows) as rows of `to_kind`: the same kind, or one that is made from it.
 int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows, int64_t D,
                      const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.

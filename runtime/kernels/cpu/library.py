@@ -55,8 +55,8 @@ def _layouts() -> dict[str, _Layout]:
     for each in TYPES:
         unit = 32 if each.is_float else each.block_values
         size = unit // each.block_values * each.block_bytes
-        for form, code in each.forms.items():
-            layouts[each.kind_in(form)] = _Layout(code, torch.uint8, size, unit)
+        for form in each.forms:
+            layouts[each.kind_in(form)] = _Layout(each.code_in(form), torch.uint8, size, unit)
     return layouts
 
 

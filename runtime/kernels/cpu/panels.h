@@ -37,7 +37,7 @@ __attribute__((always_inline)) inline void panel_products(const Ints (*w)[TILE_W
 template <class F, int R>
 struct Panel {
     Ints weights[PANEL_BLOCKS][R][TILE_WEIGHTS<F>];
-    Floats scale[PANEL_BLOCKS][R];
+    RowNumbers<F::NUMBERS> numbers[PANEL_BLOCKS][R];
 };
 
 // Adds the products of m blocks from b0 on to acc[t][p], for T vectors from t on.
@@ -51,10 +51,10 @@ inline void multiply_panel(const Panel<F, R>& panel, int64_t b0, int64_t m, cons
             return Ints{} - OFFSET<F> * x.sum[of + j * x.next_scale];
         }, sum);
         for (int j = 0; j < T; ++j) {
-            const Floats by = broadcast(x.scale[of + j * x.next_scale]);
+            const int64_t at = of + j * x.next_scale;
             for (int i = 0; i < R; ++i) {
                 Floats& to = acc[t + j][p][i];
-                to = fused(to_floats(sum[i][j]), mul(panel.scale[b - b0][i], by), to);
+                to = add_term(to, sum[i][j], panel.numbers[b - b0][i], x.scale[at], x.sum[at]);
             }
         }
     }
@@ -73,7 +73,7 @@ void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_str
         for (int64_t b = 0; b < m; ++b)
             for (int i = 0; i < R; ++i) {
                 Ints quarter[F::QUANT_BYTES / 4];
-                panel.scale[b][i] = tile[i].load(b0 + b, quarter);
+                panel.numbers[b][i] = tile[i].load(b0 + b, quarter);
                 tile_weights<F>(quarter, panel.weights[b][i]);
             }
         in_steps<4, 3, 2, 1>(0, input.count, [&](auto count, int64_t t) {

@@ -22,6 +22,7 @@ constexpr int64_t CHUNK = 16;  // blocks whose scales are read together
 
 template <int64_t BYTES>
 struct Planar {
+    static constexpr int64_t HEAD_BYTES = 2, NUMBERS = 1;
     static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = BYTES + 2, VALUE_BYTES = 0;
     static constexpr bool SCALED = true, IS_PLANAR = true;
 
@@ -32,17 +33,18 @@ struct Planar {
     }
 };
 
-// Offsets in a row as stored in a file.
-template <int64_t BYTES>
+// Offsets in a row as stored in a file. A block begins with its scale, after which it may have a minimum.
+template <int64_t BYTES, int64_t HEAD = 2>
 struct Interleaved {
-    static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = BYTES + 2, VALUE_BYTES = 0;
+    static constexpr int64_t HEAD_BYTES = HEAD, NUMBERS = HEAD / number_bytes(HEAD);
+    static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = BYTES + HEAD, VALUE_BYTES = 0;
     static constexpr bool SCALED = true, IS_PLANAR = false;
 
     static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
         return row + b * BLOCK_BYTES;
     }
     static inline const uint8_t* quants(const uint8_t* row, int64_t, int64_t b) {
-        return row + b * BLOCK_BYTES + 2;
+        return row + b * BLOCK_BYTES + HEAD;
     }
 };
 
@@ -52,6 +54,7 @@ struct Interleaved {
 
 struct Nibbles {
     static constexpr int64_t PARTS = 4, ZERO = 8, UNIT = 8 * LANES;
+    static constexpr bool HAS_NIBBLES = true, IS_CODED = false;
 
     static inline void unpack(const uint8_t* quants, Floats* w) { unpack_q4(quants, w); }
     // The parts are quants times 1, 16, 1 and 1. Sums of 64 rows, each at most 16 * 15 times a
@@ -78,6 +81,7 @@ struct Nibbles {
 
 struct Bytes {
     static constexpr int64_t PARTS = 2, ZERO = 128, UNIT = 4 * LANES;
+    static constexpr bool HAS_NIBBLES = false, IS_CODED = false;
 
     static inline void unpack(const uint8_t* quants, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_i8(quants + v * LANES);
@@ -107,6 +111,29 @@ struct Q8_0 : Interleaved<32>, Bytes {};
 struct Q4_0 : Interleaved<16>, Nibbles {};
 struct Q8_0Planar : Planar<32>, Bytes {};
 struct Q4_0Planar : Planar<16>, Nibbles {};
+
+// 2^(e - 128) for a byte e, as f32, of LANES bytes and of one. The two smallest are subnormal.
+inline Floats powers_of_two(const uint8_t* p) {
+    const Ints e = ints_of(dwords_of(p));
+    const Ints is_subnormal = e < 2;
+    return reinterpret_cast<Floats>((is_subnormal & (e + 1) << 21) | (~is_subnormal & (e - 1) << 23));
+}
+
+inline float power_of_two(uint8_t e) {
+    const int32_t bits = e < 2 ? (e + 1) << 21 : (e - 1) << 23;
+    float power;
+    __builtin_memcpy(&power, &bits, 4);
+    return power;
+}
+
+// A number before the quants of a block that begins at `head`: 0, its scale, or 1, its minimum.
+template <class Format, int NUMBER>
+inline float number_at(const uint8_t* head) {
+    if constexpr (number_bytes(Format::HEAD_BYTES) == 1)
+        return power_of_two(head[NUMBER]);
+    else
+        return f16_to_float(head + 2 * NUMBER);
+}
 
 constexpr float LARGEST_FACTOR = 32704.0f;
 
@@ -158,8 +185,8 @@ inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, in
     }
 }
 
-// Reads the scales of m blocks of k rows, and appends zeros.
-template <class Format>
+// Reads a number before the quants of m blocks of k rows (0: their scales), and appends zeros.
+template <class Format, int NUMBER = 0>
 inline void read_scales(const uint8_t* const* rows, int64_t k, int64_t n, int64_t b0, int64_t m,
                         float (*scale)[CHUNK]) {
     if (m < CHUNK) __builtin_memset(scale, 0, k * sizeof scale[0]);
@@ -168,7 +195,7 @@ inline void read_scales(const uint8_t* const* rows, int64_t k, int64_t n, int64_
             scale_many(Format::scale(rows[r], n, b0), m, 1.0f, scale[r]);
         else
             for (int64_t i = 0; i < m; ++i)
-                scale[r][i] = f16_to_float(Format::scale(rows[r], n, b0 + i));
+                scale[r][i] = number_at<Format, NUMBER>(Format::scale(rows[r], n, b0 + i));
     }
 }
 

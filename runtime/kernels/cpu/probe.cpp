@@ -273,16 +273,23 @@ bool vectors_alike() {
     return std::memcmp(y[0], y[1], 6 * D * sizeof(float)) == 0;
 }
 
+bool is_alike(int32_t kind) {
+    return (is_grouped(kind) || products_alike(kind)) && (!is_tiled(kind) || ranges_alike(kind)) &&
+           (is_tiled(kind) || sums_alike(kind)) && unpack_alike(kind);
+}
+
 bool agree() {
     for (int64_t i = 0; i < VECTORS * D; ++i) x[i] = static_cast<float>((i + i / D) % 7 - 3);
     for (int64_t i = 0; i < 2 * MOST_ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
     for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
         // f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5. Rows of any width differ.
         weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37 + i / 512 * 46);
-    for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
-        if (!(is_grouped(kind) || products_alike(kind)) || !(!is_tiled(kind) || ranges_alike(kind)) ||
-            !(is_tiled(kind) || sums_alike(kind)) || !unpack_alike(kind))
-            return false;
+    for (const bool is_e8m0 : {false, true}) {
+        // scales of one byte, up to 1/2: larger ones would overflow
+        for (int64_t i = 0; is_e8m0 && i < static_cast<int64_t>(sizeof weight); ++i) weight[i] &= 127;
+        for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
+            if ((KINDS[kind].head_bytes == 1) == is_e8m0 && !is_alike(kind)) return false;
+    }
     for (int64_t i = 0; i < ROWS; ++i)  // so different in size, also in bf16, that sums are rounded
         x[i] = (1.0f + static_cast<float>(i)) * static_cast<float>(1 << i * 5 % 13) *
                (i % 3 == 1 ? -1.0f : 1.0f);

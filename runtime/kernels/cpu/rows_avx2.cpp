@@ -118,6 +118,8 @@ inline Ints few_corrections(const int32_t* four) {
     return ints(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(four))));
 }
 
+inline Floats few_numbers(const float (*number)[4]) { return _mm256_loadu_ps(number[0]); }
+
 inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
     const __m128i there = _mm_set1_epi64x(m < 4 ? (1ll << 16 * m) - 1 : -1ll);
     const __m128i both =

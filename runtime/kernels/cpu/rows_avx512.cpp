@@ -116,9 +116,16 @@ inline Ints few_corrections(const int32_t* four) {
         lanes, _mm512_castsi128_si512(load_16_bytes(reinterpret_cast<const uint8_t*>(four)))));
 }
 
+inline __m512i lanes_of_rows() {
+    return _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+}
+
+inline Floats few_numbers(const float (*number)[4]) {
+    return _mm512_permutexvar_ps(lanes_of_rows(), _mm512_loadu_ps(number[0]));
+}
+
 inline Floats few_scales(const uint8_t* const* scale, int64_t m) {
-    const __m512i lanes = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    return _mm512_maskz_permutexvar_ps(first_of_16(4 * m), lanes,
+    return _mm512_maskz_permutexvar_ps(first_of_16(4 * m), lanes_of_rows(),
                                        _mm512_cvtph_ps(sixteen_scales(scale)));
 }
 
@@ -159,6 +166,8 @@ inline Ints reduce(const Ints (*s)[4]) {
 inline Ints few_corrections(const int32_t* four) {
     return ints(_mm512_broadcast_i32x4(load_16_bytes(reinterpret_cast<const uint8_t*>(four))));
 }
+
+inline Floats few_numbers(const float (*number)[4]) { return _mm512_loadu_ps(number[0]); }
 
 inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
     const __mmask16 there = static_cast<__mmask16>(0x1111 * ((1 << m) - 1));

@@ -162,10 +162,43 @@ inline Ints reduce(const Ints (*s)[4]) {
 
 inline Ints few_corrections(const int32_t* four) { return Ints{four[0], four[1], four[2], four[3]}; }
 
+inline Floats few_numbers(const float (*number)[4]) {
+    return load_f32(reinterpret_cast<const uint8_t*>(number));
+}
+
 inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
     Floats of_row = load_f16(scale[0]);
     for (int64_t i = m; i < 4; ++i) of_row[i] = 0.0f;
     return of_row * load_f32(reinterpret_cast<const uint8_t*>(x_scale));
+}
+
+inline Ints dwords_of(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
+inline Ints ints_of(Ints v) { return v; }
+
+// For coded_blocks.h.
+inline Ints look_up(const uint8_t* table, Ints bytes) {
+    typedef uint8_t Codes __attribute__((vector_size(16)));
+    Codes code = reinterpret_cast<Codes>(bytes);
+    for (int i = 0; i < 16; ++i) code[i] = table[code[i]];
+    return reinterpret_cast<Ints>(code);
+}
+
+inline Ints add_to_bytes(Ints v, int n) {
+    typedef int8_t Signed __attribute__((vector_size(16)));
+    return reinterpret_cast<Ints>(reinterpret_cast<Signed>(v) + static_cast<int8_t>(n));
+}
+
+inline Ints nibbles_of_block(const uint8_t* p, int i) { return load_ints(p) >> 4 * i & 0x0f0f0f0f; }
+
+// Four bits times 2^0, 2^7, 2^14 and 2^21 are one in each byte.
+inline Ints fifth_bits(Ints numbers, int v) {
+    return ((numbers >> 4 * v & 15) * 0x00204081 & 0x01010101) << 4;
+}
+
+inline Ints fifths_of_block(const uint8_t* p, int i) {
+    const int32_t low = p[2 * i], high = p[2 * i + 1];
+    const Ints fours = {low & 15, low >> 4, high & 15, high >> 4};
+    return fifth_bits(fours, 0);
 }
 
 #include "blocks_madd.h"

@@ -19,8 +19,8 @@
 
 constexpr int VECTORS = BLOCK / LANES;
 
-// A format unpacks BLOCK values into w. Those of a SCALED format other than a K-quant must still be multiplied
-// by scale(). VALUE_BYTES is the size of a value, 0 or absent if SCALED: only float kinds allow D % 32 != 0.
+// A format unpacks BLOCK values into w. Those of planar_template.h must still be multiplied by scale(). VALUE_BYTES is the
+// size of a value, 0 or absent if SCALED: only float kinds allow D % 32 != 0.
 
 template <class Format, int64_t BYTES>
 struct FloatFormat {
@@ -126,6 +126,7 @@ __attribute__((always_inline)) inline void add_weighted(float* y, int64_t y_stri
 
 #include "k_quants_template.h"
 #include "planar_template.h"
+#include "coded_blocks.h"
 #if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
 #include "lanes_x86.h"
 #endif
@@ -135,8 +136,16 @@ __attribute__((always_inline)) inline void add_weighted(float* y, int64_t y_stri
 #include "many_template.h"
 #endif
 
+// Small blocks whose sums are those of planar_template.h.
 template <class Format>
-constexpr bool IS_BLOCKS = Format::SCALED && !IS_SUPER<Format>;
+constexpr bool has_integer_sums() {
+    if constexpr (IS_SUPER<Format> || !Format::SCALED)
+        return false;
+    else
+        return !Format::IS_CODED;
+}
+template <class Format>
+constexpr bool IS_BLOCKS = has_integer_sums<Format>();
 
 #include "blocks_template.h"
 
@@ -182,8 +191,10 @@ inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* nex
             Format::unpack(rows[r] + d / BLOCK * BYTES, w);
         }, [&](int, int64_t r) { return broadcast(c[r]); });
     }
-    for (; d < d1; ++d)
-        for (int r = 0; r < ROWS; ++r) y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
+    if constexpr (!Format::SCALED)
+        for (; d < d1; ++d)
+            for (int r = 0; r < ROWS; ++r)
+                y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
 }
 
 template <class Format, int ROWS>
@@ -322,61 +333,114 @@ constexpr Quantise* QUANTISE_BF16 = nullptr;
 constexpr OrderSums* ORDER_BF16 = nullptr;
 #endif
 
+// The kernels of a kind. Each of these sets those of a type and of its layouts.
+struct OfKind {
+    DotRows* dot_rows;
+    AccumulateRows* accumulate_rows;
+    AccumulateMany* accumulate_many;
+    UnpackRows* unpack_rows;
+    Quantise* quantise = nullptr;
+    OrderSums* order_sums = nullptr;
+};
+
+constexpr void set(Kernels& to, int32_t kind, const OfKind& of) {
+    to.dot_rows[kind] = of.dot_rows, to.accumulate_rows[kind] = of.accumulate_rows;
+    to.accumulate_many[kind] = of.accumulate_many, to.unpack_rows[kind] = of.unpack_rows;
+    to.quantise[kind] = of.quantise, to.order_sums[kind] = of.order_sums;
+}
+
+template <class F>
+constexpr void set_floats(Kernels& to, int32_t kind, Quantise* quantise = nullptr,
+                          OrderSums* order_sums = nullptr) {
+    set(to, kind,
+        {dot_float_rows<F>, accumulate_rows<F>, by_window<FloatTile<F>, accumulate_many<F>>,
+         unpack_rows<F>, quantise, order_sums});
+}
+
+template <class F>
+constexpr void set_grouped_floats(Kernels& to, int32_t kind) {
+    using Group = GroupedFloats<F>;
+    set(to, kind,
+        {nullptr, accumulate_grouped_floats<Group>, by_groups<accumulate_grouped_floats_many<Group>>,
+         unpack_together<Group>});
+}
+
+template <class F, AccumulateMany MANY>
+constexpr void set_rows(Kernels& to, int32_t kind) {
+    set(to, kind,
+        {dot_blocks<F>, accumulate_rows<F>, MANY, unpack_rows<F>, quantise_blocks<F>, order_sums<F>});
+}
+
+template <class F>
+constexpr void set_tiles(Kernels& to, int32_t kind) {
+    set(to, kind, {dot_tiled<F>, nullptr, nullptr, unpack_together<F>, quantise_blocks<F>});
+}
+
+template <class F>
+constexpr void set_groups(Kernels& to, int32_t kind) {
+    set(to, kind,
+        {nullptr, accumulate_grouped<F>, by_groups<accumulate_grouped_many<F>>, unpack_together<F>});
+}
+
+template <class F>
+constexpr void set_super(Kernels& to, int32_t kind, int32_t tiled) {
+    set(to, kind,
+        {dot_super<F>, accumulate_rows<F>, by_groups<accumulate_many<F>>, unpack_rows<F>,
+         quantise_blocks<Q8_0>});
+    set(to, tiled,
+        {dot_tiled<F>, nullptr, nullptr, unpack_together<SuperTile<F>>, quantise_blocks<Q8_0>});
+}
+
+template <class F>
+constexpr void set_coded(Kernels& to, int32_t kind, int32_t tiled) {
+    set(to, kind,
+        {dot_blocks<F>, accumulate_rows<F>, by_groups<accumulate_many<F>>, unpack_rows<F>,
+         quantise_blocks<F>});
+    set_tiles<Tiled<F, F>>(to, tiled);
+}
+
 #ifdef LEVEL_AVX512
-constexpr AccumulateMany *MANY_Q4_0 = by_window<BlockTile<Q4_0Planar>, accumulate_many<Q4_0Planar>>,
-                         *MANY_Q8_0 = by_window<BlockTile<Q8_0Planar>, accumulate_many<Q8_0Planar>>;
+template <class Planar>
+constexpr AccumulateMany* MANY = by_window<BlockTile<Planar>, accumulate_many<Planar>>;
 #else
-constexpr AccumulateMany *MANY_Q4_0 = by_groups<accumulate_many<Q4_0Planar>>,
-                         *MANY_Q8_0 = by_groups<accumulate_many<Q8_0Planar>>;
+template <class Planar>
+constexpr AccumulateMany* MANY = by_groups<accumulate_many<Planar>>;
 #endif
 
-// In the order of enum Kind.
-constexpr Kernels ALL_KERNELS = {
-    {dot_float_rows<F32>, dot_float_rows<F16>, dot_float_rows<BF16>, dot_blocks<Q8_0>, dot_blocks<Q4_0>,
-     dot_super<Q4_K>, dot_super<Q5_K>, dot_super<Q6_K>, dot_blocks<Q4_0Planar>, dot_blocks<Q8_0Planar>,
-     dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr, dot_tiled<Q4_K>,
-     dot_tiled<Q5_K>, dot_tiled<Q6_K>},
-    {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
-     accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
-     accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>, nullptr, nullptr,
-     accumulate_grouped<Q4_0Grouped>, accumulate_grouped<Q8_0Grouped>,
-     accumulate_grouped_floats<GroupedFloats<F16>>, accumulate_grouped_floats<GroupedFloats<BF16>>},
-    {by_window<FloatTile<F32>, accumulate_many<F32>>, by_window<FloatTile<F16>, accumulate_many<F16>>,
-     by_window<FloatTile<BF16>, accumulate_many<BF16>>, by_groups<accumulate_many<Q8_0>>,
-     by_groups<accumulate_many<Q4_0>>, by_groups<accumulate_many<Q4_K>>,
-     by_groups<accumulate_many<Q5_K>>, by_groups<accumulate_many<Q6_K>>, MANY_Q4_0, MANY_Q8_0, nullptr,
-     nullptr, by_groups<accumulate_grouped_many<Q4_0Grouped>>,
-     by_groups<accumulate_grouped_many<Q8_0Grouped>>,
-     by_groups<accumulate_grouped_floats_many<GroupedFloats<F16>>>,
-     by_groups<accumulate_grouped_floats_many<GroupedFloats<BF16>>>},
-    {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>, unpack_rows<Q8_0>, unpack_rows<Q4_0>,
-     unpack_rows<Q4_K>, unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
-     unpack_rows<Q8_0Planar>, unpack_together<Q4_0Tiled>, unpack_together<Q8_0Tiled>,
-     unpack_together<Q4_0Grouped>, unpack_together<Q8_0Grouped>, unpack_together<GroupedFloats<F16>>,
-     unpack_together<GroupedFloats<BF16>>, unpack_together<SuperTile<Q4_K>>,
-     unpack_together<SuperTile<Q5_K>>, unpack_together<SuperTile<Q6_K>>},
-    {nullptr, nullptr, QUANTISE_BF16, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>,
-     quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q4_0Planar>,
-     quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>, quantise_blocks<Q8_0Tiled>, nullptr,
-     nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>},
-    {weigh_keys<F32>, weigh_keys<F16>, weigh_keys<BF16>, weigh_keys<Q8_0>, weigh_keys<Q4_0>},
-    {mix_values<F32>, mix_values<F16>, mix_values<BF16>, mix_values<Q8_0>, mix_values<Q4_0>},
-    {nullptr, nullptr, ORDER_BF16, order_sums<Q8_0>, order_sums<Q4_0>, nullptr, nullptr, nullptr,
-     order_sums<Q4_0Planar>, order_sums<Q8_0Planar>},
-    choose,
-    smooth,
-    above,
-    beyond,
-    keep_only,
-    add_to,
-    sum_parts,
-    rms_norm,
-    layer_norm,
-    rotate,
-    store_f16,
-    dot_bytes,
-    dot_codes,
-    scale_dots,
-    share_mass,
-    choose_largest,
-};
+constexpr Kernels all_kernels() {
+    Kernels all = {};
+    set_floats<F32>(all, KIND_F32);
+    set_floats<F16>(all, KIND_F16);
+    set_floats<BF16>(all, KIND_BF16, QUANTISE_BF16, ORDER_BF16);
+    set_grouped_floats<F16>(all, KIND_F16_GROUPED);
+    set_grouped_floats<BF16>(all, KIND_BF16_GROUPED);
+    set_rows<Q8_0, by_groups<accumulate_many<Q8_0>>>(all, KIND_Q8_0);
+    set_rows<Q4_0, by_groups<accumulate_many<Q4_0>>>(all, KIND_Q4_0);
+    set_rows<Q8_0Planar, MANY<Q8_0Planar>>(all, KIND_Q8_0_PLANAR);
+    set_rows<Q4_0Planar, MANY<Q4_0Planar>>(all, KIND_Q4_0_PLANAR);
+    set_tiles<Tiled<Q8_0Planar, Q8_0>>(all, KIND_Q8_0_TILED);
+    set_tiles<Tiled<Q4_0Planar, Q4_0>>(all, KIND_Q4_0_TILED);
+    set_groups<Q8_0Grouped>(all, KIND_Q8_0_GROUPED);
+    set_groups<Q4_0Grouped>(all, KIND_Q4_0_GROUPED);
+    set_super<Q4_K>(all, KIND_Q4_K, KIND_Q4_K_TILED);
+    set_super<Q5_K>(all, KIND_Q5_K, KIND_Q5_K_TILED);
+    set_super<Q6_K>(all, KIND_Q6_K, KIND_Q6_K_TILED);
+    set_coded<MXFP4>(all, KIND_MXFP4, KIND_MXFP4_TILED);
+    set_coded<IQ4_NL>(all, KIND_IQ4_NL, KIND_IQ4_NL_TILED);
+    set_coded<Q5_0>(all, KIND_Q5_0, KIND_Q5_0_TILED);
+    set_coded<Q4_1>(all, KIND_Q4_1, KIND_Q4_1_TILED);
+    set_coded<Q5_1>(all, KIND_Q5_1, KIND_Q5_1_TILED);
+    all.weigh_keys[KIND_F32] = weigh_keys<F32>, all.mix_values[KIND_F32] = mix_values<F32>;
+    all.weigh_keys[KIND_F16] = weigh_keys<F16>, all.mix_values[KIND_F16] = mix_values<F16>;
+    all.weigh_keys[KIND_BF16] = weigh_keys<BF16>, all.mix_values[KIND_BF16] = mix_values<BF16>;
+    all.weigh_keys[KIND_Q8_0] = weigh_keys<Q8_0>, all.mix_values[KIND_Q8_0] = mix_values<Q8_0>;
+    all.weigh_keys[KIND_Q4_0] = weigh_keys<Q4_0>, all.mix_values[KIND_Q4_0] = mix_values<Q4_0>;
+    all.choose = choose, all.smooth = smooth, all.above = above, all.beyond = beyond;
+    all.keep_only = keep_only, all.add_to = add_to, all.sum_parts = sum_parts;
+    all.rms_norm = rms_norm, all.layer_norm = layer_norm, all.rotate = rotate;
+    all.store_f16 = store_f16, all.dot_bytes = dot_bytes, all.dot_codes = dot_codes;
+    all.scale_dots = scale_dots, all.share_mass = share_mass, all.choose_largest = choose_largest;
+    return all;
+}
+
+constexpr Kernels ALL_KERNELS = all_kernels();

@@ -34,11 +34,24 @@ struct HalfSums {
 #endif
 };
 
+// Adds a block of a type whose quants are unpacked to bytes.
+template <class F>
+inline void add_coded(const uint8_t* quants, const uint8_t* values, HalfSums<false>* sums) {
+    for (int i = 0; i < 2; ++i) {
+        Ints quarter[F::QUANT_BYTES / 4], bytes[8];
+        for (int v = 0; v < F::QUANT_BYTES / 4; ++v)
+            quarter[v] = load_in_order(quants + 4 * TILE_ROWS * v + 4 * LANES * i);
+        F::bytes_of_lanes(quarter, bytes);
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; ++v) sums[i].add(bytes[v], values, v);
+    }
+}
+
 // y[0 .. TILE_ROWS-1]
 template <class F>
 inline void dot_whole_tile(const TiledTile<F>& tile, const Input& input, float* y) {
     const PackedBlocks<F> x(input, tile.n);
-    constexpr bool IS_NIBBLES = F::QUANT_BYTES == 16;
+    constexpr bool IS_NIBBLES = F::HAS_NIBBLES, IS_SIGNED = !IS_NIBBLES && !F::IS_CODED;
     Floats part[4][2];
     for (auto& halves : part) halves[0] = halves[1] = zero();
 #pragma GCC unroll 1
@@ -47,20 +60,21 @@ inline void dot_whole_tile(const TiledTile<F>& tile, const Input& input, float* 
         const uint8_t *quants = F::quants_of(tile.tile, tile.n, b, 0),
                       *values = x.values + b * x.stride;
         const Ints start = Ints{} - OFFSET<F> * x.sum[b];
-        HalfSums<!IS_NIBBLES> sums[2] = {HalfSums<!IS_NIBBLES>(start), HalfSums<!IS_NIBBLES>(start)};
+        HalfSums<IS_SIGNED> sums[2] = {HalfSums<IS_SIGNED>(start), HalfSums<IS_SIGNED>(start)};
+        if constexpr (F::IS_CODED)
+            add_coded<F>(quants, values, sums);
+        else
 #pragma GCC unroll 8
-        for (int v = 0; v < F::QUANT_BYTES / 4; ++v)
+            for (int v = 0; v < F::QUANT_BYTES / 4; ++v)
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; ++i) {
-                const Ints bytes = load_in_order(quants + 4 * TILE_ROWS * v + 4 * LANES * i);
-                sums[i].add(IS_NIBBLES ? bytes & 0x0f0f0f0f : bytes, values, v);
-                if (IS_NIBBLES) sums[i].add(bytes >> 4 & 0x0f0f0f0f, values, v + 4);
-            }
-        const Floats by = broadcast(x.scale[b]);
-        for (int i = 0; i < 2; ++i) {
-            const Floats scale = mul(load_f16(F::scale_of(tile.tile, b, i * LANES)), by);
-            part[b % 4][i] = fused(to_floats(sums[i].total()), scale, part[b % 4][i]);
-        }
+                for (int i = 0; i < 2; ++i) {
+                    const Ints bytes = load_in_order(quants + 4 * TILE_ROWS * v + 4 * LANES * i);
+                    sums[i].add(IS_NIBBLES ? bytes & 0x0f0f0f0f : bytes, values, v);
+                    if (IS_NIBBLES) sums[i].add(bytes >> 4 & 0x0f0f0f0f, values, v + 4);
+                }
+        for (int i = 0; i < 2; ++i)
+            part[b % 4][i] = add_term(part[b % 4][i], sums[i].total(),
+                                      F::numbers_of(tile.tile, b, i * LANES), x.scale[b], x.sum[b]);
     }
     for (int i = 0; i < 2; ++i) {
         const Floats of_half[4] = {part[0][i], part[1][i], part[2][i], part[3][i]};

@@ -1,7 +1,7 @@
 // Products of tiled rows of q8_0 and q4_0, with the arithmetic of blocks_template.h. Lanes are rows even
 // for one vector, and nothing is transposed. Included by rows_template.h.
 //
-// Blocks are in pairs, scales before quants, so that a tile is read sequentially in whole cache lines.
+// Blocks are in pairs (those with scales of one byte in fours, those with scales and minima alone), scales before quants, so that a tile is read sequentially in whole cache lines.
 // With all scales of a tile before all its quants, a Zen 4 core reads 10 GB/s from memory instead of 26,
 // or 18 with prefetching.
 //
@@ -12,31 +12,41 @@ struct Tiled : Planar {
     typedef File InFile;
     static constexpr bool IS_PLANAR = false;
     static constexpr int64_t ROWS = TILE_ROWS;
-    static constexpr int64_t SCALE_BYTES = 2 * TILE_ROWS, TILE_QUANTS = TILE_ROWS * Planar::QUANT_BYTES;
+    static constexpr int64_t NUMBER_BYTES = number_bytes(Planar::HEAD_BYTES),
+                             TOGETHER = blocks_together(Planar::HEAD_BYTES);
+    static constexpr int64_t SCALE_BYTES = Planar::HEAD_BYTES * TILE_ROWS,
+                             TILE_QUANTS = TILE_ROWS * Planar::QUANT_BYTES;
 
     // The first four bytes of row r in block b of a tile; the next four are 4 * TILE_ROWS bytes later.
     static inline const uint8_t* quants_of(const uint8_t* tile, int64_t n, int64_t b, int64_t r) {
-        const int64_t first = b & -2, scales = n - first < 2 ? SCALE_BYTES : 2 * SCALE_BYTES;
-        return tile + first * SCALE_BYTES + scales + b * TILE_QUANTS + 4 * r;
+        const int64_t first = b & -TOGETHER, here = n - first < TOGETHER ? n - first : TOGETHER;
+        return tile + (first + here) * SCALE_BYTES + b * TILE_QUANTS + 4 * r;
     }
-    static inline const uint8_t* scale_of(const uint8_t* tile, int64_t b, int64_t r) {
-        return tile + b * SCALE_BYTES + (b & -2) * TILE_QUANTS + 2 * r;
+    // The scale of row r in block b, or another number before the quants.
+    static inline const uint8_t* scale_of(const uint8_t* tile, int64_t b, int64_t r,
+                                          int64_t number = 0) {
+        return tile + b * SCALE_BYTES + (b & -TOGETHER) * TILE_QUANTS +
+               NUMBER_BYTES * (TILE_ROWS * number + r);
+    }
+    // The numbers of LANES rows from row `lane` on.
+    static inline RowNumbers<Planar::NUMBERS> numbers_of(const uint8_t* tile, int64_t b, int64_t lane) {
+        const Floats scale = in_register(numbers_at<Planar>(scale_of(tile, b, lane)));
+        if constexpr (Planar::NUMBERS == 2)
+            return {scale, numbers_at<Planar>(scale_of(tile, b, lane, 1))};
+        else
+            return {scale};
     }
     // Block b of row r as in a file.
     static inline void copy_block(const uint8_t* tile, int64_t n, int64_t b, int64_t r, uint8_t* to) {
-        __builtin_memcpy(to, scale_of(tile, b, r), 2);
+        for (int64_t i = 0; i < Planar::NUMBERS; ++i, to += NUMBER_BYTES)
+            __builtin_memcpy(to, scale_of(tile, b, r, i), NUMBER_BYTES);
         for (int64_t at = 0; at < Planar::QUANT_BYTES; at += 4)
-            __builtin_memcpy(to + 2 + at, quants_of(tile, n, b, r) + TILE_ROWS * at, 4);
+            __builtin_memcpy(to + at, quants_of(tile, n, b, r) + TILE_ROWS * at, 4);
     }
 };
 
-struct Q8_0Tiled : Tiled<Q8_0Planar, Q8_0> {};
-struct Q4_0Tiled : Tiled<Q4_0Planar, Q4_0> {};
-
-template <>
-constexpr bool IS_TILED<Q8_0Tiled> = true;
-template <>
-constexpr bool IS_TILED<Q4_0Tiled> = true;
+template <class Planar, class File>
+constexpr bool IS_TILED<Tiled<Planar, File>> = true;
 
 // LEAST_ASKING is the number of vectors from which a product takes so long that the hardware
 // prefetcher pauses, so tiles are prefetched in software, TILED_AHEAD bytes ahead. Two Zen 4 cores,
@@ -112,21 +122,21 @@ struct TiledTile {
     const TiledAhead* ahead;  // or null
 
     // gcc 12 would otherwise call it for each block, with the quants on the stack.
-    __attribute__((always_inline)) inline Floats load(int64_t b, Ints* quarter) const {
+    __attribute__((always_inline)) inline RowNumbers<F::NUMBERS> load(int64_t b, Ints* quarter) const {
         const int64_t from = b * TILE_ROWS * F::BLOCK_BYTES;
         const uint8_t* next = ahead ? ahead->address(tile, from) : nullptr;
         if (ahead) ahead->ask_others(tile, b, F::BLOCK_BYTES);
-        const Floats scale = in_register(load_f16(F::scale_of(tile, b, lane)));
+        const RowNumbers<F::NUMBERS> numbers = F::numbers_of(tile, b, lane);
         if (!next) {
             for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v) quarter[v] = load_four(b, v);
-            return scale;
+            return numbers;
         }
         for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v) {
             __builtin_prefetch(next + 64 * v);
             quarter[v] = load_four(b, v);
         }
         __builtin_prefetch(next + 16 * F::QUANT_BYTES);
-        return scale;
+        return numbers;
     }
 
     // Prefetches what is due when block b of all rows is read.
@@ -162,11 +172,11 @@ inline void dot_one(const TiledTile<F>& tile, const Input& input, float* y) {
 #pragma GCC unroll 1
     for (int64_t b = 0; b < tile.n; ++b) {
         Ints quarter[F::QUANT_BYTES / 4], w[TILE_WEIGHTS<F>];
-        const Floats scale = tile.load(b, quarter);
+        const RowNumbers<F::NUMBERS> numbers = tile.load(b, quarter);
         tile_weights<F>(quarter, w);
         const Ints products =
             tile_products<F>(w, x.values + b / unit<F>() * x.stride, b, Ints{} - OFFSET<F> * x.sum[b]);
-        next[0] = fused(to_floats(products), mul(scale, broadcast(x.scale[b])), next[0]);
+        next[0] = add_term(next[0], products, numbers, x.scale[b], x.sum[b]);
         rotate();
     }
     for (int64_t b = tile.n; b % 4; ++b) rotate();

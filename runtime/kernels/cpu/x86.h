@@ -115,6 +115,64 @@ inline void transpose_16(const uint8_t* const* p, Ints* out) {
     out[2] = ints(MM(unpacklo_epi64)(b, d)), out[3] = ints(MM(unpackhi_epi64)(b, d));
 }
 
+inline Ints ints_of(Bits v) { return ints(v); }
+
+// For coded_blocks.h.
+inline Ints look_up(const uint8_t* table, Ints bytes) {
+#ifdef LEVEL_AVX512
+    const Bits all = _mm512_broadcast_i32x4(load_16_bytes(table));
+#else
+    const Bits all = _mm256_broadcastsi128_si256(load_16_bytes(table));
+#endif
+    return ints(MM(shuffle_epi8)(all, bits(bytes)));
+}
+
+inline Ints add_to_bytes(Ints v, int n) {
+    return ints(MM(add_epi8)(bits(v), MM(set1_epi8)(static_cast<char>(n))));
+}
+
+// 32 bytes and zeros.
+inline Ints widened(__m256i bytes) {
+#ifdef LEVEL_AVX512
+    return ints(_mm512_zextsi256_si512(bytes));
+#else
+    return ints(bytes);
+#endif
+}
+
+inline Ints nibbles_of_block(const uint8_t* p, int) {
+    const __m128i low = load_16_bytes(p);
+    const __m256i both =
+        _mm256_inserti128_si256(_mm256_castsi128_si256(low), _mm_srli_epi16(low, 4), 1);
+    return widened(_mm256_and_si256(both, _mm256_set1_epi8(15)));
+}
+
+inline Ints fifth_bits(Ints numbers, int v) {
+    // Byte v / 2 of each number, four times; then the bit of its own in each of these.
+    const int one = 0x01010101 * (v / 2), mask = 0x08040201 << 4 * (v % 2);
+    const __m128i which = _mm_setr_epi32(one, one + 0x04040404, one + 0x08080808, one + 0x0c0c0c0c);
+#ifdef LEVEL_AVX512
+    const __m512i byte = _mm512_shuffle_epi8(bits(numbers), _mm512_broadcast_i32x4(which));
+    return ints(_mm512_maskz_set1_epi8(_mm512_test_epi8_mask(byte, _mm512_set1_epi32(mask)), 16));
+#else
+    const __m256i byte = _mm256_shuffle_epi8(bits(numbers), _mm256_broadcastsi128_si256(which));
+    const __m256i own = _mm256_set1_epi32(mask),
+                  is_set = _mm256_cmpeq_epi8(_mm256_and_si256(byte, own), own);
+    return ints(_mm256_and_si256(is_set, _mm256_set1_epi8(16)));
+#endif
+}
+
+inline Ints fifths_of_block(const uint8_t* p, int) {
+    int32_t number;
+    __builtin_memcpy(&number, p, 4);
+    const __m256i which =
+        _mm256_setr_epi32(0, 0, 0x01010101, 0x01010101, 0x02020202, 0x02020202, 0x03030303, 0x03030303);
+    const __m256i own = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    const __m256i byte = _mm256_shuffle_epi8(_mm256_set1_epi32(number), which);
+    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(byte, own), own);
+    return widened(_mm256_and_si256(is_set, _mm256_set1_epi8(16)));
+}
+
 constexpr int FEW = LANES / 4;
 
 #include "ahead.h"

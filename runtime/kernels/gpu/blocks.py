@@ -5,17 +5,22 @@ nibbles and the high ones; in others 16 values in one part. A tile is [rows, uni
 scale times quant minus minimum, with scales and minima [rows, units], so a product multiplies by
 the scale once for 16 values. Sums over the last axis stay within a thread.
 
-The kinds: "f32", "f16", "bf16", "q4_0_planar", "q8_0_planar", "q4_k", "q5_k", "q6_k_planar", and,
-as stored in files, "q4_0", "q8_0", "q6_k". The layouts: hotsplit.runtime.kernels.planar, and for
-K-quants dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c.
+The kinds are the names of hotsplit.model.weight_types, in the layouts of files, and those of types
+with planes also with "_planar" behind. The layouts: hotsplit.runtime.kernels.planar, and for
+K-quants dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c. What distinguishes types of small
+blocks is in the table of weight types (`small_block`).
 
 Letters: R rows, U units."""
 
 # Kernels build tuples of tensors in loops.
 # mypy: disable-error-code="assignment, var-annotated"
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from hotsplit.model.weight_types import BY_NAME, file_kind
 
 
 @triton.jit
@@ -25,12 +30,53 @@ def rows_at(data, row_R, stride, ALIGN: tl.constexpr):
     return data + row_R.to(tl.int64) * stride * ALIGN
 
 
+class SmallBlock(NamedTuple):
+    """A kind with blocks of 32 values: its bytes, those before the fifth bits and before the quants,
+    and whether it is planar. `least`: the value of code 0 if those of the others follow it, one by
+    one. Otherwise the values plus `bias` are the bytes of two words of 64 bits."""
+
+    size: int
+    head: int
+    quants_at: int
+    is_planar: bool
+    has_nibbles: bool
+    is_affine: bool
+    least: float
+    bias: float
+    first_word: int
+    second_word: int
+
+
+@triton.constexpr_function
+def is_small(kind: str) -> bool:
+    return BY_NAME[file_kind(kind)].has_small_blocks
+
+
+@triton.constexpr_function
+def small_block(kind: str) -> SmallBlock:
+    each = BY_NAME[file_kind(kind)]
+    levels, bias = each.levels, -min(each.levels, default=0)
+    is_affine = all(level == levels[0] + i for i, level in enumerate(levels))
+    words = [0, 0]
+    if not is_affine:
+        words = [
+            int.from_bytes(bytes(level + bias for level in half), "little", signed=True)
+            for half in (levels[:8], levels[8:])
+        ]
+    return SmallBlock(
+        each.block_bytes, each.head_bytes, each.planes[-1][0], kind.endswith("_planar"),
+        each.has_nibbles, is_affine, float(min(levels, default=0)), float(bias), *words,
+    )  # fmt: skip
+
+
 @triton.jit
 def columns(unit_U, KIND: tl.constexpr, PART: tl.constexpr):
     """Column indices [U, 16] of one part of the units."""
     first = unit_U * 16
-    if KIND == "q4_0" or KIND == "q4_0_planar":
-        first = unit_U * 32 + 16 * PART
+    if is_small(KIND):
+        SMALL: tl.constexpr = small_block(KIND)
+        if SMALL.has_nibbles:
+            first = unit_U * 32 + 16 * PART
     elif KIND == "q4_k" or KIND == "q5_k":
         first = unit_U // 2 * 64 + unit_U % 2 * 16 + 32 * PART
     elif KIND == "q6_k" or KIND == "q6_k_planar":
@@ -54,7 +100,8 @@ def in_row(
 @triton.jit
 def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """f32 [R, U, 16] of each part; kinds with one part return it twice. Masked-out units are not
-    read: they give the quants of zero bytes, -8 in q4_0 and -32 in q6_k, and their scales are 0."""
+    read: they give the quants of zero bytes, -8 in q4_0 and -32 in q6_k, and their scales and minima
+    are 0."""
     lane = tl.arange(0, 16)[None, None, :]
     row = row_R[:, None, None]
     unit = unit_U[None, :, None]
@@ -64,20 +111,33 @@ def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
             is_live = is_live & (unit * 16 + lane < WIDTH)
         low = tl.load(row + (unit * 16 + lane), mask=is_live, other=0).to(tl.float32)
         high = low
-    elif KIND == "q8_0" or KIND == "q8_0_planar":
-        at = unit // 2 * 34 + 2 + unit % 2 * 16
-        if KIND == "q8_0_planar":
-            at = unit * 16 + WIDTH // 32 * 2
+    elif is_small(KIND):
+        SMALL: tl.constexpr = small_block(KIND)
+        UNITS_OF_BLOCK: tl.constexpr = 1 if SMALL.has_nibbles else 2
+        block = unit // UNITS_OF_BLOCK
+        at = block * SMALL.size + SMALL.quants_at + unit % UNITS_OF_BLOCK * 16
+        if SMALL.is_planar:
+            at = unit * 16 + WIDTH // 32 * SMALL.quants_at
         both = tl.load(row + (at + lane), mask=is_live, other=0)
-        low = both.to(tl.int8, bitcast=True).to(tl.float32)
-        high = low
-    elif KIND == "q4_0" or KIND == "q4_0_planar":
-        at = unit * 18 + 2
-        if KIND == "q4_0_planar":
-            at = unit * 16 + WIDTH // 32 * 2
-        both = tl.load(row + (at + lane), mask=is_live, other=0)
-        low = _float_of(both & 15, 8.0)
-        high = _float_of(both >> 4, 8.0)
+        if SMALL.has_nibbles:
+            low = both & 15
+            high = both >> 4
+            if SMALL.quants_at > SMALL.head:
+                at = block * SMALL.size + SMALL.head
+                if SMALL.is_planar:
+                    at = unit * 4 + WIDTH // 32 * SMALL.head
+                fifth = tl.load(row + (at + lane // 8), mask=is_live, other=0) >> (lane % 8).to(
+                    tl.uint8
+                )
+                low |= (fifth & 1) << 4
+                fifth = tl.load(row + (at + 2 + lane // 8), mask=is_live, other=0)
+                fifth = fifth >> (lane % 8).to(tl.uint8)
+                high |= (fifth & 1) << 4
+            low = level_of(low, KIND)
+            high = level_of(high, KIND)
+        else:
+            low = both.to(tl.int8, bitcast=True).to(tl.float32)
+            high = low
     elif KIND == "q4_k":
         both = tl.load(row + (unit // 8 * 144 + 16 + unit % 8 * 16 + lane), mask=is_live, other=0)
         low = _float_of(both & 15, 0.0)
@@ -101,6 +161,29 @@ def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
         low = _float_of((both & 15) | ((upper & 3) << 4), 32.0)
         high = _float_of((both >> 4) | (upper & 48), 32.0)
     return low, high
+
+
+@triton.jit
+def level_of(code, KIND: tl.constexpr):
+    """What the codes of a small block, bytes, stand for, in units of its scale."""
+    SMALL: tl.constexpr = small_block(KIND)
+    if SMALL.is_affine:
+        level = _float_of(code, -SMALL.least)
+    else:
+        first = tl.full([1, 1, 1], SMALL.first_word, tl.int64)
+        second = tl.full([1, 1, 1], SMALL.second_word, tl.int64)
+        byte = tl.where(code < 8, first, second) >> ((code & 7) * 8).to(tl.int64)
+        level = _float_of(byte.to(tl.int32) & 255, SMALL.bias)
+    return level
+
+
+@triton.jit
+def exponent_at(pointer, is_live):
+    """2^(e - 128) for the byte e at a pointer, as f32; 0 where masked out. The two smallest are
+    subnormal."""
+    e = tl.load(pointer, mask=is_live, other=0).to(tl.int32)
+    bits = tl.where(e < 2, (e + 1) << 21, (e - 1) << 23)
+    return tl.where(is_live, bits, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -129,16 +212,37 @@ def scales(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
         scale = tl.load(row + (at + 4), mask=is_live, other=0)
         high = factor * scale.to(tl.int8, bitcast=True).to(tl.float32)
     else:
-        at = unit * 2
-        if KIND == "q4_0":
-            at = unit * 18
-        elif KIND == "q8_0":
-            at = unit // 2 * 34
-        elif KIND == "q8_0_planar":
-            at = unit // 2 * 2
-        low = _half_at(row + at, is_live)
+        SMALL: tl.constexpr = small_block(KIND)
+        at = _head_at(unit, KIND)
+        if SMALL.head == 1:  # noqa: SIM108
+            low = exponent_at(row + at, is_live)
+        else:
+            low = _half_at(row + at, is_live)
         high = low
     return low, high
+
+
+@triton.jit
+def _head_at(unit, KIND: tl.constexpr):
+    """The place in a row of the numbers before the quants of a unit's small block."""
+    SMALL: tl.constexpr = small_block(KIND)
+    UNITS_OF_BLOCK: tl.constexpr = 1 if SMALL.has_nibbles else 2
+    STEP: tl.constexpr = SMALL.head if SMALL.is_planar else SMALL.size
+    return unit // UNITS_OF_BLOCK * STEP
+
+
+@triton.constexpr_function
+def has_minimum(kind: str) -> bool:
+    """True for small blocks whose scale is followed by a minimum."""
+    each = BY_NAME[file_kind(kind)]
+    return each.has_small_blocks and each.head_bytes == 4
+
+
+@triton.jit
+def minima(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr):
+    """f32 [R, U] of the units of small blocks."""
+    is_live = live_R[:, None] & in_row_U[None, :]
+    return _half_at(row_R[:, None] + (_head_at(unit_U[None, :], KIND) + 2), is_live)
 
 
 @triton.jit
@@ -203,6 +307,10 @@ def values(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         low = low * scale_low[:, :, None]
         high = high * scale_high[:, :, None]
+        if has_minimum(KIND):
+            minimum = minima(row_R, live_R, in_row_U, unit_U, KIND)
+            low += minimum[:, :, None]
+            high += minimum[:, :, None]
     else:
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
     return low, high
@@ -243,6 +351,8 @@ def dot_rows(
             )
         elif HAS_BLOCKS:
             scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        if has_minimum(KIND):
+            minimum = minima(row_R, live_R, in_row_U, unit_U, KIND)
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         is_there = in_row(unit_U, KIND, WIDTH, 0, PARTS)
         sums = ()
@@ -260,6 +370,8 @@ def dot_rows(
             if KIND == "q4_k" or KIND == "q5_k":
                 total -= minimum_low * tl.sum(x_low, axis=1)[None, :]
                 total -= minimum_high * tl.sum(x_high, axis=1)[None, :]
+            if has_minimum(KIND):
+                total += minimum * (tl.sum(x_low, axis=1) + tl.sum(x_high, axis=1))[None, :]
             sums = sums + (total,)
         totals = sums
     results = ()

@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.model.weight_types import BY_NAME
+from hotsplit.runtime.kernels.gpu.slots import FORMS
+
 _UNITS = 1024  # per program: 2 KiB, so a row of 4,096 values in 8 bits takes three programs
 _WORDS = 8  # per program
 
@@ -21,29 +24,89 @@ def _moved(at_U, byte_U, num_blocks, block, first, start, size):
     return tl.where(is_in_U, first * num_blocks + number_U * size + inner_U - start, at_U)
 
 
+@triton.constexpr_function
+def num_forms() -> int:
+    return len(FORMS)
+
+
+@triton.constexpr_function
+def has_odd_blocks(form: int) -> bool:
+    """True for blocks of an odd number of bytes, which are not copied two by two."""
+    return BY_NAME[FORMS[form]].block_bytes % 2 == 1
+
+
+@triton.constexpr_function
+def num_planes(form: int) -> int:
+    return len(BY_NAME[FORMS[form]].planes)
+
+
+@triton.constexpr_function
+def block_of(form: int) -> int:
+    return BY_NAME[FORMS[form]].block_bytes
+
+
+@triton.constexpr_function
+def plane_start(form: int, number: int) -> int:
+    return BY_NAME[FORMS[form]].planes[number][0]
+
+
+@triton.constexpr_function
+def plane_size(form: int, number: int) -> int:
+    return BY_NAME[FORMS[form]].planes[number][1]
+
+
+@triton.constexpr_function
+def bytes_before(form: int, number: int) -> int:
+    """Bytes of a block in the planes before this one."""
+    return sum(size for _, size in BY_NAME[FORMS[form]].planes[:number])
+
+
+@triton.jit
+def _planar_place(byte_U, num_bytes, FORM: tl.constexpr):
+    """The places in a planar row of bytes of a row as in a file."""
+    at_U = byte_U
+    for number in tl.static_range(num_planes(FORM)):
+        at_U = _moved(
+            at_U, byte_U, num_bytes // block_of(FORM), block_of(FORM), bytes_before(FORM, number),
+            plane_start(FORM, number), plane_size(FORM, number),
+        )  # fmt: skip
+    return at_U
+
+
 @triton.jit
 def _scatter(staging, copies, UNITS: tl.constexpr):
     copy = copies + tl.program_id(0).to(tl.int64) * 4
     num_bytes = tl.load(copy + 2)
     form = tl.load(copy + 3)
     byte_U = 2 * (tl.program_id(1) * UNITS + tl.arange(0, UNITS)).to(tl.int64)
-    is_there_U = byte_U < num_bytes
+    source, target = staging + tl.load(copy), tl.load(copy + 1)
     at_U = byte_U
-    if form == 1:  # 18 bytes: scales, nibbles
-        at_U = _moved(at_U, byte_U, num_bytes // 18, 18, 0, 0, 2)
-        at_U = _moved(at_U, byte_U, num_bytes // 18, 18, 2, 2, 16)
-    if form == 2:  # q8_0: scales, values
-        at_U = _moved(at_U, byte_U, num_bytes // 34, 34, 0, 0, 2)
-        at_U = _moved(at_U, byte_U, num_bytes // 34, 34, 2, 2, 32)
-    if form == 3:  # q6_k: ql, qh, scales, d
-        at_U = _moved(at_U, byte_U, num_bytes // 210, 210, 0, 0, 128)
-        at_U = _moved(at_U, byte_U, num_bytes // 210, 210, 128, 128, 64)
-        at_U = _moved(at_U, byte_U, num_bytes // 210, 210, 192, 192, 16)
-        at_U = _moved(at_U, byte_U, num_bytes // 210, 210, 208, 208, 2)
-    source = (staging + tl.load(copy)).to(tl.pointer_type(tl.int16))
-    target = tl.load(copy + 1).to(tl.pointer_type(tl.int16))
-    unit_U = tl.load(source + byte_U // 2, mask=is_there_U, other=0)
-    tl.store(target + at_U // 2, unit_U, mask=is_there_U)
+    has_odd = form < 0
+    for other in tl.static_range(1, num_forms()):
+        if has_odd_blocks(other):
+            has_odd = has_odd | (form == other)
+        if form == other:
+            at_U = _planar_place(byte_U, num_bytes, other)
+    if has_odd:  # the places of two bytes need not be adjacent
+        for other in tl.static_range(1, num_forms()):
+            if has_odd_blocks(other):
+                own_target = target.to(tl.pointer_type(tl.uint8))
+                for odd in tl.static_range(2):
+                    own_U = byte_U + odd
+                    is_own_U = (own_U < num_bytes) & (form == other)
+                    value_U = tl.load(source + own_U, mask=is_own_U, other=0)
+                    place_U = _planar_place(own_U, num_bytes, other)
+                    tl.store(own_target + place_U, value_U, mask=is_own_U)
+    else:
+        is_there_U = byte_U + 1 < num_bytes
+        unit_U = tl.load(
+            source.to(tl.pointer_type(tl.int16)) + byte_U // 2, mask=is_there_U, other=0
+        )
+        tl.store(target.to(tl.pointer_type(tl.int16)) + at_U // 2, unit_U, mask=is_there_U)
+        if num_bytes % 2 == 1:
+            last_U = byte_U + 1 == num_bytes
+            value_U = tl.load(source + byte_U, mask=last_U, other=0)
+            tl.store(target.to(tl.pointer_type(tl.uint8)) + byte_U, value_U, mask=last_U)
 
 
 @triton.jit(do_not_specialize=["num_neurons"])

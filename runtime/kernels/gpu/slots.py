@@ -3,7 +3,8 @@ neurons, `pack_open` packs the bits of the hot neurons that a step reads.
 
 A copy is described by four numbers (`COPY`): offset in staging, target address, number of bytes,
 and form (`FORMS`): "" copies the bytes unchanged, the others rearrange a file's blocks to planar
-rows (runtime.kernels.planar). Sizes and addresses are multiples of 2.
+rows (runtime.kernels.planar). Addresses are multiples of 2, and so are sizes but those of rows with
+blocks of an odd number of bytes.
 
 Letters: C copies, B bytes of staging, F neurons of a layer, N slots, W words that hold F bits."""
 

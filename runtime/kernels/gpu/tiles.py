@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.weight_types import file_kind
-from hotsplit.runtime.kernels.gpu.blocks import columns, six_bit_numbers
+from hotsplit.runtime.kernels.gpu.blocks import (
+    columns,
+    exponent_at,
+    has_minimum,
+    level_of,
+    six_bit_numbers,
+    small_block,
+)
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
 
@@ -33,26 +40,49 @@ def _half(pointer, is_live):
 
 @triton.jit
 def _small_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """(bytes, scales) of small blocks: two blocks have their scales first, or a last one alone."""
-    SIZE: tl.constexpr = 32 if KIND == "q8_0" else 16
-    block = unit // (SIZE // 16)
-    is_second = block % 2
-    num_scales = tl.where(block - is_second + 1 < WIDTH // 32, 64, 32)
-    pair = tile + block // 2 * (32 * (2 + SIZE))
-    at = num_scales + is_second * (16 * SIZE) + _fours(unit % (SIZE // 16) * 16 + lane, row)
-    return tl.load(pair + at, mask=is_live, other=0), _half(
-        pair + is_second * 32 + row * 2, is_live
-    )
+    """(low, high, scales, minima) of small blocks: as many as have 64 bytes of numbers have these
+    first."""
+    SMALL: tl.constexpr = small_block(KIND)
+    UNITS_OF_BLOCK: tl.constexpr = 1 if SMALL.has_nibbles else 2
+    TOGETHER: tl.constexpr = 4 // SMALL.head
+    block = unit // UNITS_OF_BLOCK
+    first = block // TOGETHER * TOGETHER
+    numbers = tile + first * (16 * SMALL.size) + (block - first) * (16 * SMALL.head)
+    quants = tile + block * (16 * (SMALL.size - SMALL.head))
+    quants += tl.minimum(first + TOGETHER, WIDTH // 32) * (16 * SMALL.head)
+    at = _fours(SMALL.quants_at - SMALL.head + unit % UNITS_OF_BLOCK * 16 + lane, row)
+    both = tl.load(quants + at, mask=is_live, other=0)
+    if SMALL.head == 1:
+        scale = exponent_at(numbers + row, is_live)
+    else:
+        scale = _half(numbers + row * 2, is_live)
+    minimum = scale
+    if SMALL.head == 4:
+        minimum = _half(numbers + 32 + row * 2, is_live)
+    low = both & 15
+    high = both >> 4
+    if SMALL.quants_at > SMALL.head:
+        fifth = tl.load(quants + row * 4 + lane // 8, mask=is_live, other=0)
+        low |= (fifth >> (lane % 8).to(tl.uint8) & 1) << 4
+        fifth = tl.load(quants + row * 4 + lane // 8 + 2, mask=is_live, other=0)
+        high |= (fifth >> (lane % 8).to(tl.uint8) & 1) << 4
+    if not SMALL.has_nibbles:
+        low = both
+    return low, high, scale, minimum
 
 
 @triton.jit
 def _small_group(group, row, unit, lane, is_live, KIND: tl.constexpr):
-    """(bytes, scales) of small blocks: a block has its scales first, then each byte of four rows
+    """(low, high, scales) of small blocks: a block has its scales first, then each byte of four rows
     16 apart."""
     SIZE: tl.constexpr = 32 if KIND == "q8_0" else 16
     block = group + unit // (SIZE // 16) * (64 * (2 + SIZE))
     at = 128 + row % 16 * (4 * SIZE) + (unit % (SIZE // 16) * 16 + lane) * 4 + row // 16
-    return tl.load(block + at, mask=is_live, other=0), _half(block + row * 2, is_live)
+    both = tl.load(block + at, mask=is_live, other=0)
+    low = both
+    if KIND != "q8_0":
+        low = both & 15
+    return low, both >> 4, _half(block + row * 2, is_live)
 
 
 @triton.jit
@@ -142,15 +172,18 @@ def _unpack_tiles(
     else:
         tl.static_assert(KIND == "q8_0" or PARTS == 2, "an unknown kind")
         if ROWS == 16:
-            both, scale = _small_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
+            low, high, scale, minimum = _small_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
         else:
-            both, scale = _small_group(tile, row, unit, lane, is_live, KIND)
+            low, high, scale = _small_group(tile, row, unit, lane, is_live, KIND)
         if KIND == "q8_0":
-            low = both.to(tl.int8, bitcast=True).to(tl.float32) * scale
+            low = low.to(tl.int8, bitcast=True).to(tl.float32) * scale
             high = low
         else:
-            low = ((both & 15).to(tl.float32) - 8.0) * scale
-            high = ((both >> 4).to(tl.float32) - 8.0) * scale
+            low = level_of(low, KIND) * scale
+            high = level_of(high, KIND) * scale
+        if has_minimum(KIND):
+            low += minimum
+            high += minimum
     target = out + (number * ROWS + row_R)[:, None, None] * out_stride
     for part in tl.static_range(PARTS):
         value = low if part == 0 else high

@@ -6,11 +6,13 @@ Lists of types elsewhere are derived from this table. Kernels and encoders have 
 A kind is the name of a type, or of a type in another layout in memory (`kind_in`)."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-TypeName = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
+TypeName = Literal[
+    "f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl", "q5_0", "q4_1",
+    "q5_1",
+]  # fmt: skip
 PredictorTypeName = Literal["f16", "q8_0", "q4_0"]  # types of predictors that `profile` trains
 Form = Literal["planar", "tiled", "grouped"]  # layouts of rows in memory, on the CPU
 
@@ -26,10 +28,15 @@ class WeightType:
     """A type, named as in GGUF but in lower case.
 
     - `file_type`: the member of gguf.LlamaFileType for a file in this type.
-    - `forms`: the CPU's layouts, and their numbers in `enum Kind` of kernels.h.
+    - `forms`: the CPU's layouts. Small blocks with a planar one have sums of integers, and caches
+      and predictors store them too; the rows of other blocks are summed in f32.
+    - `is_encoded`: whether `convert` quantises to it. Types that it only copies come last.
+    - `levels`: what the codes of a small block with nibbles (and perhaps fifth bits) stand for, in
+      units of its scale.
     - `planes`: (first byte in a block, bytes) of the parts of a planar row; (): GPUs read the rows
-      as stored.
-    - `halves`: first and last + 1 of the bytes of a block that are f16 numbers; None for floats.
+      as stored. In small blocks, numbers, fifth bits if there are any, quants.
+    - `halves`: first and last + 1 of the bytes of a block that are f16 numbers; None for floats and
+      for scales that are powers of two.
     - `overflows_at`: the smallest magnitude that `convert` refuses. Floats: where rounding overflows
       the type. Blocks: where their f16 scale (the largest magnitude over 127 or 8) overflows.
       K-quants: about half of that at which the f16 scale of the minima of q4_k and q5_k (the
@@ -47,12 +54,14 @@ class WeightType:
     file_type: str
     block_values: int
     block_bytes: int
-    forms: Mapping[Form, int]
+    forms: tuple[Form, ...]
+    is_encoded: bool = True
+    levels: tuple[int, ...] = ()
     planes: tuple[tuple[int, int], ...] = ()
     halves: tuple[int, int] | None = None
-    overflows_at: float
-    relative_error: float
-    absolute_error: float
+    overflows_at: float = math.inf
+    relative_error: float = 0.0
+    absolute_error: float = 0.0
 
     @property
     def code(self) -> int:
@@ -65,9 +74,19 @@ class WeightType:
 
     @property
     def has_small_blocks(self) -> bool:
-        """True for blocks of 32 values with one scale; the cache of keys and values has them too,
-        and so have predictors."""
+        """True for blocks of 32 values, which begin with a scale and perhaps a minimum."""
         return self.block_values == 32
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a small block before its quants."""
+        return self.planes[0][1]
+
+    @property
+    def has_integer_sums(self) -> bool:
+        """True for small blocks whose rows the CPU sums in integers; the cache of keys and values
+        has them too, and so have predictors."""
+        return "planar" in self.forms
 
     @property
     def is_k_quant(self) -> bool:
@@ -75,8 +94,8 @@ class WeightType:
 
     @property
     def has_nibbles(self) -> bool:
-        """True for small blocks of 4-bit values, from -8 to 7 steps."""
-        return self.has_small_blocks and self.block_bytes == 2 + 32 // 2
+        """True for small blocks whose last 16 bytes have two values each."""
+        return bool(self.levels)
 
     @property
     def bytes_per_value(self) -> float:
@@ -106,46 +125,77 @@ class WeightType:
     def kind_in(self, form: Form) -> str:
         return f"{self.name}_{form}"
 
+    def code_in(self, form: Form) -> int:
+        """The number of a layout's kind in `enum Kind` of kernels.h: after all types, layout by
+        layout."""
+        kinds = [each.kind_in(f) for f in FORMS for each in TYPES if f in each.forms]
+        return len(TYPES) + kinds.index(self.kind_in(form))
+
 
 TYPES: tuple[WeightType, ...] = (
     WeightType(
-        name="f32", file_type="ALL_F32", block_values=1, block_bytes=4, forms={},
+        name="f32", file_type="ALL_F32", block_values=1, block_bytes=4, forms=(),
         overflows_at=math.inf, relative_error=0.0, absolute_error=0.0,
     ),
     WeightType(
-        name="f16", file_type="MOSTLY_F16", block_values=1, block_bytes=2, forms={"grouped": 14},
+        name="f16", file_type="MOSTLY_F16", block_values=1, block_bytes=2, forms=("grouped",),
         overflows_at=F16_OVERFLOW, relative_error=2.0**-11, absolute_error=2.0**-24,
     ),
     WeightType(
-        name="bf16", file_type="MOSTLY_BF16", block_values=1, block_bytes=2, forms={"grouped": 15},
+        name="bf16", file_type="MOSTLY_BF16", block_values=1, block_bytes=2, forms=("grouped",),
         overflows_at=float.fromhex("0x1.FFp127"), relative_error=2.0**-8, absolute_error=1e-38,
     ),
     WeightType(
         name="q8_0", file_type="MOSTLY_Q8_0", block_values=32, block_bytes=34,
-        forms={"planar": 9, "tiled": 11, "grouped": 13},
+        forms=FORMS,
         planes=((0, 2), (2, 32)), halves=(0, 2), overflows_at=127 * F16_OVERFLOW,
         relative_error=0.5 / 127 + 2.0**-11, absolute_error=127 * 2.0**-24,
     ),
     WeightType(
         name="q4_0", file_type="MOSTLY_Q4_0", block_values=32, block_bytes=18,
-        forms={"planar": 8, "tiled": 10, "grouped": 12},
+        forms=FORMS, levels=tuple(range(-8, 8)),
         planes=((0, 2), (2, 16)), halves=(0, 2), overflows_at=8 * F16_OVERFLOW,
         relative_error=1 / 8 + 2.0**-11, absolute_error=8 * 2.0**-24,
     ),
     WeightType(
         name="q4_k", file_type="MOSTLY_Q4_K_S", block_values=256, block_bytes=144,
-        forms={"tiled": 16}, halves=(0, 4), overflows_at=32 * F16_OVERFLOW,
+        forms=("tiled",), halves=(0, 4), overflows_at=32 * F16_OVERFLOW,
         relative_error=0.25, absolute_error=2.0**-15,
     ),
     WeightType(
         name="q5_k", file_type="MOSTLY_Q5_K_S", block_values=256, block_bytes=176,
-        forms={"tiled": 17}, halves=(0, 4), overflows_at=32 * F16_OVERFLOW,
+        forms=("tiled",), halves=(0, 4), overflows_at=32 * F16_OVERFLOW,
         relative_error=0.15, absolute_error=2.0**-14,
     ),
     WeightType(
         name="q6_k", file_type="MOSTLY_Q6_K", block_values=256, block_bytes=210,
-        forms={"tiled": 18}, planes=((0, 128), (128, 64), (192, 16), (208, 2)), halves=(208, 210),
+        forms=("tiled",), planes=((0, 128), (128, 64), (192, 16), (208, 2)), halves=(208, 210),
         overflows_at=32 * F16_OVERFLOW, relative_error=0.06, absolute_error=2.0**-13,
+    ),
+    WeightType(
+        name="mxfp4", file_type="MOSTLY_MXFP4_MOE", block_values=32, block_bytes=17,
+        forms=("tiled",), is_encoded=False, planes=((0, 1), (1, 16)),
+        levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    ),
+    WeightType(
+        name="iq4_nl", file_type="MOSTLY_IQ4_NL", block_values=32, block_bytes=18,
+        forms=("tiled",), is_encoded=False, planes=((0, 2), (2, 16)), halves=(0, 2),
+        levels=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    ),
+    WeightType(
+        name="q5_0", file_type="MOSTLY_Q5_0", block_values=32, block_bytes=22,
+        forms=("tiled",), is_encoded=False, planes=((0, 2), (2, 4), (6, 16)), halves=(0, 2),
+        levels=tuple(range(-16, 16)),
+    ),
+    WeightType(
+        name="q4_1", file_type="MOSTLY_Q4_1", block_values=32, block_bytes=20,
+        forms=("tiled",), is_encoded=False, planes=((0, 4), (4, 16)), halves=(0, 4),
+        levels=tuple(range(16)),
+    ),
+    WeightType(
+        name="q5_1", file_type="MOSTLY_Q5_1", block_values=32, block_bytes=24,
+        forms=("tiled",), is_encoded=False, planes=((0, 4), (4, 4), (8, 16)), halves=(0, 4),
+        levels=tuple(range(32)),
     ),
 )  # fmt: skip
 
@@ -153,19 +203,22 @@ BY_NAME: dict[str, WeightType] = {each.name: each for each in TYPES}
 assert tuple(BY_NAME) == NAMES, "a type's place is its number in C++"
 
 FLOAT_NAMES = tuple(each.name for each in TYPES if each.is_float)
-SMALL_BLOCK_NAMES = tuple(each.name for each in TYPES if each.has_small_blocks)
+ENCODED_NAMES = tuple(each.name for each in TYPES if each.is_encoded)
+assert NAMES[: len(ENCODED_NAMES)] == ENCODED_NAMES, "the encoders have the same numbers"
+# Small blocks with sums of integers.
+SMALL_BLOCK_NAMES = tuple(each.name for each in TYPES if each.has_integer_sums)
 LARGE_NAMES = tuple(each.name for each in TYPES if each.is_large)
 K_QUANT_NAMES = tuple(each.name for each in TYPES if each.is_k_quant)
-# Types that quantise, from nearly lossless to the smallest. Of two with as many bytes, the one with
+# Types to quantise to, from nearly lossless to the smallest. Of two with as many bytes, the one with
 # larger blocks loses less.
 BY_QUALITY: tuple[TypeName, ...] = tuple(
     each.name
     for each in sorted(TYPES, key=lambda each: (-each.bytes_per_value, -each.block_values))
-    if not each.is_float
+    if each.is_encoded and not each.is_float
 )
 SMALLEST = BY_QUALITY[-1]
 # Types in which the cache stores keys and values.
-CACHE_NAMES = tuple(each.name for each in TYPES if each.is_float or each.has_small_blocks)
+CACHE_NAMES = tuple(each.name for each in TYPES if each.is_float or each.has_integer_sums)
 
 
 def kinds_in(form: Form) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Parses the type of a file's matrices on the command line, in other programs' spellings too."""
 
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 from hotsplit.commands.options.shared import say
-from hotsplit.convert.options import Outtype
+from hotsplit.model.weight_types import ENCODED_NAMES
 
 _SAME = {"fp32": "f32", "float32": "f32", "fp16": "f16", "float16": "f16", "bfloat16": "bf16",
          "q8": "q8_0"}  # fmt: skip
@@ -24,7 +24,7 @@ class OuttypeChoice(click.Choice):
     """A type (f32, f16, ..., q6_k) in upper or lower case, or by another program's name for it."""
 
     def __init__(self) -> None:
-        super().__init__(get_args(Outtype), case_sensitive=False)
+        super().__init__(ENCODED_NAMES, case_sensitive=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name = str(value).lower()
