@@ -6,8 +6,8 @@ Assumptions:
   too. The largest n that fits is taken. Several GPUs are filled one after the other, in order.
 - Every GPU in use has a compute buffer of the size of our workspace. Memory that the driver takes
   for itself is counted for neither program.
-- There is no sparsity and there are no predictors: a token reads every weight, and half of the
-  KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
+- There is no sparsity and there are no predictors: a token reads every weight, of a mixture those of
+  as many experts as it chooses, and half of the KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
   matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
 - Nothing overlaps. The kernels of a layer on a GPU take as long as ours that read as many bytes, but
   a feed-forward part has DENSE_FFN_KERNELS of them, one more than ours.
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
-from hotsplit.costs.part_bytes import head_bytes, is_predictor, kv_read, layer_tensors
+from hotsplit.costs.part_bytes import head_bytes, is_predictor, kv_read, layer_tensors, read_share
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.problem_builder import cpu_seconds, head_seconds, token_seconds
+from hotsplit.solver.units import ExpertUnits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,14 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
     """The same whole layers on the GPUs, as a plan of ours."""
     spec = inputs.model.spec
     is_there_L = np.arange(spec.num_layers) >= spec.num_layers - split.num_layers
-    num_neurons_L = np.array([layer.neurons.number for layer in spec.layers])
-    num_hot_L = np.where(is_there_L, num_neurons_L, 0)
+    num_units_L = np.array([layer.neurons.number for layer in spec.layers])
+    if spec.has_experts:
+        num_units_L[:] = ExpertUnits(model=inputs.model, profile=inputs.profile).number
+    num_hot_L = np.where(is_there_L, num_units_L, 0)
     before = [split.homes[0] if split.homes else 0] * (spec.num_layers - split.num_layers)
     home = [*before, *split.homes]
     home += home[-1:] * (spec.num_layers + 1 - len(home))
-    hot_LF = np.arange(spec.most_neurons) < num_hot_L[:, None]
+    hot_LF = np.arange(num_units_L.max()) < num_hot_L[:, None]
     return PipelinePlacement(
         placement=Placement(hot_LF=hot_LF, dense_L=is_there_L, head=split.has_head),
         home_I=np.array(home, np.int64),
@@ -101,7 +104,7 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
     )  # fmt: skip
     for layer, home in zip(range(first, model.spec.num_layers), homes, strict=False):
         gpu = inputs.gpus[home]
-        read = kv_read(model, layer, inputs.context_length) + _weight_bytes(inputs, layer)
+        read = kv_read(model, layer, inputs.context_length) + _read_bytes(inputs, layer)
         kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
         total += gpu.kernels_seconds(kernels, read)
     if has_head:
@@ -117,6 +120,16 @@ def _weight_bytes(inputs: Inputs, layer: int) -> int:
     """Bytes of a layer, without its predictor's."""
     tensors = layer_tensors(inputs.model, layer)
     return sum(entry.num_bytes for name, entry in tensors.items() if _is_read(name))
+
+
+def _read_bytes(inputs: Inputs, layer: int) -> float:
+    """The bytes of a layer that a token reads."""
+    model, tensors = inputs.model, layer_tensors(inputs.model, layer)
+    return sum(
+        read_share(model, layer, name) * entry.num_bytes
+        for name, entry in tensors.items()
+        if _is_read(name)
+    )
 
 
 def _is_read(name: str) -> bool:

@@ -5,7 +5,7 @@ GPU, or one run of layers on it, the Lagrangian search comes first, then a dynam
 if it leaves a gap. For several GPUs, rows of cuts (`multi_gpu`) are tried in order of their bounds,
 until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. Unless
 that is proven to HIGHS_SLACK, the grouped integer program starts from there, and its answer is
-refined to single neurons. The fastest plan
+refined to single neurons; not for a mixture of experts, whose price (`replay`) is no linear program. The fastest plan
 wins. The bound is that of the numpy methods, which can be recomputed by adding up; the integer
 program's own is only compared with it, since it depends on HiGHS's tolerances."""
 
@@ -116,6 +116,8 @@ def find_plan(
         return _answer(pipeline, "time_limit", start, bound_s)
     if bound_s >= start_s * (1 - HIGHS_SLACK):  # beyond that HiGHS cannot tell
         return _answer(pipeline, "optimal", start, bound_s, _memory_notes(pipeline, start))
+    if pipeline.model.rank_LTK is not None:  # the program's prices are means
+        return _answer(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
     is_proven = bound_s >= start_s * (1 - GROUPED_GAP)
     grouped = solve_grouped(
         pipeline=pipeline,

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
@@ -25,6 +27,8 @@ from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
+from hotsplit.solver.problem import Placement, Problem
+from hotsplit.solver.units import ExpertUnits
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (
     advice_line,
@@ -214,14 +218,14 @@ def split_of(found: Found, *, solve_s: float) -> Split:
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     placement, plan = answer.placement, answer.plan
     has_many = len(inputs.budgets) > 1
-    ranks = zip(pipeline.model.order_LF, placement.hot_LF, strict=True)  # hottest first
+    hot = hot_ids(inputs, pipeline.model, placement)
     _, profile_path, machine_path = inputs.paths
     empty = Split(
         model_id=inputs.model.model_id,
         mode=inputs.mode,
         vram_budget_bytes=sum(inputs.budgets),
         context_length=inputs.context_length,
-        hot=tuple(order_F[is_hot_F] for order_F, is_hot_F in ranks),
+        hot=hot,
         dense_on_gpu=tuple(placement.dense_L.tolist()),
         head_on_gpu=placement.head,
         gpu_bytes={},
@@ -242,6 +246,15 @@ def split_of(found: Found, *, solve_s: float) -> Split:
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}
     return replace(empty, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
+
+
+def hot_ids(inputs: Inputs, problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
+    """The ids of each layer's hot neurons or experts, hottest first."""
+    if inputs.model.spec.has_experts:
+        units = ExpertUnits(model=inputs.model, profile=inputs.profile)
+        return tuple(units.ids(layer, hot_F) for layer, hot_F in enumerate(placement.hot_LF))
+    ranks = zip(problem.order_LF, placement.hot_LF, strict=True)
+    return tuple(order_F[is_hot_F] for order_F, is_hot_F in ranks)
 
 
 def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
