@@ -1,4 +1,5 @@
-"""Predicts the time of llama.cpp's layer split at the same budgets, from this machine's figures.
+"""Predicts the time of llama.cpp's layer split at the same budgets and, for a mixture of experts, of
+its --n-cpu-moe, from this machine's figures.
 
 Assumptions:
 
@@ -11,6 +12,8 @@ Assumptions:
   matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
 - Nothing overlaps. The kernels of a layer on a GPU take as long as ours that read as many bytes, but
   a feed-forward part has DENSE_FFN_KERNELS of them, one more than ours.
+- --n-cpu-moe n puts all but the experts of the first n layers on the GPU; the smallest n that fits is
+  taken. Such a layer waits for the CPU, which costs a hand-over of ours.
 - Each GPU in use, and the run of layers on the CPU before the first, cost a token what they cost us.
   If a GPU has the head, the logits are copied from it as well.
 
@@ -23,7 +26,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
-from hotsplit.costs.part_bytes import head_bytes, is_predictor, kv_read, layer_tensors, read_share
+from hotsplit.costs.part_bytes import (
+    head_bytes,
+    is_expert,
+    is_predictor,
+    kv_read,
+    layer_tensors,
+    read_share,
+)
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
@@ -56,6 +66,35 @@ def layer_split(inputs: Inputs) -> LayerSplit:
                     homes=tuple(home),
                 )
     raise AssertionError("a split without a layer on a GPU fits any budget")
+
+
+def cpu_moe(inputs: Inputs) -> tuple[int, float] | None:
+    """The smallest n of --n-cpu-moe that fits the first GPU, and its seconds per token; None if the
+    rest does not fit, and without experts."""
+    model, machine, gpu = inputs.model, inputs.machine, inputs.gpus[0]
+    num_layers, room = model.spec.num_layers, inputs.budgets[0] - inputs.workspace
+    if not model.spec.has_experts or not any(inputs.budgets):
+        return None
+    room -= head_bytes(model)
+    room -= sum(inputs.kv_bytes(n) + _weight_bytes(inputs, n) for n in range(num_layers))
+    total = token_seconds(model, machine) + head_seconds(model, gpu) + gpu.token_s.median
+    for layer in range(num_layers):
+        kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
+        read = kv_read(model, layer, inputs.context_length) + _read_bytes(inputs, layer)
+        total += gpu.kernels_seconds(kernels, read)
+    for count in range(num_layers):
+        if room >= 0:
+            return count, total
+        experts = [
+            (read_share(model, count, name), entry)
+            for name, entry in layer_tensors(model, count).items()
+            if is_expert(name)
+        ]
+        room += sum(entry.num_bytes for _, entry in experts)
+        total -= sum(s * e.num_bytes for s, e in experts) * 1e-9 / gpu.bandwidth_gb_per_s.median
+        total += sum(s * e.num_bytes / machine.cpu_rate(e.kind) for s, e in experts)
+        total += gpu.hand_over_s.median if experts else 0.0
+    return (num_layers, total) if room >= 0 else None
 
 
 def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:

@@ -2,23 +2,27 @@
 
 For a token t with h_t of its K experts on the GPU, by Sides,
 
-    M_t = max(h_t * hot_s + kernels, (K - h_t) * cold_s + hand_over)
+    M_t = g(h_t) = max(h_t * hot_s + kernels, (K - h_t) * cold_s + hand_over)
 
 and M is the mean over the recorded tokens. With S hot experts, h_t is the number of the token's
-experts in S, so M is a mean of convex functions of sums over S. For any numbers h'_t, each function
-is at least its tangent at h'_t; the sum of the tangents is a constant plus one weight for each
-expert in S, so over all sets of n experts it is least for the n smallest weights. Tangents at the
-choice of the n most frequent experts give a bound that is reached where these are the n smallest
-weights; `least_seconds` has it for every n. The bound by means (`Problem.least_split_s_LN`) holds as
-well, by Jensen's inequality.
+experts in S: an integer, so g may be replaced by the convex function of straight lines through its
+values at 0..K. Any mean of these lines, with weights of the token's own, is at most g(h_t); summed
+over the tokens it is a constant plus one weight for each expert in S, and over all sets of n experts
+least for the n smallest weights. So every choice of means bounds M for all n at once, convexly in n.
+`relax` finds good ones by Frank and Wolfe's method (1956) for the sets' relaxation, whose experts may
+be there in part, with the lines' maximum smoothed by a softmax. The bound by means
+(`Problem.least_split_s_LN`) holds as well, by Jensen's inequality.
 
 Letters: T recorded tokens, K experts of a token, E experts of the layer by rank (0 is the most
 frequent), H sets, N = E + 1 counts of hot experts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+ROUNDS = 40
+GRID = 6  # numbers of hot experts for which sets are relaxed
+SMOOTH = 0.25, 0.06  # of an expert's seconds on the CPU, in the first and the last round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,31 +83,58 @@ def weights(sides: Sides, hot_T: np.ndarray) -> np.ndarray:
     return np.bincount(sides.rank_TK.ravel(), slope_TK.ravel(), minlength=sides.num_experts)
 
 
-def least_seconds(sides: Sides, counts: Sequence[int], by_means_N: np.ndarray) -> np.ndarray:
-    """A lower bound on M of a divided layer with any n hot experts, for n in `counts`, which are
-    consecutive; convex in n, and at least `by_means_N`, which is such a bound."""
-    prefix_NT, least_N = prefix_counts(sides), by_means_N.copy()
-    prefix_s_N = sides.seconds(prefix_NT, np.ones(len(prefix_NT)), True).mean(axis=1)
-    for place, count in enumerate(counts):
-        weight_E = weights(sides, prefix_NT[count])
-        smallest = np.sort(weight_E)[:count].sum()
-        least = prefix_s_N[count] - weight_E[:count].sum() + smallest
-        least_N[place] = max(least_N[place], least)
-    return convex(least_N)
+def least_seconds(sides: Sides, counts: range, by_means_N: np.ndarray) -> np.ndarray:
+    """A lower bound on M of a divided layer with any n hot experts, for n in `counts`; convex in n,
+    and at least `by_means_N`, which is such a bound."""
+    least_N = by_means_N.copy()
+    ends = np.linspace(counts.start, counts.stop - 1, min(len(counts), GRID)).round()
+    for count in np.unique(ends.astype(int)).tolist():
+        for constant, weight_E in relax(sides, count)[1]:
+            sums_N = np.concatenate([[0.0], np.cumsum(np.sort(weight_E))])
+            least_N = np.maximum(least_N, constant + sums_N[counts.start : counts.stop])
+    return least_N
 
 
-def convex(values_N: np.ndarray) -> np.ndarray:
-    """The largest convex sequence that is nowhere above the values (Andrew's monotone chain)."""
-    hull: list[int] = []
-    for place, value in enumerate(values_N.tolist()):
-        while len(hull) > 1:
-            before, last = hull[-2:]
-            slope = (value - values_N[before]) / (place - before)
-            if values_N[last] < values_N[before] + slope * (last - before):
-                break
-            hull.pop()
-        hull.append(place)
-    return np.interp(np.arange(len(values_N)), hull, values_N[hull])
+def relax(sides: Sides, count: int) -> tuple[np.ndarray, list[tuple[float, np.ndarray]]]:
+    """The shares of experts that ROUNDS of Frank and Wolfe's method end with for a divided layer
+    with `count` of them, f64 [E], and each round's constant and weights f64 [E]."""
+    slope_P, start_P = _lines(sides)
+    num_tokens, num_used = sides.rank_TK.shape
+    share_E, found = (np.arange(sides.num_experts) < count).astype(float), []
+    rank = sides.rank_TK.ravel().astype(np.int64)
+    for number, smooth in enumerate(np.geomspace(*SMOOTH, ROUNDS)):
+        hot_T = share_E[rank].reshape(num_tokens, num_used).sum(axis=1)
+        value_TP = start_P + slope_P * hot_T[:, None]
+        value_TP -= value_TP.max(axis=1, keepdims=True)
+        mean_TP = np.exp(value_TP / (smooth * sides.cold_s))
+        mean_TP /= mean_TP.sum(axis=1, keepdims=True)
+        slope_T = np.repeat(mean_TP @ slope_P / num_tokens, num_used)
+        weight_E = np.bincount(rank, slope_T, minlength=sides.num_experts)
+        found.append((float((mean_TP @ start_P).mean()), weight_E))
+        share_E *= 1 - 2 / (number + 3)
+        share_E[np.argsort(weight_E, kind="stable")[:count]] += 2 / (number + 3)
+    return share_E, found
+
+
+def _lines(sides: Sides) -> tuple[np.ndarray, np.ndarray]:
+    """Slopes and values at 0 of the lines through g at 0..K, at most three different ones."""
+    hot_N = np.arange(sides.num_used + 1)
+    value_N = sides.seconds(hot_N[None], np.ones(1), True)[0]
+    slope_K = np.diff(value_N)
+    start_K = value_N[:-1] - slope_K * hot_N[:-1]
+    _, first = np.unique((slope_K / sides.cold_s).round(9), return_index=True)
+    return slope_K[first], start_K[first]
+
+
+def polished(sides: Sides, hot_E: np.ndarray) -> np.ndarray:
+    """A set with as many experts that is no slower in a divided layer: the largest shares of `relax`,
+    `improved`."""
+    share_E, count = relax(sides, int(hot_E.sum()))[0], int(hot_E.sum())
+    found_E = np.zeros_like(hot_E)
+    found_E[np.argsort(-share_E, kind="stable")[:count]] = True
+    found_E = improved(sides, found_E, True, ROUNDS)
+    both_s = sets_seconds(sides, np.stack([hot_E, found_E]), True)
+    return found_E if both_s[1] < both_s[0] else hot_E
 
 
 def improved(sides: Sides, hot_E: np.ndarray, dense: bool, most: int) -> np.ndarray:

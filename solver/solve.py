@@ -6,6 +6,7 @@ finds a plan, `verify` checks it, `advice` and `notes` comment on it, and this m
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import Items
+from hotsplit.costs.part_bytes import Items, placed_units
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
@@ -137,7 +138,8 @@ class SolveReport:
     solve_s: float
     tokens_per_s: float
     num_hot: int
-    num_neurons: int  # of all layers
+    num_neurons: int  # of all layers; of a mixture, experts
+    units: Literal["neurons", "experts"]  # which are counted
     num_dense_on_gpu: int
     num_layers: int
     head_on_gpu: bool
@@ -260,7 +262,9 @@ def hot_ids(inputs: Inputs, problem: Problem, placement: Placement) -> tuple[np.
 def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     hot_touched = float((pipeline.model.touched_LF * answer.placement.hot_LF).sum())
-    advice = advise(inputs, pipeline, answer.plan)
+    advice, spec = advise(inputs, pipeline, answer.plan), inputs.model.spec
+    is_counted = [not spec.has_experts or layer.route is not None for layer in spec.layers]
+    counted = [layer for layer, is_one in enumerate(is_counted) if is_one]
     return SolveReport(
         output=str(config.output),
         status=split.status,
@@ -273,8 +277,9 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         gap=split.gap,
         solve_s=split.solve_s,
         tokens_per_s=1 / split.objective_s,
-        num_hot=sum(len(ids) for ids in split.hot),
-        num_neurons=pipeline.model.num_layers * pipeline.model.num_neurons,
+        num_hot=sum(len(split.hot[layer]) for layer in counted),
+        num_neurons=sum(placed_units(inputs.model, layer)[0] for layer in counted),
+        units="experts" if spec.has_experts else "neurons",
         num_dense_on_gpu=sum(split.dense_on_gpu),
         num_layers=pipeline.model.num_layers,
         head_on_gpu=split.head_on_gpu,

@@ -158,7 +158,12 @@ def test_no_set_is_below_the_bound(seed):
         start_E = np.arange(9) < count
         found_E = replay.improved(sides, start_E, True, 20)
         start_s, found_s = replay.sets_seconds(sides, np.stack([start_E, found_E]), True)
-        assert found_E.sum() == count and least_N[count - 1] <= found_s <= start_s
+        assert found_E.sum() == count and least_N[count - 1] * (1 - CLOSE) <= found_s <= start_s
+        polished_E = replay.polished(sides, start_E)
+        polished_s = replay.sets_seconds(sides, polished_E[None], True)[0]
+        assert (
+            polished_E.sum() == count and least_N[count - 1] * (1 - CLOSE) <= polished_s <= start_s
+        )
 
 
 @pytest.mark.parametrize("seed, num_dense", [(1, 0), (2, 0), (4, 1), (5, 1)])
