@@ -168,7 +168,7 @@ def test_no_set_is_below_the_bound(seed):
 
 @pytest.mark.parametrize("seed, num_dense", [(1, 0), (2, 0), (4, 1), (5, 1)])
 def test_a_written_plan_is_verified(seed, num_dense, tmp_path):
-    """By a second computation of its price, which finds a changed plan."""
+    """A second computation of its price finds a changed plan."""
     inputs = tiny(seed, num_dense)
     model, profile, machine = inputs.model, inputs.profile, inputs.machine
     save(tmp_path, model, profile, machine)
