@@ -20,7 +20,7 @@ from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.profile.config import ProfileConfig, check_text
 from hotsplit.profile.corpus.corpus import Windows
 from hotsplit.profile.corpus.processes import Ranks
-from hotsplit.profile.count.counting import Counter, experts_of, gates_of
+from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routing_of
 from hotsplit.profile.count.resume import resume_path
 from hotsplit.profile.count.run import Run
 from hotsplit.profile.inputs import (
@@ -205,7 +205,10 @@ def _run_whole(
     tune, ids = config.split(windows.ids)
     _say_what_is_counted(config, windows.ids, say)
     gates, found = _gates(config, run, tune, ids, say)
-    counter = Counter(gates, model.spec.most_neurons, model.limits.layers, experts_of(model))
+    counter = Counter(
+        gates, model.spec.most_neurons, model.limits.layers, experts_of(model),
+        (run.ranks.rank, run.ranks.size),
+    )  # fmt: skip
     run.add("counter", counter)
     trained = None
     with engine.observe(counter.observe, counter.wants):
@@ -248,6 +251,7 @@ def _outcome(
         expert_count_LE=counted["expert_count_LE"].numpy()
         if "expert_count_LE" in counted
         else None,
+        routing_LTK=routing_of(counted),
         quality={} if measured is None else measured.record,
         arithmetic=arithmetic(device),
         limits=model.limits.sha256,

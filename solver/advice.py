@@ -22,7 +22,7 @@ from hotsplit.costs.part_bytes import head_bytes, kv_read, layer_bytes
 from hotsplit.model.modes import runs_predictors
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.lagrangian import first_prices, least_costs
-from hotsplit.solver.layer_split import layer_split
+from hotsplit.solver.layer_split import cpu_moe, layer_split
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement
 from hotsplit.solver.problem import Problem, on_one_device, placement_seconds
 from hotsplit.system.sizes import format_bytes
@@ -42,6 +42,7 @@ class Advice:
     layer_split_s: float
     layer_split_layers: int  # on GPUs
     layer_split_has_head: bool
+    cpu_moe: tuple[int, float] | None  # llama.cpp's --n-cpu-moe that fits, and its seconds
     fits_from_bytes: int
     helps_from_bytes: int | None
 
@@ -55,6 +56,7 @@ def advise(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> Advic
         layer_split_s=others.seconds,
         layer_split_layers=others.num_layers,
         layer_split_has_head=others.has_head,
+        cpu_moe=cpu_moe(inputs),
         fits_from_bytes=problem.placeable_bytes + problem.workspace_bytes,
         helps_from_bytes=helps_from(problem),
     )

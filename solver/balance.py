@@ -5,7 +5,8 @@ Letters: L layers, F neurons, S first ranks of a window, H hot and C cold neuron
 
 import numpy as np
 
-from hotsplit.solver.problem import Placement, Problem, of_counts
+from hotsplit.solver import replay
+from hotsplit.solver.problem import Placement, Problem, of_counts, sets_seconds
 
 ENOUGH = 1e-9  # of a layer's seconds: closer to the least possible, a swap is not worth its search
 MAX_SWAPS = 20
@@ -18,7 +19,8 @@ def balanced(
     """A placement with these numbers of hot neurons, or up to MORE more in layers where that is
     faster and takes at most `room_bytes` in all.
 
-    Where the hottest take longer than `least_split_s_LN`, it has a window of consecutive ranks
+    Experts are chosen by `replay.improved`. Of other layers, one whose hottest neurons take longer
+    than `least_split_s_LN` has a window of consecutive ranks
     instead, the fastest (shifting it by one rank changes the touched bytes by at most a neuron's),
     improved by swaps."""
     hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
@@ -30,8 +32,7 @@ def balanced(
             fits = more * int(problem.neuron_bytes_L[layer]) <= room_bytes
             if not fits or count + more >= problem.num_neurons:
                 break
-            is_hot_F = _divided(problem, layer, count + more)
-            seconds = float(_seconds(problem, layer, problem.touched_LF[layer][is_hot_F].sum()))
+            is_hot_F, seconds = _divided(problem, layer, count + more)
             if seconds < best_s:
                 best_s, hot_LF[layer] = seconds, is_hot_F
             if best_s <= problem.least_split_s_LN[layer, count] * (1 + ENOUGH):
@@ -40,15 +41,17 @@ def balanced(
     return Placement(hot_LF=hot_LF, dense_L=dense_L, head=head)
 
 
-def _divided(problem: Problem, layer: int, count: int) -> np.ndarray:
-    """This many hot neurons of a layer; bool [F]."""
+def _divided(problem: Problem, layer: int, count: int) -> tuple[np.ndarray, float]:
+    """This many hot neurons of a layer, bool [F], and M_l."""
     prefix_N, is_hot_F = problem.prefix_LN[layer], np.arange(problem.num_neurons) < count
-    if _is_enough(problem, layer, count, prefix_N[count]):
-        return is_hot_F
-    touched_S = prefix_N[count:] - prefix_N[: len(prefix_N) - count]
-    is_hot_F = np.roll(is_hot_F, int(_seconds(problem, layer, touched_S).argmin()))
-    _swap(problem, layer, is_hot_F)
-    return is_hot_F
+    if layer in problem.replayed:
+        is_hot_F = replay.improved(problem.sides(layer), is_hot_F, True, MAX_SWAPS)
+        return is_hot_F, float(sets_seconds(problem, layer, is_hot_F[None], True)[0])
+    if not _is_enough(problem, layer, count, prefix_N[count]):
+        touched_S = prefix_N[count:] - prefix_N[: len(prefix_N) - count]
+        is_hot_F = np.roll(is_hot_F, int(_seconds(problem, layer, touched_S).argmin()))
+        _swap(problem, layer, is_hot_F)
+    return is_hot_F, float(_seconds(problem, layer, problem.touched_LF[layer][is_hot_F].sum()))
 
 
 def _seconds(problem: Problem, layer: int, touched: np.ndarray) -> np.ndarray:

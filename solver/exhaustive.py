@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement
-from hotsplit.solver.problem import Placement, Problem, ffn_seconds
+from hotsplit.solver.problem import Placement, Problem, sets_seconds
 
 MAX_NEURONS = 12  # of a layer: 4,096 sets
 MAX_CHOICES = 1_000_000  # partial plans times options, for each item
@@ -109,12 +109,7 @@ def _fastest_sets(problem: Problem, layer: int, dense: bool) -> tuple[np.ndarray
     set_H = np.arange(2**problem.num_neurons)
     is_in_HF = (set_H[:, None] >> np.arange(problem.num_neurons)) & 1
     count_H = is_in_HF.sum(axis=1)
-    seconds_H = ffn_seconds(
-        problem,
-        hot_touched_L=(is_in_HF @ problem.touched_LF.T),
-        num_hot_L=count_H[:, None],
-        dense_L=np.full(problem.num_layers, dense),
-    )[:, layer]
+    seconds_H = sets_seconds(problem, layer, is_in_HF > 0, dense)
     order_H = np.lexsort((seconds_H, count_H))
     first_N = np.searchsorted(count_H[order_H], np.arange(problem.num_neurons + 1))
     return set_H[order_H[first_N]], seconds_H[order_H[first_N]]

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import ITEMS, Items, kv_bytes, kv_positions, layer_bytes
+from hotsplit.costs.part_bytes import (
+    ITEMS,
+    Items,
+    kv_bytes,
+    kv_positions,
+    layer_bytes,
+    placed_units,
+)
 from hotsplit.solver.solve import SolveConfig
 from hotsplit.system.sizes import format_bytes
 
@@ -18,7 +25,7 @@ class LayerUse:
     gpu: int
     dense_bytes: int  # attention, norms, predictor
     kv_bytes: int
-    neuron_bytes: int
+    neuron_bytes: int  # or of experts, which are counted below
     num_hot: int
     num_neurons: int
 
@@ -52,6 +59,7 @@ def explain(config: SolveConfig) -> Explanation:
 
 def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
     sizes, num_hot = layer_bytes(split.held(model), layer), len(split.hot[layer])
+    number, unit_bytes = placed_units(model, layer)
     is_there, is_offloaded = split.dense_on_gpu[layer], split.kv_offload is not None
     positions = kv_positions(split.context_length, split.num_sequences)
     return LayerUse(
@@ -60,9 +68,9 @@ def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
         dense_bytes=(sizes.attention + sizes.predictor - sizes.head_norms * is_offloaded)
         * is_there,
         kv_bytes=kv_bytes(model, layer, positions) * (is_there and not is_offloaded),
-        neuron_bytes=num_hot * sizes.neuron,
+        neuron_bytes=num_hot * unit_bytes,
         num_hot=num_hot,
-        num_neurons=model.spec.layers[layer].neurons.number,
+        num_neurons=number,
     )
 
 

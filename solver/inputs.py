@@ -139,7 +139,8 @@ def load_inputs(
 ) -> Inputs:
     """Raises HotsplitError for files that do not belong together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
-    file.refuse_experts("plans are", "run it on the CPU, without one")
+    if file.spec.has_experts:
+        _check_experts(file, mode, swapped_rows, kv_offload)
     if kv_offload is not None:
         kv_offload.check_windows(model, file.spec)
     profile_file, machine_file = Profile.load(profile), Machine.load(machine)
@@ -149,7 +150,7 @@ def load_inputs(
         machine=machine_file,
         paths=(model, profile, machine),
         context_length=context_length or min(file.spec.context_length, DEFAULT_CONTEXT),
-        mode=mode or mode_meant(file),
+        mode=mode or ("dense" if file.spec.has_experts else mode_meant(file)),
         workspace=0,
         budgets=budgets,
         host_budget=machine_file.memory_bytes if host_budget is None else host_budget,
@@ -162,6 +163,20 @@ def load_inputs(
     _check_profile(inputs)
     _check_machine(inputs)
     return inputs.with_workspace(workspace)
+
+
+def _check_experts(
+    model: ModelFile, mode: Mode | None, swapped_rows: int, kv_offload: KeySelection | None
+) -> None:
+    """Raises HotsplitError for what plans of mixtures do not have yet."""
+    asked = {
+        f"--mode {mode}": mode not in (None, "dense"),
+        "--neuron-cache": swapped_rows > 0,
+        "--kv-offload": kv_offload is not None,
+    }
+    option = next((name for name, is_asked in asked.items() if is_asked), None)
+    if option is not None:
+        model.refuse_experts(f"plans with {option} are", "leave it out")
 
 
 def _check_profile(inputs: Inputs) -> None:
@@ -178,6 +193,11 @@ def _check_profile(inputs: Inputs) -> None:
         raise HotsplitError(
             f"{profile_path}: counts {list(profile.active_count_LF.shape)} layers and neurons,"
             f" {model_path} has {list(wanted)}; run hotsplit profile on this model"
+        )
+    if model.spec.has_experts and profile.routing_LTK is None:
+        raise HotsplitError(
+            f"{profile_path}: has no recorded experts, with which plans are priced; run hotsplit"
+            " profile on this model"
         )
     if not profile.active_count_LF.any():
         raise HotsplitError(

@@ -1,4 +1,5 @@
-"""Predicts the time of llama.cpp's layer split at the same budgets, from this machine's figures.
+"""Predicts the time of llama.cpp's layer split at the same budgets and, for a mixture of experts, of
+its --n-cpu-moe, from this machine's figures.
 
 Assumptions:
 
@@ -6,11 +7,13 @@ Assumptions:
   too. The largest n that fits is taken. Several GPUs are filled one after the other, in order.
 - Every GPU in use has a compute buffer of the size of our workspace. Memory that the driver takes
   for itself is counted for neither program.
-- There is no sparsity and there are no predictors: a token reads every weight, and half of the
-  KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
+- There is no sparsity and there are no predictors: a token reads every weight, of a mixture those of
+  as many experts as it chooses, and half of the KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
   matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
 - Nothing overlaps. The kernels of a layer on a GPU take as long as ours that read as many bytes, but
   a feed-forward part has DENSE_FFN_KERNELS of them, one more than ours.
+- --n-cpu-moe n puts all but the experts of the first n layers on the GPU; the smallest n that fits is
+  taken. Such a layer waits for the CPU, which costs a hand-over of ours.
 - Each GPU in use, and the run of layers on the CPU before the first, cost a token what they cost us.
   If a GPU has the head, the logits are copied from it as well.
 
@@ -23,11 +26,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
-from hotsplit.costs.part_bytes import head_bytes, is_predictor, kv_read, layer_tensors
+from hotsplit.costs.part_bytes import (
+    head_bytes,
+    is_expert,
+    is_predictor,
+    kv_read,
+    layer_tensors,
+    read_share,
+)
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.problem_builder import cpu_seconds, head_seconds, token_seconds
+from hotsplit.solver.units import ExpertUnits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +68,47 @@ def layer_split(inputs: Inputs) -> LayerSplit:
     raise AssertionError("a split without a layer on a GPU fits any budget")
 
 
+def cpu_moe(inputs: Inputs) -> tuple[int, float] | None:
+    """The smallest n of --n-cpu-moe that fits the first GPU, and its seconds per token; None if the
+    rest does not fit, and without experts."""
+    model, machine, gpu = inputs.model, inputs.machine, inputs.gpus[0]
+    num_layers, room = model.spec.num_layers, inputs.budgets[0] - inputs.workspace
+    if not model.spec.has_experts or not any(inputs.budgets):
+        return None
+    room -= head_bytes(model)
+    room -= sum(inputs.kv_bytes(n) + _weight_bytes(inputs, n) for n in range(num_layers))
+    total = token_seconds(model, machine) + head_seconds(model, gpu) + gpu.token_s.median
+    for layer in range(num_layers):
+        kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
+        read = kv_read(model, layer, inputs.context_length) + _read_bytes(inputs, layer)
+        total += gpu.kernels_seconds(kernels, read)
+    for count in range(num_layers):
+        if room >= 0:
+            return count, total
+        experts = [
+            (read_share(model, count, name), entry)
+            for name, entry in layer_tensors(model, count).items()
+            if is_expert(name)
+        ]
+        room += sum(entry.num_bytes for _, entry in experts)
+        total -= sum(s * e.num_bytes for s, e in experts) * 1e-9 / gpu.bandwidth_gb_per_s.median
+        total += sum(s * e.num_bytes / machine.cpu_rate(e.kind) for s, e in experts)
+        total += gpu.hand_over_s.median if experts else 0.0
+    return (num_layers, total) if room >= 0 else None
+
+
 def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
     """The same whole layers on the GPUs, as a plan of ours."""
     spec = inputs.model.spec
     is_there_L = np.arange(spec.num_layers) >= spec.num_layers - split.num_layers
-    num_neurons_L = np.array([layer.neurons.number for layer in spec.layers])
-    num_hot_L = np.where(is_there_L, num_neurons_L, 0)
+    num_units_L = np.array([layer.neurons.number for layer in spec.layers])
+    if spec.has_experts:
+        num_units_L[:] = ExpertUnits(model=inputs.model, profile=inputs.profile).number
+    num_hot_L = np.where(is_there_L, num_units_L, 0)
     before = [split.homes[0] if split.homes else 0] * (spec.num_layers - split.num_layers)
     home = [*before, *split.homes]
     home += home[-1:] * (spec.num_layers + 1 - len(home))
-    hot_LF = np.arange(spec.most_neurons) < num_hot_L[:, None]
+    hot_LF = np.arange(num_units_L.max()) < num_hot_L[:, None]
     return PipelinePlacement(
         placement=Placement(hot_LF=hot_LF, dense_L=is_there_L, head=split.has_head),
         home_I=np.array(home, np.int64),
@@ -101,7 +143,7 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
     )  # fmt: skip
     for layer, home in zip(range(first, model.spec.num_layers), homes, strict=False):
         gpu = inputs.gpus[home]
-        read = kv_read(model, layer, inputs.context_length) + _weight_bytes(inputs, layer)
+        read = kv_read(model, layer, inputs.context_length) + _read_bytes(inputs, layer)
         kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
         total += gpu.kernels_seconds(kernels, read)
     if has_head:
@@ -117,6 +159,16 @@ def _weight_bytes(inputs: Inputs, layer: int) -> int:
     """Bytes of a layer, without its predictor's."""
     tensors = layer_tensors(inputs.model, layer)
     return sum(entry.num_bytes for name, entry in tensors.items() if _is_read(name))
+
+
+def _read_bytes(inputs: Inputs, layer: int) -> float:
+    """The bytes of a layer that a token reads."""
+    model, tensors = inputs.model, layer_tensors(inputs.model, layer)
+    return sum(
+        read_share(model, layer, name) * entry.num_bytes
+        for name, entry in tensors.items()
+        if _is_read(name)
+    )
 
 
 def _is_read(name: str) -> bool:

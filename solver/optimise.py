@@ -5,7 +5,7 @@ GPU, or one run of layers on it, the Lagrangian search comes first, then a dynam
 if it leaves a gap. For several GPUs, rows of cuts (`multi_gpu`) are tried in order of their bounds,
 until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. Unless
 that is proven to HIGHS_SLACK, the grouped integer program starts from there, and its answer is
-refined to single neurons. The fastest plan
+refined to single neurons; not for a mixture of experts, whose price (`replay`) is no linear program. The fastest plan
 wins. The bound is that of the numpy methods, which can be recomputed by adding up; the integer
 program's own is only compared with it, since it depends on HiGHS's tolerances."""
 
@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from hotsplit.solver import replay
 from hotsplit.solver.exhaustive import best_of_all
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.grouped import GROUPED_GAP, GroupedResult, solve_grouped
@@ -116,6 +117,9 @@ def find_plan(
         return _answer(pipeline, "time_limit", start, bound_s)
     if bound_s >= start_s * (1 - HIGHS_SLACK):  # beyond that HiGHS cannot tell
         return _answer(pipeline, "optimal", start, bound_s, _memory_notes(pipeline, start))
+    if pipeline.model.rank_LTK is not None:  # the program's prices are means
+        start = _polished(pipeline, start)
+        return _answer(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
     is_proven = bound_s >= start_s * (1 - GROUPED_GAP)
     grouped = solve_grouped(
         pipeline=pipeline,
@@ -129,6 +133,16 @@ def find_plan(
     notes = (*_disagreements(start_s, bound_s, grouped), *_memory_notes(pipeline, best))
     status: Status = "time_limit" if grouped.status == "time_limit" else "bounded"
     return _answer(pipeline, status, best, bound_s, notes)
+
+
+def _polished(pipeline: Pipeline, plan: PipelinePlacement) -> PipelinePlacement:
+    """The plan with as many experts in each layer, chosen anew where that is faster."""
+    hot_LF, placement = plan.placement.hot_LF.copy(), plan.placement
+    for layer in pipeline.model.replayed:
+        problem = pipeline.problems[int(plan.home_I[layer])]
+        if 0 < hot_LF[layer].sum() < problem.num_neurons:
+            hot_LF[layer] = replay.polished(problem.sides(layer), hot_LF[layer])
+    return replace(plan, placement=replace(placement, hot_LF=hot_LF))
 
 
 def _whole_plans(pipeline: Pipeline) -> list[PipelinePlacement]:
@@ -168,7 +182,9 @@ def _memory_notes(pipeline: Pipeline, plan: PipelinePlacement) -> tuple[str, ...
 def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
     """Plans to start the integer program from, and a bound."""
     if pipeline.num_gpus == 1:
-        problem = replace(pipeline.model, need_bytes=pipeline.need_bytes)
+        problem = pipeline.model  # which knows its bounds once they were asked for
+        if problem.need_bytes != pipeline.need_bytes:
+            problem = replace(problem, need_bytes=pipeline.need_bytes)
         placements, bound_s = start_run(problem)
         return [with_one_home(placement) for placement in placements], bound_s
     return _start_of_cuts(pipeline)

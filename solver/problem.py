@@ -52,6 +52,11 @@ keys' bytes, a hand-over, the copies of queries, keys, values and the heads' out
 of keys, values and tables that the CPU reads, over its rate for the cache. These are counted for a
 token in the middle of the context.
 
+Of a mixture of experts, an expert is what a neuron is above: it is touched whole, with the frequency
+with which the router chooses it. With 8 of 128 chosen, how many of a token's experts are on the GPU
+varies, and the slower side counts, so M_l is not the larger of two means but the mean of the larger
+side over recorded choices (`replay`).
+
 The GPU holds at most its budget, including a workspace if it holds anything. The host stays within
 its budget if at least `need_bytes` are on the GPU.
 
@@ -65,6 +70,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
+
+from hotsplit.solver import replay
 
 ALL = slice(None)
 # A bound's sums have up to a few thousand terms in f64: relative, what rounding may change.
@@ -95,6 +102,9 @@ class Problem:
     hand_over_s: float
     cpu_run_s: float
     use_s: float  # of a token, if anything is on the GPU
+    # Of a mixture: the experts chosen for recorded tokens, by rank, int16 [L, T, K]; -1 in layers
+    # without experts, whose neurons are addressed in as many equal parts.
+    rank_LTK: np.ndarray | None = None
 
     @property
     def num_layers(self) -> int:
@@ -134,6 +144,11 @@ class Problem:
         seconds_LN = np.maximum(hot_LN, cold_LN)
         seconds_LN[np.arange(self.num_neurons + 1) < self.min_hot_L[:, None]] = np.inf
         seconds_LN[:, [0, -1]] = np.inf
+        for layer in self.replayed:
+            counts = range(int(self.min_hot_L[layer]), self.num_neurons)
+            if counts:
+                least_N = seconds_LN[layer, counts.start : -1]
+                least_N[:] = replay.least_seconds(self.sides(layer), counts, least_N)
         return seconds_LN
 
     @cached_property
@@ -147,7 +162,30 @@ class Problem:
             ).T
             for dense in (False, True)
         ]  # fmt: skip
+        for dense, seconds_LN in enumerate(sides):
+            for layer in self.replayed:
+                seconds_LN[layer] = replay.prefix_seconds(self.sides(layer), bool(dense))
         return np.stack(sides)
+
+    @property
+    def replayed(self) -> list[int]:
+        """The layers with experts, which are priced by replay."""
+        if self.rank_LTK is None:
+            return []
+        return np.flatnonzero((self.rank_LTK >= 0).any(axis=(1, 2))).tolist()
+
+    def sides(self, layer: int) -> replay.Sides:
+        """What the experts of a layer cost on either side."""
+        assert self.rank_LTK is not None
+        num_bytes = float(self.neuron_bytes_L[layer])
+        return replay.Sides(
+            rank_TK=self.rank_LTK[layer],
+            num_experts=self.num_neurons,
+            hot_s=num_bytes * float(self.hot_s_per_byte_L[layer]),
+            cold_s=num_bytes * float(self.cpu_s_per_byte_L[layer]),
+            kernels_s=self.kernels_s,
+            hand_over_s=self.hand_over_s,
+        )
 
     @property
     def placeable_bytes(self) -> int:
@@ -203,7 +241,8 @@ def on_one_device(problem: Problem, *, gpu: bool) -> Placement:
 def ffn_seconds(
     problem: Problem, *, hot_touched_L: np.ndarray, num_hot_L: np.ndarray, dense_L: np.ndarray
 ) -> np.ndarray:
-    """M_l of every layer, f64 [L] or, for several numbers of hot neurons, [N, L]."""
+    """M_l of every layer by mean touched bytes, f64 [L] or, for several numbers of hot neurons,
+    [N, L]."""
     has_hot_L, has_cold_L = num_hot_L > 0, num_hot_L < problem.num_neurons
     is_split_L = np.where(dense_L, has_cold_L, has_hot_L)
     cold_touched_L = np.where(has_cold_L, problem.touched_L - hot_touched_L, 0.0)
@@ -214,12 +253,28 @@ def ffn_seconds(
 
 def placement_ffn_seconds(problem: Problem, placement: Placement) -> np.ndarray:
     """M_l of every layer of a placement, f64 [L]."""
-    return ffn_seconds(
+    seconds_L = ffn_seconds(
         problem,
         hot_touched_L=(problem.touched_LF * placement.hot_LF).sum(axis=1),
         num_hot_L=placement.num_hot_L,
         dense_L=placement.dense_L,
     )
+    for layer in problem.replayed:
+        sides, is_hot_1F = problem.sides(layer), placement.hot_LF[layer][None]
+        seconds_L[layer] = replay.sets_seconds(sides, is_hot_1F, bool(placement.dense_L[layer]))[0]
+    return seconds_L
+
+
+def sets_seconds(problem: Problem, layer: int, hot_HF: np.ndarray, dense: bool) -> np.ndarray:
+    """M_l of one layer with each of these sets of hot neurons, f64 [H]."""
+    if layer in problem.replayed:
+        return replay.sets_seconds(problem.sides(layer), hot_HF, dense)
+    return ffn_seconds(
+        problem,
+        hot_touched_L=hot_HF @ problem.touched_LF.T,
+        num_hot_L=hot_HF.sum(axis=1)[:, None],
+        dense_L=np.full(problem.num_layers, dense),
+    )[:, layer]
 
 
 def gpu_use_seconds(problem: Problem, placement: Placement) -> float:
@@ -281,8 +336,13 @@ def is_feasible(problem: Problem, placement: Placement) -> bool:
 
 def segment(problem: Problem, start: int, stop: int, *, has_head: bool, need_bytes: int) -> Problem:
     """The problem of the layers start..stop-1 alone; without `has_head` the head costs nothing."""
-    names = [field.name for field in fields(problem) if field.name.endswith(("_L", "_LF"))]
-    changes = {name: getattr(problem, name)[start:stop] for name in names}
+    suffixes = ("_L", "_LF", "_LTK")
+    names = [field.name for field in fields(problem) if field.name.endswith(suffixes)]
+    changes = {
+        name: getattr(problem, name)[start:stop]
+        for name in names
+        if getattr(problem, name) is not None
+    }
     if not has_head:
         changes |= {"head_bytes": 0, "head_gpu_s": 0.0, "head_cpu_s": 0.0}
     return replace(problem, need_bytes=need_bytes, **changes)

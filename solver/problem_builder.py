@@ -3,7 +3,8 @@ docstring of `problem` defines them.
 
 Letters: L layers, F neurons of a layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import (
     FLOAT_BYTES,
+    LayerBytes,
     down_kind,
     head_bytes,
     is_dense,
@@ -21,11 +23,13 @@ from hotsplit.costs.part_bytes import (
     kv_read,
     layer_bytes,
     layer_tensors,
+    read_share,
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.spec import Attention
 from hotsplit.solver.problem import Problem
+from hotsplit.solver.units import ExpertUnits
 
 if TYPE_CHECKING:
     from hotsplit.solver.inputs import Inputs
@@ -48,29 +52,12 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
             attend_seconds(spec.layers[layer].attention, machine, gpu, read_kv_L[layer])
             for layer in layers
         ]
-    profile = inputs.profile
-    order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
-    frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
-    if computes_all(mode):
-        frequency_LF = np.ones_like(frequency_LF)
     has_predictor = runs_predictors(mode)
     read_L = np.array(of_attention) + read_kv_L * (not is_offloaded)
-    named_LF = np.ones_like(frequency_LF)
     if has_predictor:
         read_L += np.array([s.predictor for s in sizes])
-        named_LF = np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
-    gate_LF = named_LF * np.array([s.gate_row for s in sizes])[:, None]
-    up_LF = frequency_LF * np.array([s.up_row for s in sizes])[:, None]
-    down_LF = frequency_LF * np.array([s.down_row for s in sizes])[:, None]
-    touched_LF = gate_LF + up_LF + down_LF
-    parts = [part_LF.sum(axis=1) for part_LF in (gate_LF, up_LF, down_LF)]
-    share_2L = np.stack([named_LF.mean(axis=1), frequency_LF.mean(axis=1)])
-    read_share_L = touched_LF.mean(axis=1) / [s.gate_row + s.up_row + s.down_row for s in sizes]
-    cpu_s_L = _neuron_seconds(model, machine, share_2L, *parts)
-    touched_L = touched_LF.sum(axis=1)
-    none_s_L = np.full(spec.num_layers, 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
-    cpu_s_per_byte_L = np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0)
-    saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s_per_byte_L[:, None]
+    units = _experts(inputs) if spec.has_experts else _neurons(inputs, sizes)
+    saved_LF = np.cumsum(units.touched_LF, axis=1) * units.cpu_s_per_byte_L[:, None]
     kernels_s = HOT_KERNELS * gpu.kernel_s.median
     num_too_few_L = (saved_LF <= kernels_s + gpu.hand_over_s.median).sum(axis=1)
     head = head_bytes(model)
@@ -83,10 +70,10 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
         return is_dense(name) or (has_predictor and is_predictor(name))
 
     return Problem(
-        order_LF=order_LF,
-        touched_LF=touched_LF,
-        neuron_bytes_L=np.array([s.neuron for s in sizes]),
-        min_hot_L=np.minimum(num_too_few_L + 1, [layer.neurons.number for layer in spec.layers]),
+        order_LF=units.order_LF,
+        touched_LF=units.touched_LF,
+        neuron_bytes_L=units.bytes_L,
+        min_hot_L=np.clip(num_too_few_L + 1, units.least_L, units.most_L),
         dense_bytes_L=np.array(
             [
                 of_attention[layer]
@@ -112,12 +99,75 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
         workspace_bytes=inputs.gpu_workspace,
         budget_bytes=budget_bytes,
         gpu_s_per_byte=gpu_s,
-        hot_s_per_byte_L=np.array([1 / gpu.neurons_rate(share) for share in read_share_L.tolist()]),
-        cpu_s_per_byte_L=cpu_s_per_byte_L,
+        hot_s_per_byte_L=np.array(
+            [1 / gpu.neurons_rate(share) for share in units.read_share_L.tolist()]
+        ),
+        cpu_s_per_byte_L=units.cpu_s_per_byte_L,
         kernels_s=kernels_s,
         hand_over_s=gpu.hand_over_s.median,
         cpu_run_s=gpu.cpu_run_s.median,
         use_s=gpu.token_s.median,
+        rank_LTK=units.rank_LTK,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Units:
+    """What is placed in each layer, hottest first, with the names of `Problem`. C_l is from `least_L`
+    to `most_L`; `read_share_L`: the share of what is there that a token reads."""
+
+    order_LF: np.ndarray
+    touched_LF: np.ndarray
+    bytes_L: np.ndarray
+    cpu_s_per_byte_L: np.ndarray
+    read_share_L: np.ndarray
+    least_L: np.ndarray
+    most_L: np.ndarray
+    rank_LTK: np.ndarray | None = None
+
+
+def _experts(inputs: "Inputs") -> _Units:
+    units = ExpertUnits(model=inputs.model, profile=inputs.profile)
+    num_layers = inputs.model.spec.num_layers
+    cpu_s_L = units.cpu_s_per_byte_L(inputs.machine)
+    return _Units(
+        order_LF=units.order_LF,
+        touched_LF=units.touched_LF,
+        bytes_L=units.bytes_L,
+        cpu_s_per_byte_L=cpu_s_L,
+        read_share_L=np.ones(num_layers),  # of an expert that is read
+        least_L=np.where(units.has_experts_L, 1, units.number),
+        most_L=np.full(num_layers, units.number),
+        rank_LTK=units.rank_LTK,
+    )
+
+
+def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
+    model, machine, profile, mode = inputs.model, inputs.machine, inputs.profile, inputs.mode
+    order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
+    frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
+    if computes_all(mode):
+        frequency_LF = np.ones_like(frequency_LF)
+    named_LF = np.ones_like(frequency_LF)
+    if runs_predictors(mode):
+        named_LF = np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
+    gate_LF = named_LF * np.array([s.gate_row for s in sizes])[:, None]
+    up_LF = frequency_LF * np.array([s.up_row for s in sizes])[:, None]
+    down_LF = frequency_LF * np.array([s.down_row for s in sizes])[:, None]
+    touched_LF = gate_LF + up_LF + down_LF
+    parts = [part_LF.sum(axis=1) for part_LF in (gate_LF, up_LF, down_LF)]
+    share_2L = np.stack([named_LF.mean(axis=1), frequency_LF.mean(axis=1)])
+    cpu_s_L = _neuron_seconds(model, machine, share_2L, *parts)
+    touched_L = touched_LF.sum(axis=1)
+    none_s_L = np.full(len(touched_L), 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
+    return _Units(
+        order_LF=order_LF,
+        touched_LF=touched_LF,
+        bytes_L=np.array([s.neuron for s in sizes]),
+        cpu_s_per_byte_L=np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0),
+        read_share_L=touched_LF.mean(axis=1) / [s.gate_row + s.up_row + s.down_row for s in sizes],
+        least_L=np.ones(model.spec.num_layers, np.int64),
+        most_L=np.array([layer.neurons.number for layer in model.spec.layers]),
     )
 
 
@@ -178,7 +228,8 @@ def cpu_seconds(
     total += machine.costs.layer_s["predicted" if runs_predictors(mode) else "exact"].median
     for name, entry in layer_tensors(model, layer).items():
         if is_read(name):
-            total += entry.num_bytes / machine.cpu_rate(entry.kind)
+            share = read_share(model, layer, name)
+            total += share * entry.num_bytes / machine.cpu_rate(entry.kind)
     return total
 
 

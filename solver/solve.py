@@ -6,12 +6,15 @@ finds a plan, `verify` checks it, `advice` and `notes` comment on it, and this m
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import Items
+from hotsplit.costs.part_bytes import Items, placed_units
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
@@ -25,6 +28,8 @@ from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
+from hotsplit.solver.problem import Placement, Problem
+from hotsplit.solver.units import ExpertUnits
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (
     advice_line,
@@ -133,7 +138,8 @@ class SolveReport:
     solve_s: float
     tokens_per_s: float
     num_hot: int
-    num_neurons: int  # of all layers
+    num_neurons: int  # of all layers; of a mixture, experts
+    units: Literal["neurons", "experts"]  # which are counted
     num_dense_on_gpu: int
     num_layers: int
     head_on_gpu: bool
@@ -214,14 +220,14 @@ def split_of(found: Found, *, solve_s: float) -> Split:
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     placement, plan = answer.placement, answer.plan
     has_many = len(inputs.budgets) > 1
-    ranks = zip(pipeline.model.order_LF, placement.hot_LF, strict=True)  # hottest first
+    hot = hot_ids(inputs, pipeline.model, placement)
     _, profile_path, machine_path = inputs.paths
     empty = Split(
         model_id=inputs.model.model_id,
         mode=inputs.mode,
         vram_budget_bytes=sum(inputs.budgets),
         context_length=inputs.context_length,
-        hot=tuple(order_F[is_hot_F] for order_F, is_hot_F in ranks),
+        hot=hot,
         dense_on_gpu=tuple(placement.dense_L.tolist()),
         head_on_gpu=placement.head,
         gpu_bytes={},
@@ -244,10 +250,21 @@ def split_of(found: Found, *, solve_s: float) -> Split:
     return replace(empty, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
 
 
+def hot_ids(inputs: Inputs, problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
+    """The ids of each layer's hot neurons or experts, hottest first."""
+    if inputs.model.spec.has_experts:
+        units = ExpertUnits(model=inputs.model, profile=inputs.profile)
+        return tuple(units.ids(layer, hot_F) for layer, hot_F in enumerate(placement.hot_LF))
+    ranks = zip(problem.order_LF, placement.hot_LF, strict=True)
+    return tuple(order_F[is_hot_F] for order_F, is_hot_F in ranks)
+
+
 def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     hot_touched = float((pipeline.model.touched_LF * answer.placement.hot_LF).sum())
-    advice = advise(inputs, pipeline, answer.plan)
+    advice, spec = advise(inputs, pipeline, answer.plan), inputs.model.spec
+    is_counted = [not spec.has_experts or layer.route is not None for layer in spec.layers]
+    counted = [layer for layer, is_one in enumerate(is_counted) if is_one]
     return SolveReport(
         output=str(config.output),
         status=split.status,
@@ -260,8 +277,9 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         gap=split.gap,
         solve_s=split.solve_s,
         tokens_per_s=1 / split.objective_s,
-        num_hot=sum(len(ids) for ids in split.hot),
-        num_neurons=pipeline.model.num_layers * pipeline.model.num_neurons,
+        num_hot=sum(len(split.hot[layer]) for layer in counted),
+        num_neurons=sum(placed_units(inputs.model, layer)[0] for layer in counted),
+        units="experts" if spec.has_experts else "neurons",
         num_dense_on_gpu=sum(split.dense_on_gpu),
         num_layers=pipeline.model.num_layers,
         head_on_gpu=split.head_on_gpu,

@@ -52,7 +52,7 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
             f" {split.host_budget_bytes:,}"
         )
     for layer, ids in enumerate(split.hot):
-        _check_order(layer, ids, profile.active_count_LF[layer])
+        _check_order(layer, ids, _counts(model, profile, layer))
     seconds = plan_seconds(split, model=model, profile=profile, machine=machine)
     if not abs(seconds - split.objective_s) <= TOLERANCE * seconds:
         raise HotsplitError(
@@ -99,6 +99,10 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
         kind = model.tensors[model.head_name].kind
         total += head_bytes(model) / machine.cpu_rate(kind)
     for layer, ids in enumerate(split.hot):
+        if model.spec.layers[layer].route is not None:
+            total += _dense_seconds(split, model, machine, layer, home[layer])
+            total += _experts_seconds(split, model, profile, machine, layer, home[layer])
+            continue
         touched_F, cpu_s_F = _neurons(split, model, profile, machine, layer)
         is_hot_F = np.zeros(len(touched_F), bool)
         is_hot_F[ids] = True
@@ -118,6 +122,31 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
             cold_s += gpu.hand_over_s.median if len(places) > 1 else 0.0
         total += max(hot_s, cold_s)
     return float(total)
+
+
+def _experts_seconds(
+    split: Split, model: ModelFile, profile: Profile, machine: Machine, layer: int, home: int
+) -> float:
+    """Seconds of a layer's experts: the mean over the recorded tokens of the slower side. Raises
+    HotsplitError if there are too few hot ones."""
+    tensors = [
+        e for n, e in layer_tensors(model, layer).items() if "_exps" in n and not is_dense(n)
+    ]
+    num_experts = model.spec.layers[layer].neurons.num_experts
+    cold_s = sum(e.num_bytes / machine.cpu_rate(e.kind) for e in tensors) / num_experts
+    id_TK, ids = profile.routing_LTK[layer], split.hot[layer]  # type: ignore[index]
+    hot_T = np.isin(id_TK, ids).sum(axis=1)
+    count_E = _counts(model, profile, layer)
+    is_divided = len(ids) < num_experts if split.dense_on_gpu[layer] else len(ids) > 0
+    if not is_divided and not len(ids):
+        return float(id_TK.shape[1] * cold_s)
+    gpu = machine.gpus[home]
+    kernels_s, hand_over_s = HOT_KERNELS * gpu.kernel_s.median, gpu.hand_over_s.median
+    _check_minimum(layer, len(ids), count_E / len(id_TK) * cold_s, kernels_s + hand_over_s)
+    num_bytes = sum(e.num_bytes for e in tensors) / num_experts
+    hot_s_T = hot_T * num_bytes / gpu.neurons_rate(1.0) + (kernels_s if len(ids) else 0.0)
+    cold_s_T = (id_TK.shape[1] - hot_T) * cold_s + (hand_over_s if is_divided else 0.0)
+    return float(np.maximum(hot_s_T, cold_s_T).mean())
 
 
 def _use_seconds(split: Split, machine: Machine, home: Sequence[int]) -> float:
@@ -205,7 +234,8 @@ def _shares(
 ) -> tuple[np.ndarray, np.ndarray]:
     """How often each neuron's gate row is read, and how often its up and down rows are; by id,
     f64 [F]."""
-    fired_F = profile.active_count_LF[layer] / profile.num_tokens
+    number = model.spec.layers[layer].neurons.number
+    fired_F = profile.active_count_LF[layer, :number] / profile.num_tokens
     if computes_all(split.mode):
         return np.ones_like(fired_F), np.ones_like(fired_F)
     if not runs_predictors(split.mode):
@@ -227,6 +257,16 @@ def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float
             f"the plan is wrong: layer {layer} has {num_hot} hot neurons, which save at most"
             f" {saved_s:.3g} s and cost kernels and a hand-over of {fixed_s:.3g} s"
         )
+
+
+def _counts(model: ModelFile, profile: Profile, layer: int) -> np.ndarray:
+    """What the order of a layer's hot neurons, or experts, follows."""
+    if model.spec.layers[layer].route is None:
+        return profile.active_count_LF[layer]
+    assert profile.routing_LTK is not None
+    count_E = np.zeros(model.spec.layers[layer].neurons.num_experts, np.int64)
+    np.add.at(count_E, profile.routing_LTK[layer], 1)
+    return count_E
 
 
 def _check_order(layer: int, ids: np.ndarray, count_F: np.ndarray) -> None:

@@ -22,11 +22,13 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.model.spec import Route
 from hotsplit.model.tensors import in_layout, is_down
-from hotsplit.profile.count.counting import Counter, experts_of, gates_of
+from hotsplit.profile.count import counting
+from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routing_of
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.route import Router, route_ref
 from hotsplit.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.weights.neuron_block import Gate
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 LEVELS = library.usable_levels() if library.is_available() else []
@@ -352,13 +354,39 @@ def test_experts_and_their_neurons_are_counted(activation):
     profile = Profile(
         model_id=model.model_id, num_tokens=len(IDS), threshold_L=model.threshold_L,
         corpora=(Corpus(name="ids", sha256="0" * 64, num_tokens=len(IDS)),),
-        **{name: values.numpy() for name, values in arrays.items() if name != "num_tokens"},
+        routing_LTK=routing_of(arrays),
+        **{name: arrays[name].numpy()
+           for name in ("active_count_LF", "gate_histogram_LB", "expert_count_LE")},
     )  # fmt: skip
     profile.validate()
+    assert np.array_equal(profile.routing_LTK[1], chosen.sort(dim=1).values)
+    assert (profile.routing_LTK[0] == -1).all()
     assert (profile.merge(profile).expert_count_LE == 2 * arrays["expert_count_LE"].numpy()).all()
     wrong = dataclasses.replace(profile, expert_count_LE=profile.expert_count_LE + len(IDS))
     with pytest.raises(HotsplitError, match="experts were chosen"):
         wrong.validate()
+    for routing_LTK in (profile.routing_LTK[:, :, ::-1], profile.routing_LTK + 9, [[[1]]]):
+        wrong = dataclasses.replace(profile, routing_LTK=np.array(routing_LTK, np.int16))
+        with pytest.raises(HotsplitError, match="recorded experts are"):
+            wrong.validate()
+
+
+def test_each_process_records_its_share_of_experts(monkeypatch):
+    """Added up, the shares of three processes are what each has seen, also after a resumption."""
+    monkeypatch.setattr(counting, "MAX_RECORDED", 6)
+    gates, nan = (Gate(activation="relu", threshold=0.0),), float("nan")
+    counters = [Counter(gates, 8, experts_L=(4,), share=(number, 3)) for number in range(3)]
+    for number, counter in enumerate(counters):
+        for batch in ([number], [3, number], [1]):  # the experts besides expert 2 of each token
+            gate_TEN = torch.full((len(batch), 4, 2), nan)
+            for token, expert in enumerate(batch):
+                gate_TEN[token, [expert if expert != 2 else 0, 2]] = 1.0
+            counter.observe("ffn_gate", 0, gate_TEN.flatten(1))
+    again = Counter(gates, 8, experts_L=(4,), share=(0, 3))
+    again.load(counters[0].arrays())
+    parts = [counter.arrays()["recorded_LRK"] for counter in (again, *counters[1:])]
+    routing_LTK = routing_of({"recorded_LRK": sum(parts)})
+    assert routing_LTK[0].tolist() == [[0, 2], [2, 3], [1, 2], [2, 3], [0, 2], [2, 3]]
 
 
 # ---- files ---------------------------------------------------------------------------------------

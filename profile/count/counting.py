@@ -3,11 +3,13 @@
 The sums stay on the layer's device, in int64; without limits, nothing synchronises with it after
 its first pass until they are read.
 
-Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape."""
+Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape, E experts, K experts
+of a token, R slots for tokens whose experts are recorded."""
 
 from collections.abc import Sequence
 from functools import cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ from hotsplit.profile.native.library import count, tables
 from hotsplit.runtime.weights.neuron_block import Gate, above
 
 _MAX_ADDED = 255  # ones that a uint8 can count
+# Tokens whose experts are recorded, of all processes together: with half as many, plans for two
+# budgets of Qwen3-30B-A3B's shape are 0.1 % slower by the choices of other text.
+MAX_RECORDED = 4096
 
 
 class Counter:
@@ -27,19 +32,23 @@ class Counter:
 
     `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
     its activated gate is above it. Such a model must run in mode exact. `experts_L`: the number of
-    each layer's experts (() for none), which are counted too. Neurons of experts that a router does
+    each layer's experts (() for none), which are counted too, and those of the first tokens are
+    recorded. `share`: the number of this process, and of processes that record. Neurons of experts that a router does
     not choose, and those that a layer lacks of `num_neurons`, do not fire; their gates count as 0."""
 
     is_sum = True  # the counts of several processes add up; see profile.count.run.Part
 
     def __init__(
         self, gates: tuple[Gate, ...], num_neurons: int, limits: Sequence[LayerLimits] = (),
-        experts_L: Sequence[int] = (),
+        experts_L: Sequence[int] = (), share: tuple[int, int] = (0, 1),
     ) -> None:  # fmt: skip
         self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
         self.limits = tuple(limits) or (LayerLimits(),) * len(gates)
         self.experts_L = tuple(experts_L) or (1,) * len(gates)
         self._chosen: dict[int, Tensor] = {}  # i64 [E] a layer with experts
+        self._recorded: dict[int, Tensor] = {}  # i64 [R, K] a layer, experts + 1; 0: none yet
+        number, size = share
+        self._slots = MAX_RECORDED * number // size, MAX_RECORDED * (number + 1) // size
         self._count: dict[int, Tensor] = {}  # i64 [F] a layer
         self._histogram: dict[int, Tensor] = {}  # i64 [B] a layer
         self._has_nan: Tensor | None = None  # bool []
@@ -71,7 +80,21 @@ class Counter:
         if layer not in self._chosen:
             self._chosen[layer] = torch.zeros(num_experts, dtype=torch.int64)
         self._chosen[layer] += chosen_TE.sum(dim=0)
+        self._record(layer, chosen_TE)
         return gate_TF.nan_to_num(nan=0.0)
+
+    def _record(self, layer: int, chosen_TE: Tensor) -> None:
+        """Records the experts of these tokens, as far as there are slots; none of a batch in which
+        a token has another number of experts, as after a NaN."""
+        num_used = int(chosen_TE[:1].sum())
+        if (chosen_TE.sum(dim=1) != num_used).any():
+            return
+        if layer not in self._recorded:
+            self._recorded[layer] = torch.zeros(MAX_RECORDED, num_used, dtype=torch.int64)
+        slots_SK = self._recorded[layer][slice(*self._slots)]
+        start = int((slots_SK[:, 0] > 0).sum())
+        id_TK = chosen_TE.nonzero()[:, 1].view(-1, num_used)[: len(slots_SK) - start].cpu()
+        slots_SK[start : start + len(id_TK)] = id_TK + 1
 
     def _add(self, layer: int, gate_TF: Tensor) -> None:
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
@@ -111,8 +134,8 @@ class Counter:
             raise HotsplitError("the model gave NaN; convert its checkpoint again")
 
     def arrays(self) -> dict[str, Tensor]:
-        """active_count_LF, gate_histogram_LB, num_tokens and, of a mixture, expert_count_LE, int64;
-        zeros at the start."""
+        """active_count_LF, gate_histogram_LB, num_tokens and, of a mixture, expert_count_LE and
+        recorded_LRK (experts + 1, ascending, 0 in unused slots), int64; zeros at the start."""
         layers = range(len(self.gates))
         count_LF = torch.zeros(len(layers), self.num_neurons, dtype=torch.int64)
         histogram_LB = torch.zeros(len(layers), NUM_BINS, dtype=torch.int64)
@@ -129,6 +152,10 @@ class Counter:
             )
             for layer, count_E in self._chosen.items():
                 found["expert_count_LE"][layer, : len(count_E)] = count_E
+            used = max((id_RK.shape[1] for id_RK in self._recorded.values()), default=0)
+            found["recorded_LRK"] = torch.zeros(len(layers), MAX_RECORDED, used, dtype=torch.int64)
+            for layer, id_RK in self._recorded.items():
+                found["recorded_LRK"][layer, :, : id_RK.shape[1]] = id_RK
         return found
 
     def load(self, arrays: dict[str, Tensor]) -> None:
@@ -139,6 +166,8 @@ class Counter:
         for layer, num_experts in enumerate(self.experts_L):
             if num_experts > 1:
                 self._chosen[layer] = arrays["expert_count_LE"][layer, :num_experts].clone()
+                if arrays["recorded_LRK"].shape[2]:
+                    self._recorded[layer] = arrays["recorded_LRK"][layer].clone()
 
 
 def histogram(value: Tensor) -> Tensor:
@@ -170,3 +199,15 @@ def experts_of(model: ModelFile) -> tuple[int, ...]:
 def gates_of(model: ModelFile, threshold_L: Sequence[float]) -> tuple[Gate, ...]:
     """The gates of all layers with these thresholds."""
     return tuple(Gate(activation=model.activation, threshold=t) for t in threshold_L)
+
+
+def routing_of(arrays: dict[str, Tensor]) -> np.ndarray | None:
+    """The recorded experts of `Counter.arrays`, int16 [L, T, K]: those of the tokens that all
+    layers with experts have recorded; -1 in layers without. None if there are none."""
+    if "recorded_LRK" not in arrays:
+        return None
+    id_LRK = arrays["recorded_LRK"].numpy().astype(np.int16) - 1
+    has_LR = (id_LRK >= 0).all(axis=2)
+    is_mixed_L = has_LR.any(axis=1)
+    is_whole_R = has_LR[is_mixed_L].all(axis=0)
+    return id_LRK[:, is_whole_R] if is_mixed_L.any() and is_whole_R.any() else None

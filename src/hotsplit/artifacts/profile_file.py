@@ -3,7 +3,7 @@
 Specified in docs/formats.md. Two profiles of one model, with the same thresholds and limits, can be
 added.
 
-Letters: L layers, F neurons, B histogram bins."""
+Letters: L layers, F neurons, B histogram bins, E experts, T recorded tokens, K experts of a token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -44,6 +44,8 @@ class Profile:
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
     # Of a mixture of experts: tokens for which each expert was chosen, int64.
     expert_count_LE: np.ndarray | None = None
+    # The experts of some of its tokens, ascending, int16; -1 in layers without experts.
+    routing_LTK: np.ndarray | None = None
     # The quality of modes with these thresholds or limits and the predictors of the same run.
     # {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Profile:
             expert_count_LE=None
             if self.expert_count_LE is None or other.expert_count_LE is None
             else self.expert_count_LE + other.expert_count_LE,
+            routing_LTK=_joined(self.routing_LTK, other.routing_LTK),
             gate_histogram_LB=self.gate_histogram_LB + other.gate_histogram_LB,
             quality={},
             arithmetic=_of_both(self.arithmetic, other.arithmetic),
@@ -105,7 +108,10 @@ class Profile:
         names = {"model_id", "num_tokens", "threshold_L", "corpora"}
         optional = {"quality", "arithmetic", "limits"}
         metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
-        if arrays.keys() - {"expert_count_LE"} != {"active_count_LF", "gate_histogram_LB"}:
+        if arrays.keys() - {"expert_count_LE", "routing_LTK"} != {
+            "active_count_LF",
+            "gate_histogram_LB",
+        }:
             raise HotsplitError(f"{path}: holds {shown(sorted(arrays))}; profile the model again")
         read = Fields(metadata)
         with about(path, "; profile the model again"):
@@ -151,6 +157,8 @@ class Profile:
         }
         if self.expert_count_LE is not None:
             arrays["expert_count_LE"] = self.expert_count_LE
+        if self.routing_LTK is not None:
+            arrays["routing_LTK"] = self.routing_LTK
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:
@@ -183,6 +191,8 @@ class Profile:
     def _check_experts(self) -> None:
         count_LE = self.expert_count_LE
         if count_LE is None:
+            if self.routing_LTK is not None:
+                raise HotsplitError("experts are recorded, but not counted")
             return
         has_shape = count_LE.ndim == 2 and len(count_LE) == len(self.active_count_LF)
         if not has_shape or not count_LE.size or count_LE.dtype != np.int64:
@@ -194,6 +204,31 @@ class Profile:
                 f"experts were chosen {count_LE.min()} to {count_LE.max()} times in"
                 f" {self.num_tokens} tokens"
             )
+        self._check_routing(*count_LE.shape)
+
+    def _check_routing(self, num_layers: int, num_experts: int) -> None:
+        id_LTK = self.routing_LTK
+        if id_LTK is None:
+            return
+        if id_LTK.ndim != 3 or len(id_LTK) != num_layers or id_LTK.dtype != np.int16:
+            raise HotsplitError(
+                f"recorded experts are {id_LTK.dtype} {id_LTK.shape}, wanted int16 [L, T, K]"
+            )
+        is_mixed_L = (id_LTK >= 0).any(axis=(1, 2))
+        of_mixed_LTK = id_LTK[is_mixed_L]
+        is_ascending = (np.diff(of_mixed_LTK, axis=2) > 0).all()
+        are_experts = ((of_mixed_LTK >= 0) & (of_mixed_LTK < num_experts)).all()
+        if not id_LTK.size or not is_ascending or not are_experts:
+            raise HotsplitError(
+                f"recorded experts are not different ones of {num_experts} for every token"
+            )
+
+
+def _joined(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    """The recorded tokens of both; those of one if the other has none."""
+    if one is None or other is None:
+        return other if one is None else one
+    return np.concatenate([one, other], axis=1)
 
 
 def _of_both(one: str | None, other: str | None) -> str | None:

@@ -14,7 +14,15 @@ import numpy as np
 from hotsplit.artifacts.cache_plan import KEYS, CachePlan
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
-from hotsplit.costs.part_bytes import ITEMS, CacheSize, Items, is_predictor, kv_kind, plan_bytes
+from hotsplit.costs.part_bytes import (
+    ITEMS,
+    CacheSize,
+    Items,
+    is_predictor,
+    kv_kind,
+    placed_units,
+    plan_bytes,
+)
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
@@ -36,7 +44,8 @@ class Split:
     mode: Mode  # how the feed-forward layers run
     vram_budget_bytes: int
     context_length: int
-    hot: tuple[np.ndarray, ...]  # per layer: int32 ids of the neurons on the GPU, hottest first
+    # Per layer: int32 ids of the neurons, or the experts, on the GPU, hottest first.
+    hot: tuple[np.ndarray, ...]
     # Per layer: attention, norms, predictor, and the KV cache unless kv_offload.
     dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool  # output norm and output matrix
@@ -254,9 +263,13 @@ class Split:
                 " hotsplit solve again"
             )
         num_neurons = model.spec.most_neurons
-        ids = np.concatenate(self.hot)
-        if len(self.hot) != model.spec.num_layers or (ids < 0).any() or (ids >= num_neurons).any():
-            raise HotsplitError(f"{path}: names layers or neurons missing in {model.path}")
+        layers = model.spec.layers
+        is_missing = len(self.hot) != len(layers) or any(
+            (ids < 0).any() or (ids >= placed_units(model, layer)[0]).any()
+            for layer, ids in enumerate(self.hot)
+        )
+        if is_missing:
+            raise HotsplitError(f"{path}: names layers, neurons or experts missing in {model.path}")
         if self.cache is not None and self.cache.frequency_LF.shape[1] != num_neurons:
             raise HotsplitError(
                 f"{path}: its neuron cache has frequencies of"

@@ -131,9 +131,15 @@ def _speed_lines(report: SolveReport) -> list[str]:
     there += " and the head" if advice.layer_split_has_head else ""
     there = f"{there} on the GPU, no overlap" if advice.layer_split_layers else "all on the CPU"
     rows.append(("llama.cpp's layer split", advice.layer_split_s, f"every weight read; {there}"))
+    if advice.cpu_moe is not None:
+        count, seconds = advice.cpu_moe
+        name, of = f"llama.cpp's --n-cpu-moe {count}", f"{count} of {report.num_layers} layers"
+        rows.append((name, seconds, f"the experts of {of} on the CPU, no overlap"))
     rows.append(("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"))
+    width = max(24, *(len(name) for name, *_ in rows))
     return [
-        f"  {name:24} {1 / seconds:>9,.1f} tokens/s  ({meaning})" for name, seconds, meaning in rows
+        f"  {name:{width}} {1 / seconds:>9,.1f} tokens/s  ({meaning})"
+        for name, seconds, meaning in rows
     ]
 
 
@@ -162,7 +168,7 @@ def _last_line(report: SolveReport) -> str:
     used, budget = sum(report.gpu_bytes.values()), sum(report.budgets)
     host = sum(report.cpu_bytes.values())
     where = (
-        f"{report.num_hot:,} of {report.num_neurons:,} neurons and {format_bytes(used)} of"
+        f"{report.num_hot:,} of {report.num_neurons:,} {report.units} and {format_bytes(used)} of"
         f" {format_bytes(budget)} on the GPU{'s' * (len(report.budgets) > 1)},"
         f" {report.hot_traffic_share:.0%} of the feed-forward traffic"
         if used

@@ -94,6 +94,11 @@ def is_dense(name: str) -> bool:
     return not name.startswith(_NEURONS)
 
 
+def is_expert(name: str) -> bool:
+    """True if a layer's tensor has a part for each expert, which only tokens that chose it read."""
+    return not is_dense(name) and "_exps" in name
+
+
 _HEAD_NORMS = ("attn_q_norm.", "attn_k_norm.")
 
 
@@ -125,6 +130,46 @@ def all_neuron_bytes(model: ModelFile) -> int:
         layer.neurons.number * layer_bytes(model, index).neuron
         for index, layer in enumerate(model.spec.layers)
     )
+
+
+def placed_units(model: ModelFile, layer: int) -> tuple[int, int]:
+    """The number of a layer's experts and the bytes of one or, without experts, of its neurons."""
+    neurons = model.spec.layers[layer].neurons
+    if neurons.num_experts == 1:
+        return neurons.number, layer_bytes(model, layer).neuron
+    tensors = layer_tensors(model, layer)
+    total = sum(entry.num_bytes for name, entry in tensors.items() if is_expert(name))
+    return neurons.num_experts, total // neurons.num_experts
+
+
+def layer_units(model: ModelFile, layer: int, number: int) -> dict[str, float]:
+    """Bytes of one expert of a layer by type or, without experts, of one of `number` equal parts
+    of its neurons."""
+    entries, neurons = layer_tensors(model, layer), model.spec.layers[layer].neurons
+    found: dict[str, float] = {}
+    if neurons.num_experts > 1:
+        for name, entry in entries.items():
+            if is_expert(name):
+                size = entry.num_bytes / neurons.num_experts
+                found[entry.kind] = found.get(entry.kind, 0) + size
+        return found
+    sizes, share = layer_bytes(model, layer), neurons.number / number
+    rows = [
+        (entries[f"{neurons.gate_name}.weight"].kind, sizes.gate_row),
+        (entries[f"{neurons.up_name}.weight"].kind, sizes.up_row),
+        (down_kind(model, layer), sizes.down_row),
+    ]
+    for kind, size in rows:
+        found[kind] = found.get(kind, 0) + size * share
+    return found
+
+
+def read_share(model: ModelFile, layer: int, name: str) -> float:
+    """The share of a layer's tensor that a token reads: its experts', of a mixture."""
+    spec = model.spec.layers[layer]
+    if spec.route is None or not is_expert(name):
+        return 1.0
+    return spec.route.num_used / spec.route.num_experts
 
 
 def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
@@ -316,7 +361,8 @@ def plan_bytes(
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU).
 
-    `home` has the number of the GPU of each layer and of the head; () is a single GPU. `workspace`
+    `num_hot`: neurons of each layer on a GPU, or experts of one that has them. `home` has the number
+    of the GPU of each layer and of the head; () is a single GPU. `workspace`
     is counted for the CPU and for every GPU that holds anything. Of the embedding matrix only one
     row is read per token, so an untied one stays on the CPU. With key selection, all keys and
     values are on the CPU, and so are the norms of queries and keys per head."""
@@ -332,8 +378,9 @@ def plan_bytes(
         keys_side["attention"] += sizes.head_norms
         side["predictor"] += sizes.predictor
         keys_side["kv_cache"] += kv_bytes(model, layer, positions, cache_types)
-        gpu["neurons"] += hot * sizes.neuron
-        cpu["neurons"] += (model.spec.layers[layer].neurons.number - hot) * sizes.neuron
+        number, unit_bytes = placed_units(model, layer)
+        gpu["neurons"] += hot * unit_bytes
+        cpu["neurons"] += (number - hot) * unit_bytes
     (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)
     cpu["embedding"] += embedding_bytes(model)
     cpu["workspace"] += workspace

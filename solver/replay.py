@@ -1,0 +1,152 @@
+"""Prices the experts of a layer by recorded choices, and bounds those prices.
+
+For a token t with h_t of its K experts on the GPU, by Sides,
+
+    M_t = g(h_t) = max(h_t * hot_s + kernels, (K - h_t) * cold_s + hand_over)
+
+and M is the mean over the recorded tokens. With S hot experts, h_t is the number of the token's
+experts in S: an integer, so g may be replaced by the convex function of straight lines through its
+values at 0..K. Any mean of these lines, with weights of the token's own, is at most g(h_t); summed
+over the tokens it is a constant plus one weight for each expert in S, and over all sets of n experts
+least for the n smallest weights. So every choice of means bounds M for all n at once, convexly in n.
+`relax` finds good ones by Frank and Wolfe's method (1956) for the sets' relaxation, whose experts may
+be there in part, with the lines' maximum smoothed by a softmax. The bound by means
+(`Problem.least_split_s_LN`) holds as well, by Jensen's inequality.
+
+Letters: T recorded tokens, K experts of a token, E experts of the layer by rank (0 is the most
+frequent), H sets, N = E + 1 counts of hot experts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+ROUNDS = 40
+GRID = 6  # numbers of hot experts for which sets are relaxed
+SMOOTH = 0.25, 0.06  # of an expert's seconds on the CPU, in the first and the last round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """A layer's choices, and seconds: of one expert on the GPU and on the CPU, of a layer's kernels
+    and of its hand-over."""
+
+    rank_TK: np.ndarray
+    num_experts: int
+    hot_s: float
+    cold_s: float
+    kernels_s: float
+    hand_over_s: float
+
+    @property
+    def num_used(self) -> int:
+        return self.rank_TK.shape[1]
+
+    def seconds(self, hot_HT: np.ndarray, num_hot_H: np.ndarray, dense: bool) -> np.ndarray:
+        """M_t [H, T] of H sets that have `num_hot_H` experts, `hot_HT` of them chosen for a token;
+        `dense`: the dense block is on the GPU."""
+        has_hot_H1 = (num_hot_H > 0)[:, None]
+        has_cold_H1 = (num_hot_H < self.num_experts)[:, None]
+        is_split_H1 = has_cold_H1 if dense else has_hot_H1
+        hot_HT = hot_HT.astype(np.float64)
+        gpu_HT = hot_HT * self.hot_s + self.kernels_s * has_hot_H1
+        cpu_HT = (self.num_used - hot_HT) * self.cold_s + self.hand_over_s * is_split_H1
+        return np.maximum(gpu_HT, cpu_HT)
+
+
+def prefix_counts(sides: Sides) -> np.ndarray:
+    """h_t with the n most frequent experts on the GPU, int64 [N, T]."""
+    num_tokens, num_experts = len(sides.rank_TK), sides.num_experts
+    has_NT = np.zeros((num_experts + 1, num_tokens), np.int64)
+    np.add.at(has_NT, (sides.rank_TK.T + 1, np.arange(num_tokens)), 1)
+    return np.cumsum(has_NT, axis=0)
+
+
+def prefix_seconds(sides: Sides, dense: bool) -> np.ndarray:
+    """M with the n most frequent experts on the GPU, n = 0..E; f64 [N]."""
+    counts_N = np.arange(sides.num_experts + 1)
+    return sides.seconds(prefix_counts(sides), counts_N, dense).mean(axis=1)
+
+
+def sets_seconds(sides: Sides, hot_HE: np.ndarray, dense: bool) -> np.ndarray:
+    """M of each of these sets, f64 [H]."""
+    hot_HT = hot_HE[:, sides.rank_TK].sum(axis=2)
+    return sides.seconds(hot_HT, hot_HE.sum(axis=1), dense).mean(axis=1)
+
+
+def weights(sides: Sides, hot_T: np.ndarray) -> np.ndarray:
+    """The slopes of the tangents at h_t of a divided layer, summed over the tokens that chose an
+    expert and divided by T; f64 [E]."""
+    gpu_s = hot_T * sides.hot_s + sides.kernels_s
+    cpu_s = (sides.num_used - hot_T) * sides.cold_s + sides.hand_over_s
+    slope_T = np.where(gpu_s > cpu_s, sides.hot_s, -sides.cold_s) / len(hot_T)
+    slope_TK = np.broadcast_to(slope_T[:, None], sides.rank_TK.shape)
+    return np.bincount(sides.rank_TK.ravel(), slope_TK.ravel(), minlength=sides.num_experts)
+
+
+def least_seconds(sides: Sides, counts: range, by_means_N: np.ndarray) -> np.ndarray:
+    """A lower bound on M of a divided layer with any n hot experts, for n in `counts`; convex in n,
+    and at least `by_means_N`, which is such a bound."""
+    least_N = by_means_N.copy()
+    ends = np.linspace(counts.start, counts.stop - 1, min(len(counts), GRID)).round()
+    for count in np.unique(ends.astype(int)).tolist():
+        for constant, weight_E in relax(sides, count)[1]:
+            sums_N = np.concatenate([[0.0], np.cumsum(np.sort(weight_E))])
+            least_N = np.maximum(least_N, constant + sums_N[counts.start : counts.stop])
+    return least_N
+
+
+def relax(sides: Sides, count: int) -> tuple[np.ndarray, list[tuple[float, np.ndarray]]]:
+    """The shares of experts that ROUNDS of Frank and Wolfe's method end with for a divided layer
+    with `count` of them, f64 [E], and each round's constant and weights f64 [E]."""
+    slope_P, start_P = _lines(sides)
+    num_tokens, num_used = sides.rank_TK.shape
+    share_E, found = (np.arange(sides.num_experts) < count).astype(float), []
+    rank = sides.rank_TK.ravel().astype(np.int64)
+    for number, smooth in enumerate(np.geomspace(*SMOOTH, ROUNDS)):
+        hot_T = share_E[rank].reshape(num_tokens, num_used).sum(axis=1)
+        value_TP = start_P + slope_P * hot_T[:, None]
+        value_TP -= value_TP.max(axis=1, keepdims=True)
+        mean_TP = np.exp(value_TP / (smooth * sides.cold_s))
+        mean_TP /= mean_TP.sum(axis=1, keepdims=True)
+        slope_T = np.repeat(mean_TP @ slope_P / num_tokens, num_used)
+        weight_E = np.bincount(rank, slope_T, minlength=sides.num_experts)
+        found.append((float((mean_TP @ start_P).mean()), weight_E))
+        share_E *= 1 - 2 / (number + 3)
+        share_E[np.argsort(weight_E, kind="stable")[:count]] += 2 / (number + 3)
+    return share_E, found
+
+
+def _lines(sides: Sides) -> tuple[np.ndarray, np.ndarray]:
+    """Slopes and values at 0 of the lines through g at 0..K, at most three different ones."""
+    hot_N = np.arange(sides.num_used + 1)
+    value_N = sides.seconds(hot_N[None], np.ones(1), True)[0]
+    slope_K = np.diff(value_N)
+    start_K = value_N[:-1] - slope_K * hot_N[:-1]
+    _, first = np.unique((slope_K / sides.cold_s).round(9), return_index=True)
+    return slope_K[first], start_K[first]
+
+
+def polished(sides: Sides, hot_E: np.ndarray) -> np.ndarray:
+    """A set with as many experts that is no slower in a divided layer: the largest shares of `relax`,
+    `improved`."""
+    share_E, count = relax(sides, int(hot_E.sum()))[0], int(hot_E.sum())
+    found_E = np.zeros_like(hot_E)
+    found_E[np.argsort(-share_E, kind="stable")[:count]] = True
+    found_E = improved(sides, found_E, True, ROUNDS)
+    both_s = sets_seconds(sides, np.stack([hot_E, found_E]), True)
+    return found_E if both_s[1] < both_s[0] else hot_E
+
+
+def improved(sides: Sides, hot_E: np.ndarray, dense: bool, most: int) -> np.ndarray:
+    """A set with as many experts that is no slower: the experts of the smallest weights at the
+    set's own choices, repeated at most `most` times while that is faster."""
+    count, best_s = int(hot_E.sum()), float(sets_seconds(sides, hot_E[None], dense)[0])
+    for _ in range(most):
+        weight_E = weights(sides, hot_E[sides.rank_TK].sum(axis=1))
+        found_E = np.zeros_like(hot_E)
+        found_E[np.argsort(weight_E, kind="stable")[:count]] = True
+        seconds = float(sets_seconds(sides, found_E[None], dense)[0])
+        if seconds >= best_s:
+            break
+        hot_E, best_s = found_E, seconds
+    return hot_E

@@ -1,0 +1,95 @@
+"""What the solver places in a layer of a mixture: its experts. The neurons of a layer without
+experts are placed all together, as if they were as many equal parts.
+
+Letters: L layers, F units (experts, or parts) of a layer, T recorded tokens, K experts of a token."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.costs.part_bytes import layer_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertUnits:
+    """The units of a mixture, hottest first, ties by number."""
+
+    model: ModelFile
+    profile: Profile
+
+    @property
+    def number(self) -> int:
+        return max(layer.neurons.num_experts for layer in self.model.spec.layers)
+
+    @cached_property
+    def count_LF(self) -> np.ndarray:
+        """Recorded tokens that chose each expert, by number; zeros in layers without experts."""
+        id_LTK, number = self.profile.routing_LTK, self.number
+        assert id_LTK is not None
+        return np.stack([np.bincount(id_TK[id_TK >= 0], minlength=number) for id_TK in id_LTK])
+
+    @cached_property
+    def order_LF(self) -> np.ndarray:
+        """int32; by the recorded tokens, with which plans are priced."""
+        return np.argsort(-self.count_LF, axis=1, kind="stable").astype(np.int32)
+
+    @property
+    def has_experts_L(self) -> np.ndarray:
+        return np.array([layer.neurons.num_experts > 1 for layer in self.model.spec.layers])
+
+    @cached_property
+    def touched_LF(self) -> np.ndarray:
+        """Expected bytes that a token touches, f64, non-increasing."""
+        size_L1 = np.array([sum(units.values()) for units in self._bytes_L])[:, None]
+        count_LF = np.take_along_axis(self.count_LF, self.order_LF, axis=1)
+        share_LF = count_LF / self.rank_LTK.shape[1]
+        share_LF[~self.has_experts_L] = 1.0
+        return share_LF * size_L1
+
+    @property
+    def bytes_L(self) -> np.ndarray:
+        """Bytes of a unit, int64; of parts, rounded up."""
+        return np.array([-int(-sum(units.values()) // 1) for units in self._bytes_L])
+
+    @cached_property
+    def _bytes_L(self) -> list[dict[str, float]]:
+        """Bytes of a unit, by type."""
+        layers = range(self.model.spec.num_layers)
+        return [layer_units(self.model, layer, self.number) for layer in layers]
+
+    def cpu_s_per_byte_L(self, machine: Machine) -> np.ndarray:
+        seconds = [
+            sum(size / machine.cpu_rate(kind) for kind, size in units.items()) / sum(units.values())
+            for units in self._bytes_L
+        ]
+        return np.array(seconds)
+
+    @cached_property
+    def rank_LTK(self) -> np.ndarray:
+        """The recorded experts by rank, int16; -1 in layers without."""
+        id_LTK = self.profile.routing_LTK
+        assert id_LTK is not None
+        rank_LF = np.argsort(self.order_LF, axis=1)
+        rank_LTK = np.take_along_axis(rank_LF[:, None], np.maximum(id_LTK, 0).astype(np.int64), 2)
+        return np.where(id_LTK < 0, -1, rank_LTK).astype(np.int16)
+
+    def ids(self, layer: int, is_hot_F: np.ndarray) -> np.ndarray:
+        """The hot units of a layer as a plan lists them, int32: experts, or neurons, hottest
+        first."""
+        if self.has_experts_L[layer]:
+            return self.order_LF[layer][is_hot_F]
+        count_F = self.profile.active_count_LF[
+            layer, : self.model.spec.layers[layer].neurons.number
+        ]
+        order_F = np.argsort(-count_F, kind="stable").astype(np.int32)
+        return order_F if is_hot_F.all() else order_F[:0]
+
+    def is_hot(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """The units of a layer that a plan has on a GPU, by rank; bool [F]."""
+        if self.has_experts_L[layer]:
+            return np.isin(self.order_LF[layer], ids)
+        return np.full(self.number, len(ids) > 0)

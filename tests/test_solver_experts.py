@@ -1,0 +1,201 @@
+"""Plans of mixtures of experts, priced by recorded choices: brute force over all subsets, a second
+computation of the price, and what is refused."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from models import (
+    WORKSPACE,
+    make_inputs,
+    make_machine,
+    make_model,
+    make_sizes,
+    mixture_spec,
+    solver_files,
+    take_workspace,
+)
+from test_solver import random_gpu
+
+from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.part_bytes import plan_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Route
+from hotsplit.solver import optimise, replay
+from hotsplit.solver.lagrangian import search
+from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.problem import Placement, is_feasible, placement_seconds
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.solver.verify import plan_seconds, verify
+
+CLOSE = 1e-9
+CONTEXT = 8
+
+
+def random_choices(random, num_layers: int, num_tokens: int, route: Route, skew: float):
+    """int16 [L, T, K], ascending: Gumbel's trick over popularities of this skew."""
+    size = num_layers, 1, route.num_experts
+    popularity = skew * random.standard_normal(size)
+    score = popularity + random.gumbel(size=(num_layers, num_tokens, route.num_experts))
+    return np.sort(np.argsort(-score, axis=2)[:, :, : route.num_used], axis=2).astype(np.int16)
+
+
+def profile_of(model, id_LTK) -> Profile:
+    spec, (num_layers, num_tokens, _) = model.spec, id_LTK.shape
+    num_experts = max(layer.neurons.num_experts for layer in spec.layers)
+    count_LE = np.stack([np.bincount(i[i >= 0], minlength=num_experts) for i in id_LTK])
+    shape = num_layers, spec.most_neurons
+    histogram_LB = np.zeros((num_layers, NUM_BINS), np.int64)
+    histogram_LB[:, 0] = num_tokens * spec.most_neurons
+    return Profile(
+        model_id=model.model_id, num_tokens=num_tokens, threshold_L=model.threshold_L,
+        corpora=(Corpus(name="ids", sha256="0" * 64, num_tokens=num_tokens),),
+        active_count_LF=np.ones(shape, np.int64), gate_histogram_LB=histogram_LB,
+        expert_count_LE=count_LE, routing_LTK=id_LTK,
+    )  # fmt: skip
+
+
+def tiny(seed: int, num_dense: int = 0):
+    """Inputs with one or two layers of a few experts, of which the CPU reads one in 0.5 to 80 us."""
+    random = np.random.default_rng(seed)
+    num_layers, num_experts = (1, 5) if seed % 2 else (2, 3)
+    route = Route(num_experts=num_experts, num_used=int(random.integers(1, num_experts + 1)))
+    sizes = make_sizes(
+        num_layers=num_layers + num_dense, width=32, num_heads=2, num_kv_heads=1, head_width=16,
+        vocab_size=int(random.integers(4, 30)), context_length=CONTEXT, num_neurons=4,
+    )  # fmt: skip
+    spec = mixture_spec(sizes, route=route, num_neurons=3, num_dense=num_dense)
+    model = make_model(spec=spec, kind=["f32", "f16"][seed % 3 % 2])
+    cpu = 10 ** random.uniform(-2.3, -0.7)
+    machine = make_machine(
+        cpu_gb_per_s=cpu, **random_gpu(random, cpu), layer_s=random.choice([1e-9, 3e-6]),
+        token_s=2e-6, logit_s=1e-8,
+    )  # fmt: skip
+    tokens, skew = int(random.integers(1, 30)), random.choice([0.0, 1.0, 3.0])
+    id_LTK = random_choices(random, num_layers + num_dense, tokens, route, skew)
+    id_LTK[:num_dense] = -1
+    every = [layer.neurons.num_experts for layer in spec.layers]
+    every[:num_dense] = [layer.neurons.number for layer in spec.layers[:num_dense]]
+    whole = plan_bytes(
+        model, context_length=CONTEXT, num_hot=every, dense_on_gpu=[True] * len(every),
+        head_on_gpu=True,
+    )[0][0]  # fmt: skip
+    budget = WORKSPACE + int(random.uniform(0.05, 1.05) * sum(whole.values()))
+    return make_inputs(model, profile_of(model, id_LTK), machine, budget, mode="dense")
+
+
+def save(folder, *files) -> None:
+    for path, each in zip(solver_files(folder).values(), files, strict=True):
+        each.save(path)
+
+
+def brute_force(problem) -> float:
+    """The fewest seconds of any subset of experts, blocks and head."""
+    num_layers, number = problem.touched_LF.shape
+    sets = [np.array(bits, bool) for bits in product([False, True], repeat=number)]
+    blocks = list(product([False, True], repeat=num_layers))
+    best = np.inf
+    for hot, dense, head in product(product(sets, repeat=num_layers), blocks, [False, True]):
+        placement = Placement(hot_LF=np.array(hot), dense_L=np.array(dense), head=head)
+        if is_feasible(problem, placement):
+            best = min(best, placement_seconds(problem, placement))
+    return best
+
+
+@pytest.mark.parametrize("seeds", [range(n, n + 4) for n in range(0, 16, 4)])
+def test_agrees_with_brute_force_over_all_subsets(seeds, monkeypatch):
+    """So does the bound of the search that large models take, and its plans are nearly as good."""
+    for seed in seeds:
+        inputs = tiny(seed)
+        pipeline = inputs.pipeline()
+        problem, best_s = pipeline.model, brute_force(pipeline.model)
+        answer = find_plan(pipeline, time_limit_s=5)
+        assert answer.objective_s == pytest.approx(best_s, rel=CLOSE)
+        assert answer.bound_s <= best_s * (1 + CLOSE) and search(problem).bound_s <= best_s
+        with monkeypatch.context() as patch:
+            patch.setattr(optimise, "best_of_all", lambda pipeline: None)
+            answer = find_plan(pipeline, time_limit_s=5)
+        assert answer.bound_s <= best_s * (1 + CLOSE)
+        assert best_s * (1 - CLOSE) <= answer.objective_s <= 1.03 * best_s
+
+
+def test_the_price_is_the_mean_of_the_slower_side():
+    """A layer with experts 0 and 1 of three on the GPU: the first token has both there, the second
+    one, the third none."""
+    sides = replay.Sides(
+        rank_TK=np.array([[0, 1], [1, 2], [2, 2]]), num_experts=3, hot_s=1.0, cold_s=5.0,
+        kernels_s=0.5, hand_over_s=0.25,
+    )  # fmt: skip
+    hot_1E = np.array([[True, True, False]])
+    slower = [2 * 1 + 0.5, 5 + 0.25, 2 * 5 + 0.25]
+    assert replay.sets_seconds(sides, hot_1E, True)[0] == pytest.approx(np.mean(slower))
+    means = max(1.0 * 1 + 0.5, 1.0 * 5 + 0.25)
+    assert means < replay.sets_seconds(sides, hot_1E, True)[0]
+    prefixes_N = replay.prefix_seconds(sides, True)
+    assert prefixes_N[2] == replay.sets_seconds(sides, hot_1E, True)[0]
+    assert prefixes_N[0] == 2 * 5 + 0.25 and prefixes_N[3] == 2 * 1 + 0.5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_set_is_below_the_bound(seed):
+    random = np.random.default_rng(seed)
+    route = Route(num_experts=9, num_used=3)
+    id_TK = random_choices(random, 1, 40, route, 1.5)[0]
+    order_E = np.argsort(-np.bincount(id_TK.ravel(), minlength=9), kind="stable")
+    sides = replay.Sides(
+        rank_TK=np.argsort(order_E)[id_TK], num_experts=9, hot_s=random.uniform(0.1, 1.5),
+        cold_s=1.0, kernels_s=0.3, hand_over_s=0.2,
+    )  # fmt: skip
+    set_HE = np.array(list(product([False, True], repeat=9)))
+    seconds_H, count_H = replay.sets_seconds(sides, set_HE, True), set_HE.sum(axis=1)
+    least_N = np.array([seconds_H[count_H == n].min() for n in range(1, 9)])
+    bound_N = replay.least_seconds(sides, range(1, 9), np.zeros(8))
+    assert (bound_N <= least_N * (1 + CLOSE)).all()
+    assert (np.diff(bound_N, 2) >= -1e-12).all()
+    for count in range(1, 9):
+        start_E = np.arange(9) < count
+        found_E = replay.improved(sides, start_E, True, 20)
+        start_s, found_s = replay.sets_seconds(sides, np.stack([start_E, found_E]), True)
+        assert found_E.sum() == count and least_N[count - 1] * (1 - CLOSE) <= found_s <= start_s
+        polished_E = replay.polished(sides, start_E)
+        polished_s = replay.sets_seconds(sides, polished_E[None], True)[0]
+        assert (
+            polished_E.sum() == count and least_N[count - 1] * (1 - CLOSE) <= polished_s <= start_s
+        )
+
+
+@pytest.mark.parametrize("seed, num_dense", [(1, 0), (2, 0), (4, 1), (5, 1)])
+def test_a_written_plan_is_verified(seed, num_dense, tmp_path):
+    """A second computation of its price finds a changed plan."""
+    inputs = tiny(seed, num_dense)
+    model, profile, machine = inputs.model, inputs.profile, inputs.machine
+    save(tmp_path, model, profile, machine)
+    config = SolveConfig(
+        **solver_files(tmp_path), output=tmp_path / "plan", vram_budget_bytes=inputs.budgets[0],
+        mode="dense",
+    )  # fmt: skip
+    report = solve(config, take_workspace)
+    split = Split.load(tmp_path / "plan")
+    files = {"model": model, "profile": profile, "machine": machine}
+    assert plan_seconds(split, **files) == pytest.approx(report.objective_s, rel=CLOSE)
+    with pytest.raises(HotsplitError, match="says"):
+        verify(replace(split, objective_s=split.objective_s * 1.001), **files)
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        ({"mode": "exact"}, "plans with --mode exact are not supported for mixtures"),
+        ({"kv_offload": "on"}, "plans with --kv-offload are not supported for mixtures"),
+        ({}, "has no recorded experts"),
+    ],
+)
+def test_refused(options, line, tmp_path):
+    inputs = tiny(1)
+    profile = replace(inputs.profile, routing_LTK=None)
+    save(tmp_path, inputs.model, profile, inputs.machine)
+    given = {**solver_files(tmp_path), "output": tmp_path / "plan", "vram_budget_bytes": 1 << 20}
+    with pytest.raises(HotsplitError, match=line):
+        solve(SolveConfig(**given, **options), take_workspace)
