@@ -18,8 +18,10 @@ from hotsplit.artifacts.changed_model import replace_thresholds
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.artifacts.profile_file import Corpus, Profile
+from hotsplit.costs.part_bytes import head_bytes, layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
+from hotsplit.measure.evaluate.quality import ShareCounter, mean_bytes
 from hotsplit.model.spec import Route
 from hotsplit.model.tensors import in_layout, is_down
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
@@ -297,6 +299,24 @@ def test_exact_mode_skips_silent_neurons_of_the_chosen_experts():
         engine._step(IDS[0], 0)
         read = engine.traffic.down - before.down
         assert 0 < read == sum(fired) * 68 < 2 * 3 * 96 * 68
+
+
+@native
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+def test_bytes_by_shares_are_those_that_the_runtime_reads(mode):
+    """Also with a first layer that has no experts, and another number of neurons."""
+    model = mixture(kind="q8_0", num_neurons=96, activation="relu", num_dense=1)
+    shares = ShareCounter(model)
+    with Engine.of(model, mode=mode) as engine:
+        with engine.observe(shares.observe, shares.wants):
+            engine.logits(IDS)
+        before = dataclasses.replace(engine.traffic)
+        for position, token in enumerate(IDS):
+            engine._step(token, position)
+        names = ("gate", "up", "down")
+        read = sum(getattr(engine.traffic, n) - getattr(before, n) for n in names) / len(IDS)
+    others = head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in range(2))
+    assert mean_bytes(model, mode, shares) - others == pytest.approx(read, rel=1e-3)
 
 
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
