@@ -17,9 +17,7 @@ def neurons_read(
     sizes, spec = layer_bytes(model, layer), model.spec.layers[layer]
     chosen = 1.0 if spec.route is None else spec.route.num_used / spec.route.num_experts
     named, fired = (chosen if share is None else share for share in (named, fired))
-    return spec.neurons.number * (
-        named * sizes.gate_row + fired * (sizes.up_row + sizes.down_row)
-    )
+    return spec.neurons.number * (named * sizes.gate_row + fired * (sizes.up_row + sizes.down_row))
 
 
 def bytes_read(
