@@ -72,6 +72,7 @@ class ProfileReport:
     num_tokens: int
     density_L: tuple[float, ...]
     hottest_fifth_L: tuple[float, ...]  # share of the firings of the hottest 20 %
+    hottest_fifth_of_experts_L: tuple[float, ...]  # share of the choices; () without experts
     threshold_L: tuple[float, ...]
     search: ThresholdReport | None  # if a perplexity budget was given
     limits: str | None  # sha256 of the file's limits, above which neurons fire; None: it has none
@@ -334,12 +335,14 @@ def _report(
 ) -> ProfileReport:
     result = outcome.profile
     quality_L = outcome.trained[1] if outcome.trained else ()
+    of_experts_L = result.hottest_fifth_of_experts_L()
     return ProfileReport(
         output=config.output,
         model_id=result.model_id,
         num_tokens=result.num_tokens,
         density_L=tuple(result.density_L.tolist()),
         hottest_fifth_L=tuple(result.hottest_fifth_L().tolist()),
+        hottest_fifth_of_experts_L=() if of_experts_L is None else tuple(of_experts_L.tolist()),
         threshold_L=result.threshold_L,
         search=outcome.search,
         limits=result.limits,

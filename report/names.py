@@ -12,7 +12,7 @@ class Names:
     """The names of the given files, without folders. Files that are not given have default names,
     except a plan, whose name is then ""."""
 
-    def __init__(self, config: ReportConfig) -> None:
+    def __init__(self, config: ReportConfig, *, has_experts: bool) -> None:
         self.model = shlex.quote(config.model.name)
         self.profile = shlex.quote(config.profile.name) if config.profile else PROFILE
         self.machine = shlex.quote(config.machine.name) if config.machine else MACHINE
@@ -33,6 +33,10 @@ class Names:
             " writes both:",
             command=f"{profile} --train-predictors predictors",
         )
+        if has_experts:
+            self.no_split = self.no_predictors = Missing(
+                line="A mixture of experts runs on the CPU, without a plan and predictors."
+            )
 
 
 def _missing(what: str, option: str, does: str, command: str) -> Missing:

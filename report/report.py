@@ -4,12 +4,13 @@ The sections are in `sections`, `quality_section` and `machine_section`, the HTM
 
 from importlib.metadata import version
 
-from hotsplit.costs.default_mode import choose_mode
+from hotsplit.costs.default_mode import choose_mode, dense_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file, sha256_of
 from hotsplit.files.gguf_parts import part_paths
 from hotsplit.files.outputs import check_outputs
 from hotsplit.model.modes import Mode
+from hotsplit.model.spec_facts import spec_facts
 from hotsplit.profile.report.report import report_paths
 from hotsplit.report.artifacts import Artifacts, load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig, ReportSummary
@@ -58,7 +59,8 @@ def report(config: ReportConfig) -> ReportSummary:
 
 
 def page_of(config: ReportConfig, found: Artifacts) -> Page:
-    speeds, names = speeds_of(config, found), Names(config)
+    speeds = speeds_of(config, found)
+    names = Names(config, has_experts=found.model.spec.has_experts)
     mode = choose_mode(found.model).mode if found.split is None else found.split.mode
     return Page(
         title=found.model.text(NAME_KEY) or config.model.name,
@@ -93,6 +95,7 @@ def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
     return (
         config.model.name, model.architecture,
         f"{spec.num_layers} layers of {spec.most_neurons:,} neurons",
+        *(f"experts: {value}" for name, value in spec_facts(spec) if name == "experts"),
         f"hidden size {spec.hidden_size:,}",
         model.activation, f"{kind}, {format_bytes(size)}",
         "with predictors" if model.predictor else "no predictors",
@@ -157,6 +160,10 @@ def _cost(found: Artifacts, mode: Mode) -> Tile:
 
 def _reads(found: Artifacts, mode: Mode) -> Tile:
     label, cost = "A token reads", cost_of(found, mode)
+    if mode == "dense" and found.model.spec.has_experts:
+        whole = sum(entry.num_bytes for entry in found.model.tensors.values())
+        return Tile(label=label, value=f"{dense_bytes(found.model) / whole:.0%}",
+                    note="of the weights' bytes: no experts that the router does not choose")  # fmt: skip
     if mode == "dense":
         return Tile(label=label, value="100%", note="of the weights' bytes")
     if cost is None:

@@ -36,6 +36,8 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
         missing.append(Missing(line=speeds.why_not, command=names.new_machine))
     if not missing and found.split is None:
         missing.append(names.no_split)
+    if found.model.spec.has_experts:
+        missing = [names.no_split]
     tables: tuple[Table, ...] = ()
     if found.split is not None:
         tables += (_speed_table(found.split, speeds),)
@@ -162,7 +164,7 @@ def firing_section(found: Artifacts, names: Names) -> Section:
         name="firings", title="Firings",
         lead=f"{lead} {profile.num_tokens:,} tokens of {corpora}.",
         plots=(plots.plot_firings(profile), plots.plot_density(profile)),
-        tables=(_firing_table(profile),),
+        tables=(_firing_table(profile), *_expert_tables(profile)),
     )  # fmt: skip
 
 
@@ -179,6 +181,22 @@ def _firing_table(profile: Profile) -> Table:
     head = ("layer", "neurons that fire", "firings of the hottest 5 %", "20 %", "50 %",
             "never fired", "threshold")  # fmt: skip
     return Table(caption="Firings by layer", head=head, rows=rows, is_folded=True)
+
+
+def _expert_tables(profile: Profile) -> tuple[Table, ...]:
+    """How often a mixture's router chose its experts; () of a model without any."""
+    count_LE, fifth_L = profile.expert_count_LE, profile.hottest_fifth_of_experts_L()
+    if count_LE is None or fifth_L is None:
+        return ()
+    rows = tuple(
+        (str(layer), f"{count_E.max() / profile.num_tokens:.1%}",
+         f"{count_E.min() / profile.num_tokens:.1%}", f"{fifth:.1%}", f"{(count_E == 0).sum():,}")
+        for layer, (count_E, fifth) in enumerate(zip(count_LE, fifth_L, strict=True))
+        if count_E.any()  # not in a layer without experts
+    )  # fmt: skip
+    head = ("layer", "tokens of the hottest expert", "of the coldest",
+            "choices of the hottest fifth", "never chosen")  # fmt: skip
+    return (Table(caption="Experts by layer", head=head, rows=rows),)
 
 
 def predictor_section(found: Artifacts, names: Names) -> Section:

@@ -12,7 +12,7 @@ from hotsplit.artifacts.changed_model import with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.options import Outtype
 from hotsplit.costs.bytes_read import neurons_read
-from hotsplit.costs.default_mode import can_silence, is_smooth
+from hotsplit.costs.default_mode import can_silence, is_smooth, mode_meant
 from hotsplit.costs.part_bytes import (
     all_neuron_bytes,
     bytes_on_one_side,
@@ -162,8 +162,8 @@ def choose_layout(source: Source, outtype: Outtype | None, wishes: Wishes, room:
 
 
 def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
-    """True if the CPU reads every neuron for every token."""
-    is_silent = can_silence(model) or model.has_limits or model.predictor is not None
+    """True if the CPU reads every neuron, or every one of the chosen experts, for every token."""
+    is_silent = not is_smooth(model) or can_silence(model) or model.predictor is not None
     return not room.gpus and wishes.engine.mode in (None, "dense") and not is_silent
 
 
@@ -225,6 +225,10 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
 
 
 def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
+    if wishes.engine.mode == "predicted" and model.spec.has_experts:
+        raise HotsplitError(
+            f"{source.name}: predictors are not supported for mixtures of experts; leave --mode out"
+        )
     if wishes.engine.mode == "predicted" and model.predictor is None and not can_silence(model):
         raise HotsplitError(
             f"{source.name}: every neuron of this {model.activation} model fires, so there is"
@@ -238,6 +242,11 @@ def choose_predictors(
     """(whether to train predictors, why); None if a look decides."""
     if wishes.engine.mode in ("dense", "exact"):
         return False, f"mode {wishes.engine.mode}: asked for"
+    if model.spec.has_experts:
+        what = f"all neurons of the experts that a token's router chooses ({model.activation})"
+        if can_silence(model):
+            what = f"neurons that fire ({model.activation}), of the experts that a router chooses"
+        return False, f"mode {mode_meant(model)}: a token computes {what}"
     if model.predictor is not None:
         return False, "the file has predictors: the fastest mode by its own record"
     if wishes.engine.mode == "predicted":

@@ -19,6 +19,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout, layout_of
 from hotsplit.run.keys import identity_of_source
 
+_UPS = ("ffn_up.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -75,8 +77,8 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
     notes: tuple[str, ...] = ()
     if path.is_file():
         keys, tensors = read_model_gguf(path)
-        kinds = [entry.kind for name, entry in tensors.items() if name.endswith("ffn_up.weight")]
-        own_type = kinds[0] if kinds else "unknown"
+        kinds = [entry.kind for name, entry in tensors.items() if name.endswith(_UPS)]
+        own_type = max(kinds, key=kinds.count, default="unknown")
         if activation is None and layout_of(tensors) == "sparse":
             own = ModelFile.of(path, keys, tensors)
         elif activation is None:

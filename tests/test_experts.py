@@ -6,6 +6,7 @@ import random
 from functools import partial
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -18,8 +19,10 @@ from hotsplit.artifacts.changed_model import replace_thresholds
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.artifacts.profile_file import Corpus, Profile
+from hotsplit.costs.part_bytes import head_bytes, layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
+from hotsplit.measure.evaluate.quality import ShareCounter, mean_bytes
 from hotsplit.model.spec import Route
 from hotsplit.model.tensors import in_layout, is_down
 from hotsplit.profile.count import counting
@@ -301,6 +304,24 @@ def test_exact_mode_skips_silent_neurons_of_the_chosen_experts():
         assert 0 < read == sum(fired) * 68 < 2 * 3 * 96 * 68
 
 
+@native
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+def test_bytes_by_shares_are_those_that_the_runtime_reads(mode):
+    """Also with a first layer that has no experts, and another number of neurons."""
+    model = mixture(kind="q8_0", num_neurons=96, activation="relu", num_dense=1)
+    shares = ShareCounter(model)
+    with Engine.of(model, mode=mode) as engine:
+        with engine.observe(shares.observe, shares.wants):
+            engine.logits(IDS)
+        before = dataclasses.replace(engine.traffic)
+        for position, token in enumerate(IDS):
+            engine._step(token, position)
+        names = ("gate", "up", "down")
+        read = sum(getattr(engine.traffic, n) - getattr(before, n) for n in names) / len(IDS)
+    others = head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in range(2))
+    assert mean_bytes(model, mode, shares) - others == pytest.approx(read, rel=1e-3)
+
+
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 def test_experts_are_copied_once_or_stay_in_the_file(tmp_path, caplog, monkeypatch, layout, mode):
     """In memory, in the layouts of dense layers, they take the file's bytes. If they do not fit, they
@@ -326,6 +347,60 @@ def test_experts_are_copied_once_or_stay_in_the_file(tmp_path, caplog, monkeypat
                 assert layer.attention.output.weight.kind != "q8_0"
     assert "the experts stay in the file" in caplog.text
     assert rel_error(*found.values()) < 1e-3
+
+
+MEASURES_A_LOAD = """
+import sys
+from pathlib import Path
+from hotsplit import Engine
+
+def kib(name):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(name + ":")[1].split()[0])
+
+Engine.load(sys.argv[1], context_length=16).close()  # imports, threads, the kernels' tables
+for path in sys.argv[2:]:
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+    before = kib("VmRSS"), kib("RssAnon")
+    with Engine.load(path, context_length=16) as engine:
+        engine.logits([1, 2, 3])
+        print(kib("VmHWM") - before[0], kib("RssAnon") - before[1])
+"""
+
+
+def many_experts(kind: str, path: Path, num_experts: int) -> Path:
+    """Saves a mixture with these many experts, which are copies of four. llama.cpp's layout."""
+    model = mixture(
+        kind=kind, layout="stock", width=256, num_neurons=256, route=Route(num_experts=4, num_used=4)
+    )  # fmt: skip
+    route = Route(num_experts=num_experts, num_used=4)
+    sizes = make_sizes(width=256, num_neurons=256, context_length=CONTEXT)
+    tensors = {}
+    for name, entry in model.tensors.items():
+        if "_exps" in name or "ffn_gate_inp" in name:
+            rows = np.repeat(entry.read(), num_experts // 4, axis=0)
+            entry = TensorEntry(
+                shape=(num_experts, *entry.shape[1:]), kind=entry.kind,
+                read_rows=lambda a, b, rows=rows: rows[a:b],
+            )  # fmt: skip
+        tensors[name] = entry
+    spec = mixture_spec(sizes, route=route, num_neurons=256, activation="silu")
+    dataclasses.replace(model, bare_spec=spec, tensors=tensors, path=path).save(path)
+    return path
+
+
+@native
+def test_a_load_takes_the_bytes_of_the_file_and_no_copy_more(tmp_path):
+    """Files of 57 and 107 MB: a tensor of all experts is a sixth of one."""
+    files = [many_experts(kind, tmp_path / f"{kind}.gguf", 256) for kind in ("q4_k", "q8_0")]
+    small = many_experts("q8_0", tmp_path / "s.gguf", 8)
+    done = forked.run_python(MEASURES_A_LOAD, small, *files)
+    assert done.returncode == 0, done.stderr
+    for path, line in zip(files, done.stdout.splitlines(), strict=True):
+        size = path.stat().st_size >> 10
+        peak, anonymous = map(int, line.split())
+        assert 0.9 * size < anonymous < 1.1 * size, (path, peak, anonymous)
+        assert peak < 1.3 * size, (path, peak, anonymous)
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])

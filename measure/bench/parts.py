@@ -25,7 +25,7 @@ ORDER = (PROJECTIONS, CACHE, PREDICTOR, HOT, COLD, NEURONS, HEAD, OTHER, OUTSIDE
 MEANINGS = {
     PROJECTIONS: "attention's matrices",
     CACHE: "attention over the cache",
-    PREDICTOR: "predictors",
+    PREDICTOR: "predictors, routers",
     HOT: "hot neurons",
     COLD: "cold neurons",
     NEURONS: "neurons",

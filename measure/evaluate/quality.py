@@ -268,7 +268,7 @@ class ShareCounter:
 
     def __init__(self, model: ModelFile) -> None:
         self.thresholds = model.predictor.threshold_L if model.predictor else ()
-        self.num_neurons = model.spec.most_neurons
+        self.num_neurons_L = tuple(layer.neurons.number for layer in model.spec.layers)
         self.counts: dict[str, dict[int, list[Tensor]]] = {
             "ffn_predicted": {}, "ffn_hidden": {},
         }  # fmt: skip
@@ -292,8 +292,9 @@ class ShareCounter:
         layers = sorted(self.counts[name])
         if not layers:
             return Estimate(mean=0.0, half_width=None)
-        share_T = torch.stack([self.per_token(name, layer) for layer in layers]).mean(dim=0)
-        share_T /= self.num_neurons
+        share_T = torch.stack(
+            [self.per_token(name, layer) / self.num_neurons_L[layer] for layer in layers]
+        ).mean(dim=0)
         return batch_mean(share_T, [len(share_T)])
 
     @property
@@ -306,6 +307,6 @@ class ShareCounter:
 
     def _share_L(self, name: str) -> tuple[float, ...]:
         return tuple(
-            self.per_token(name, layer).mean().item() / self.num_neurons
+            self.per_token(name, layer).mean().item() / self.num_neurons_L[layer]
             for layer in sorted(self.counts[name])
         )

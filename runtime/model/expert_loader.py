@@ -9,7 +9,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.files.gguf_file import TensorEntry, release
 from hotsplit.model.spec import Neurons
 from hotsplit.model.tensors import CHOICE_BIAS, OUTPUT_GATE, ROUTER, in_layout
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
@@ -143,6 +143,8 @@ def _flat(entry: TensorEntry) -> TensorEntry:
     """The matrices of all experts as one, with the rows of one expert after those of another."""
     raw = entry.read()
     rows = raw.reshape(-1, raw.shape[-1])
+    if not raw.flags.c_contiguous:  # one of two matrices in a tensor: the rows are a copy
+        release(entry)
     shape = len(rows), entry.shape[-1]
     return TensorEntry(shape=shape, kind=entry.kind, read_rows=lambda a, b: rows[a:b])
 

@@ -165,9 +165,12 @@ def _lines(report: "ProfileReport") -> list[str]:
     from hotsplit.profile.report.report import short_lines
 
     density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
+    experts = ""
+    if shares := [share for share in report.hottest_fifth_of_experts_L if share]:
+        experts = f" and that of the experts {mean(shares):.0%} of the choices"
     lines = [
         f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
-        f" the hottest fifth takes {fifth:.0%} of the firings, {report.seconds:.0f} s"
+        f" the hottest fifth takes {fifth:.0%} of the firings{experts}, {report.seconds:.0f} s"
     ]
     if report.search:
         found = report.search

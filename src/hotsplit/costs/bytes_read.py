@@ -8,13 +8,16 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import head_bytes, layer_bytes
 
 
-def neurons_read(model: ModelFile, layer: int, named: float = 1.0, fired: float = 1.0) -> float:
-    """Bytes of a layer's neurons, those of the experts that a router chooses, that a token reads on
-    average. `named`: the share whose gates are
-    computed; `fired`: the share whose up and down rows are used."""
+def neurons_read(
+    model: ModelFile, layer: int, named: float | None = None, fired: float | None = None
+) -> float:
+    """Bytes of a layer's neurons that a token reads on average. `named`: the share of them whose gates
+    are computed; `fired`: the share whose up and down rows are used. None: all, of a mixture all of
+    the experts that the router chooses."""
     sizes, spec = layer_bytes(model, layer), model.spec.layers[layer]
-    number = spec.neurons.of_expert * (1 if spec.route is None else spec.route.num_used)
-    return number * (named * sizes.gate_row + fired * (sizes.up_row + sizes.down_row))
+    chosen = 1.0 if spec.route is None else spec.route.num_used / spec.route.num_experts
+    named, fired = (chosen if share is None else share for share in (named, fired))
+    return spec.neurons.number * (named * sizes.gate_row + fired * (sizes.up_row + sizes.down_row))
 
 
 def bytes_read(
@@ -24,10 +27,10 @@ def bytes_read(
     *,
     has_predictor: bool = False,
 ) -> float:
-    """Bytes of all weights that a token reads, by the shares of each layer (None: all neurons).
+    """Bytes of all weights that a token reads, by the shares of each layer (None: as `neurons_read`).
     `has_predictor`: predictors are run too."""
     count = model.spec.num_layers
-    shares = zip(named_L or (1.0,) * count, fired_L or (1.0,) * count, strict=True)
+    shares = zip(named_L or (None,) * count, fired_L or (None,) * count, strict=True)
     total = float(head_bytes(model))
     for layer, (named, fired) in enumerate(shares):
         sizes = layer_bytes(model, layer)

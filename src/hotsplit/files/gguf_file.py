@@ -132,7 +132,9 @@ def _advise(entry: TensorEntry, advice: str) -> None:
     begin = raw.__array_interface__["data"][0]
     begin -= np.frombuffer(mapping, np.uint8, 1).__array_interface__["data"][0]
     start = begin - begin % mmap.PAGESIZE
-    mapping.madvise(getattr(mmap, advice), start, begin + raw.nbytes - start)
+    steps = zip(raw.shape, raw.strides, strict=True)  # of a view there may be gaps between rows
+    end = begin + raw.itemsize + sum((count - 1) * stride for count, stride in steps)
+    mapping.madvise(getattr(mmap, advice), start, end - start)
 
 
 @dataclass(frozen=True, kw_only=True)

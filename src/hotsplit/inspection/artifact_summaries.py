@@ -50,7 +50,7 @@ class ProfileSummary(Summary):
     def facts(self) -> list[Row]:
         profile = self.profile
         num_layers, num_neurons = profile.active_count_LF.shape
-        limits, corpora = profile.limits, profile.corpora
+        limits, corpora, count_LE = profile.limits, profile.corpora, profile.expert_count_LE
         return [
             ("model id", profile.model_id),
             ("tokens", f"{profile.num_tokens:,}"),
@@ -62,6 +62,7 @@ class ProfileSummary(Summary):
             ),
             ("layers", num_layers),
             ("neurons a layer", f"{num_neurons:,}"),
+            *(() if count_LE is None else [("experts a layer", f"{count_LE.shape[1]:,}")]),
             ("density", f"{profile.density_L.mean():.2%}"),
         ]
 
@@ -74,23 +75,27 @@ class ProfileSummary(Summary):
                 profile.density_L, profile.hottest_fifth_L(), self._never_fired_L(),
                 profile.threshold_L, strict=True))
         ])  # fmt: skip
-        columns = ["layer", "choices of the hottest fifth", "never chosen"]
-        experts = self._experts()
+        columns = ["layer", "tokens of the hottest expert", "of the coldest",
+                   "choices of the hottest fifth", "never chosen"]  # fmt: skip
         rows = [
-            (layer, f"{each['hottest_fifth']:.1%}", f"{each['never_chosen']:,}")
-            for layer, each in enumerate(experts)
-        ]
+            (layer, f"{each['hottest']:.1%}", f"{each['coldest']:.1%}",
+             f"{each['hottest_fifth']:.1%}", f"{each['never_chosen']:,}")
+            for layer, each in enumerate(self._experts()) if each["hottest"]
+        ]  # fmt: skip
         return [layers, *([columns_table("experts", columns, rows)] if rows else [])]
 
     def _experts(self) -> list[dict[str, float]]:
-        """What is known of each layer's experts; [] of a model without any."""
+        """Shares of tokens and choices in each layer, 0 in one without experts; [] of a model without
+        any."""
         count_LE, fifth_L = self.profile.expert_count_LE, self.profile.hottest_fifth_of_experts_L()
         if count_LE is None or fifth_L is None:
             return []
         return [
-            {"hottest_fifth": float(fifth), "never_chosen": int((count_E == 0).sum())}
-            for count_E, fifth in zip(count_LE, fifth_L, strict=True)
-        ]
+            {"hottest": float(share_E.max()), "coldest": float(share_E.min()),
+             "hottest_fifth": float(fifth),
+             "never_chosen": int((share_E == 0).sum())}
+            for share_E, fifth in zip(count_LE / self.profile.num_tokens, fifth_L, strict=True)
+        ]  # fmt: skip
 
     def _never_fired_L(self) -> list[int]:
         return (self.profile.active_count_LF == 0).sum(axis=1).tolist()
