@@ -179,7 +179,7 @@ def test_the_tied_embedding_is_scaled_on_the_gpu(tmp_path):
         assert rel_error(steps(step), watched(engine)) < BOUNDS["f32"]
 
 
-def test_a_hybrid_step_of_tritons_kernels(tmp_path):
+def test_a_hybrid_step_of_tritons_kernels(tmp_path, several_rows):
     """In the interpreter: an undivided layer and a divided one."""
     model = saved(tmp_path, "sandwich with biases", num_layers=2, is_tied=True)
     split = make_split(model, [np.arange(F), SOME], dense_on_gpu=[1, 1], head_on_gpu=True)
