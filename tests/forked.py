@@ -4,8 +4,8 @@ already imported their modules.
 A fresh process spends two seconds of a core on imports; a fork spends a hundredth of that.
 Otherwise a command behaves as with `python -m hotsplit`, and a program as with `python -c`: it
 has its own pid, signals, exit code, files and environment. A program imports hotsplit itself,
-unless it asks for the server `fuzz`: the server `python` has imported only other packages. Tests of
-the start itself use a fresh process.
+unless it asks for another server: `python` has imported only other packages, `cli` only hotsplit's
+command line, without torch. Tests of the start itself use a fresh process.
 
 Run as a program, this file is the server: it takes one connection per process, with its arguments
 and its three standard files, and answers with its pid and later its exit status."""
@@ -37,7 +37,11 @@ hotsplit.solver.solve
 """.split()  # noqa: SIM905  # words
 READERS = [*COMMANDS, "fuzz_inputs", "llguidance", "matplotlib.figure", "pyarrow.parquet"]
 # What each server has imported.
-SERVERS = {"command": [*PACKAGES, *COMMANDS], "python": PACKAGES, "fuzz": [*PACKAGES, *READERS]}
+SERVERS = {
+    "command": [*PACKAGES, *COMMANDS], "python": PACKAGES, "fuzz": [*PACKAGES, *READERS],
+    "cli": ["hotsplit.cli", "hotsplit.commands.all_commands"],
+}  # fmt: skip
+START = "import sys, forked; forked.start(sys.argv[1], sys.argv[2:])"
 READY = b"ready\n"
 LONGEST = 1 << 20  # bytes of a request
 MOST_STDIN = 1 << 16  # bytes that a pipe holds without a reader
@@ -50,8 +54,9 @@ finished: list[subprocess.CompletedProcess] = []  # those of the running test: s
 # ---- tests ------------------------------------------------------------------------------------
 
 
-_servers: list[subprocess.Popen] = []  # their stdin stays open until this process ends
-_one_at_a_time = threading.Lock()
+# The servers, with their standard inputs, which stay open until this process ends.
+_servers: list[tuple[object, int]] = []
+_one_at_a_time = threading.RLock()
 
 
 def _server(kind: str) -> Path:
@@ -62,14 +67,20 @@ def _server(kind: str) -> Path:
 
 @cache
 def _started(kind: str) -> Path:
+    """Servers that have imported what `python` has, and more, are forked from it."""
     folder = Path(tempfile.mkdtemp(prefix="forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    process = subprocess.Popen(
-        [sys.executable, __file__, folder / "socket", *SERVERS[kind]],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == READY
-    _servers.append(process)
+    words = [str(folder / "socket"), *SERVERS[kind]]
+    (stdin, held), (read, stdout) = os.pipe(), os.pipe()
+    if kind != "python" and {*PACKAGES} <= {*SERVERS[kind]}:
+        process: object = Forked(words, (stdin, stdout, 2), code=START, server="python")
+    else:
+        process = subprocess.Popen([sys.executable, __file__, *words], stdin=stdin, stdout=stdout)
+    os.close(stdin)
+    os.close(stdout)
+    _servers.append((process, held))
+    with os.fdopen(read, "rb") as answers:
+        assert answers.readline() == READY
     return folder / "socket"
 
 
@@ -236,7 +247,8 @@ def _end_with(run: Callable[[], int]) -> NoReturn:
     os._exit(code)
 
 
-def _start(path: str, modules: list[str]) -> None:
+def start(path: str, modules: list[str]) -> None:
+    """Imports the modules, says so, and serves."""
     for name in modules:
         __import__(name)
     gc.freeze()  # a collection in a fork would copy the pages of all objects
@@ -249,4 +261,4 @@ def _start(path: str, modules: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _start(sys.argv[1], sys.argv[2:])
+    start(sys.argv[1], sys.argv[2:])

@@ -1,10 +1,9 @@
 """Wrong options are refused before torch is imported, which takes seconds on a busy machine."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from forked import run_python
 
 PROGRAM = """
 import json, sys
@@ -15,9 +14,10 @@ print(json.dumps([code, "torch" in sys.modules]))
 
 
 def ended(words: str, cwd) -> tuple[int, bool, list[str]]:
-    """(exit code, whether torch was imported, lines on stderr) of a command in a new process."""
-    given = [sys.executable, "-c", PROGRAM, json.dumps(words.split())]
-    done = subprocess.run(given, cwd=cwd, capture_output=True, text=True, timeout=120, check=True)
+    """(exit code, whether torch was imported, lines on stderr) of a command in a process that has
+    imported the command line."""
+    done = run_python(PROGRAM, json.dumps(words.split()), cwd=cwd, server="cli")
+    assert done.returncode == 0, done.stderr
     code, has_torch = json.loads(done.stdout.splitlines()[-1])
     return code, has_torch, done.stderr.splitlines()
 

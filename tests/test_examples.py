@@ -86,7 +86,8 @@ def test_a_text_without_a_second_token_has_no_perplexity(model):
 def test_a_wrong_model_gives_one_line(script):
     """The line says that a folder is not a model file; the script itself names one."""
     more = () if script.stem in ("generate", "observe", "speculate") else ("text",)
-    done = forked.run_python(AS_A_PROGRAM.format(script=str(script)), TINY, *more)
+    code = AS_A_PROGRAM.format(script=str(script))
+    done = forked.run_python(code, TINY, *more, server="command")
     assert done.returncode == 1 and "is a folder; wanted a model file" in done.stderr
     assert done.stderr.count("\n") == 1 and "build/demo/model.gguf" in script.read_text()
 

@@ -121,7 +121,7 @@ def test_a_killed_run_resumes(files):
         "profile(ProfileConfig(model=f / 'codec.gguf', corpora=(f / 't.txt',),"
         " output=f / 'cut', max_tokens=6000, save_every_s=0.05))\n"
     )
-    process = Forked([str(files)], (0, 1, 2), code=script)
+    process = Forked([str(files)], (0, 1, 2), code=script, server="command")
     while not (files / "cut.resume").exists():
         assert process.poll() is None, "it ended before it was killed"
         time.sleep(0.005)
@@ -484,7 +484,7 @@ def test_an_interrupted_command_says_how_to_continue(files, number):
     )
     words = ["profile", files / "codec.gguf", "--corpus", files / "t.txt", "-o", files / "cut",
              "--tokens", 6000]  # fmt: skip
-    done = run_python(script, int(number), *words)
+    done = run_python(script, int(number), *words, server="command")
     assert done.returncode == 128 + number
     assert "cut.resume holds the work so far; the same command continues from there" in done.stderr
     assert (files / "cut.resume").stat().st_mode & 0o777 == 0o666 & ~current_umask()
@@ -514,18 +514,19 @@ def profile_in_slow_windows(files, seconds: float, *times: tuple[float, int]) ->
     """(exit code, stderr) of a profile whose third window waits for this many seconds. `times` are
     pairs: seconds after "ready", and the signal that is sent then."""
     code = SLOW_WINDOWS.replace("SLICES", str(round(seconds / 0.05)))
-    command = [sys.executable, "-c", code, "profile", files / "codec.gguf", "--corpus",
-               files / "t.txt", "-o", files / "cut", "--tokens", "6000"]  # fmt: skip
-    process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    began = time.monotonic()
-    for after, number in times:
-        time.sleep(max(0.0, began + after - time.monotonic()))
-        process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    return process.returncode, error
+    words = ["profile", files / "codec.gguf", "--corpus", files / "t.txt", "-o", files / "cut",
+             "--tokens", 6000]  # fmt: skip
+    (read, out), (read_error, error) = os.pipe(), os.pipe()
+    process = Forked([*map(str, words)], (0, out, error), code=code, server="command")
+    os.close(out)
+    os.close(error)
+    with os.fdopen(read) as printed, os.fdopen(read_error) as log:
+        assert printed.readline() == "ready\n"
+        began = time.monotonic()
+        for after, number in times:
+            time.sleep(max(0.0, began + after - time.monotonic()))
+            process.send_signal(number)
+        return process.wait(60), log.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
