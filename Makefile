@@ -56,6 +56,11 @@ CONTEXT ?=
 RANK ?=
 JOBS ?= 2
 export PROMPT  # so that the shell need not quote it
+# C++ that was compiled before, here or in another checkout, is not compiled again.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER := ccache
+export CCACHE_BASEDIR := $(CURDIR)
+endif
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo convert profile solve generate evaluate test fuzz test-llamacpp bench \

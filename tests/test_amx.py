@@ -7,13 +7,13 @@ import platform
 import shutil
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cpp_compiler import KERNELS, compiled
 
 TESTS = Path(__file__).parent
-KERNELS = TESTS.parent / "runtime" / "kernels" / "cpu"
-FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off"]
 VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mavx512vnni"]
 # Undefined behaviour traps (see test_sanitizers.py): without AMX only this test runs the level's
 # code. Address checks are calls, which compile in two thirds of the time and run three times as long.
@@ -39,16 +39,17 @@ def program(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("amx")
     sources = {
         "amx": (KERNELS / "rows_amx.cpp", [*VNNI, *EMULATED, *SANITIZE]),
-        "generic": (KERNELS / "rows_generic.cpp", ["-O2"]),
+        "generic": (KERNELS / "rows_generic.cpp", []),
         # Linked with the sanitizer's allocator; its own code need not be instrumented.
         "driver": (TESTS / "emulated_amx.cpp", VNNI),
     }
-    objects = [folder / f"{name}.o" for name in sources]
-    jobs = [
-        subprocess.Popen(["g++", *FLAGS, *flags, "-c", source, "-o", output])
-        for (source, flags), output in zip(sources.values(), objects, strict=True)
-    ]
-    assert not any([job.wait() for job in jobs])  # noqa: C419  # so that every job is waited for
+
+    def compile_one(name: str) -> Path:
+        source, flags = sources[name]
+        return compiled(source, folder / f"{name}.o", *flags)
+
+    with ThreadPoolExecutor() as pool:
+        objects = [*pool.map(compile_one, sources)]
     subprocess.run(["g++", *SANITIZE, *objects, "-o", folder / "program"], check=True)
     return folder / "program"
 

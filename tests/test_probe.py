@@ -5,12 +5,10 @@ that weigh keys are also made to ignore the keys."""
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from cpp_compiler import KERNELS, compiled
 
-KERNELS = Path(__file__).parent.parent / "runtime" / "kernels" / "cpu"
-FLAGS = ["-std=c++17", "-O0", "-w", "-ffp-contract=off"]  # -O1 compiles four times as long
 MAIN = """
 #include <cstdio>
 #include <cstring>
@@ -61,9 +59,12 @@ int main() {
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_a_kernel_that_does_nothing_is_noticed_whichever_it_is(tmp_path):
     (tmp_path / "main.cpp").write_text(MAIN)
-    sources = [tmp_path / "main.cpp", KERNELS / "probe.cpp", KERNELS / "rows_generic.cpp"]
-    command = ["g++", *FLAGS, "-I", KERNELS, *sources, "-o", tmp_path / "probe"]
-    subprocess.run(command, check=True)
+    objects = [
+        compiled(tmp_path / "main.cpp", tmp_path / "main.o", f"-I{KERNELS}"),
+        compiled(KERNELS / "probe.cpp", tmp_path / "probe.o"),
+        compiled(KERNELS / "rows_generic.cpp", tmp_path / "rows_generic.o"),
+    ]
+    subprocess.run(["g++", *objects, "-o", tmp_path / "probe"], check=True)
     done = subprocess.run([tmp_path / "probe"], check=True, capture_output=True, text=True)
     *missed, tried = done.stdout.splitlines()
     assert missed == []

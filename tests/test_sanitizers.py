@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cpp_compiler import KERNELS, ROOT, compiled
 
 from hotsplit.runtime.kernels.cpu import library
 
-ROOT = Path(__file__).parent.parent
-KERNELS = ROOT / "runtime" / "kernels" / "cpu"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 SOURCES = {
     "dispatch": [],
@@ -30,9 +29,8 @@ SOURCES = {
     "rows_avx512bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
     "rows_amx": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8"],
 }
-FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-pthread"]
 # A null pointer needs no separate check: the address sanitizer reports the access.
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null", "-pthread"]
 # Undefined behaviour traps: this compiles in half the time that messages with line numbers take. A
 # program that fails is compiled again with such messages.
 TRAPS = ["-fsanitize-undefined-trap-on-error"]
@@ -50,19 +48,17 @@ def has_amx() -> bool:
     return "amx_int8" in Path("/proc/cpuinfo").read_text().split()
 
 
-def compiled(folder: Path, how: list[str]) -> list[Path]:
+def all_compiled(folder: Path, how: list[str]) -> list[Path]:
     """Compiles the kernels and their driver, two files at a time, as CI has two cores."""
     sources = {name: (KERNELS / f"{name}.cpp", flags) for name, flags in SOURCES.items()}
     if not has_amx():
         (folder / "no_amx.cpp").write_text(NO_AMX)
         sources["rows_amx"] = (folder / "no_amx.cpp", [f"-I{KERNELS}"])
     sources["driver"] = (ROOT / "tests" / "sanitized_kernels.cpp", [])
-    command = ["g++", *FLAGS, *SANITIZE, *how]
 
     def compile_one(name: str) -> Path:
         source, flags = sources[name]
-        subprocess.run([*command, *flags, "-c", source, "-o", folder / f"{name}.o"], check=True)
-        return folder / f"{name}.o"
+        return compiled(source, folder / f"{name}.o", *SANITIZE, *how, *flags)
 
     with ThreadPoolExecutor(2) as pool:
         return [*pool.map(compile_one, sources)]
@@ -70,17 +66,17 @@ def compiled(folder: Path, how: list[str]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("sanitized"), TRAPS)
+    return all_compiled(tmp_path_factory.mktemp("sanitized"), TRAPS)
 
 
 def linked(objects, output):
-    subprocess.run(["g++", *SANITIZE, "-pthread", *objects, "-o", output], check=True)
+    subprocess.run(["g++", *SANITIZE, *objects, "-o", output], check=True)
     return subprocess.run([output], capture_output=True, text=True, timeout=900, check=False)
 
 
 def said_in_full(folder: Path) -> str:
     """Compiles the program again with messages and line numbers, runs it, returns its output."""
-    done = linked(compiled(folder, SAYS), folder / "says")
+    done = linked(all_compiled(folder, SAYS), folder / "says")
     return done.stdout + done.stderr
 
 
@@ -97,9 +93,7 @@ def driver_with(tmp_path: Path, right: str, wrong: str) -> Path:
     assert right in source
     source = source.replace(right, wrong).replace('"../runtime', f'"{ROOT}/runtime')
     (tmp_path / "wrong.cpp").write_text(source)
-    command = ["g++", *FLAGS, *SANITIZE, *TRAPS, "-c", tmp_path / "wrong.cpp"]
-    subprocess.run([*command, "-o", tmp_path / "wrong.o"], check=True)
-    return tmp_path / "wrong.o"
+    return compiled(tmp_path / "wrong.cpp", tmp_path / "wrong.o", *SANITIZE, *TRAPS)
 
 
 @pytest.mark.parametrize(
