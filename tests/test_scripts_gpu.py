@@ -373,7 +373,7 @@ def test_no_part_of_a_file_is_without_tests():
     paths = {Path(job.arguments[-1]) for job in gpu_run.jobs_of("cuda")}
     paths = [path for path in sorted(paths) if path.stem in gpu_run.PARTS]
     assert len(paths) == len(gpu_run.PARTS)
-    done = forked.run_python(COLLECT, *paths, cwd=ROOT)
+    done = forked.run_python(COLLECT, *paths, cwd=ROOT, server="command")
     for path in paths:
         names = [n.split("::")[1] for n in done.stdout.splitlines() if f"{path.name}::" in n]
         parts = gpu_run.PARTS[path.stem]

@@ -50,11 +50,11 @@ def frozen():
     gc.unfreeze()
 
 
-def longest_pause(work, visit=lambda: None):
+def longest_pause(work, visit=lambda: None, num_tries=NUM_TRIES):
     """The longest time that another thread, which calls `visit`, waits while `work` runs: the least
     of several tries, until one is short enough."""
     found = []
-    while len(found) < NUM_TRIES and min(found, default=1.0) > MOST_S:
+    while len(found) < num_tries and min(found, default=1.0) > MOST_S:
         gaps, is_over = [], threading.Event()
 
         def beat(gaps=gaps, is_over=is_over):
@@ -124,7 +124,7 @@ def test_marks_are_counted_across_slices():
 
 def test_the_pause_of_a_long_call_is_seen():
     numbers = list(range(1 << 23))
-    assert longest_pause(lambda: json.dumps(numbers)) > MOST_S
+    assert longest_pause(lambda: json.dumps(numbers), num_tries=2) > MOST_S
 
 
 @pytest.fixture(scope="module")

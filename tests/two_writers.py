@@ -111,6 +111,9 @@ def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
 
 def run_new_rounds(kind: str, rounds: int, folder: Path) -> Counter:
     """Counts how the loser was refused. Raises AssertionError if a round goes wrong."""
+    # The processes of the rounds would otherwise import these, one after another.
+    from hotsplit.commands import all_commands, exit_codes  # noqa: F401
+
     found: Counter = Counter()
     expected = expected_of(kind, folder)
     place, said = folder / f"{kind} new", folder / f"{kind} said"
