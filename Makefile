@@ -1,7 +1,8 @@
 # make help              this list
 # make setup             a virtual environment in .venv with all that is needed, from scratch
 # make build             compile the C++ again and pick up new files
-# make demo              the whole pipeline on the bundled model, set-up included
+# make demo              the whole pipeline on the bundled model, set-up included; on a bundled mixture
+#                        of experts with MODEL=examples/tiny-moe
 # make evaluate          compare the bundled (or any) model, run by its plan, with its dense self
 # make test              the tests, set-up included
 # make check             lint, layout and types; changes no source file
@@ -107,10 +108,10 @@ FULL := $(DIR)/model.gguf
 MACHINE := $(DIR)/machine.json
 SPLIT := $(DIR)/model.split.gguf
 
+DEMO := $(if $(filter file,$(origin MODEL)),DIR=build/demo MODE=predicted)
 demo:
 	@$(MAKE) --no-print-directory build
-	@$(MAKE) --no-print-directory evaluate generate MODEL=examples/tiny-relu DIR=build/demo \
-	  VRAM=17MiB TEMPERATURE=0.7 SEED=4 MODE=predicted
+	@$(MAKE) --no-print-directory evaluate generate VRAM=17MiB TEMPERATURE=0.7 SEED=4 $(DEMO)
 
 convert: build $(BASE)
 profile: build $(FULL)
@@ -132,16 +133,20 @@ $(BASE): $(filter %.gguf,$(MODEL)) $(wildcard $(MODEL)/*.json $(MODEL)/*.safeten
 	then echo "a model file of this format already: copied"; cp -f $(MODEL) $@; \
 	else $(HOTSPLIT) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force; fi
 
-$(PROFILE) $(PREDICTORS) &: $(BASE) $(CORPUS) $(DIR)/settings-PROFILE_SETTINGS
-	@echo "== profile: $(BASE) on $(CORPUS) -> $(PROFILE), $(PREDICTORS)"
-	@$(HOTSPLIT) profile $(BASE) --corpus $(CORPUS) -o $(PROFILE) --tokens $(TOKENS) --force \
-	  --train-predictors $(DIR)/predictors $(if $(RANK),--predictor-rank $(RANK)) \
-	  $(if $(SPARSITY),--target-sparsity $(SPARSITY))
+# A mixture of experts has routers instead of predictors, and its plan is not run so far.
+IS_MIXTURE = $(HOTSPLIT) inspect $(BASE) --json | grep -q '"num_used"'
 
-$(FULL): $(BASE) $(PREDICTORS)
-	@echo "== convert: $(BASE) and its predictors -> $@"
-	@$(HOTSPLIT) convert $(BASE) -o $@ --predictors $(DIR)/predictors --force \
-	  $(if $(SPARSITY),--thresholds $(PROFILE))
+$(PROFILE): $(BASE) $(CORPUS) $(DIR)/settings-PROFILE_SETTINGS
+	@trains="--train-predictors $(DIR)/predictors"; ! $(IS_MIXTURE) || trains=; \
+	echo "== profile: $(BASE) on $(CORPUS) -> $(PROFILE)$${trains:+, $(PREDICTORS)}"; \
+	$(HOTSPLIT) profile $(BASE) --corpus $(CORPUS) -o $(PROFILE) --tokens $(TOKENS) --force \
+	  $$trains $(if $(RANK),--predictor-rank $(RANK)) $(if $(SPARSITY),--target-sparsity $(SPARSITY))
+
+$(FULL): $(BASE) $(PROFILE)
+	@if $(IS_MIXTURE); then ln -sf $(<F) $@; else \
+	echo "== convert: $(BASE) and its predictors -> $@"; \
+	$(HOTSPLIT) convert $(BASE) -o $@ --predictors $(DIR)/predictors --force \
+	  $(if $(SPARSITY),--thresholds $(PROFILE)); fi
 
 $(MACHINE): examples/machines/rtx-4060-8gb.json
 	@echo "== calibrate: this machine -> $@"
@@ -153,13 +158,16 @@ $(SPLIT): $(FULL) $(PROFILE) $(MACHINE) $(DIR)/settings-SOLVE_SETTINGS
 	  --vram-budget $(VRAM) $(if $(CONTEXT),--context $(CONTEXT)) \
 	  $(if $(MAX_LOSS),--max-loss $(MAX_LOSS)) $(if $(MODE),--mode $(MODE)) -o $@ --force
 
+BY_PLAN = by="--split $(SPLIT)"; ! $(IS_MIXTURE) || \
+  { by=; echo "without the plan: mixtures of experts run only on the CPU so far"; }
+
 evaluate: build $(SPLIT) build/corpus/held-out.txt
 	@echo "== eval: $(FULL) against its dense self, on text neither has seen"
-	@$(HOTSPLIT) eval $(FULL) --split $(SPLIT) --corpus build/corpus/held-out.txt --tokens 4096
+	@$(BY_PLAN); $(HOTSPLIT) eval $(FULL) $$by --corpus build/corpus/held-out.txt --tokens 4096
 
 generate: build $(SPLIT)
 	@echo "== generate: $(FULL) by $(SPLIT)"
-	@$(HOTSPLIT) generate $(FULL) --split $(SPLIT) -p "$$PROMPT" -n $(NUM_TOKENS) \
+	@$(BY_PLAN); $(HOTSPLIT) generate $(FULL) $$by -p "$$PROMPT" -n $(NUM_TOKENS) \
 	  --temp $(TEMPERATURE) $(if $(SEED),--seed $(SEED)) $(if $(MAX_LOSS),--max-loss $(MAX_LOSS))
 
 build/corpus/%.txt: examples/tiny-relu/corpus.py
@@ -336,7 +344,8 @@ DOCS_SRC := build/docs-src
 DOCS_API := build/docs-api
 # What the site shows, laid out as in the repository, so that links between files hold in both.
 DOCS_FILES := README.md README.zh.md LICENSE CONTRIBUTING.md CHANGELOG.md SECURITY.md docs \
-  benchmarks/README.md benchmarks/results examples/tiny-relu/README.md examples/tiny-silu/README.md
+  benchmarks/README.md benchmarks/results examples/tiny-relu/README.md examples/tiny-silu/README.md \
+  examples/tiny-moe/README.md
 
 $(DOCS_VENV)/ready: docs/requirements.txt
 	@echo "== set-up: the documentation's tools in $(DOCS_VENV)"

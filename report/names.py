@@ -34,8 +34,8 @@ class Names:
             command=f"{profile} --train-predictors predictors",
         )
         if has_experts:
-            self.no_split = self.no_predictors = Missing(
-                line="A mixture of experts runs on the CPU, without a plan and predictors."
+            self.no_predictors = Missing(
+                line="A mixture of experts has routers instead of predictors."
             )
 
 

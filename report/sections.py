@@ -36,8 +36,6 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
         missing.append(Missing(line=speeds.why_not, command=names.new_machine))
     if not missing and found.split is None:
         missing.append(names.no_split)
-    if found.model.spec.has_experts:
-        missing = [names.no_split]
     tables: tuple[Table, ...] = ()
     if found.split is not None:
         tables += (_speed_table(found.split, speeds),)

@@ -13,6 +13,7 @@ from checkpoints import edit_config, random_model, save_tokenizer
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from reference import rel_error
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -372,6 +373,7 @@ REFUSED = {
     "no rule for tensor": ("qwen2", {"architectures": ["LlamaForCausalLM"]}),
     "num_local_experts is 0, wanted a number of experts": ("mixtral", {"num_local_experts": 0}),
     "num_experts is 65536, wanted a number of experts": ("qwen3moe", {"num_experts": 65536}),
+    "12 experts do not divide into 5 groups": ("glm4moe-groups", {"n_group": 5}),
     "8 experts a token of 7": ("qwen3moe", {"num_experts_per_tok": 8}),
     "no expert 7 for 'blk.0.ffn_down_exps.weight'": ("qwen3moe", {"num_experts": 8}),
     "7 experts for 'blk.0.ffn_down_exps.weight'": ("qwen3moe", {"num_experts": 6}),
@@ -392,6 +394,31 @@ def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path
         converted(folder, tmp_path / "m.gguf")
     assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("wrong", ["twice", "router"])
+def test_experts_that_contradict_each_other_are_refused(checkpoints, tmp_path, wrong):
+    """All experts in one tensor and also one by one; a router for fewer experts than there are."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for file in checkpoints("qwen3moe").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    at = "model.layers.1.mlp"
+    if wrong == "twice":
+        one = [
+            weights[f"{at}.experts.{e}.{n}_proj.weight"] for e in range(7) for n in ("gate", "up")
+        ]
+        weights[f"{at}.experts.gate_up_proj"] = torch.cat(one).unflatten(0, (7, -1))
+        words = "expert 0 of 'blk.1.ffn_gate_exps.weight' is in .* and in .*; only one of them"
+    else:
+        weights[f"{at}.gate.weight"] = weights[f"{at}.gate.weight"][:6].clone()
+        words = r"'model.layers.1.mlp.gate.weight' is \[6, \d+\], wanted \[7, \d+\]"
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(HotsplitError, match=words) as caught:
+        converted(folder, tmp_path / "m.gguf")
+    assert "\n" not in str(caught.value)
 
 
 def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):
