@@ -22,8 +22,8 @@ from hotsplit.profile.native.library import count, tables
 from hotsplit.runtime.weights.neuron_block import Gate, above
 
 _MAX_ADDED = 255  # ones that a uint8 can count
-# Tokens whose experts are recorded, of all processes together: with half as many, plans for two
-# budgets of Qwen3-30B-A3B's shape are 0.1 % slower by the choices of other text.
+# Tokens whose experts are recorded, of all processes together. With half as many, plans for 8 and 12
+# GiB of Qwen3-30B-A3B's shape take 0.1 and 0.2 % longer on other text (docs/log/solver.md).
 MAX_RECORDED = 4096
 
 
