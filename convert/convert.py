@@ -17,12 +17,16 @@ import numpy as np
 from gguf import LlamaFileType
 
 from hotsplit.artifacts.changed_model import with_thresholds
+from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
 from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import gguf_source, tensors
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.hub import find_folder
+from hotsplit.convert.importances import check_and_note
+from hotsplit.convert.mixtures import NAMES as MIXTURES
+from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
 from hotsplit.convert.predictors import add_predictors
 from hotsplit.convert.tensor_types import TensorTypes
@@ -36,7 +40,10 @@ from hotsplit.model.tensors import layer_shapes
 from hotsplit.model.weight_types import TYPES
 
 STOCK_NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU"}
-FILE_TYPES: dict[str, LlamaFileType] = {each.name: LlamaFileType[each.file_type] for each in TYPES}
+FILE_TYPES: dict[str, LlamaFileType] = {
+    **{each.name: LlamaFileType[each.file_type] for each in TYPES},
+    **{name: LlamaFileType[f"MOSTLY_{name.upper()}"] for name in MIXTURES},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +122,11 @@ def draft_of(config: ConvertConfig) -> Draft:
 def _check_output(config: ConvertConfig, source: Path) -> None:
     """Raises HotsplitError for an output that exists (unless `force`), or is among the inputs.
 
-    Those are the model file or everything in the checkpoint folder, the predictors, the profile
-    with the thresholds, and the limits."""
-    extras = (source, config.thresholds, config.limits, config.predictors)
+    Those are the model file or everything in the checkpoint folder, the importance matrix, the
+    predictors, the profile with the thresholds, and the limits."""
+    extras = (
+        source, config.importances, config.thresholds, config.limits, config.predictors
+    )  # fmt: skip
     files = [path for path in extras if path is not None]
     folders = [path for path in (source, config.predictors) if path is not None and path.is_dir()]
     check_output(config.output, force=config.force, inputs=files, folders=folders)
@@ -137,9 +146,14 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
     limits_path = _limits_path(config, folder)
     limits = None if limits_path is None else Limits.load(limits_path)
     outtype: Outtype = config.outtype or "f16"
+    names = map(plan.name_of, checkpoint.tensors)
+    is_tied = bool(plan.is_tied) or "output.weight" not in names
+    roles = Roles.of(plan.spec, is_tied=is_tied)
     types = TensorTypes(
-        outtype=outtype, overrides=config.tensor_types, keeps_packed=config.outtype is None
-    )
+        outtype=outtype, roles=roles, overrides=config.tensor_types,
+        keeps_packed=config.outtype is None,
+        importances=config.importances and Importances.load(config.importances),
+    )  # fmt: skip
     tokenizer = tokenizer_keys(checkpoint.folder, plan.spec.vocab_size, config.layout)
     model = ModelFile(
         path=config.output,
@@ -157,7 +171,7 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         },
         model_id=checkpoint.model_id(),  # last: it reads samples of all tensors
     )
-    notes = list(plan.notes)
+    notes = [*plan.notes, *check_and_note(types.importances, model.tensors)]
     if (fallen := types.fallen_note(model.tensors)) is not None:
         notes.append(fallen)
     if model.is_tied and plan.is_tied is None:
@@ -168,7 +182,7 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         model=model,
         outtype=outtype,
         source=checkpoint.folder,
-        restored=lambda written: tensors.restored(checkpoint, plan, written),
+        restored=lambda written: tensors.restored(checkpoint, plan, types, written),
         notes=(*notes, *tokenizer.notes),
     )
 
@@ -213,7 +227,7 @@ def _refuse_stock(source: Path, spec: ModelSpec) -> None:
 
 def _from_model_file(config: ConvertConfig) -> Draft:
     """A draft from any GGUF: as it is, or in another layout or type."""
-    model, notes = gguf_source.model_of_gguf(config)
+    model, types, notes = gguf_source.model_of_gguf(config)
     if config.limits is not None:
         before = model.limits.sha256
         model = model.with_limits(Limits.load(config.limits), str(config.limits))
@@ -234,7 +248,7 @@ def _from_model_file(config: ConvertConfig) -> Draft:
         model=model,
         outtype=config.outtype or _outtype_of(model),
         source=config.source,
-        restored=lambda written: gguf_source.restored(config.source, written),
+        restored=lambda written: gguf_source.restored(config.source, types, written),
         notes=notes,
     )
 

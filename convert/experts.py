@@ -156,10 +156,10 @@ def _check_shape(
 
 def expert_entry(
     checkpoint: Checkpoint, sources: list[ExpertSource], shape: tuple[int, ...], kind: str,
-    *, is_transposed: bool,
+    *, is_transposed: bool, importance_EM: np.ndarray | None,
 ) -> TensorEntry:  # fmt: skip
     """A tensor of all experts [E, N, M], of which rows are experts; `is_transposed`: the checkpoint
-    has [M, N] of each."""
+    has [M, N] of each. `importance_EM` is `encode`'s, of each."""
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         return np.stack([one(expert) for expert in range(start, stop)])
@@ -168,22 +168,24 @@ def expert_entry(
         source = sources[expert]
         matrix = source.read(checkpoint)
         what = f"{checkpoint.tensors[source.name].file}: tensor {source.name!r}"
-        if kind == PACKED_TYPE:
+        if kind == PACKED_TYPE and source.is_packed and not is_transposed:
             if not bool(torch.isfinite(matrix).all()):
                 raise not_finite(what)
             return source.read_blocks(checkpoint)
-        return encode(matrix.T if is_transposed else matrix, kind, what)
+        importance = None if importance_EM is None else importance_EM[expert]
+        return encode(matrix.T if is_transposed else matrix, kind, what, importance=importance)
 
     return TensorEntry(shape=shape, kind=kind, read_rows=read_rows)
 
 
 def by_expert(
-    entry: TensorEntry, made: Callable[[TensorEntry], TensorEntry]
+    entry: TensorEntry, made: Callable[[TensorEntry, int], TensorEntry]
 ) -> Callable[[int, int], np.ndarray]:
-    """`read_rows` of a tensor of all experts that has, of each, what `made` makes of its matrix."""
+    """`read_rows` of a tensor of all experts that has, of each, what `made` makes of its matrix and
+    number."""
 
     def read_rows(start: int, stop: int) -> np.ndarray:
-        return np.stack([made(of_expert(entry, e)).read() for e in range(start, stop)])
+        return np.stack([made(of_expert(entry, e), e).read() for e in range(start, stop)])
 
     return read_rows
 

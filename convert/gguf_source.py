@@ -14,13 +14,17 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
+from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.encode import encode, not_finite, restore
 from hotsplit.convert.experts import by_expert, of_expert
+from hotsplit.convert.importances import check_and_note
+from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
 from hotsplit.files.written import Restored
 from hotsplit.model.spec import SMOOTH
@@ -32,8 +36,8 @@ LARGEST_EXPONENT = 252  # of a block of mxfp4 whose values are all finite: 12 * 
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
 
 
-def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
-    """The model in `config.source`, in the layout and types asked for, and notes for the user.
+def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[str, ...]]:
+    """The model in `config.source`, in the layout and types asked for, these, and notes for the user.
 
     Raises HotsplitError for a file that cannot be run, for types or limits that do not fit it,
     and if there is nothing to change."""
@@ -43,7 +47,12 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
         read_tokenizer(f"{config.source}: {TOKENIZER_KEY}", tokenizer)
     found = layout_of(tensors)
     keys = keys | _activation_keys(config, keys, found)
-    types = TensorTypes(outtype=config.outtype or "f16", overrides=config.tensor_types)
+    read = KeyReader(config.source, keys, tensors)
+    roles = Roles.of(read.graph.of_keys(read), is_tied="output.weight" not in tensors)
+    types = TensorTypes(
+        outtype=config.outtype or "f16", roles=roles, overrides=config.tensor_types,
+        importances=config.importances and Importances.load(config.importances),
+    )  # fmt: skip
     names = _targets(config, tensors)
     entries = {
         target: _entry(config, types, target, tensors[name], is_transposed=target != name)
@@ -62,6 +71,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
         )
     notes = (
         *activation_notes(keys, model), *([fallen] if fallen else []),
+        *check_and_note(types.importances, entries),
         *_error_notes(tensors, entries, names),
     )  # fmt: skip
     copied = {
@@ -69,7 +79,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
         for name, entry in entries.items()
         if entry is tensors[names[name]]
     }
-    return dataclasses.replace(model, tensors=entries | copied), notes
+    return dataclasses.replace(model, tensors=entries | copied), types, notes
 
 
 def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str, str]:
@@ -86,7 +96,7 @@ def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str
     return names
 
 
-def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
+def restored(source: Path, types: TensorTypes, written: ModelFile) -> Iterator[Restored]:
     """Every tensor of a GGUF except predictors and limits, with the values in `written`."""
     _, tensors = read_model_gguf(source)
     for name, entry in tensors.items():
@@ -94,13 +104,15 @@ def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
             continue
         same = in_layout(name, written.layout)
         is_transposed, new = same != name, written.tensors[same]
+        importance_EM = types.importance(same, new.shape)
         what = f"{source}: tensor {name!r}"
         for expert in range(entry.shape[0]) if len(entry.shape) == 3 else (None,):
             old, made = entry, new
             if expert is not None:
                 old, made = of_expert(entry, expert), of_expert(new, expert)
             want = _unpacked_rows(old, 0, old.shape[0])
-            values = restore(made, want.T if is_transposed else want, what)
+            importance_M = None if importance_EM is None else importance_EM[expert or 0]
+            values = restore(made, want.T if is_transposed else want, what, importance_M)
             values = values.T if is_transposed else values
             yield Restored(source=name, rows=None, values=values, expert=expert, tensor=name)
 
@@ -135,13 +147,20 @@ def _entry(
     if kind == entry.kind and not is_transposed:
         return entry
     label = f"{config.source}: tensor {target!r}"
+    importance_EM = types.importance(target, shape)
+
+    def made(one: TensorEntry, number: int = 0) -> TensorEntry:
+        importance_M = None if importance_EM is None else importance_EM[number]
+        return _made(one, kind, label, is_transposed, importance_M)
+
     if len(shape) == 3:
-        read = by_expert(entry, lambda one: _made(one, kind, label, is_transposed))
-        return TensorEntry(shape=shape, kind=kind, read_rows=read)
-    return _made(entry, kind, label, is_transposed)
+        return TensorEntry(shape=shape, kind=kind, read_rows=by_expert(entry, made))
+    return made(entry)
 
 
-def _made(entry: TensorEntry, kind: str, label: str, is_transposed: bool) -> TensorEntry:
+def _made(
+    entry: TensorEntry, kind: str, label: str, is_transposed: bool, importance_M: np.ndarray | None
+) -> TensorEntry:
     """A matrix or vector in another type, or transposed."""
     shape = transposed_shape(entry.shape) if is_transposed else entry.shape
     if (entry.kind, kind) == ("q5_0", "q8_0") and not is_transposed:
@@ -150,7 +169,7 @@ def _made(entry: TensorEntry, kind: str, label: str, is_transposed: bool) -> Ten
     read = partial(_transposed_rows if is_transposed else _unpacked_rows, entry)
 
     def read_rows(start: int, stop: int) -> np.ndarray:
-        return encode(read(start, stop), kind, label)
+        return encode(read(start, stop), kind, label, importance=importance_M)
 
     return TensorEntry(shape=shape, kind=kind, read_rows=read_rows)
 

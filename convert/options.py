@@ -4,25 +4,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from hotsplit.convert.mixtures import NAMES as MIXTURES
+from hotsplit.convert.mixtures import MixtureName, main_type
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation
 from hotsplit.model.tensors import Layout
-from hotsplit.model.weight_types import ENCODED_NAMES, NAMES, TypeName
+from hotsplit.model.weight_types import NAMES, TypeName
 
-Outtype = TypeName
+Outtype = TypeName | MixtureName
+OUTTYPES: tuple[Outtype, ...] = (*NAMES, *(name for name in MIXTURES if main_type(name) in NAMES))
 
 
-def check_outtype(kind: str, what: str) -> None:
+def check_type(kind: str, what: str, known: tuple[str, ...] = NAMES) -> None:
     """Raises HotsplitError, about `what`, for a type that no tensor can be written in."""
-    if kind in ENCODED_NAMES:
-        return
-    why = (
-        "is kept where a source has it, but not written from others"
-        if kind in NAMES
-        else "is unknown"
-    )
-    raise HotsplitError(f"{what}: {kind!r} {why}; known: {', '.join(ENCODED_NAMES)}")
+    if kind not in known:
+        raise HotsplitError(f"{what}: {kind!r} is unknown; known: {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +30,8 @@ class ConvertConfig:
       hub.
     - `outtype`: None means f16 for a checkpoint and unchanged types for a GGUF; `tensor_types`
       override it for tensors by name (see tensor_types.TensorTypes).
+    - `importances`: an importance matrix (artifacts.importance_file), by which types that are searched
+      weigh errors.
     - `activation`: for a GGUF that does not record it: "relu", "drelu", "fatrelu=0.01" and so on.
     - `predictors`: a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
       so on; or the file predictors.safetensors itself.
@@ -46,6 +45,7 @@ class ConvertConfig:
     output: Path
     outtype: Outtype | None = None
     tensor_types: tuple[str, ...] = ()
+    importances: Path | None = None
     activation: str | None = None
     layout: Layout = "sparse"
     predictors: Path | None = None
@@ -56,7 +56,7 @@ class ConvertConfig:
 
     def __post_init__(self) -> None:
         if self.outtype is not None:
-            check_outtype(self.outtype, "outtype")
+            check_type(self.outtype, "outtype", OUTTYPES)
         if self.layout not in get_args(Layout):
             raise HotsplitError(
                 f"layout {self.layout!r} is unknown; known: {', '.join(get_args(Layout))}"

@@ -4,18 +4,25 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from hotsplit.convert.options import check_outtype
+import numpy as np
+
+from hotsplit.artifacts.importance_file import Importances
+from hotsplit.convert.importances import mean_squares
+from hotsplit.convert.mixtures import NAMES as MIXTURES
+from hotsplit.convert.mixtures import Roles
+from hotsplit.convert.options import check_type
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
 from hotsplit.model.tensors import is_router
-from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES
+from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES, SMALLER_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTypes:
-    """Vectors and routers are f32. Other matrices are `outtype`, or q8_0 or f16 if their rows are not whole blocks,
-    unless an override says otherwise.
+    """Vectors and routers are f32. Other matrices are `outtype`, or what it says for their role if it
+    is a mixture, which needs `roles`; if their rows are not whole blocks, a type of smaller blocks, or
+    f16. An override says otherwise. `importances` weigh the errors of types that are searched.
 
     An override is "NAME=TYPE", where NAME is a regular expression that is searched for in the
     tensor's name; the first override that matches counts (as in `--tensor-type` of llama.cpp's
@@ -25,6 +32,8 @@ class TensorTypes:
     transposed and no override matches."""
 
     outtype: str
+    roles: Roles | None = None
+    importances: Importances | None = None
     overrides: tuple[str, ...] = ()
     keeps_packed: bool = False
 
@@ -33,7 +42,7 @@ class TensorTypes:
             name, _, kind = text.rpartition("=")
             if not name:
                 raise HotsplitError(f"tensor type {shown(text)}; wanted NAME=TYPE")
-            check_outtype(kind.lower(), f"tensor type {shown(text)}")
+            check_type(kind.lower(), f"tensor type {shown(text)}")
             try:
                 re.compile(name)
             except re.error as error:
@@ -59,7 +68,8 @@ class TensorTypes:
         if kind is None and packed is not None and self.keeps_packed:
             return packed
         if kind is None:
-            kinds = (self.outtype, "q8_0")
+            wanted = self._wanted(name)
+            kinds = (wanted, SMALLER_BLOCKS.get(wanted, wanted))
             return next((k for k in kinds if is_whole_blocks(shape[-1], k)), "f16")
         if not is_whole_blocks(shape[-1], kind):
             raise HotsplitError(
@@ -68,6 +78,17 @@ class TensorTypes:
             )
         return kind
 
+    def importance(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """f32 [E, M] of a matrix, see mean_squares."""
+        return mean_squares(self.importances, name, shape)
+
+    def _wanted(self, name: str) -> str:
+        """The type of a matrix, if its rows fit it."""
+        if self.outtype not in MIXTURES:
+            return self.outtype
+        assert self.roles is not None
+        return self.roles.type_in(self.outtype, name)
+
     def stored_kind(self, name: str, shape: tuple[int, ...], source: str, *, is_whole: bool) -> str:
         """The type of a tensor that a GGUF has as `source`: what an override asks for; without one
         its own, if there are kernels for it and its blocks stay whole; else q8_0, which loses least."""
@@ -75,24 +96,28 @@ class TensorTypes:
             return self.kind(name, shape)
         if source in NAMES and (source in FLOAT_NAMES or is_whole):
             return source
-        return replace(self, outtype="q8_0").kind(name, shape)
+        return replace(self, outtype="q8_0", roles=None).kind(name, shape)
 
     def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:
         """A note on matrices of another type than asked for, because their rows do not fit it."""
-        block = BY_NAME[self.outtype].block_values
         matrices = [
             (n, e) for n, e in tensors.items()
             if len(e.shape) > 1 and not is_router(n) and not n.endswith(".bias")
         ]  # fmt: skip
-        fallen = [(n, e) for n, e in matrices if e.shape[-1] % block and self.override(n) is None]
+        fallen = [
+            (n, e) for n, e in matrices
+            if self.override(n) is None and not is_whole_blocks(e.shape[-1], self._wanted(n))
+        ]  # fmt: skip
         if not fallen:
             return None
         share = sum(e.num_bytes for _, e in fallen) / sum(e.num_bytes for e in tensors.values())
         kinds = " or ".join(sorted({e.kind for _, e in fallen}, reverse=True))
+        wanted = " or ".join(sorted({self._wanted(n) for n, _ in fallen}))
         names = ", ".join(n for n, _ in fallen[:3])
+        block = BY_NAME[self._wanted(fallen[0][0])].block_values
         return (
             f"{len(fallen)} of {len(matrices)} matrices, {share:.0%} of the bytes, are {kinds}, because"
-            f" their rows are not whole {self.outtype} blocks of {block}:"
+            f" their rows are not whole {wanted} blocks of {block}:"
             f" {names}{', ...' if fallen[3:] else ''}"
         )
 

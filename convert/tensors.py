@@ -55,8 +55,9 @@ def tensor_entries(
             is_packed = experts[name][0].is_packed and not is_transposed
             kind = types.kind(target, target_shape, packed=PACKED_TYPE if is_packed else None)
             entries[target] = expert_entry(
-                checkpoint, experts[name], target_shape, kind, is_transposed=is_transposed
-            )
+                checkpoint, experts[name], target_shape, kind, is_transposed=is_transposed,
+                importance_EM=types.importance(target, target_shape),
+            )  # fmt: skip
             continue
         constant = _by_end(plan.constants, name)
         if constant is not None:
@@ -70,9 +71,10 @@ def tensor_entries(
         kind = types.kind(target, target_shape)
         order = rows.order if rows else None
         added = _by_end(plan.added, name) or 0.0
-        is_vector = len(shape) == 1
+        importance = types.importance(target, target_shape)
         read = partial(
-            _read_rows, checkpoint, source, order, is_vector, is_transposed, kind, added
+            _read_rows, checkpoint, source, order, len(shape) == 1, is_transposed, kind, added,
+            None if importance is None else importance[0],
         )  # fmt: skip
         entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
     if plan.rope_factors is not None:
@@ -81,12 +83,14 @@ def tensor_entries(
     return entries
 
 
-def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Iterator[Restored]:
+def restored(
+    checkpoint: Checkpoint, plan: Blueprint, types: TensorTypes, written: ModelFile
+) -> Iterator[Restored]:
     """Every tensor of the checkpoint in use, a fused one in parts, with the values in `written`."""
     wanted = _wanted(plan)
     experts = find_experts(checkpoint, wanted, plan.expert_form)
     for name, each in experts.items():
-        yield from _restored_experts(checkpoint, written, name, each)
+        yield from _restored_experts(checkpoint, types, written, name, each)
     sources = _sources(checkpoint, plan, wanted, experts)
     for name in wanted:
         rows = _rows(plan, name)
@@ -101,21 +105,25 @@ def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Ite
         tensor = tensor if order is None else tensor[torch.from_numpy(order)]
         added = _by_end(plan.added, name) or 0.0
         want = (tensor.T if is_transposed else tensor).to(torch.float32).numpy() + added
-        entry = written.tensors[target]
-        values = restore(entry, want, f"{checkpoint.folder}: tensor {source!r}") - added
+        entry, what = written.tensors[target], f"{checkpoint.folder}: tensor {source!r}"
+        importance = types.importance(target, entry.shape)
+        values = restore(entry, want, what, None if importance is None else importance[0]) - added
         yield Restored(source=source, rows=order, values=values.T if is_transposed else values)
 
 
 def _restored_experts(
-    checkpoint: Checkpoint, written: ModelFile, name: str, sources: list[ExpertSource]
-) -> Iterator[Restored]:
+    checkpoint: Checkpoint, types: TensorTypes, written: ModelFile, name: str,
+    sources: list[ExpertSource],
+) -> Iterator[Restored]:  # fmt: skip
     """The experts of one tensor of the stock layout, each by itself."""
     target = in_layout(name, written.layout)
+    importance_EM = types.importance(target, written.tensors[target].shape)
     for expert, source in enumerate(sources):
         want = source.read(checkpoint).to(torch.float32).numpy()
         want = want if target == name else want.T
         what = f"{checkpoint.folder}: tensor {source.name!r}"
-        values = restore(of_expert(written.tensors[target], expert), want, what)
+        importance_M = None if importance_EM is None else importance_EM[expert]
+        values = restore(of_expert(written.tensors[target], expert), want, what, importance_M)
         yield Restored(
             source=source.name, rows=None, values=values if target == name else values.T,
             expert=expert, tensor=name,
@@ -130,6 +138,7 @@ def _read_rows(
     is_transposed: bool,
     kind: str,
     added: float,
+    importance_M: np.ndarray | None,
     start: int,
     stop: int,
 ) -> np.ndarray:
@@ -150,7 +159,7 @@ def _read_rows(
     what = f"{checkpoint.tensors[source].file}: tensor {source!r}"
     if added:
         tensor = tensor.to(torch.float32) + added
-    return encode(tensor, kind, what, rows=rows)
+    return encode(tensor, kind, what, rows=rows, importance=importance_M)
 
 
 def _wanted(plan: Blueprint) -> Shapes:

@@ -3,6 +3,7 @@ trains predictors. A model that does not fit into memory is streamed; such a run
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
@@ -21,6 +23,7 @@ from hotsplit.profile.config import ProfileConfig, check_text
 from hotsplit.profile.corpus.corpus import Windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routing_of
+from hotsplit.profile.count.input_squares import InputSquares
 from hotsplit.profile.count.resume import resume_path
 from hotsplit.profile.count.run import Run
 from hotsplit.profile.inputs import (
@@ -76,6 +79,7 @@ class ProfileReport:
     threshold_L: tuple[float, ...]
     search: ThresholdReport | None  # if a perplexity budget was given
     limits: str | None  # sha256 of the file's limits, above which neurons fire; None: it has none
+    importances: Path | None
     predictors: Path | None
     predictor_bytes: int  # as stored in a model file
     ffn_bytes: int  # of all gates, ups and downs
@@ -90,6 +94,7 @@ class Outcome:
     profile: Profile
     search: ThresholdReport | None = None
     trained: Trained | None = None
+    importances: Importances | None = None
     measured: Measured | None = None  # None: no predictors, no new thresholds, no limits
 
 
@@ -149,14 +154,19 @@ def _run_streamed(
         windows = windows_of(stream, config, Ranks())
         check_text(config, windows.ids)
         _say_what_is_counted(config, windows.ids, say)
-        gates, counter, trained = _count_streamed(stream, windows.ids, config, on_tokens)
+        squares = InputSquares(model) if config.importances is not None else None
+        with stream.observe(squares.observe, squares.wants) if squares else nullcontext():
+            gates, counter, trained = _count_streamed(stream, windows.ids, config, on_tokens)
 
     def compare(examined: Sequence[Tensor]) -> Measured:
         others, dense_shares = changed(model, gates, trained and trained[0]), ShareCounter(model)
         reports = compare_streamed(model, others, plan, examined, MAX_TOKENS, dense_shares)
         return recorded(model, reports, dense_shares, sha256_of_corpora(windows.corpora))
 
-    return _outcome(config, model, windows, gates, counter.arrays(), trained, compare, plan.device)
+    outcome = _outcome(
+        config, model, windows, gates, counter.arrays(), trained, compare, plan.device
+    )
+    return _with_importances(outcome, config, squares, squares and squares.arrays(), windows)
 
 
 def _count_streamed(
@@ -212,7 +222,13 @@ def _run_whole(
     )  # fmt: skip
     run.add("counter", counter)
     trained = None
-    with engine.observe(counter.observe, counter.wants):
+    squares = InputSquares(model) if config.importances is not None else None
+    if squares:
+        run.add("inputs", squares)
+    with (
+        engine.observe(counter.observe, counter.wants),
+        engine.observe(squares.observe, squares.wants) if squares else nullcontext(),
+    ):
         if files:
             trained = train_whole(run, gates, ids, config)
         else:
@@ -224,7 +240,17 @@ def _run_whole(
         return run.ranks.first_only(lambda: _measured(engine, gates, predictors, examined, sha256))
 
     outcome = _outcome(config, model, windows, gates, counted, trained, compare, engine.device)
-    return replace(outcome, search=found)
+    sums = run.total("inputs") if squares else None
+    return _with_importances(replace(outcome, search=found), config, squares, sums, windows)
+
+
+def _with_importances(
+    outcome: Outcome, config: ProfileConfig, squares: InputSquares | None,
+    sums: dict[str, Tensor] | None, windows: Windows,
+) -> Outcome:  # fmt: skip
+    if squares is None or sums is None or config.importances is None:
+        return outcome
+    return replace(outcome, importances=squares.importances(config.importances, sums, windows))
 
 
 def _outcome(
@@ -346,6 +372,7 @@ def _report(
         threshold_L=result.threshold_L,
         search=outcome.search,
         limits=result.limits,
+        importances=config.importances,
         predictors=files.path if files else None,
         predictor_bytes=sum(q.chosen.num_bytes for q in quality_L),
         ffn_bytes=all_neuron_bytes(model),
@@ -365,4 +392,6 @@ def _save(
         predictors = outcome.trained[0]
         files.save(replace(predictors, quality=result.quality, arithmetic=result.arithmetic))
     result.save(config.output)
+    if outcome.importances is not None:
+        outcome.importances.save(outcome.importances.path)
     save_report(report)

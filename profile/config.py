@@ -27,6 +27,7 @@ class ProfileConfig:
     output: Path
     max_tokens: int | None = None  # None: up to DEFAULT_TOKENS; otherwise fewer are an error
     text_key: str = "text"  # for JSON lines and parquet
+    importances: Path | None = None  # an importance matrix to write (artifacts.importance_file)
     train_predictors: Path | None = None  # a folder for them
     predictors: PredictorOptions = PredictorOptions()
     input_layer_offset: int = 0

@@ -27,6 +27,8 @@ def check_inputs(config: ProfileConfig, model: ModelFile, files: PredictorOutput
     """Raises HotsplitError for errors that can be found before text is read."""
     inputs = (config.model, *(path for path in config.corpora if path != STDIN))
     outputs = (config.output, *report_paths(config.output))
+    if config.importances is not None:
+        outputs = (*outputs, config.importances)
     for path in outputs:
         check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
@@ -115,6 +117,7 @@ def settings_of(engine: Engine, windows: Windows, config: ProfileConfig, ranks: 
         "threads": torch.get_num_threads() if trains else None,
         "input layer offset": config.input_layer_offset if trains else None,
         "processes": ranks.size if trains else None,  # counts are the same for any number
+        **({} if config.importances is None else {"importances": True}),
     }
 
 

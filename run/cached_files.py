@@ -9,7 +9,7 @@ from typing import get_args
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.convert.options import Outtype
+from hotsplit.convert.options import OUTTYPES
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout
 from hotsplit.run.cache_folder import Cache
@@ -66,7 +66,7 @@ def _converted(cache: Cache, source: Path) -> Path | None:
     """A file that `run` converted the source to, in any type and layout, with the activation that
     the source records; None if there is none."""
     identity = identity_of_source(source)
-    for outtype, layout in product((None, *get_args(Outtype)), get_args(Layout)):
+    for outtype, layout in product((None, *OUTTYPES), get_args(Layout)):
         key = conversion_key(identity, outtype, layout, None)
         if (found := cache.find("model", key)) is not None:
             return found.file

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from hotsplit.convert.options import Outtype, check_outtype
+from hotsplit.convert.options import OUTTYPES, Outtype, check_type
 from hotsplit.errors import HotsplitError
 from hotsplit.sparsify.schedule import check_shares
 
@@ -90,7 +90,7 @@ class SparsifyConfig:
                 f"rule {self.rule!r} with allocation {self.allocation!r}; known:"
                 f" {', '.join(RULES)}; {', '.join(ALLOCATIONS)}"
             )
-        check_outtype(self.outtype, "outtype")
+        check_type(self.outtype, "outtype", OUTTYPES)
         if self.rank is not None and self.rank < 1:
             raise HotsplitError(f"rank is {self.rank}, wanted 1 or more")
         if self.seed < 0 or self.warmup_steps < 0:

@@ -15,10 +15,12 @@ from models import make_machine, make_profile
 from safetensors.torch import load_file, save_file
 from test_cache_plan import a_cache
 from test_gguf_source import powerinfer_file
+from test_importances import dat
 from test_runtime import make_split
 from texts import byte_level_tokenizer, put_tokenizer, sentencepiece_tokenizer
 
 from hotsplit import Engine
+from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
@@ -109,6 +111,19 @@ def predictors_of(model: ModelFile, limits: Limits | None = None, **changes: obj
     )
 
 
+def save_importances(folder: Path) -> None:
+    """Importances of the matrices that read the hidden state, in both formats."""
+    values = np.linspace(0, 2, 32, dtype=np.float32)
+    names = [
+        f"blk.0.{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
+    ]
+    each = Importance(values, np.array([3], np.float32))
+    path = folder / "imatrix" / TARGETS["imatrix"]
+    Importances(path=path, tensors=dict.fromkeys(names, each), datasets=("a.txt",)).save(path)
+    entries = [(name.encode(), 3, values) for name in names]
+    (folder / "imatrix-dat" / TARGETS["imatrix-dat"]).write_bytes(dat(entries))
+
+
 def limits_for(model: ModelFile, model_id: str | None = None, limit: float = 0.01) -> Limits:
     """The same limit for all gates."""
     layers = (
@@ -151,7 +166,7 @@ def _artifacts(folder: Path) -> None:
     """Profiles, a plan, machines, limits, reports, and saved states of runs."""
     plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
     for kind in ("profile", "machine", "figures", "thresholds", "merge", "resume", "prompt",
-                 "conversation", "limits", "comparison", "told"):  # fmt: skip
+                 "conversation", "limits", "imatrix", "imatrix-dat", "comparison", "told"):  # fmt: skip
         (folder / kind).mkdir()
     made = make_profile(plain)
     made.save(folder / "profile" / TARGETS["profile"])
@@ -166,6 +181,7 @@ def _artifacts(folder: Path) -> None:
     cache = a_cache(plain.spec.num_layers, plain.spec.most_neurons)
     make_split(plain, hot, cache=cache).save(folder / "plan" / TARGETS["plan"])
     limits_for(silu).save(folder / "limits" / TARGETS["limits"])
+    save_importances(folder)
     _written_reports(folder)
     arrays = {"counter/num_tokens": np.array(5), "thresholds/x": np.ones(3)}
     save_position(folder / "resume" / TARGETS["resume"], SETTINGS,

@@ -20,6 +20,7 @@ is damaged):
     plan; run by it, exported           plan; export (with a damaged profile)
     machine; solved with it             machine, figures
     limits                              limits
+    importance matrices                 imatrix, imatrix-dat
     what eval prints, profile's report  comparison, told
     what a run saved                    resume (of profile and sparsify), prompt, conversation
     the cache of run, checks of GPUs    entry, rates, checks
@@ -115,6 +116,17 @@ def add_predictors(case: Case) -> None:
 
 def add_limits(case: Case) -> None:
     convert(ConvertConfig(source=case.inputs / "silu.gguf", limits=case.path, output=case.output))
+    ModelFile.load(case.output)
+
+
+def search_by(case: Case) -> None:
+    """Shows an importance matrix, and converts by it."""
+    further.inspect(case)
+    source = case.inputs / "silu.gguf"
+    options = ConvertConfig(
+        source=source, importances=case.path, outtype="q4_0", output=case.output
+    )
+    convert(options)
     ModelFile.load(case.output)
 
 
@@ -214,6 +226,8 @@ KINDS = {
     "pt": Kind(target="model_0.pt", read=add_predictors),
     "ours": Kind(target="predictors.safetensors", read=add_predictors),
     "limits": Kind(target="limits.safetensors", read=add_limits),
+    "imatrix": Kind(target="i.gguf", read=search_by),
+    "imatrix-dat": Kind(target="i.dat", read=search_by),
     "profile": Kind(target=PROFILE, read=further.inspect_and_export),
     "thresholds": Kind(target=PROFILE, read=add_thresholds),
     "merge": Kind(target=PROFILE, read=merge_profiles),

@@ -1,10 +1,10 @@
-"""Random blocks of 32 values for tests, of types that gguf unpacks but `convert` does not make."""
+"""Random blocks of 32 values for tests, of types whose rows are summed in f32."""
 
 import numpy as np
 
 from hotsplit.model.weight_types import TYPES
 
-CODED = {each.name: each for each in TYPES if each.has_nibbles and not each.is_encoded}
+CODED = {each.name: each for each in TYPES if each.has_nibbles and not each.has_integer_sums}
 
 
 def random_rows(kind: str, num_rows: int, width: int, scale: float, seed: int = 0) -> np.ndarray:

@@ -33,7 +33,7 @@ from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_o
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.spec import Neurons, Rotary
-from hotsplit.model.weight_types import ENCODED_NAMES
+from hotsplit.model.weight_types import NAMES
 from hotsplit.profile.predictors.check import check_predictors
 
 
@@ -215,7 +215,7 @@ def test_k_quants_keep_their_bytes_except_where_transposed(stock, tmp_path):
         else:
             assert entry.kind == old.tensors[name].kind
             assert entry.read().tobytes() == old.tensors[name].read().tobytes()
-    assert report.outtype == "q4_k" and report.model_id == old.model_id
+    assert report.outtype == "q4_k_m" and report.model_id == old.model_id
     packed = [note for note in report.notes if "repacked" in note]
     assert [note.split(":")[0] for note in packed] == [
         "q6_k repacked as q8_0", "q4_k repacked as q8_0"]  # fmt: skip
@@ -541,7 +541,7 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
     assert "the source needs about" in line(stock)
 
 
-@pytest.mark.parametrize("kind", ENCODED_NAMES)
+@pytest.mark.parametrize("kind", NAMES)
 def test_rounding_is_distinguished_from_error(kind):
     want = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     want[0] *= 1e-9  # where a scale or a value underflows

@@ -13,14 +13,7 @@ from small_blocks import CODED
 
 from hotsplit.commands.advise import SMALLER
 from hotsplit.model import weight_types
-from hotsplit.model.weight_types import (
-    BY_NAME,
-    BY_QUALITY,
-    ENCODED_NAMES,
-    SMALLEST,
-    TYPES,
-    file_kind,
-)
+from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, SMALLEST, TYPES, file_kind
 from hotsplit.options.cache_types import NAMES as CACHE_NAMES
 from hotsplit.profile.predictors.options import PredictorType
 from hotsplit.runtime.kernels.cpu.library import _LAYOUTS
@@ -65,7 +58,7 @@ def test_a_nan_among_the_halves_shows_in_the_values(each):
         assert np.isnan(dequantize(wrong, GGMLQuantizationType[each.name.upper()])).any()
 
 
-def test_numbers_are_those_of_the_kernels_and_the_encoder():
+def test_numbers_are_those_of_the_kernels():
     kinds = kernel_kinds()
     assert {kind: layout.code for kind, layout in _LAYOUTS.items()} == {
         kind: code for code, (kind, *_) in enumerate(kinds)
@@ -75,7 +68,6 @@ def test_numbers_are_those_of_the_kernels_and_the_encoder():
         if not each.is_float:
             head = each.head_bytes if each.has_small_blocks else 0
             assert sizes == [each.block_values, each.block_bytes, head], kind
-    assert tuple(enum_of("convert/native/encode.h")) == ENCODED_NAMES
 
 
 def test_derived_lists():

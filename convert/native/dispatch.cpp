@@ -5,8 +5,6 @@
 
 namespace {
 
-int64_t block_values(int32_t kind) { return kind >= KIND_Q4_K ? 256 : kind >= KIND_Q8_0 ? 32 : 1; }
-
 const Encoders& encoders_of(int32_t level) {
 #ifdef __x86_64__
     if (level == LEVEL_AVX512) return encoders_avx512;
@@ -16,13 +14,10 @@ const Encoders& encoders_of(int32_t level) {
     return encoders_generic;
 }
 
-bool is_valid(const Job& job, int32_t level, int32_t source_kind, int32_t kind) {
-    if (level < 0 || level > hs_encode_best_level()) return false;
-    if (source_kind < 0 || source_kind >= NUM_SOURCE_KINDS || kind < 0 || kind >= NUM_KINDS)
-        return false;
-    if (job.num_rows < 0 || job.num_columns < 0) return false;
-    if (job.num_columns % block_values(kind) != 0) return false;
-    return job.column_stride == 1 || (job.row_stride == 1 && !job.index);
+bool is_valid(const Job& job, const Encoder& encoder) {
+    if (!encoder.encode || job.num_rows < 0 || job.num_columns < 0) return false;
+    if (job.num_columns % encoder.block_values != 0) return false;
+    return job.column_stride == 1 || (job.row_stride == 1 && !job.index && !job.importance);
 }
 
 }  // namespace
@@ -43,12 +38,16 @@ EXPORT int32_t hs_encode_best_level() {
 
 EXPORT int32_t hs_encode(int32_t level, int32_t source_kind, const uint8_t* source, int64_t row_stride,
                          int64_t column_stride, const int64_t* index, int64_t num_rows,
-                         int64_t num_columns, int32_t kind, float limit, uint8_t* target,
-                         float* largest) {
-    Job job = {source, row_stride, column_stride, index, num_rows, num_columns, 0, target};
+                         int64_t num_columns, int32_t kind, float limit, const float* importance,
+                         uint8_t* target, float* largest) {
+    if (level < 0 || level > hs_encode_best_level()) return STATUS_BAD_ARGUMENT;
+    if (source_kind < 0 || source_kind >= NUM_SOURCE_KINDS || kind < 0 || kind >= NUM_KINDS)
+        return STATUS_BAD_ARGUMENT;
+    Job job = {source, row_stride, column_stride, index, num_rows, num_columns, 0, target, importance};
     std::memcpy(&job.limit, &limit, 4);
-    if (!is_valid(job, level, source_kind, kind)) return STATUS_BAD_ARGUMENT;
-    const uint32_t bits = encoders_of(level)[source_kind][kind](job);
+    const Encoder& encoder = encoders_of(level).of[source_kind][kind];
+    if (!is_valid(job, encoder)) return STATUS_BAD_ARGUMENT;
+    const uint32_t bits = encoder.encode(job);
     std::memcpy(largest, &bits, 4);
     return STATUS_OK;
 }

@@ -45,18 +45,27 @@ struct BF16 {
 
 // ---- target formats: VALUES finite f32 below the limit to bytes -------------------------------
 
-struct ToF32 {
-    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 128;
+// A target packs VALUES values into BYTES bytes at a time; rows are whole blocks of BLOCK_VALUES. Its
+// `Weighted` searches scales by importances; it is the target itself if there is no search.
+
+template <int32_t NUMBER, int64_t SIZE>
+struct Floats {
+    static constexpr int32_t KIND = NUMBER;
+    static constexpr int64_t BLOCK_VALUES = 1, VALUES = BLOCK, BYTES = BLOCK * SIZE;
+};
+
+struct ToF32 : Floats<KIND_F32, 4> {
+    using Weighted = ToF32;
     static inline void pack(const float* x, uint8_t* p) { __builtin_memcpy(p, x, BLOCK * 4); }
 };
 
-struct ToF16 {
-    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 64;
+struct ToF16 : Floats<KIND_F16, 2> {
+    using Weighted = ToF16;
     static inline void pack(const float* x, uint8_t* p) { floats_to_f16(x, p); }
 };
 
-struct ToBF16 {
-    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 64;
+struct ToBF16 : Floats<KIND_BF16, 2> {
+    using Weighted = ToBF16;
     static inline void pack(const float* x, uint8_t* p) {
         uint16_t half[BLOCK];
         for (int i = 0; i < BLOCK; ++i) {
@@ -67,18 +76,6 @@ struct ToBF16 {
     }
 };
 
-inline int32_t block_largest(const float* x) {  // as a signed number, which SSE2 compares faster
-    int32_t largest = 0;
-    for (int i = 0; i < BLOCK; ++i) {
-        int32_t m = static_cast<int32_t>(magnitude(x[i]));
-        largest = m > largest ? m : largest;
-    }
-    return largest;
-}
-
-// 1 / scale, or 0 if that is infinite: gguf then writes zeros too, by casting infinity and NaN.
-inline float inverse_of(float scale) { return magnitude(scale) < 0x00200001 ? 0.0f : 1.0f / scale; }
-
 inline void write_scale(float scale, uint8_t* p) {
     float x[BLOCK] = {scale};
     uint8_t half[BLOCK * 2];
@@ -86,51 +83,11 @@ inline void write_scale(float scale, uint8_t* p) {
     __builtin_memcpy(p, half, 2);
 }
 
-struct ToQ8_0 {
-    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 34;
-    static inline void pack(const float* x, uint8_t* p) {
-        const float scale = float_of(block_largest(x)) / 127.0f, inverse = inverse_of(scale);
-        int8_t q[BLOCK];
-        for (int i = 0; i < BLOCK; ++i) {
-            float scaled = x[i] * inverse;
-            // Just below one half, with the sign of x: with 0.5, 0.49999997 would become 1.
-            float half = float_of(0x3EFFFFFF | (bits_of(scaled) & 0x80000000));
-            q[i] = static_cast<int8_t>(static_cast<int32_t>(scaled + half));
-        }
-        write_scale(scale, p);
-        __builtin_memcpy(p + 2, q, sizeof q);
-    }
-};
-
-struct ToQ4_0 {
-    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 18;
-    static inline void pack(const float* x, uint8_t* p) {
-        const int32_t largest = block_largest(x);
-        int32_t first = BLOCK;  // the first of those with the largest magnitude gives the sign
-        for (int i = 0; i < BLOCK; ++i) {
-            int32_t here = static_cast<int32_t>(magnitude(x[i])) == largest ? i : BLOCK;
-            first = here < first ? here : first;
-        }
-        const float scale = x[first] / -8.0f, inverse = inverse_of(scale);
-        const float offset = is_flushed(scale) ? 0.0f : 8.5f;
-        int32_t q[BLOCK];
-        for (int i = 0; i < BLOCK; ++i) {
-            int32_t cut = static_cast<int32_t>(x[i] * inverse + offset);
-            q[i] = cut < 15 ? cut : 15;
-        }
-        uint8_t nibbles[BLOCK / 2];
-        for (int i = 0; i < BLOCK / 2; ++i)
-            nibbles[i] = static_cast<uint8_t>(q[i] | (q[i + BLOCK / 2] << 4));
-        write_scale(scale, p);
-        __builtin_memcpy(p + 2, nibbles, sizeof nibbles);
-    }
-    // A scale whose inverse is infinite: gguf writes nibbles of 0 there, and 8 for a scale of 0.
-    static inline bool is_flushed(float scale) {
-        return magnitude(scale) != 0 && magnitude(scale) < 0x00200001;
-    }
-};
-
+#include "fits.h"
 #include "k_quants.h"
+#include "small_blocks.h"
+// Uses both.
+#include "nonlinear.h"
 
 // ---- rows -------------------------------------------------------------------------------------
 
@@ -167,44 +124,67 @@ inline void unpack_values(const uint8_t* source, int64_t count, float* x, Larges
     largest.see(x + i);
 }
 
-template <class Target>
-inline void pack_values(const float* x, int64_t count, uint8_t* target) {
+// Packs `count` values of x, which has room for a multiple of VALUES.
+template <class Target, class Pack>
+inline void pack_values(int64_t count, uint8_t* target, const Pack& pack) {
     int64_t i = 0;
-    for (; i + Target::VALUES <= count; i += Target::VALUES, target += Target::BLOCK_BYTES)
-        Target::pack(x + i, target);
-    if (i == count) return;  // always so for block kinds
-    uint8_t rest[Target::BLOCK_BYTES];
-    Target::pack(x + i, rest);
-    __builtin_memcpy(target, rest, (count - i) * Target::BLOCK_BYTES / Target::VALUES);
+    for (; i + Target::VALUES <= count; i += Target::VALUES, target += Target::BYTES) pack(i, target);
+    if (i == count) return;
+    uint8_t rest[Target::BYTES];
+    pack(i, rest);
+    __builtin_memcpy(target, rest, (count - i) * Target::BYTES / Target::VALUES);
 }
 
 constexpr int64_t CHUNK = 1024;  // values in flight at a time: 4 KiB stay in L1
 
-template <class Source, class Target>
+// The mean square of a row, summed in the order of its values.
+template <class Source>
+inline float mean_square_of(const uint8_t* source, int64_t num_columns) {
+    float sum = 0, x[BLOCK];
+    for (int64_t m = 0; m < num_columns; m += BLOCK) {
+        Source::unpack(source + m * Source::BYTES, x);
+        for (int i = 0; i < BLOCK; ++i) sum += x[i] * x[i];
+    }
+    return sum / static_cast<float>(num_columns);
+}
+
+// IS_WEIGHTED: by importances.
+template <class Source, class Target, bool IS_WEIGHTED>
 uint32_t encode_rows(const Job& job) {
-    const int64_t row_bytes = job.num_columns * Target::BLOCK_BYTES / Target::VALUES;
-    float x[CHUNK];
+    const int64_t row_bytes = job.num_columns * Target::BYTES / Target::VALUES;
+    float x[CHUNK] = {}, importance[IS_WEIGHTED ? CHUNK : 1] = {}, mean_square = 0;
     uint32_t largest = 0;
     for (int64_t n = 0; n < job.num_rows; ++n) {
         const int64_t row = job.index ? job.index[n] : n;
         const uint8_t* source = job.source + row * job.row_stride * Source::BYTES;
+        if constexpr (IS_WEIGHTED)
+            if (Target::READS_ROW) mean_square = mean_square_of<Source>(source, job.num_columns);
         for (int64_t m = 0; m < job.num_columns; m += CHUNK) {
             const int64_t count = smaller(CHUNK, job.num_columns - m);
             Largest seen;
             unpack_values<Source>(source + m * Source::BYTES, count, x, seen);
             const uint32_t here = seen.all();
             largest = here > largest ? here : largest;
-            if (here < job.limit)
-                pack_values<Target>(
-                    x, count, job.target + n * row_bytes + m * Target::BLOCK_BYTES / Target::VALUES);
+            if (here >= job.limit) continue;
+            uint8_t* target = job.target + n * row_bytes + m * Target::BYTES / Target::VALUES;
+            if constexpr (IS_WEIGHTED) {
+                __builtin_memcpy(importance, job.importance + m, count * sizeof(float));
+                pack_values<Target>(count, target, [&](int64_t i, uint8_t* p) {
+                    Target::pack(x + i, importance + i, mean_square, p);
+                });
+            } else {
+                pack_values<Target>(count, target,
+                                    [&](int64_t i, uint8_t* p) { Target::pack(x + i, p); });
+            }
         }
     }
     return largest;
 }
 
-// Rows and columns transposed at a time, in two buffers of 16 KiB each (64 KiB for K-quants).
+// Rows and columns transposed at a time, in two buffers of 16 KiB each (64 KiB where 256 values are
+// packed at once).
 constexpr int64_t TILE = 64;
-// Values of a row packed at once: the width of a tile or, for K-quants, of the four in a block.
+// Values of a row packed at once: the width of a tile or of four.
 template <class Target>
 constexpr int64_t WIDTH = Target::VALUES > TILE ? Target::VALUES : TILE;
 
@@ -212,9 +192,9 @@ constexpr int64_t WIDTH = Target::VALUES > TILE ? Target::VALUES : TILE;
 // rows.
 template <class Source, class Target>
 uint32_t encode_columns(const Job& job) {
-    const int64_t row_bytes = job.num_columns * Target::BLOCK_BYTES / Target::VALUES;
+    const int64_t row_bytes = job.num_columns * Target::BYTES / Target::VALUES;
     constexpr int64_t TILES = WIDTH<Target> / TILE;
-    float line[WIDTH<Target>][TILE], turned[TILES][TILE][TILE], row[WIDTH<Target>];
+    float line[WIDTH<Target>][TILE] = {}, turned[TILES][TILE][TILE], row[WIDTH<Target>];
     uint32_t largest = 0;
     for (int64_t n = 0; n < job.num_rows; n += TILE) {
         const int64_t rows = smaller(TILE, job.num_rows - n);
@@ -229,24 +209,47 @@ uint32_t encode_columns(const Job& job) {
             largest = here > largest ? here : largest;
             if (here >= job.limit) continue;
             for (int64_t t = 0; t < TILES; ++t) turn(line[t * TILE], turned[t][0], TILE);
-            uint8_t* target = job.target + n * row_bytes + m * Target::BLOCK_BYTES / Target::VALUES;
+            uint8_t* target = job.target + n * row_bytes + m * Target::BYTES / Target::VALUES;
             for (int64_t r = 0; r < rows; ++r) {
                 for (int64_t t = 0; TILES > 1 && t < TILES; ++t)
                     __builtin_memcpy(row + t * TILE, turned[t][r], TILE * sizeof(float));
-                pack_values<Target>(TILES > 1 ? row : turned[0][r], columns, target + r * row_bytes);
+                const float* x = TILES > 1 ? row : turned[0][r];
+                pack_values<Target>(columns, target + r * row_bytes,
+                                    [&](int64_t i, uint8_t* p) { Target::pack(x + i, p); });
             }
         }
     }
     return largest;
 }
 
+template <class A, class B>
+constexpr bool IS_SAME = false;
+template <class A>
+constexpr bool IS_SAME<A, A> = true;
+
 template <class Source, class Target>
 uint32_t encode(const Job& job) {
-    return job.column_stride == 1 ? encode_rows<Source, Target>(job)
+    using Weighted = typename Target::Weighted;
+    if constexpr (!IS_SAME<Target, Weighted>)
+        if (job.importance) return encode_rows<Source, Weighted, true>(job);
+    return job.column_stride == 1 ? encode_rows<Source, Target, false>(job)
                                   : encode_columns<Source, Target>(job);
 }
 
-#define ENCODERS_OF(Source)                                                                         \
-    {encode<Source, ToF32>,  encode<Source, ToF16>, encode<Source, ToBF16>, encode<Source, ToQ8_0>, \
-     encode<Source, ToQ4_0>, encode<Source, ToQ4K>, encode<Source, ToQ5K>,  encode<Source, ToQ6K>}
-#define ENCODERS {ENCODERS_OF(F32), ENCODERS_OF(F16), ENCODERS_OF(BF16)}
+template <class Source, class... Targets>
+constexpr void put_encoders(Encoder* of_kind) {
+    ((of_kind[Targets::KIND] = {encode<Source, Targets>, Targets::BLOCK_VALUES}), ...);
+}
+
+template <class... Targets>
+constexpr Encoders encoders_to() {
+    Encoders all = {};
+    put_encoders<F32, Targets...>(all.of[0]);
+    put_encoders<F16, Targets...>(all.of[1]);
+    put_encoders<BF16, Targets...>(all.of[2]);
+    return all;
+}
+
+constexpr Encoders ENCODERS =
+    encoders_to<ToF32, ToF16, ToBF16, ToQ8_0, ToQ4_0, ToQ4_1, ToQ5_0, ToQ5_1, ToQ2K, ToQ3K, ToQ4K,
+                ToQ5K, ToQ6K, ToIQ4_NL, ToIQ4_XS, ToMXFP4>();

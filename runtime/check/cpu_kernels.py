@@ -115,7 +115,7 @@ def _rows_in_file(
         stored = values.astype({"f32": np.float32, "f16": np.float16}[each.name])
         return stored, stored.astype(np.float64)
     number = GGMLQuantizationType[each.name.upper()]
-    if each.is_k_quant or not each.is_encoded:
+    if not each.has_integer_sums:
         data = _random_blocks(each, num_rows, random)
     else:
         data = quantize(values, number)

@@ -170,7 +170,7 @@ def test_a_mixture_of_k_quants_converts_with_its_bytes(llama_cpp, quantised, tmp
         else:
             assert entry.kind == old[name].kind
             assert np.array_equal(entry.read(), old[name].read())
-    assert report.outtype == "q4_k" and any("repacked as q8_0" in n for n in report.notes)
+    assert report.outtype == "q4_k_m" and any("repacked as q8_0" in n for n in report.notes)
     for found in continuations(llama_cpp, path, tmp_path, ours):
         check(found, K_BOUNDS["q4_k_m"])
 

@@ -86,6 +86,9 @@ for _command in (help_command, completion, profile, advise, doctor, sparsify, ru
 @click.option("--tensor-type", "tensor_types", multiple=True, metavar="NAME=TYPE",
               help="Another type for matrices whose name matches NAME, a regular expression; may be"
                    " repeated.")  # fmt: skip
+@click.option("--imatrix", "importances", type=FILE,
+              help="An importance matrix, made by hotsplit profile --imatrix or llama.cpp, by which the"
+                   " search for scales weighs errors.")  # fmt: skip
 @click.option("--activation", metavar="NAME",
               help="The activation, which other programs' GGUF files do not record: relu, drelu,"
                    " fatrelu=0.01, ...")  # fmt: skip

@@ -47,6 +47,8 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
                    " or fewer if the text is shorter]")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
               help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
+@click.option("--imatrix", "importances", type=OutputPath(".gguf"),
+              help="Also write an importance matrix, for convert --imatrix and llama.cpp.")  # fmt: skip
 @click.option("--merge", "is_merge", is_flag=True, help="Add profiles of one model together.")
 @click.option(
     "--train-predictors", type=FOLDER, help="Train predictors too, and write them to this folder."
@@ -151,6 +153,7 @@ def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
     from hotsplit.profile.report.report import report_paths
 
     outputs = [config.output, *report_paths(config.output)]
+    outputs += [config.importances] if config.importances else []
     if (folder := config.train_predictors) is not None:
         to = PredictorOutput(folder=folder, format=config.predictors.format, force=config.force)
         outputs += to.paths(ModelFile.load(config.model).spec.num_layers)
@@ -172,6 +175,8 @@ def _lines(report: "ProfileReport") -> list[str]:
         f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
         f" the hottest fifth takes {fifth:.0%} of the firings{experts}, {report.seconds:.0f} s"
     ]
+    if report.importances:
+        lines.append(f"wrote {report.importances}: how large the inputs of each matrix are")
     if report.search:
         found = report.search
         lines.append(

@@ -1,4 +1,4 @@
-"""Summaries of profiles, predictors and machine files.
+"""Summaries of profiles, predictors, importance matrices and machine files.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
@@ -137,6 +138,49 @@ class PredictorsSummary(Summary):
 
     def tables(self, *, all_tensors: bool) -> list[Table]:
         return [predictor_layers(self.predictors.info)]
+
+
+@dataclass(frozen=True)
+class ImportancesSummary(Summary):
+    importances: Importances
+    kind = "importance matrix"
+
+    @property
+    def content(self) -> dict[str, Any]:
+        found = self.importances
+        return {
+            "datasets": found.datasets,
+            "num_chunks": found.num_chunks,
+            "chunk_tokens": found.chunk_tokens,
+            "tensors": [
+                {"name": name, "num_values": mean_EM.size, "num_experts": len(mean_EM),
+                 "never_chosen": int((found.tensors[name].count == 0).sum()),
+                 "mean": float(mean_EM.mean()), "largest": float(mean_EM.max())}
+                for name, mean_EM in sorted((n, each.means()) for n, each in found.tensors.items())
+            ],
+        }  # fmt: skip
+
+    @property
+    def facts(self) -> list[Row]:
+        content = self.content
+        chunks, size = content["num_chunks"], content["chunk_tokens"]
+        return [
+            *(("text", name) for name in content["datasets"]),
+            (
+                "chunks",
+                f"{chunks:,}{f' of {size:,} tokens' if size else ''}" if chunks else "unknown",
+            ),
+            ("matrices", f"{len(content['tensors']):,}"),
+        ]
+
+    def tables(self, *, all_tensors: bool) -> list[Table]:
+        columns = ["matrix", "inputs", "experts", "never chosen", "mean square", "largest"]
+        rows = [
+            (each["name"], f"{each['num_values']:,}", each["num_experts"], each["never_chosen"],
+             f"{each['mean']:.3g}", f"{each['largest']:.3g}")
+            for each in self.content["tensors"]
+        ]  # fmt: skip
+        return [columns_table("importances", columns, rows)]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ from typing import Any, cast
 import numpy as np
 from rich.table import Table
 
+from hotsplit.artifacts import importance_file
 from hotsplit.artifacts.model_file import TEMPLATE_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
+from hotsplit.inspection.artifact_summaries import ImportancesSummary
 from hotsplit.inspection.split_summary import SplitSummary
 from hotsplit.inspection.summary import (
     Row,
@@ -204,11 +206,13 @@ class GgufSummary(Summary):
         return [*tables, tensors]
 
 
-def summarise_gguf(path: Path) -> GgufSummary | SplitSummary:
+def summarise_gguf(path: Path) -> GgufSummary | SplitSummary | ImportancesSummary:
     """The facts in a GGUF. Raises HotsplitError for an incomplete one or an invalid plan."""
     file = open_gguf(path, "GGUF file")
     if file.keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         return SplitSummary(path, Split.load(path))
+    if file.keys.get("general.type") == importance_file.TYPE:
+        return ImportancesSummary(path, importance_file.Importances.load(path))
     try:
         model = ModelFile.load(path)
     except HotsplitError as error:

@@ -5,20 +5,25 @@ The kind is detected from the content, never from the name."""
 import struct
 from pathlib import Path
 
-from hotsplit.artifacts import machine_file, predictor_file, profile_file
+from hotsplit.artifacts import importance_file, machine_file, predictor_file, profile_file
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import require_file
 from hotsplit.files.json_file import parse_object, read_object
 from hotsplit.files.safetensors_file import MAX_HEADER_BYTES
 from hotsplit.files.typed import shown
-from hotsplit.inspection.artifact_summaries import MachineSummary, PredictorsSummary, ProfileSummary
+from hotsplit.inspection.artifact_summaries import (
+    ImportancesSummary,
+    MachineSummary,
+    PredictorsSummary,
+    ProfileSummary,
+)
 from hotsplit.inspection.gguf_summary import summarise_gguf
 from hotsplit.inspection.summary import Summary
 
 POWERINFER_MAGIC = b"PWRI"  # in the place of b"GGUF"
 KNOWN = (
-    "model or split file (GGUF), profile or predictors (safetensors), machine file (JSON) or a"
-    " checkpoint's folder"
+    "model or split file (GGUF), importance matrix (GGUF or .dat), profile or predictors (safetensors),"
+    " machine file (JSON) or a checkpoint's folder"
 )
 
 
@@ -30,7 +35,7 @@ def inspect_file(path: Path) -> Summary:
     require_file(path, KNOWN)
     try:
         with path.open("rb") as file:
-            start = file.read(9)
+            start = file.read(importance_file.FIRST_BYTES)
     except OSError as error:
         raise HotsplitError(f"{path}: cannot be read: {error.strerror}") from error
     if start[:4] in (b"GGUF", POWERINFER_MAGIC):
@@ -45,6 +50,8 @@ def inspect_file(path: Path) -> Summary:
             f"{path}: JSON of format {shown(format)}, wanted {machine_file.FORMAT!r} (hotsplit"
             " calibrate)"
         )
+    if importance_file.is_dat(start):
+        return ImportancesSummary(path, importance_file.Importances.load(path))
     raise HotsplitError(f"{path}: is of an unknown kind; wanted a {KNOWN}")
 
 

@@ -30,7 +30,7 @@ class WeightType:
     - `file_type`: the member of gguf.LlamaFileType for a file in this type.
     - `forms`: the CPU's layouts. Small blocks with a planar one have sums of integers, and caches
       and predictors store them too; the rows of other blocks are summed in f32.
-    - `is_encoded`: whether `convert` quantises to it. Types that it only copies come last.
+    - `is_chosen`: whether `run` and `advise` choose it by themselves.
     - `levels`: what the codes of a small block with nibbles (and perhaps fifth bits) stand for, in
       units of its scale.
     - `planes`: (first byte in a block, bytes) of the parts of a planar row; (): GPUs read the rows
@@ -38,14 +38,16 @@ class WeightType:
     - `halves`: first and last + 1 of the bytes of a block that are f16 numbers; None for floats and
       for scales that are powers of two.
     - `overflows_at`: the smallest magnitude that `convert` refuses. Floats: where rounding overflows
-      the type. Blocks: where their f16 scale (the largest magnitude over 127 or 8) overflows.
+      the type. Blocks: where their f16 scale (the largest magnitude over 127, about 110, 16 or 8) or
+      minimum overflows.
       K-quants: about half of that at which the f16 scale of the minima of q4_k and q5_k (the
       largest magnitude over 63) overflows.
     - `relative_error`: bound of a value's error, relative to the largest magnitude of its block or,
       for floats, to its own magnitude. Blocks add the rounding of their f16 scale; nibbles go from
-      -8 to 7, so a value at the far end is off by a whole step. The scales of K-quants are fitted
-      and clip outliers: the largest errors in 240,000 unusual blocks of each were 0.13, 0.07 and
-      0.024, about half of the bounds.
+      -8 to 7, so a value at the far end is off by a whole step. Those of mxfp4 end at 6 / 8 of what
+      the exponent stands for. The scales of K-quants and iq4_nl are fitted and clip outliers: the
+      largest errors in 240,000 unusual blocks of each were 0.13, 0.07 and 0.024, about half of the
+      bounds, and 0.17 of iq4_nl.
     - `absolute_error`: bound near zero, where f16 has steps of 2^-24. So has the scale of a block,
       which is multiplied by up to 127 or 8. The scales of K-quants are multiplied by up to 63 * 15,
       63 * 31 and 128 * 32, and are off by half a step."""
@@ -55,7 +57,7 @@ class WeightType:
     block_values: int
     block_bytes: int
     forms: tuple[Form, ...]
-    is_encoded: bool = True
+    is_chosen: bool = True
     levels: tuple[int, ...] = ()
     planes: tuple[tuple[int, int], ...] = ()
     halves: tuple[int, int] | None = None
@@ -65,7 +67,7 @@ class WeightType:
 
     @property
     def code(self) -> int:
-        """The number in `enum Kind` of kernels.h and of convert's encode.h."""
+        """The number in `enum Kind` of kernels.h."""
         return NAMES.index(self.name)
 
     @property
@@ -174,27 +176,35 @@ TYPES: tuple[WeightType, ...] = (
     ),
     WeightType(
         name="mxfp4", file_type="MOSTLY_MXFP4_MOE", block_values=32, block_bytes=17,
-        forms=("tiled",), is_encoded=False, planes=((0, 1), (1, 16)),
+        forms=("tiled",), is_chosen=False, planes=((0, 1), (1, 16)),
+        relative_error=0.25 + 2.0**-20, absolute_error=2.0**-126,
         levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     ),
     WeightType(
         name="iq4_nl", file_type="MOSTLY_IQ4_NL", block_values=32, block_bytes=18,
-        forms=("tiled",), is_encoded=False, planes=((0, 2), (2, 16)), halves=(0, 2),
+        forms=("tiled",), is_chosen=False, planes=((0, 2), (2, 16)), halves=(0, 2),
+        overflows_at=100 * F16_OVERFLOW, relative_error=0.22, absolute_error=127 * 2.0**-24,
         levels=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     ),
     WeightType(
         name="q5_0", file_type="MOSTLY_Q5_0", block_values=32, block_bytes=22,
-        forms=("tiled",), is_encoded=False, planes=((0, 2), (2, 4), (6, 16)), halves=(0, 2),
+        forms=("tiled",), is_chosen=False, planes=((0, 2), (2, 4), (6, 16)), halves=(0, 2),
+        overflows_at=16 * F16_OVERFLOW, relative_error=1 / 16 + 2.0**-11,
+        absolute_error=16 * 2.0**-24,
         levels=tuple(range(-16, 16)),
     ),
     WeightType(
         name="q4_1", file_type="MOSTLY_Q4_1", block_values=32, block_bytes=20,
-        forms=("tiled",), is_encoded=False, planes=((0, 4), (4, 16)), halves=(0, 4),
+        forms=("tiled",), is_chosen=False, planes=((0, 4), (4, 16)), halves=(0, 4),
+        overflows_at=F16_OVERFLOW, relative_error=1 / 15 + 3 * 2.0**-11,
+        absolute_error=16 * 2.0**-24,
         levels=tuple(range(16)),
     ),
     WeightType(
         name="q5_1", file_type="MOSTLY_Q5_1", block_values=32, block_bytes=24,
-        forms=("tiled",), is_encoded=False, planes=((0, 4), (4, 4), (8, 16)), halves=(0, 4),
+        forms=("tiled",), is_chosen=False, planes=((0, 4), (4, 4), (8, 16)), halves=(0, 4),
+        overflows_at=F16_OVERFLOW, relative_error=1 / 31 + 3 * 2.0**-11,
+        absolute_error=32 * 2.0**-24,
         levels=tuple(range(32)),
     ),
 )  # fmt: skip
@@ -203,20 +213,22 @@ BY_NAME: dict[str, WeightType] = {each.name: each for each in TYPES}
 assert tuple(BY_NAME) == NAMES, "a type's place is its number in C++"
 
 FLOAT_NAMES = tuple(each.name for each in TYPES if each.is_float)
-ENCODED_NAMES = tuple(each.name for each in TYPES if each.is_encoded)
-assert NAMES[: len(ENCODED_NAMES)] == ENCODED_NAMES, "the encoders have the same numbers"
 # Small blocks with sums of integers.
 SMALL_BLOCK_NAMES = tuple(each.name for each in TYPES if each.has_integer_sums)
 LARGE_NAMES = tuple(each.name for each in TYPES if each.is_large)
 K_QUANT_NAMES = tuple(each.name for each in TYPES if each.is_k_quant)
-# Types to quantise to, from nearly lossless to the smallest. Of two with as many bytes, the one with
+# Types that are chosen, from nearly lossless to the smallest. Of two with as many bytes, the one with
 # larger blocks loses less.
 BY_QUALITY: tuple[TypeName, ...] = tuple(
     each.name
     for each in sorted(TYPES, key=lambda each: (-each.bytes_per_value, -each.block_values))
-    if each.is_encoded and not each.is_float
+    if each.is_chosen and not each.is_float
 )
 SMALLEST = BY_QUALITY[-1]
+# The types for rows that are not whole blocks of 256, as in tensor_type_fallback of llama-quant.cpp.
+SMALLER_BLOCKS = {
+    "q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl",
+}  # fmt: skip
 # Types in which the cache stores keys and values.
 CACHE_NAMES = tuple(each.name for each in TYPES if each.is_float or each.has_integer_sums)
 

@@ -1,0 +1,139 @@
+"""Adds up, while the model runs, the squares of the inputs of every matrix of its layers, for an
+importance matrix.
+
+The inputs of attention are seen only in torch's passes, which are slower than native ones.
+
+Letters: T tokens, E matrices of a tensor (experts; else 1), M values of a row."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotsplit.artifacts.importance_file import Importance, Importances
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.model.tensors import in_layout, transposed_shape
+from hotsplit.profile.corpus.corpus import WINDOW, Windows
+from hotsplit.profile.count.run import Part
+
+# The observed tensor that a matrix is multiplied by (see runtime.ops.observers), by the matrix's name.
+# The inner values of shared experts are not observed, so that their down projections have none.
+SEEN_AS = {
+    "attn_q": "attn_norm", "attn_k": "attn_norm", "attn_v": "attn_norm", "attn_qkv": "attn_norm",
+    "attn_output": "attn_heads", "ffn_gate": "ffn_norm", "ffn_up": "ffn_norm", "ffn_down": "ffn_hidden",
+    "ffn_gate_shexp": "ffn_norm", "ffn_up_shexp": "ffn_norm", "ffn_gate_exps": "ffn_norm",
+    "ffn_up_exps": "ffn_norm", "ffn_down_exps": "ffn_hidden",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One input, which several matrices may have."""
+
+    layer: int
+    seen_as: str
+    num_experts: int | None  # None: not of experts
+    width: int  # M
+
+    @property
+    def key(self) -> str:
+        return f"{self.layer}.{self.seen_as}{'' if self.num_experts is None else '.exps'}"
+
+
+class InputSquares(Part):
+    """An observer of the inputs, and of `ffn_gate`, which tells what experts a token has."""
+
+    is_sum = True
+
+    def __init__(self, model: ModelFile) -> None:
+        self.inputs = _inputs(model)
+        self._wanted: dict[tuple[str, int], list[Input]] = {}
+        for each in {each.key: each for each in self.inputs.values()}.values():
+            self._wanted.setdefault((each.seen_as, each.layer), []).append(each)
+        self._of_experts = {x.layer for x in self.inputs.values() if x.num_experts is not None}
+        self._squares = {
+            x.key: torch.zeros(x.num_experts or 1, x.width, dtype=torch.float64)
+            for x in self.inputs.values()
+        }
+        self._count = {
+            x.key: torch.zeros(x.num_experts or 1, dtype=torch.int64) for x in self.inputs.values()
+        }
+        self._norm_TD: Tensor | None = None  # the input of a layer's experts, until they are known
+        self._chosen_TE: Tensor | None = None
+
+    def wants(self, name: str, layer: int | None) -> bool:
+        return (name, layer) in self._wanted or (name == "ffn_gate" and layer in self._of_experts)
+
+    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        if name == "ffn_gate":
+            self._see_choice(layer, tensor)
+            return
+        for each in self._wanted[name, layer]:
+            if each.num_experts is None:
+                self._add(each, tensor.double().square().sum(dim=0, keepdim=True), len(tensor))
+            elif name == "ffn_norm":
+                self._norm_TD = tensor.clone()
+            else:  # zero where an expert is not chosen
+                assert self._chosen_TE is not None
+                squares_F = tensor.double().square().sum(dim=0)
+                self._add(each, squares_F.view(each.num_experts, -1), self._chosen_TE.sum(dim=0))
+
+    def _see_choice(self, layer: int, gate_TF: Tensor) -> None:
+        of_experts = [x for x in self._wanted["ffn_norm", layer] if x.num_experts is not None]
+        for each in of_experts:
+            assert self._norm_TD is not None and each.num_experts is not None
+            self._chosen_TE = ~torch.isnan(gate_TF.unflatten(1, (each.num_experts, -1))).all(dim=2)
+            squares_ED = self._chosen_TE.double().T @ self._norm_TD.double().square()
+            self._add(each, squares_ED, self._chosen_TE.sum(dim=0))
+
+    def _add(self, each: Input, squares_EM: Tensor, count: Tensor | int) -> None:
+        self._squares[each.key] += squares_EM.cpu()
+        self._count[each.key] += count.cpu() if isinstance(count, Tensor) else count
+
+    def arrays(self) -> dict[str, Tensor]:
+        counts = {f"count {key}": count for key, count in self._count.items()}
+        return {**{f"squares {key}": sums for key, sums in self._squares.items()}, **counts}
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        for key in self._squares:
+            self._squares[key] = arrays[f"squares {key}"].clone()
+            self._count[key] = arrays[f"count {key}"].clone()
+
+    def importances(self, path: Path, arrays: dict[str, Tensor], windows: Windows) -> Importances:
+        """The importance matrix of the sums in `arrays`, to be saved to `path`."""
+        tensors = {
+            name: Importance(
+                arrays[f"squares {each.key}"].numpy().astype(np.float32).reshape(-1),
+                arrays[f"count {each.key}"].numpy().astype(np.float32),
+            )
+            for name, each in self.inputs.items()
+        }
+        return Importances(
+            path=path,
+            tensors=tensors,
+            datasets=tuple(corpus.name for corpus in windows.corpora),
+            num_chunks=len(windows.ids),
+            chunk_tokens=WINDOW,
+        )
+
+
+def _inputs(model: ModelFile) -> dict[str, Input]:
+    """The inputs of matrices, by the matrices' names in the stock layout."""
+    inputs = {}
+    for name, entry in model.tensors.items():
+        stock = in_layout(name, "stock")
+        shape = entry.shape if stock == name else transposed_shape(entry.shape)
+        found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", stock)
+        if found is None or found[2] not in SEEN_AS:
+            continue
+        inputs[stock] = Input(
+            layer=int(found[1]),
+            seen_as=SEEN_AS[found[2]],
+            num_experts=shape[0] if len(shape) == 3 else None,
+            width=shape[-1],
+        )
+    return inputs
