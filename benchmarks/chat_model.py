@@ -15,6 +15,7 @@ closer to the limit than memory alone allows, or exceed it. torch has one thread
 --torch-threads says otherwise: further ones would spin after each product and compete with ours."""
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -45,8 +46,10 @@ Samples = dict[str, list[float]]  # seconds in each round, by side
 
 @dataclass(frozen=True, kw_only=True)
 class Tests:
-    """What is measured: decode, and prompts of so many tokens."""
+    """What is measured: decode, and prompts of so many tokens. `seconds`: no round begins after the
+    first that may end later, counted from before the models are loaded."""
 
+    seconds: float = math.inf
     has_decode: bool = True
     prompts: tuple[int, ...] = (1, 5, 16, 64, 256)
 
@@ -90,7 +93,9 @@ def measure(
     model: Path, arguments: argparse.Namespace, threads: list[int], tests: Tests,
     bandwidth: Bandwidth,
 ) -> dict[str, object]:  # fmt: skip
-    """Measures a model, which both sides run as it is; reports by number of threads."""
+    """Measures a model, which both sides run as it is; reports by number of threads. Of the rounds,
+    those that fit into `tests.seconds` are run."""
+    began = time.perf_counter()
     rival = Rival(arguments.rival, model, CONTEXT)
     generator, kind = random.Random(0), model.stem
     measured = {count: Measured() for count in threads}
@@ -99,8 +104,12 @@ def measure(
             print(f"{kind}: a decode step is not one native call: {engine.not_native}")
         rounds = [Round(engine, rival, count, bandwidth, tests) for count in threads]
         for number in range(arguments.rounds + 1):
+            round_began = time.perf_counter()
             for one in rounds:
                 one.run(generator, measured[one.threads] if number else Measured(), number)
+            now = time.perf_counter()
+            if number and 2 * now - round_began - began > tests.seconds:
+                break
     rival.close()
     report = {str(count): _report(kind, count, measured[count]) for count in threads}
     return {"rival": rival.about, **report}

@@ -16,6 +16,7 @@ A run adds its figures to those of earlier runs in the result, so that each can 
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
@@ -63,7 +64,10 @@ def _reports(arguments: argparse.Namespace, path: Path) -> dict[str, object]:
         return {str(count): _batches(arguments, path, count, counts) for count in threads}
     if SHAPES[arguments.model].layout == "sparse":
         return {str(count): _modes(path, count, arguments.rounds) for count in threads}
-    tests = Tests(has_decode=arguments.decode, prompts=_numbers(arguments.prompts))
+    tests = Tests(
+        seconds=arguments.seconds, has_decode=arguments.decode,
+        prompts=_numbers(arguments.prompts),
+    )  # fmt: skip
     return measure(path, arguments, list(threads), tests, cpu_bandwidth())
 
 
@@ -140,6 +144,9 @@ def _parts(engine: Engine, ids: list[int]) -> tuple[float, int, float, float]:
 def _arguments() -> argparse.Namespace:
     parser = rival_parser(__doc__, types="q4_k_m,q8_0", rounds=3)
     parser.add_argument("--model", choices=list(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no round that ends later"
+    )
     parser.add_argument("--decode", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--prompts", default="16,64,512", help="tokens of each prompt")
     parser.add_argument(
