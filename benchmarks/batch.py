@@ -4,16 +4,17 @@
 
 MODEL is our model file, STOCK the same for llama.cpp, made by `make smollm2`; `decode.py` makes a
 ReLU model and its SiLU twin. A round computes 16 steps with one token of each of 1, 2, 4, 8 and 16
-sequences, after prompts of 16 tokens each, on both sides with the same random token ids; figures
-are tokens per second of all sequences, from the median over rounds of the mean step. llama.cpp is
-measured with and without its flash attention, and the faster counts."""
+sequences, after prompts of 16 tokens each, on both sides with the same random token ids, which
+differ between sequences; figures are tokens per second of all sequences, from the median over
+rounds of the mean step. llama.cpp is measured with and without its flash attention, and the faster
+counts."""
 
 import argparse
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -37,50 +38,59 @@ def main() -> None:
     modes = arguments.modes.split(",")
     result = result_of("batch", model=arguments.model.stem, level=library.level(),
                        threads=arguments.threads, rounds=arguments.rounds)  # fmt: skip
-    samples = _measure(arguments, modes)
-    sides = {side: _figures(by_count) for side, by_count in samples.items()}
-    result |= {"tokens_per_s": sides, "samples_s": samples, "load_after": os.getloadavg()}
-    _print(sides, modes)
+    result |= {**measure(arguments, modes, COUNTS), "load_after": os.getloadavg()}
     print(f"wrote {write_result(result, f'batch-{arguments.name}', arguments.output)}")
 
 
-def _measure(arguments: argparse.Namespace, modes: list[str]) -> dict[str, dict[int, list[float]]]:
-    """Seconds of a step, by side, number of sequences and round."""
-    rival = Rival(arguments.rival, arguments.stock, CONTEXT, max(COUNTS))
+def measure(
+    arguments: argparse.Namespace, modes: list[str], counts: Sequence[int]
+) -> dict[str, object]:
+    """Tokens a second and seconds of a step, by side, number of sequences and round; prints them."""
+    samples = _samples(arguments, modes, counts)
+    sides = {side: _figures(by_count) for side, by_count in samples.items()}
+    _print(sides, modes, counts)
+    return {"tokens_per_s": sides, "samples_s": samples}
+
+
+def _samples(
+    arguments: argparse.Namespace, modes: list[str], counts: Sequence[int]
+) -> dict[str, dict[int, list[float]]]:
+    rival = Rival(arguments.rival, arguments.stock, CONTEXT, max(counts))
     engines = {
         mode: Engine.load(
             arguments.model, mode=mode, device="cpu", context_length=CONTEXT,
-            num_sequences=max(COUNTS),
+            num_sequences=max(counts),
         )
         for mode in modes
     }  # fmt: skip
     generator = random.Random(0)
     texts = [
-        [generator.randrange(3, 30_000) for _ in range(STEPS)] for _ in range(arguments.rounds + 1)
+        [[generator.randrange(3, 30_000) for _ in range(max(counts))] for _ in range(STEPS)]
+        for _ in range(arguments.rounds + 1)
     ]
-    sides: dict[str, Callable[[list[int], int], float]] = {
+    sides: dict[str, Callable[[list[list[int]]], float]] = {
         **{mode: partial(_ours, engine) for mode, engine in engines.items()},
         "llama.cpp": partial(rival.batch_s, arguments.threads, False),
         "llama.cpp, flash": partial(rival.batch_s, arguments.threads, True),
     }
 
     def turn_of(side: str, count: int) -> Callable[[int], float]:
-        return lambda number: sides[side](texts[number], count)
+        return lambda number: sides[side]([step[:count] for step in texts[number]])
 
-    keys = [(side, count) for count in COUNTS for side in sides]
+    keys = [(side, count) for count in counts for side in sides]
     found = take_turns({key: turn_of(*key) for key in keys}, arguments.rounds)
     rival.close()
-    return {side: {count: found[side, count] for count in COUNTS} for side in sides}
+    return {side: {count: found[side, count] for count in counts} for side in sides}
 
 
-def _ours(engine: Engine, ids: list[int], count: int) -> float:
-    """Mean seconds per step."""
-    texts = [engine.sequence() for _ in range(count)]
+def _ours(engine: Engine, steps: list[list[int]]) -> float:
+    """Mean seconds of a step with a token of each sequence; `steps`: the tokens of each."""
+    texts = [engine.sequence() for _ in steps[0]]
     engine.run([Part(sequence=text, tokens=[7] * PROMPT) for text in texts])
     began = time.perf_counter()
-    for token in ids:
-        engine.run([Part(sequence=text, tokens=[token]) for text in texts])
-    seconds = (time.perf_counter() - began) / len(ids)
+    for step in steps:
+        engine.run([Part(sequence=t, tokens=[i]) for t, i in zip(texts, step, strict=True)])
+    seconds = (time.perf_counter() - began) / len(steps)
     for text in texts:
         text.close()
     return seconds
@@ -90,15 +100,17 @@ def _figures(by_count: dict[int, list[float]]) -> dict[int, float]:
     return {count: count / statistics.median(seconds) for count, seconds in by_count.items()}
 
 
-def _print(sides: dict[str, dict[int, float]], modes: list[str]) -> None:
-    print("tokens/s of all sequences; in brackets ratios to one sequence and to llama.cpp's best")
+def _print(sides: dict[str, dict[int, float]], modes: list[str], counts: Sequence[int]) -> None:
+    print(
+        "tokens/s of all sequences; in brackets ratios to the first number and to llama.cpp's best"
+    )
     for mode in modes:
         cells = []
-        for count in COUNTS:
+        for count in counts:
             ours = sides[mode][count]
             theirs = max(f[count] for side, f in sides.items() if side.startswith("llama"))
             cells.append(
-                f"{count}: {ours:.1f} ({ours / sides[mode][1]:.2f}x, {ours / theirs:.2f}x)"
+                f"{count}: {ours:.1f} ({ours / sides[mode][counts[0]]:.2f}x, {ours / theirs:.2f}x)"
             )
         print(f"{mode:9} {'  '.join(cells)}")
 

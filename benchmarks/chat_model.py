@@ -15,6 +15,7 @@ closer to the limit than memory alone allows, or exceed it. torch has one thread
 --torch-threads says otherwise: further ones would spin after each product and compete with ours."""
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -23,11 +24,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from decode import bytes_a_token
 from machine import result_of, write_result
-from rival import Rival, rival_parser
+from rival import PROMPT, Rival, rival_parser
 
 from hotsplit import Engine
 from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth
@@ -35,13 +37,21 @@ from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.kernels.cpu import library
 
 CONTEXT = 512
-PROMPT = 16  # before decode, as in rival.py
 STEPS = 64
-LENGTHS = (1, 5, 16, 64, 256)
 REPEATS_S, MOST_REPEATS = 0.3, 50
 OURS, PLAIN, FLASH = "ours", "llama.cpp", "llama.cpp, flash"
 SIDES = (OURS, PLAIN, FLASH)
 Samples = dict[str, list[float]]  # seconds in each round, by side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tests:
+    """What is measured: decode, and prompts of so many tokens. `seconds`: no round begins after the
+    first that may end later, counted from before the models are loaded."""
+
+    seconds: float = math.inf
+    has_decode: bool = True
+    prompts: tuple[int, ...] = (1, 5, 16, 64, 256)
 
 
 @dataclass
@@ -51,7 +61,7 @@ class Measured:
     bandwidths: list[float] = field(default_factory=list)  # bytes a second
     decode: Samples = field(default_factory=lambda: defaultdict(list))  # per token
     prompts: dict[int, Samples] = field(
-        default_factory=lambda: {length: defaultdict(list) for length in LENGTHS}
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
     step_bytes: int = 0
 
@@ -69,25 +79,37 @@ def run(arguments: argparse.Namespace, benchmark: str, model: str, name: str) ->
     print(f"{library.level()}, torch with {arguments.torch_threads} threads")
     threads = [int(count) for count in arguments.threads.split(",")]
     types = arguments.types.split(",")
-    result["types"] = {kind: _type(arguments, kind, threads, bandwidth) for kind in types}
+    result["types"] = {
+        kind: measure(
+            arguments.folder / f"{kind}-stock.gguf", arguments, threads, Tests(), bandwidth
+        )
+        for kind in types
+    }
     result["load_after"] = os.getloadavg()
     print(f"wrote {write_result(result, name, arguments.output)}")
 
 
-def _type(
-    arguments: argparse.Namespace, kind: str, threads: list[int], bandwidth: Bandwidth
-) -> dict[str, object]:
-    model = arguments.folder / f"{kind}-stock.gguf"
+def measure(
+    model: Path, arguments: argparse.Namespace, threads: list[int], tests: Tests,
+    bandwidth: Bandwidth,
+) -> dict[str, object]:  # fmt: skip
+    """Measures a model, which both sides run as it is; reports by number of threads. Of the rounds,
+    those that fit into `tests.seconds` are run."""
+    began = time.perf_counter()
     rival = Rival(arguments.rival, model, CONTEXT)
-    generator = random.Random(0)
+    generator, kind = random.Random(0), model.stem
     measured = {count: Measured() for count in threads}
     with Engine.load(model, mode="dense", device="cpu", context_length=CONTEXT) as engine:
         if engine.not_native:
             print(f"{kind}: a decode step is not one native call: {engine.not_native}")
-        rounds = [Round(engine, rival, count, bandwidth) for count in threads]
+        rounds = [Round(engine, rival, count, bandwidth, tests) for count in threads]
         for number in range(arguments.rounds + 1):
+            round_began = time.perf_counter()
             for one in rounds:
                 one.run(generator, measured[one.threads] if number else Measured(), number)
+            now = time.perf_counter()
+            if number and 2 * now - round_began - began > tests.seconds:
+                break
     rival.close()
     report = {str(count): _report(kind, count, measured[count]) for count in threads}
     return {"rival": rival.about, **report}
@@ -96,22 +118,27 @@ def _type(
 class Round:
     """`run` measures everything once, ours and llama.cpp in turn, with `threads` threads."""
 
-    def __init__(self, engine: Engine, rival: Rival, threads: int, bandwidth: Bandwidth) -> None:
+    def __init__(
+        self, engine: Engine, rival: Rival, threads: int, bandwidth: Bandwidth, tests: Tests
+    ) -> None:
         self.engine, self.rival, self.threads, self.bandwidth = engine, rival, threads, bandwidth
+        self.tests = tests
         self._known: dict[tuple[int, str], float] = {}  # seconds of a prompt in the previous round
 
     def run(self, generator: random.Random, measured: Measured, number: int) -> None:
         """Adds the samples of a round; 0 warms up."""
         library.set_threads(self.threads)
         measured.bandwidths.append(self.bandwidth())
-        ids = self._ids(generator, STEPS)
-        for side in in_turn(SIDES, number):
-            if side == OURS:
-                seconds, measured.step_bytes = self._our_decode(ids)
-            else:
-                seconds = self.rival.decode_s(self.threads, side == FLASH, ids)
-            measured.decode[side].append(seconds)
-        for length in LENGTHS:
+        if self.tests.has_decode:
+            ids = self._ids(generator, STEPS)
+            for side in in_turn(SIDES, number):
+                if side == OURS:
+                    self.engine._prefill(torch.tensor(PROMPT))
+                    seconds, measured.step_bytes = decode_s(self.engine, ids)
+                else:
+                    seconds = self.rival.decode_s(self.threads, side == FLASH, ids)
+                measured.decode[side].append(seconds)
+        for length in self.tests.prompts:
             ids = self._ids(generator, length)
             for side in in_turn(SIDES, number):
                 repeats = self._repeats(length, side)
@@ -121,16 +148,6 @@ class Round:
 
     def _ids(self, generator: random.Random, count: int) -> list[int]:
         return [generator.randrange(3, self.engine.model.spec.vocab_size) for _ in range(count)]
-
-    def _our_decode(self, ids: list[int]) -> tuple[float, int]:
-        """(seconds a token, bytes a token must read)."""
-        engine = self.engine
-        engine._prefill(torch.full((PROMPT,), 7))
-        before, began = engine.traffic.total, time.perf_counter()
-        for position, token in enumerate(ids, start=PROMPT):
-            engine._step(token, position)
-        seconds = (time.perf_counter() - began) / len(ids)
-        return seconds, bytes_a_token(engine, before, len(ids))
 
     def _repeats(self, length: int, side: str) -> int:
         known = self._known.get((length, side), REPEATS_S)
@@ -149,6 +166,15 @@ class Round:
             self.engine._prefill(ids_T)
             samples.append(time.perf_counter() - began)
         return statistics.median(samples)
+
+
+def decode_s(engine: Engine, ids: list[int]) -> tuple[float, int]:
+    """(seconds a token, bytes a token must read) of tokens one by one, after PROMPT in the cache."""
+    before, began = engine.traffic.total, time.perf_counter()
+    for position, token in enumerate(ids, start=len(PROMPT)):
+        engine._step(token, position)
+    seconds = (time.perf_counter() - began) / len(ids)
+    return seconds, bytes_a_token(engine, before, len(ids))
 
 
 @dataclass(frozen=True)
@@ -187,17 +213,15 @@ class Comparison:
 
 def _report(kind: str, threads: int, measured: Measured) -> dict[str, object]:
     bandwidth = statistics.median(measured.bandwidths)
-    limit = bandwidth / measured.step_bytes
-    print(f"{kind}, {threads} threads, {bandwidth / 1e9:.1f} GB/s, decode at most {limit:.1f}/s")
+    print(f"{kind}, {threads} threads, {bandwidth / 1e9:.1f} GB/s")
     print(f"  {'':12}{'ours':>12}{'llama.cpp':>18}{'ratio':>8}{'in rounds':>11}   of the limit")
-    report: dict[str, object] = {
-        "bandwidth_gb_per_s": bandwidth / 1e9,
-        "bytes_a_token": measured.step_bytes,
-        "limit_tokens_per_s": limit,
-        "decode": _decode_report(measured),
-    }
-    for length in LENGTHS:
-        found = Comparison.of(measured.prompts[length])
+    report: dict[str, object] = {"bandwidth_gb_per_s": bandwidth / 1e9}
+    if measured.decode:
+        report["bytes_a_token"] = measured.step_bytes
+        report["limit_tokens_per_s"] = bandwidth / measured.step_bytes
+        report["decode"] = _decode_report(measured)
+    for length, samples in measured.prompts.items():
+        found = Comparison.of(samples)
         ours, theirs = f"{found.ours_s * 1e3:.2f} ms", f"{found.theirs_s * 1e3:.2f} ms"
         found.print(f"prompt {length:4}", ours, theirs)
         report[f"prompt of {length}"] = found.json()

@@ -10,8 +10,8 @@ token:
         one per repeat, with `ids` in one call on an empty cache
     {"do": "decode", "ids": [...], "start": p}
         one per token, after the first p tokens of the cache
-    {"do": "batch", "ids": [...], "sequences": b}
-        one per token: each of `ids` in that many sequences at once, after prompts of PROMPT tokens"""
+    {"do": "batch", "ids": [[...], ...]}
+        one per step: a token of each sequence, after prompts of PROMPT tokens"""
 
 import ctypes
 import json
@@ -92,13 +92,14 @@ def run(context, rows) -> float:  # type: ignore[no-untyped-def]
     return time.perf_counter() - began
 
 
-def batch(context, ids: list[int], sequences: int) -> list[float]:  # type: ignore[no-untyped-def]
+def batch(context, ids: list[list[int]]) -> list[float]:  # type: ignore[no-untyped-def]
     llama.llama_memory_clear(llama.llama_get_memory(context), False)
+    sequences = len(ids[0])
     rows = llama.llama_batch_init(sequences, 0, 1)
     seconds = []
-    for position, token in enumerate([7] * PROMPT + ids):
+    for position, tokens in enumerate([[7] * sequences] * PROMPT + ids):
         rows.n_tokens = sequences
-        for n in range(sequences):
+        for n, token in enumerate(tokens):
             rows.token[n], rows.pos[n], rows.logits[n] = token, position, True
             rows.n_seq_id[n], rows.seq_id[n][0] = 1, n
         seconds.append(run(context, rows))

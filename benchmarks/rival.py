@@ -55,14 +55,16 @@ class Rival:
         """Seconds from the prompt `ids`, in one batch, to the last logits; median of repeats."""
         return statistics.median(self._ask("prefill", threads, flash, ids, repeats=repeats))
 
-    def batch_s(self, threads: int, flash: bool, ids: list[int], num_sequences: int) -> float:
-        """Mean seconds of a step with one token of each of `num_sequences` sequences."""
-        return statistics.mean(self._ask("batch", threads, flash, ids, sequences=num_sequences))
+    def batch_s(self, threads: int, flash: bool, steps: list[list[int]]) -> float:
+        """Mean seconds of a step with a token of each sequence; `steps`: the tokens of each."""
+        return statistics.mean(self._ask("batch", threads, flash, steps))
 
     def close(self) -> None:
         self.process.close()
 
-    def _ask(self, do: str, threads: int, flash: bool, ids: list[int], **more: Any) -> list[float]:
+    def _ask(
+        self, do: str, threads: int, flash: bool, ids: list[int] | list[list[int]], **more: Any
+    ) -> list[float]:
         time.sleep(PAUSE_S)
         answer = self.process.ask(do, threads=threads, flash=flash, ids=ids, **more)
         time.sleep(PAUSE_S)

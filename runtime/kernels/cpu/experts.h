@@ -68,20 +68,29 @@ class Experts {
     }
 
   private:
-    // An expert that rows have chosen: pairs begin .. begin + count - 1 of a row and an expert.
+    // An expert that rows have chosen: pairs begin .. begin + count - 1 of a row and an expert. `before`:
+    // the work on a group of rows of each expert before it.
     struct Used {
         int32_t expert, begin, count;
+        int64_t before;
+
+        int64_t work() const { return count + READING; }
     };
+    // Reading and unpacking a row takes about as long as its products with so many vectors.
+    static constexpr int64_t READING = 2;
 
     // Sorts the pairs by expert, those of an expert by row.
     void sort(const float* routed) {
         std::fill_n(count_, e_->num_experts + 1, 0);
         for (int64_t t = 0; t < T_; ++t)
             for (int64_t k = 0; k < K; ++k) ++count_[Routed{routed + t * 2 * K, K}.expert(k) + 1];
-        num_used_ = 0;
+        num_used_ = work_ = 0;
         for (int64_t e = 0; e < e_->num_experts; ++e) {
             const int32_t own = count_[e + 1];
-            if (own) used_[num_used_++] = {static_cast<int32_t>(e), count_[e], own};
+            if (own) {
+                used_[num_used_] = {static_cast<int32_t>(e), count_[e], own, work_};
+                work_ += used_[num_used_++].work();
+            }
             count_[e + 1] += count_[e];
         }
         for (int64_t t = 0; t < T_; ++t)
@@ -123,37 +132,54 @@ class Experts {
         return own;
     }
 
-    // Packs an expert's vectors for products with matrices of `kind`; a thread by itself.
-    static Input packed(const Operand& own, int32_t kind, bool is_packed) {
-        Input input{own.f32, own.packed[form_of(kind)], own.size, own.capacity, 0, own.capacity};
-        Quantise* quantise = kernels().quantise[kind];
-        if (quantise && !is_packed) quantise(input, own.size);
-        return input;
+    // An expert's vectors, as products with matrices of `kind` read them.
+    static Input input_of(const Operand& own, int32_t kind) {
+        return {own.f32, own.packed[form_of(kind)], own.size, own.capacity, 0, own.capacity};
     }
 
     // The input of an expert's products; `one`: of all experts, if there is one row.
     Input input_of(const Input& one, const Used& used, int32_t kind) const {
-        return T_ == 1 ? one : packed(vectors(x_, used, D), kind, true);
+        return T_ == 1 ? one : input_of(vectors(x_, used, D), kind);
     }
 
-    // Copies the rows of each expert's pairs together, and packs them.
-    void gather(Operand& x) {
-        const HsBlock& b = e_->first;
-        if (T_ == 1) {
-            gate_x_ = x.as(b.gate.kind, 1);
-            up_x_ = b.up.data ? x.as(b.up.kind, 1) : gate_x_;
-            return;
-        }
-        split(T_ * K * D * 16, num_used_, 1, 4, [&](int64_t u0, int64_t u1) {
-            for (const Used* u = used_ + u0; u < used_ + u1; ++u) {
-                const Operand own = vectors(x_, *u, D);
-                for (int64_t i = 0; i < u->count; ++i)
-                    std::memcpy(own.row(i), x.row(token_[u->begin + i]), D * sizeof(float));
-                packed(own, b.gate.kind, false);
-                if (b.up.data && form_of(b.up.kind) != form_of(b.gate.kind))
-                    packed(own, b.up.kind, false);
+    // Calls body(used, i0, i1) for vectors i0 .. i1-1 of experts; each reads or writes `count` values.
+    template <class Body>
+    void over_vectors(int64_t count, const Body& body) const {
+        split(T_ > 1 ? T_ * K * count * 16 : 0, T_ * K, 1, 4, [&](int64_t p0, int64_t p1) {
+            for (const Used* u = used_; u < used_ + num_used_; ++u) {
+                const int64_t i0 = std::max<int64_t>(p0 - u->begin, 0);
+                const int64_t i1 = std::min<int64_t>(p1 - u->begin, u->count);
+                if (i0 < i1) body(*u, i0, i1);
             }
         });
+    }
+
+    // Puts the vectors of each expert's rows together, in the forms that its products read.
+    void gather(Operand& x) {
+        const HsBlock& b = e_->first;
+        const bool has_up = b.up.data;
+        if (T_ == 1) {
+            gate_x_ = x.as(b.gate.kind, 1);
+            up_x_ = has_up ? x.as(b.up.kind, 1) : gate_x_;
+            return;
+        }
+        over_vectors(D, [&](const Used& u, int64_t i0, int64_t i1) {
+            const Operand own = vectors(x_, u, D);
+            for (int64_t i = i0; i < i1; ++i) {
+                const float* row = x.row(token_[u.begin + i]);
+                copy(row, own, b.gate.kind, i);
+                if (has_up && form_of(b.up.kind) != form_of(b.gate.kind)) copy(row, own, b.up.kind, i);
+            }
+        });
+    }
+
+    // Writes a row as vector i of an expert, packed if products with matrices of `kind` read that.
+    static void copy(const float* row, const Operand& own, int32_t kind, int64_t i) {
+        Quantise* quantise = kernels().quantise[kind];
+        if (quantise)
+            quantise({row, own.packed[form_of(kind)], 0, own.capacity, i, 1}, own.size);
+        else
+            std::memcpy(own.row(i), row, own.size * sizeof(float));
     }
 
     // ---- a row of `down` per output --------------------------------------------------------------
@@ -167,33 +193,36 @@ class Experts {
                   [&](const Used& u, const Used* next, int64_t a0, int64_t a1) {
             gates_and_ups(gate, u, next, a0, a1);
         });
-        split(pairs * F * 16, num_used_, 1, 4, [&](int64_t u0, int64_t u1) {
-            for (const Used* u = used_ + u0; u < used_ + u1; ++u)
-                packed(vectors(hidden_, *u, F), b.down.kind, false);
-        });
+        if (Quantise* quantise = kernels().quantise[b.down.kind])
+            over_vectors(F, [&](const Used& u, int64_t i0, int64_t i1) {
+                quantise(input_of(vectors(hidden_, u, F), b.down.kind).part(i0, i1), F);
+            });
         over_rows(D, grain, pairs * D * row_bytes(b.down),
                   [&](const Used& u, const Used* next, int64_t d0, int64_t d1) {
             const HsMatrix down = block_of(u).down;
             Rows rows = rows_of(down);
             if (next && d1 == D) rows.after = block_of(*next).down.data;
-            kernels().dot_rows[down.kind](rows, packed(vectors(hidden_, u, F), down.kind, true),
+            kernels().dot_rows[down.kind](rows, input_of(vectors(hidden_, u, F), down.kind),
                                           out_ + u.begin * D, D, d0, d1);
         });
         read.gate += num_used_ * F * row_bytes(b.gate), read.down += num_used_ * D * row_bytes(b.down);
         if (b.up.data) read.up += num_used_ * F * row_bytes(b.up);
     }
 
-    // Calls body(used, next, a0, a1) for pieces of `count` rows of each chosen expert; `next`: the expert
-    // that the thread reads afterwards, or null.
+    // Calls body(used, next, a0, a1) for pieces of `count` rows of each chosen expert, cut so that equal pieces
+    // are equal work; `next`: the expert after it, or null.
     template <class Body>
     void over_rows(int64_t count, int64_t grain, int64_t bytes, const Body& body) {
         const int64_t groups = (count + grain - 1) / grain;
-        split(bytes, num_used_ * groups, 1, 16, [&](int64_t i0, int64_t i1) {
-            for (int64_t i = i0, end; i < i1; i = end) {
-                const int64_t u = i / groups, first = u * groups;
-                end = std::min(i1, first + groups);
-                body(used_[u], end < i1 ? used_ + u + 1 : nullptr, (i - first) * grain,
-                     std::min(count, (end - first) * grain));
+        split(bytes, work_ * groups, 1, 16, [&](int64_t i0, int64_t i1) {
+            for (const Used* u = used_; u < used_ + num_used_; ++u) {
+                auto from = [&](int64_t i) {  // the first group whose work begins at i or later
+                    const int64_t own = i - u->before * groups;
+                    return std::clamp<int64_t>((own + u->work() - 1) / u->work(), 0, groups);
+                };
+                const int64_t g0 = from(i0), g1 = from(i1);
+                const Used* next = u + 1 < used_ + num_used_ ? u + 1 : nullptr;
+                if (g0 < g1) body(*u, next, g0 * grain, std::min(count, g1 * grain));
             }
         });
     }
@@ -203,7 +232,9 @@ class Experts {
         const HsBlock block = block_of(u);
         float *hidden = hidden_.f32 + u.begin * F, *up = up_ + u.begin * F;
         Rows gates = rows_of(block.gate), ups = rows_of(block.up);
-        const uint8_t* then = next ? block_of(*next).gate.data : nullptr;
+        const uint8_t* then = a1 < F ? block.gate.data + a1 * block.gate.stride
+                              : next ? block_of(*next).gate.data
+                                     : nullptr;
         gates.after = block.up.data ? block.up.data + a0 * block.up.stride : then;
         ups.after = then;
         kernels().dot_rows[block.gate.kind](gates, input_of(gate_x_, u, block.gate.kind), hidden, F, a0,
@@ -275,6 +306,7 @@ class Experts {
     Neurons& neurons_;
     const HsExperts* e_ = nullptr;
     int64_t K = 0, F = 0, T_ = 0, num_used_ = 0;
+    int64_t work_ = 0;  // on a group of rows of all chosen experts
     int32_t *count_ = nullptr, *place_ = nullptr, *token_ = nullptr;  // place_: the pair of [T, K]
     Used* used_ = nullptr;
     Operand x_ = {}, hidden_ = {};   // by pair

@@ -1,0 +1,180 @@
+"""Makes random mixtures of experts in the shapes of known models, with fewer layers.
+
+Weights are random, a few rows of them repeated; the router's choices are skewed as by Zipf's law:
+every embedding has the same component, by which the logit of the expert with rank r is lower by
+log r. Gates of ReLU experts have a part against that component, so that 60 % of them are silent. Vocabularies have
+32,000 tokens, because a head of the full size would count several times as much beside a quarter of
+the layers.
+
+Letters: E experts, D hidden size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import torch
+from random_checkpoint import write_tokenizer
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.convert.encode import encode
+from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.families.experts import Experts
+from hotsplit.families.family import PROJECTION_BIASES
+from hotsplit.families.gpt_oss import EXPERT_BIASES, gpt_oss_spec
+from hotsplit.families.llama import llama_spec
+from hotsplit.families.sizes import Sizes
+from hotsplit.families.smallthinker import STOCK_WINDOW, smallthinker_spec
+from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.model.spec import ModelSpec, Rotary, Route
+from hotsplit.model.tensors import Layout, is_down
+
+PIECE = 1536  # rows of random values, encoded once and repeated
+COMMON = 1.0  # of all embeddings, relative to their random part
+MEAN = COMMON / np.hypot(1.0, COMMON)  # of the values of a normed embedding
+SILENT = 0.6  # of the gates of ReLU experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model's sizes, but for the vocabulary, and its experts. `spec_of`: the spec for a number of
+    layers."""
+
+    sizes: Sizes
+    route: Route
+    spec_of: Callable[[Sizes, Route], ModelSpec]
+    layout: Layout = "stock"
+
+
+def _qwen3(sizes: Sizes, route: Route) -> ModelSpec:
+    rotary = Rotary(theta=1e6, pairing="halves")
+    experts = Experts(route=route, num_neurons=sizes.num_neurons)
+    return llama_spec(
+        sizes, rotary, "silu", architecture="qwen3moe", has_head_norms=True, experts=experts
+    )  # fmt: skip
+
+
+def _gpt_oss(sizes: Sizes, route: Route) -> ModelSpec:
+    has_window_L = [layer % 2 == 0 for layer in range(sizes.num_layers)]
+    return gpt_oss_spec(
+        sizes, Rotary(theta=150_000.0, pairing="halves"), "swiglu_oai",
+        Experts(route=route, num_neurons=sizes.num_neurons), has_window_L, 128,
+        (*PROJECTION_BIASES, *EXPERT_BIASES),
+    )  # fmt: skip
+
+
+def _smallthinker(sizes: Sizes, route: Route) -> ModelSpec:
+    has_window_L = [layer % 4 != 0 for layer in range(sizes.num_layers)]
+    return smallthinker_spec(
+        sizes, Rotary(theta=1.5e6, pairing="halves"), "relu",
+        Experts(route=route, num_neurons=sizes.num_neurons), STOCK_WINDOW, has_window_L,
+        has_window_L,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(
+        sizes=Sizes(
+            num_layers=12, hidden_size=2048, num_neurons=768, num_heads=32, num_kv_heads=4,
+            head_dim=128, vocab_size=32_000, context_length=4096, epsilon=1e-6,
+        ),
+        route=Route(num_experts=128, num_used=8),
+        spec_of=_qwen3,
+    ),
+    "gpt-oss-20b": Shape(
+        sizes=Sizes(
+            num_layers=8, hidden_size=2880, num_neurons=2880, num_heads=64, num_kv_heads=8,
+            head_dim=64, vocab_size=32_000, context_length=4096, epsilon=1e-5,
+        ),
+        route=Route(
+            num_experts=32, num_used=4, gating="softmax_of_chosen", renormalises=False,
+            has_bias=True,
+        ),
+        spec_of=_gpt_oss,
+    ),
+    "smallthinker-4b": Shape(
+        sizes=Sizes(
+            num_layers=12, hidden_size=1536, num_neurons=768, num_heads=12, num_kv_heads=2,
+            head_dim=128, vocab_size=32_000, context_length=8192, epsilon=1e-6,
+        ),
+        route=Route(num_experts=32, num_used=4, reads="x"),
+        spec_of=_smallthinker,
+        layout="sparse",
+    ),
+}  # fmt: skip
+
+
+def make_mixture(path: Path, name: str, kind: str) -> None:
+    """Writes a model of one type, or of llama.cpp's mixtures: Q4_K_M has some of attn_v and
+    ffn_down in q6_k; MXFP4 has experts in that type and all else in q8_0."""
+    shape = SHAPES[name]
+    spec = shape.spec_of(shape.sizes, shape.route)
+    folder = path.with_suffix(".tokenizer")
+    folder.mkdir(exist_ok=True)
+    write_tokenizer(folder, spec.vocab_size)
+    model = ModelFile(
+        path=path, layout=shape.layout, model_id="0" * 64, bare_spec=spec,
+        threshold_L=(0.0,) * spec.num_layers, predictor=None, tensors={},
+        extra_keys=dict(tokenizer_keys(folder, spec.vocab_size, "stock").keys),
+    )  # fmt: skip
+    shapes, _ = model.expected_shapes()
+    shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
+    entry = partial(_entry, kind, shape.route, spec.activation, np.random.default_rng(0))
+    tensors = {tensor: entry(tensor, dims) for tensor, dims in shapes.items()}
+    replace(model, tensors=tensors).save(path)
+
+
+def _type_of(name: str, kind: str) -> str:
+    if kind == "mxfp4":
+        return kind if "_exps" in name else "q8_0"
+    if kind != "q4_k_m":
+        return kind
+    layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+    is_finer = name.startswith("output") or (
+        ("attn_v" in name or is_down(name)) and layer % 2 == 0
+    )  # fmt: skip
+    return "q6_k" if is_finer else "q4_k"
+
+
+def _entry(
+    kind: str, route: Route, activation: str, random: np.random.Generator, name: str,
+    dims: tuple[int, ...],
+) -> TensorEntry:  # fmt: skip
+    if name.endswith(".bias") or "sinks" in name:
+        return array_entry(0.1 * random.standard_normal(dims), "f32")
+    if len(dims) == 1:
+        return array_entry(np.ones(dims), "f32")
+    width = dims[-1]
+    if "ffn_gate_inp" in name:
+        mean = COMMON if route.reads == "x" else MEAN
+        return array_entry(_router(random, dims, mean), "f32")
+    values = random.standard_normal((min(PIECE, prod(dims[:-1])), width), np.float32)
+    is_output = is_down(name) or "attn_output" in name  # small, so that the common part lasts
+    values *= 0.1 / width**0.5 if is_output else width**-0.5
+    if activation == "relu" and "ffn_gate_exps" in name:
+        values -= NormalDist().inv_cdf(SILENT) / (width * MEAN)
+    if name == "token_embd.weight":
+        values = values * width**0.5 + COMMON
+    piece = encode(torch.from_numpy(values), _type_of(name, kind), name)
+    return TensorEntry(shape=dims, kind=_type_of(name, kind), read_rows=_repeated(piece, dims))
+
+
+def _repeated(piece: np.ndarray, dims: tuple[int, ...]) -> Callable[[int, int], np.ndarray]:
+    rows = prod(dims[1:-1])
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        index = np.arange(start * rows, stop * rows) % len(piece)
+        return piece[index].reshape(stop - start, *dims[1:-1], piece.shape[1])
+
+    return read_rows
+
+
+def _router(random: np.random.Generator, dims: tuple[int, ...], mean: float) -> np.ndarray:
+    """f32 [E, D]: random logits of deviation 1, and minus the logarithm of the expert's rank."""
+    num_experts, width = dims
+    logs_E = np.log(random.permutation(num_experts) + 1.0)
+    noise_ED = random.standard_normal(dims) / width**0.5
+    return noise_ED - logs_E[:, None] / (width * mean)
