@@ -1,4 +1,5 @@
-"""Times a prompt of 512 tokens by type, with all of the model on the card, against llama.cpp.
+"""Times a prompt of 512 tokens by type, with all of the model on the card, against llama.cpp, and
+attention against torch's (attention_times.py).
 
     python benchmarks/gpu_prompts.py [--output FILE.json] [--rival build/gpu-rival] [--seconds 80]
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from attention_times import PASSES, attention
 from gpu import SEVEN_B_8, SMOKE
 from gpu_model import Planted, write_dense
 from gpu_rival import RivalModel, best_rival
@@ -114,8 +116,11 @@ def main() -> int:
     sections, prompts = Sections(asked.output, "gpu-prompts", asked.seconds), Prompts(asked)
     for kind in KINDS:
         sections.run(kind, lambda k=kind: prompts.measure(k), least_s=10.0)
-    print(page_of(sections.content, KINDS))
-    return 0 if sections.is_fine(KINDS) else 1
+    places = ((4, 8),) if asked.smoke else PASSES
+    sections.run("attention", lambda: attention(prompts.device, places), least_s=5.0)
+    names = (*KINDS, "attention")
+    print(page_of(sections.content, names))
+    return 0 if sections.is_fine(names) else 1
 
 
 if __name__ == "__main__":

@@ -127,6 +127,16 @@ def launch_the_rest() -> None:
                 kernels.attend(
                     qkv, cache, cache, position, heads, scratch, out, scale=0.1, window=window
                 )
+        for width in (HEAD_WIDTH, 256, 512):
+            query, keys = (
+                torch.empty(70, 8, width, dtype=dtype),
+                torch.empty(9, 2, 64, width, dtype=dtype),
+            )
+            keys, table = keys.transpose(1, 2), torch.zeros(1, 9, dtype=torch.int32)
+            kernels.attend_tokens(
+                query, keys, keys, torch.arange(70), query.clone(), table[0], table, window=512,
+                sink_H=x[:8],
+            )  # fmt: skip
     half = torch.empty(20, WIDTH, dtype=torch.float16)
     rows, power = torch.empty(20, WIDTH), torch.empty(20)
     kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)

@@ -349,6 +349,8 @@ def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys):
     assert gpu_prompts.main() == 0
     (row,) = json.loads(path.read_text())["sections"]["q4_k"]["tables"][0]["rows"]
     assert row[0] == "q4_k" and float(row[1]) > 0 and row[2] == "no rival"
+    rows = json.loads(path.read_text())["sections"]["attention"]["tables"][0]["rows"]
+    assert len(rows) == 3 and all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows)
     assert not list(tmp_path.rglob("*.gguf"))
 
 

@@ -79,7 +79,7 @@ class Machine:
         self.is_read = np.zeros(units, bool)
         self.may_race = False
         self.shared_log: list[Access] = []
-        self.copies = Copies()
+        self.copies = Copies(self.num_lanes)
 
     # ---- registers ----------------------------------------------------------------------------
 

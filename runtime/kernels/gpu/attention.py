@@ -317,7 +317,7 @@ def rotate_append(
     query_THW: Tensor | None = None,
     query_scale: float = 1.0,
 ) -> None:
-    cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = 1 if qkv.dim() == 1 else len(qkv), *key_CKW.shape[-2:]
     assert qkv.shape[-1] == (num_heads + 2 * num_kv) * width, (qkv.shape, num_heads, key_CKW.shape)
     assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
@@ -362,7 +362,7 @@ def attend(
     scale: float,
     window: int | None = None,
 ) -> None:
-    cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
     assert window is None or window > 0, window
     assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
@@ -419,7 +419,7 @@ def attend(
 
 
 @dataclass(frozen=True)
-class _Cache:
+class Cache:
     """A cache [C, K, W] of one sequence, or in blocks [B, P, K, W] that a table assigns. Positions,
     heads and blocks may be strided, in any order; the values of a head are contiguous."""
 

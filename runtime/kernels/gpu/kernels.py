@@ -138,6 +138,26 @@ class Attend(Protocol):
         them, or all. Triton reads no tile of 64 keys before the window. `scratch` is f32 with at least `attend_scratch` values per row."""
 
 
+class AttendTokens(Protocol):
+    def __call__(
+        self,
+        query_THW: Tensor,
+        key_CKW: Tensor,
+        value_CKW: Tensor,
+        position_T: Tensor,
+        out_THW: Tensor,
+        sequence_1: Tensor | None = None,
+        table_SN: Tensor | None = None,
+        *,
+        window: int | None = None,
+        sink_H: Tensor | None = None,
+    ) -> None:
+        """`attend` for the tokens of a prompt, of one sequence at ascending positions: `sequence_1`
+        may have several values, which are equal. Queries are scaled and have the type of keys and
+        values, to which shares are rounded, too; sums are f32. `sink_H`, f32: for each head one more
+        score, whose share is dropped. A token's result has the same bits in every pass."""
+
+
 class Predict(Protocol):
     def __call__(
         self,
@@ -257,6 +277,7 @@ class Kernels:
     add_norm: AddNorm
     rotate_append: RotateAppend
     attend: Attend
+    attend_tokens: AttendTokens
     predict: Predict
     gate_up: GateUp
     down: Down
@@ -285,6 +306,7 @@ def triton_kernels() -> Kernels:
         norm,
         predictor,
         products,
+        prompt_attention,
         rows,
         tokens,
     )
@@ -296,6 +318,7 @@ def triton_kernels() -> Kernels:
         add_norm=norm.add_norm,
         rotate_append=attention.rotate_append,
         attend=attention.attend,
+        attend_tokens=prompt_attention.attend_tokens,
         predict=predictor.predict,
         gate_up=neurons.gate_up,
         down=neurons.down,
@@ -317,6 +340,7 @@ def reference_kernels() -> Kernels:
         add_norm=reference.add_norm,
         rotate_append=reference.rotate_append,
         attend=reference.attend,
+        attend_tokens=reference.attend_tokens,
         predict=reference.predict,
         gate_up=reference.gate_up,
         down=reference.down,

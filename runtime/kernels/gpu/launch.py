@@ -15,7 +15,9 @@ Letters: T rows of a step."""
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from hotsplit.model.weight_types import TYPES
@@ -36,6 +38,19 @@ _TILE_BYTES = {1: 64 * 32 * NUM_WARPS, 2: 32 * 32 * NUM_WARPS}  # by parts of a 
 GROUP, FLOAT_GROUP = 4, 2
 # With fewer rows, tiles do not get longer: rearranging x for them would cost more than it gains.
 _LEAST_ROWS = 4
+
+
+# Compute capability from which Triton uses tensor cores.
+_TENSOR_CORES = 8
+
+
+@cache
+def has_tensor_cores(device: torch.device) -> bool:
+    """True if Triton multiplies 16-bit types by tensor cores on a device, as it does where the CPU
+    emulates one."""
+    if device.type != "cuda":
+        return True
+    return bool(torch.cuda.get_device_properties(device).major >= _TENSOR_CORES)
 
 
 @dataclass(frozen=True, kw_only=True)
