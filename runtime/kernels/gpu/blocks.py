@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from hotsplit.model.weight_types import BY_NAME, file_kind
+from hotsplit.runtime.kernels.gpu.overlap import await_last
 
 
 @triton.jit
@@ -327,9 +328,11 @@ def dot_rows(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """A tuple of f32 [R], the products of rows with each of GROUP contiguous vectors. Masked-out
-    rows are not read and give 0."""
+    rows are not read and give 0. With OVERLAPS, waits for the kernel before between the first loads
+    of weights and those of vectors."""
     NUM_UNITS: tl.constexpr = (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     HAS_BLOCKS: tl.constexpr = KIND != "f32" and KIND != "f16" and KIND != "bf16"
     totals = ()
@@ -354,6 +357,9 @@ def dot_rows(
         if has_minimum(KIND):
             minimum = minima(row_R, live_R, in_row_U, unit_U, KIND)
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        if OVERLAPS:  # noqa: SIM102  # else compiled to nothing
+            if start == 0:
+                await_last(OVERLAPS)
         is_there = in_row(unit_U, KIND, WIDTH, 0, PARTS)
         sums = ()
         for t in tl.static_range(GROUP):

@@ -23,13 +23,15 @@ block, R rank, H heads, K key-value heads, W head width, C positions of the cach
 its blocks, S parts of a sum, P rows to add, A chosen rows, B words of 32 bits or blocks of a
 cache; table_SN: S sequences, N blocks of one."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hotsplit.model.spec import Activation, PredictorKind
 from hotsplit.model.weight_types import TYPES
+from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -327,6 +329,20 @@ def triton_kernels() -> Kernels:
         round_tokens=tokens.round_tokens,
         hidden_tokens=tokens.hidden_tokens,
     )
+
+
+def overlapped(kernels: Kernels) -> Kernels:
+    """Triton's kernels, each of which begins while the one before in its stream still runs
+    (overlap.py); for steps alone, whose weights no kernel writes."""
+
+    def within(kernel: Callable[..., None]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            with overlapping():
+                kernel(*arguments, **options)
+
+        return launch
+
+    return Kernels(**{each.name: within(getattr(kernels, each.name)) for each in fields(Kernels)})
 
 
 def reference_kernels() -> Kernels:

@@ -14,6 +14,9 @@ order for every T.
 Letters: T rows of a step."""
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -92,6 +95,28 @@ class Layout:
         up."""
         wanted = _TILE_BYTES[self.parts] // (max(_LEAST_ROWS, num_rows) * self.unit_bytes)
         return min(wanted, power_of_2(self.num_units))
+
+
+class _Overlap(threading.local):
+    is_on = False
+
+
+_overlap = _Overlap()
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Launches of this thread begin while the kernel before still runs: see overlap.py."""
+    _overlap.is_on = True
+    try:
+        yield
+    finally:
+        _overlap.is_on = False
+
+
+def overlap_options() -> dict[str, bool]:
+    """The options of a launch that depend on `overlapping`."""
+    return {"OVERLAPS": _overlap.is_on, "launch_pdl": _overlap.is_on}
 
 
 @dataclass(frozen=True, kw_only=True)
