@@ -20,7 +20,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hotsplit.model.weight_types import BY_NAME, file_kind
+from hotsplit.model.weight_types import BY_NAME, WeightType
 from hotsplit.runtime.kernels.gpu.overlap import await_last
 
 
@@ -29,6 +29,9 @@ def rows_at(data, row_R, stride, ALIGN: tl.constexpr):
     """Pointers [R] to rows; `stride` is the row stride in units of ALIGN. Row stride and `data` are
     multiples of ALIGN, which the compiler must know to emit wide loads."""
     return data + row_R.to(tl.int64) * stride * ALIGN
+
+
+_TYPES = {f"{name}{end}": each for name, each in BY_NAME.items() for end in ("", "_planar")}
 
 
 class SmallBlock(NamedTuple):
@@ -48,14 +51,16 @@ class SmallBlock(NamedTuple):
     second_word: int
 
 
+# A function that kernels call may use no other one. A global table would be compared with its earlier
+# value at every launch, a default is not.
 @triton.constexpr_function
-def is_small(kind: str) -> bool:
-    return BY_NAME[file_kind(kind)].has_small_blocks
+def is_small(kind: str, types: dict[str, WeightType] = _TYPES) -> bool:
+    return types[kind].has_small_blocks
 
 
 @triton.constexpr_function
-def small_block(kind: str) -> SmallBlock:
-    each = BY_NAME[file_kind(kind)]
+def small_block(kind: str, types: dict[str, WeightType] = _TYPES) -> SmallBlock:
+    each = types[kind]
     levels, bias = each.levels, -min(each.levels, default=0)
     is_affine = all(level == levels[0] + i for i, level in enumerate(levels))
     words = [0, 0]
@@ -233,9 +238,9 @@ def _head_at(unit, KIND: tl.constexpr):
 
 
 @triton.constexpr_function
-def has_minimum(kind: str) -> bool:
+def has_minimum(kind: str, types: dict[str, WeightType] = _TYPES) -> bool:
     """True for small blocks whose scale is followed by a minimum."""
-    each = BY_NAME[file_kind(kind)]
+    each = types[kind]
     return each.has_small_blocks and each.head_bytes == 4
 
 
