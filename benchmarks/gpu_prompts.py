@@ -1,4 +1,6 @@
-"""Times a prompt of 512 tokens by type, with all of the model on the card, against llama.cpp.
+"""Times a prompt of 512 tokens by type, with all of the model on the card, against llama.cpp,
+attention against torch's (attention_times.py), and a step's kernels with and without overlap
+(overlap_times.py).
 
     python benchmarks/gpu_prompts.py [--output FILE.json] [--rival build/gpu-rival] [--seconds 80]
 
@@ -16,10 +18,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from attention_times import PASSES, attention
 from gpu import SEVEN_B_8, SMOKE
 from gpu_model import Planted, write_dense
 from gpu_rival import RivalModel, best_rival
 from gpu_sections import Sections, Table, page_of
+from overlap_times import overlap
 from processes import Process, ProcessError
 
 KINDS = ("f16", "q8_0", "q4_k")
@@ -114,8 +118,13 @@ def main() -> int:
     sections, prompts = Sections(asked.output, "gpu-prompts", asked.seconds), Prompts(asked)
     for kind in KINDS:
         sections.run(kind, lambda k=kind: prompts.measure(k), least_s=10.0)
-    print(page_of(sections.content, KINDS))
-    return 0 if sections.is_fine(KINDS) else 1
+    places = ((4, 8),) if asked.smoke else PASSES
+    sections.run("attention", lambda: attention(prompts.device, places), least_s=5.0)
+    run = lambda: overlap(prompts.device, is_small=asked.smoke)  # noqa: E731
+    sections.run("overlap", run, least_s=5.0)
+    names = (*KINDS, "attention", "overlap")
+    print(page_of(sections.content, names))
+    return 0 if sections.is_fine(names) else 1
 
 
 if __name__ == "__main__":

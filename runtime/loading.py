@@ -314,6 +314,7 @@ class Loaded:
             return self.check.backend(
                 lambda backend: step_by(self.weights, backend=backend), plain.step,
                 step_takes(self.memories), has_graph=self.config.graph,
+                can_overlap=self.setup is None,  # a neuron cache writes weights
             )  # fmt: skip
         finally:
             cache.table.shrink(0, 0)

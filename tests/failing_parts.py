@@ -10,6 +10,7 @@ from hotsplit.artifacts.device_checks import DeviceKey
 from hotsplit.runtime.check.parts import DeviceParts
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.launch import overlap_options
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
 from hotsplit.runtime.step.hybrid_step import Backend, Prepare
 from hotsplit.runtime.step.plain_backend import plain_backend
@@ -60,6 +61,7 @@ def fake_parts(
         "kernels": kernels,
         "backend": backend,
         "hand_over_s": lambda backends: [1e-5] * len(backends),
+        "can_overlap": False,
         "slot_kernels": reference_slot_kernels,
     }
     vars(parts).update(works | own | changes)
@@ -106,6 +108,15 @@ def halved(kernel: Callable) -> Callable:
                 values.mul_(0.5)
             elif values.dtype == torch.int32 and not torch.equal(values, was):
                 values.bitwise_right_shift_(16)
+
+    return run
+
+
+def halved_if_overlapping(kernel: Callable) -> Callable:
+    wrong = halved(kernel)
+
+    def run(*arguments, **options) -> None:
+        (wrong if overlap_options()["OVERLAPS"] else kernel)(*arguments, **options)
 
     return run
 

@@ -3,8 +3,8 @@ KIND...
 
 Triton's own compiler and ptxas from its wheel compile the runtime's kernels to machine code, on
 tensors of a model's sizes and matrices of the given kinds (`none`: the kernels without matrices);
-nothing is launched. It prints one JSON object per launch, which tests/test_gpu_compilation.py
-checks.
+nothing is launched. Launches overlap from 9.0 on. It prints one JSON object per launch, which
+tests/test_gpu_compilation.py checks.
 
 Run it without TRITON_INTERPRET. It is not a test itself: compiled kernels need their own process,
 as the interpreter is chosen once when Triton is imported."""
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -26,11 +27,13 @@ from triton.runtime.driver import driver
 from hotsplit.files.gguf_file import row_bytes
 from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
+from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
 from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.weights.matrix import Matrix
 
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
+OVERLAPPING = 90
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 FILE_KINDS = ("q4_0", "q8_0", "q6_k")  # supported by `unpack` alone
 
@@ -127,6 +130,16 @@ def launch_the_rest() -> None:
                 kernels.attend(
                     qkv, cache, cache, position, heads, scratch, out, scale=0.1, window=window
                 )
+        for width in (HEAD_WIDTH, 256, 512):
+            query, keys = (
+                torch.empty(70, 8, width, dtype=dtype),
+                torch.empty(9, 2, 64, width, dtype=dtype),
+            )
+            keys, table = keys.transpose(1, 2), torch.zeros(1, 9, dtype=torch.int32)
+            kernels.attend_tokens(
+                query, keys, keys, torch.arange(70), query.clone(), table[0], table, window=512,
+                sink_H=x[:8],
+            )  # fmt: skip
     half = torch.empty(20, WIDTH, dtype=torch.float16)
     rows, power = torch.empty(20, WIDTH), torch.empty(20)
     kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)
@@ -170,11 +183,13 @@ def main() -> None:
     driver.set_active(AbsentDevice(int(sys.argv[1])))
     compiled: list = []
     compile_instead_of_launching(compiled)
+    overlaps = int(sys.argv[1]) >= OVERLAPPING
     for kind in sys.argv[2:]:
-        if kind == "none":
-            launch_the_rest()
-        else:
-            launch_for_kind(kind)
+        with overlapping() if overlaps else nullcontext():
+            if kind == "none":
+                launch_the_rest()
+            else:
+                launch_for_kind(kind)
         for name, kernel in compiled:
             print(json.dumps({"kind": kind, **facts(name, kernel)}), flush=True)
         compiled.clear()

@@ -39,7 +39,6 @@ MOST_COST = 60  # about the launches of a case
 class Case:
     model: ModelFile
     plan: Split
-    has_flash: bool
     seed: int = 0
 
 
@@ -96,14 +95,14 @@ def random_case(seed: int) -> Case:
         model, mode, share, num_sequences=1 if is_offloaded else choose.choice([1, 1, 2, 4]),
         kv_offload=KeySelection.parse("on") if is_offloaded else None,
     )  # fmt: skip
-    return Case(model=model, plan=plan, has_flash=choose.random() < 0.7, seed=seed)
+    return Case(model=model, plan=plan, seed=seed)
 
 
 @contextmanager
 def loaded(case: Case):
     """The engine of a case on a hollow device."""
     with (
-        hollow_cuda(CARD_BYTES, case.seed, has_flash=case.has_flash),
+        hollow_cuda(CARD_BYTES, case.seed),
         Engine.of(case.model, case.plan, device="cuda", is_resident=False) as engine,
     ):
         yield engine

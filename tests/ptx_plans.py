@@ -41,8 +41,9 @@ from hotsplit.runtime.weights.upload import Uploader
 CARD = torch.device("cpu", 0)  # unlike "cpu", treated as a GPU by a placement
 ROWS = 17  # of a matrix, at most
 NEURONS = 83  # rows of `down`, at most
-# Kernels of prompts that test_ptx_products.py executes, or the interpreter alone.
-_APART = ("multiply", "multiply_down", "round_tokens", "hidden_tokens")
+# Kernels of prompts that test_ptx_products.py and test_prompt_attention.py execute, or the interpreter
+# alone.
+_APART = ("multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens")
 POSITION = 100  # of the token, if the context is long enough
 
 

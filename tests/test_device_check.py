@@ -22,6 +22,7 @@ from failing_parts import (
     forgetful,
     forgetting,
     halved,
+    halved_if_overlapping,
     idle,
     raising,
     with_kernel,
@@ -118,6 +119,12 @@ def test_a_device_that_works_is_checked_once_and_prints_nothing(load):
     assert again.lines == []  # nothing was tried again
 
 
+def slower_each_time():
+    """A stand-in for the time of a step."""
+    found = iter([2e-3, 3e-3])
+    return lambda step: next(found)
+
+
 # The embedding is on the host, and no matrix is in blocks (test_gpu_products.py checks these).
 ELSEWHERE = {"embed", "multiply", "multiply_down"}
 FAILURES = {
@@ -137,6 +144,14 @@ FAILURES = {
     ),
     "step": (fake_parts(stream=HalfDeafStream), "layer by layer"),
     "graph": (fake_parts(prepare=forgetful), "submitted kernel by kernel"),
+    "overlapping launches that are slower": (
+        fake_parts(can_overlap=True, seconds_of=slower_each_time()),
+        "a token takes 3.000 ms, without it 2.000",
+    ),
+    "overlapping launches": (
+        fake_parts(kernels=with_kernel("dot", halved_if_overlapping), can_overlap=True),
+        "a kernel begins when the last one has ended",
+    ),
     "graph that raises": (fake_parts(prepare=failing()), "submitted kernel by kernel"),
 }
 for kernel in (name for name in NAMES if name not in ELSEWHERE):
@@ -155,7 +170,7 @@ def check_fallback(load, name):
         (line,) = found.lines
         assert fallback in line and "hotsplit doctor" in line, line
         assert found.error < 1e-3
-        parts = fake_parts()  # now nothing fails
+        parts = fake_parts(can_overlap=parts.can_overlap)  # now nothing fails
         gpu_products._replaced.clear()
     kept = {name: verdict for each in stored_checks() for name, verdict in each.verdicts.items()}
     failed = [part for part, verdict in kept.items() if not verdict.is_fine]
@@ -217,7 +232,10 @@ def test_kernels_that_fail_for_one_reason_share_a_line(load):
 
     found = load(fake_parts(kernels=without_compiler))
     (line,) = found.lines
-    assert "the kernels add_norm, attend, dot, down" in line and "no such instruction: " in line
+    assert (
+        "the kernels add_norm, attend, attend_tokens, dot, down" in line
+        and "no such instruction: " in line
+    )
     assert "and much more" not in line and found.error < 1e-4
 
 
@@ -403,7 +421,9 @@ def test_a_kernel_that_fails_for_several_rows_takes_fewer(texts, kernel, wrong):
         assert len(found.lines) == 2 and found.max_rows == 2, found.lines  # of 8 and of 4 rows
         assert f"steps of 8 rows fail on this GPU ({kernel}: " in found.lines[0]
         assert "hotsplit doctor" in found.lines[1] and found.error < 1e-4
-        parts = fake_parts()  # now nothing fails, and nothing is tried again
+        parts = fake_parts(
+            can_overlap=parts.can_overlap
+        )  # now nothing fails, and nothing is tried again
     findings = doctor.checks(stored_checks(), has_gpu=True, unfinished=None)
     assert any(kernel in each.text for each in findings if each.state != "ok"), findings
 

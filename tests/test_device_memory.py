@@ -15,8 +15,6 @@ from models import family_model, make_model, make_sizes, shape_only
 from reference import logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, make_split
 from test_workspace import spanned_bytes
-from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from hotsplit import Engine
 from hotsplit.costs.part_bytes import ITEMS
@@ -39,8 +37,6 @@ from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention import attend
-from hotsplit.runtime.ops.attention.flash_parts import most_sum_bytes
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
@@ -475,7 +471,7 @@ def eps_of(kind):
 def test_products_round_to_the_type_of_the_tile_and_no_more(
     as_on_a_gpu, monkeypatch, kind, has_tensor_cores
 ):
-    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: has_tensor_cores)
+    monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: has_tensor_cores)
     matrix, exact_ND = random_matrix(kind)
     generator = torch.Generator().manual_seed(1)
     for rows in (64, 1000):  # several tiles; one
@@ -496,7 +492,7 @@ def test_products_round_to_the_type_of_the_tile_and_no_more(
 def test_tiles_unpacked_by_triton(monkeypatch, kind):
     """The rows are strided, as in a streamed piece."""
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
-    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: False)
+    monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: False)
     monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
     in_file = kind.removesuffix("_planar")
     entry = make_model(sizes=make_sizes(width=256), kind=in_file).tensors["blk.0.ffn_up.weight"]
@@ -581,53 +577,6 @@ def test_nan_stays_in_its_token(as_on_a_gpu):
     assert is_right(got[1:2], x_TD[1:2], exact_ND.T, eps_of("f16"))
 
 
-def attentions(heads, kv_heads):
-    """Yields random queries, keys and values of several lengths, and their attention in float64."""
-    generator = torch.Generator().manual_seed(0)
-    for tokens, cached in ((1, 1), (1, 9), (5, 5), (7, 20)):
-        query = torch.randn(tokens, heads, 16, generator=generator)
-        key, value = (torch.randn(cached, kv_heads, 16, generator=generator).half() for _ in "kv")
-        q, k, v = (t.double().transpose(0, 1)[None] for t in (query, key, value))
-        mask = torch.ones(tokens, cached, dtype=torch.bool).tril(cached - tokens)
-        want = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        yield query, key, value, want[0].transpose(0, 1).flatten(1)
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
-@pytest.mark.parametrize("score_bytes", [1, 700, 1 << 20])
-def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_bytes):
-    monkeypatch.setattr(attend, "SCORE_BYTES", score_bytes)
-    for query, key, value, want in attentions(heads, kv_heads):
-        assert rel_error(attend.attend_by_heads(query, key, value, scale=0.25), want) < 1e-6
-
-
-def flash_on_the_cpu(query, key, value):
-    """What torch documents of its kernel."""
-    mask = causal_lower_right(query.shape[2], key.shape[2])
-    return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=1.0, enable_gqa=query.shape[1] != key.shape[1]
-    )
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
-def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
-    """With torch's own attention on the CPU in place of the kernel; tests/gpu has the kernel."""
-    seen = []
-    monkeypatch.setattr(
-        attend, "can_use_flash_attention", lambda params: not seen.append(params.is_causal)
-    )
-    monkeypatch.setattr(attend, "flash_attention", flash_on_the_cpu)
-    for query, key, value, want in attentions(heads, kv_heads):
-        rounded = (0.25 * query).half()
-        assert attend.supports_flash(rounded, key)
-        got = attend.attend_with_flash(rounded, key, value)
-        assert got.dtype == (torch.float32 if len(query) == 1 else torch.float16)
-        assert rel_error(got, want) < 2 * torch.finfo(torch.float16).eps
-    # torch refuses a causal mask for other keys than the queries' own, but not the lower right one.
-    assert seen == [True, False, True, False]
-    assert not attend.supports_flash(query, key.float())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gpu, kind, mode):
@@ -648,8 +597,7 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
 # ---- what a pass takes --------------------------------------------------------------------------
 
 
-def on_gpu(model, mode, tokens, context, *, has_flash=False):
-    way = "flash" if has_flash else "gpu"
+def on_gpu(model, mode, tokens, context, way="gpu"):
     return Pass(model=model, mode=mode, num_tokens=tokens, context_length=context, way=way)
 
 
@@ -688,7 +636,7 @@ def test_a_pass_stays_within_its_memory_bound(
     model = make_model(sizes=shape, predictor_rank=32, kind=kind)
     if kind == "f32":
         monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
-    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: False)
+    monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: False)
     for tokens in (SHORT_CHUNK, 16):
         split = make_split(model, [range(0, neurons, 2)] * 2, context_length=context)
         decoder, _, _ = load(model, split, mode=mode, context=context, is_resident=False)
@@ -699,21 +647,11 @@ def test_a_pass_stays_within_its_memory_bound(
             decoder.logits(decoder.forward(ids_T, context - len(ids_T))[-16:])
 
         run()
-        peak, p = pool_peaks(run), on_gpu(model, mode, tokens, context)
+        peak, p = pool_peaks(run), on_gpu(model, mode, tokens, context, "gpu, tiles")
         halved = pass_pools(dataclasses.replace(p, num_hot=[neurons // 2] * 2))
         assert peak.large <= halved.large <= 1.15 * peak.large and peak.small <= halved.small
         whole = pass_pools(p)  # for all divisions of neurons
         assert peak.large <= whole.large < 2 * peak.total and peak.small <= whole.small
-
-
-def allocating_flash(query, key, value):
-    """The allocations of torch's flash attention on a card that divides keys into the most parts."""
-    assert query.shape[-1] % 8 == 0
-    _, heads, tokens, width = query.shape
-    held = [torch.empty(heads, tokens)]  # the logarithms of the sums
-    sums = min(most_sum_bytes(heads, key.shape[2], width) * tokens, attend.FLASH_SUM_BYTES)
-    held += [torch.empty(sums // 4), torch.empty(sums // 4 // width)]
-    return query.new_zeros(1, tokens, heads, width).transpose(1, 2)
 
 
 @pytest.mark.parametrize("tokens", [40, 128, 512])
@@ -723,11 +661,9 @@ def allocating_flash(query, key, value):
      ("llama", "relu", 100, "dense"), ("qwen3", "relu", 128, "dense"),
      ("falcon, two norms", "relu", 64, "exact")],
 )  # fmt: skip
-def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
+def test_a_pass_of_floats_stays_within_its_memory_bound(
     monkeypatch, computes_nothing, family, activation, head_width, mode, tokens
 ):
-    monkeypatch.setattr(attend, "can_use_flash_attention", lambda params: True)
-    monkeypatch.setattr(attend, "flash_attention", allocating_flash)
     monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
     shape = make_sizes(
         width=512, num_neurons=2048, num_heads=16, num_kv_heads=8, head_width=head_width,
@@ -747,7 +683,7 @@ def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
         decoder.logits(decoder.forward(ids_T, 2048 - tokens)[-16:])
 
     run()
-    bound, peak = pass_pools(on_gpu(model, mode, tokens, 2048, has_flash=True)), pool_peaks(run)
+    bound, peak = pass_pools(on_gpu(model, mode, tokens, 2048)), pool_peaks(run)
     assert 0.8 * bound.large <= peak.large <= bound.large and peak.small <= bound.small
 
 
@@ -763,7 +699,7 @@ def test_a_plan_reserves_a_pass_of_at_least_32_tokens(shape, context):
     model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
     left = gpu_bytes(model, context, "predicted") - decode_bytes(model, context, 8)
     left -= BESIDE_BYTES + 4 * shape.num_neurons * shape.num_layers
-    assert reserved_bytes(on_gpu(model, "predicted", 32, context, has_flash=True), 4 << 20) <= left
+    assert reserved_bytes(on_gpu(model, "predicted", 32, context), 4 << 20) <= left
 
 
 def test_plans_of_large_models_reserve_longer_passes():
@@ -775,7 +711,7 @@ def test_plans_of_large_models_reserve_longer_passes():
         model = shape_only(dataclasses.replace(large, num_layers=num_layers), predictor_rank=256)
         found[num_layers] = gpu_bytes(model, 1024, "predicted")
         tokens, piece = (256, 16 << 20) if num_layers == 32 else (32, 4 << 20)
-        p = on_gpu(model, "predicted", tokens, 1024, has_flash=True)
+        p = on_gpu(model, "predicted", tokens, 1024)
         wanted[num_layers] = reserved_bytes(p, piece)
         size = sum(entry.num_bytes for entry in model.tensors.values())
         assert (found[num_layers] <= 0.02 * size) == (num_layers == 32)

@@ -18,8 +18,11 @@ SCRIPT = Path(__file__).with_name("gpu_compilation.py")
 FOR_MATRICES = {"_unpack": 4, "_dot": 1, "_predict": 2, "_gate_up": 3, "_down": 2}
 FOR_BLOCKS = {"_multiply": 2, "_multiply_down": 2}  # and for these kinds alone
 FOR_VECTORS = {"_round_tokens": 2, "_hidden_tokens": 2, "_add_norm": 3, "_rotate_append": 4, "_attend_part": 8, "_attend_join": 8,
+               "_attend_tokens": 6,
                "_scatter": 1, "_pack_open": 1}  # fmt: skip
 HOPPER, ADA = 90, 89
+# The most of a block on most cards; those before 8.0 use smaller tiles.
+SHARED_BYTES = {"_attend_tokens": 99 << 10}
 STACK_BYTES = {"_rotate_append": 32}  # where libdevice's cosine reduces large angles
 
 
@@ -36,10 +39,10 @@ def compiled(arch: int, *kinds: str) -> list[dict]:
 
 
 def assert_good(records: list[dict]) -> None:
-    """Asserts at most 255 registers, 48 KiB of shared memory, and 16 bytes of stack or those in
-    STACK_BYTES."""
+    """Asserts at most 255 registers, and the shared memory and stack that are allowed."""
     for record in records:
-        assert record["registers"] <= 255 and record["shared_bytes"] <= 48 << 10, record
+        most = SHARED_BYTES.get(record["kernel"], 48 << 10)
+        assert record["registers"] <= 255 and record["shared_bytes"] <= most, record
         assert record["stack_bytes"] <= STACK_BYTES.get(record["kernel"], 16), record
 
 

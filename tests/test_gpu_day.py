@@ -349,6 +349,10 @@ def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys):
     assert gpu_prompts.main() == 0
     (row,) = json.loads(path.read_text())["sections"]["q4_k"]["tables"][0]["rows"]
     assert row[0] == "q4_k" and float(row[1]) > 0 and row[2] == "no rival"
+    rows = json.loads(path.read_text())["sections"]["attention"]["tables"][0]["rows"]
+    assert len(rows) == 3 and all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows)
+    (row,) = json.loads(path.read_text())["sections"]["overlap"]["tables"][0]["rows"]
+    assert float(row[1]) > 0 and float(row[2]) > 0 and row[3] == "True"
     assert not list(tmp_path.rglob("*.gguf"))
 
 

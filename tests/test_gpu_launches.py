@@ -13,7 +13,6 @@ from test_runtime import make_split
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
-from hotsplit.runtime.ops.attention import attend
 from hotsplit.runtime.weights import gpu_products
 
 assert callable(as_on_a_gpu)  # a fixture
@@ -23,9 +22,9 @@ FREE = {
     "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty",
     "permute", "select", "slice", "split", "split_with_sizes", "t", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
-# Norm and sum; queries, keys and values; rotation and cache; flash attention; output; norm and sum;
+# Norm and sum; queries, keys and values; rotation and cache; attention; output; norm and sum;
 # gate; up; hidden values; down.
-LAYER = {"round_tokens": 2, "rotate_append": 1, "hidden_tokens": 1, "flash": 1}
+LAYER = {"round_tokens": 2, "rotate_append": 1, "attend_tokens": 1, "hidden_tokens": 1}
 IN_BLOCKS = LAYER | {"multiply": 4, "multiply_down": 1}
 # A product by torch does not multiply by the powers of two of its hidden values.
 IN_F16 = LAYER | {"product": 5, "mul": 1}
@@ -55,15 +54,9 @@ def launches(as_on_a_gpu, monkeypatch):
         mode.found["product"] += 1
         return torch.empty(len(left), right.shape[1])
 
-    def flash(query, key, value):
-        mode.found["flash"] += 1
-        return torch.empty_like(query)
-
     kernels = Kernels(**{each.name: counted(each.name) for each in fields(Kernels)})
     monkeypatch.setattr(gpu_products, "kernels", lambda: kernels)
     monkeypatch.setattr(gpu_products, "_in_f32", product)
-    monkeypatch.setattr(attend, "can_use_flash_attention", lambda params: True)
-    monkeypatch.setattr(attend, "flash_attention", flash)
 
     def count(kind: str, num_layers: int, activation: str) -> Counter[str]:
         sizes = make_sizes(num_layers=num_layers, width=256, num_neurons=512, context_length=64)
@@ -90,7 +83,7 @@ def test_launches_of_a_layer(launches, kind, wanted, activation):
 
 def test_an_operation_is_counted(launches, monkeypatch):
     """With tiles, as on a card without tensor cores."""
-    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: False)
+    monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: False)
     more, fewer = (launches("q8_0", num_layers, "silu") for num_layers in (3, 2))
     more.subtract(fewer)
     assert more["unpack"] == more["product"] == 5 and more.total() > sum(IN_BLOCKS.values())

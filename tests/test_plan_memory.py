@@ -1,5 +1,5 @@
-"""A plan that loads takes every text: on a hollow CUDA device with all that torch, cuBLAS and flash
-attention take from memory, random plans of models of 0.1 to 70 B take prompts of the whole context
+"""A plan that loads takes every text: on a hollow CUDA device with all that torch and cuBLAS take
+from memory, random plans of models of 0.1 to 70 B take prompts of the whole context
 and generations within their budgets."""
 
 import os
@@ -67,7 +67,7 @@ def test_plans_of_a_model_of_few_wide_layers_take_prompts(share):
     model = hollow_model(shape_only(sizes_of(shape, 8, 1024), kind="f16"))
     whole = sum(entry.num_bytes for entry in model.tensors.values())
     plan = solved(model, "dense", 0.0, budget_bytes=int(share * whole))
-    check(Case(model=model, plan=plan, has_flash=True))
+    check(Case(model=model, plan=plan))
 
 
 def smollm2():
@@ -125,7 +125,7 @@ def wide(share):
     """A case of one wide layer in a share of its bytes."""
     shape = next(each for each in SHAPES if each[:2] == (4096, 11008))
     model = hollow_model(shape_only(sizes_of(shape, 1, 512), kind="f16"))
-    return Case(model=model, plan=solved(model, "dense", share), has_flash=True)
+    return Case(model=model, plan=solved(model, "dense", share))
 
 
 @lines_on_stderr()

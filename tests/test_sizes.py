@@ -19,6 +19,7 @@ LONG = {
     "runtime/kernels/gpu/attention.py:_attend_part",
     "runtime/kernels/gpu/attention.py:attend",
     "runtime/kernels/gpu/neurons.py:_gate_up",
+    "runtime/kernels/gpu/prompt_attention.py:_attend_tokens",
     "runtime/kernels/gpu/neurons.py:_down",
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from allocations import peak_bytes, pool_peaks
 from models import FAMILIES, differing_spec, family_model, make_model, make_sizes
-from test_device_memory import CARD, allocate_as_on_cuda, allocating_flash, as_on_a_gpu
+from test_device_memory import CARD, allocate_as_on_cuda, as_on_a_gpu
 from test_runtime import make_split
 
 from hotsplit.costs.pass_length import LOGITS_CHUNK
@@ -18,7 +18,6 @@ from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention import attend
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import decoder, scratch
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
@@ -137,13 +136,9 @@ def test_passes_on_the_cpu_stay_within_a_close_bound(seed, monkeypatch):
 def test_passes_on_a_gpu_stay_within_a_close_bound(seed, monkeypatch, as_on_a_gpu):
     model, mode, tokens, context, choose = random_model(seed)
     hot, num_sequences = random_hot(model, choose), choose.choice([1, 3])
-    has_flash, tokens = choose.choice([True, False]), max(2, tokens)
+    has_blocks, tokens = choose.choice([True, False]), max(2, tokens)
     context = max(tokens, context)
-    monkeypatch.setattr(scratch, "has_flash", lambda device: has_flash)
-    monkeypatch.setattr(attend, "can_use_flash_attention", lambda params: has_flash)
-    has_blocks = has_flash and choose.choice([True, False])
-    monkeypatch.setattr(gpu_products, "_has_tensor_cores", lambda device: has_blocks)
-    monkeypatch.setattr(attend, "flash_attention", allocating_flash)
+    monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: has_blocks)
     allocate_as_on_cuda(monkeypatch)
     weights = gpu_weights(model, mode, context, hot, num_sequences)
     peak = peak_of(weights, tokens, context, measure=pool_peaks)

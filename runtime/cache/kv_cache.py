@@ -110,19 +110,6 @@ class LayerCache:
         self._summarise(sequence, start, end)
         return found[0], found[1]
 
-    def up_to(self, block_N: Tensor | None, stop: int) -> tuple[Tensor, Tensor]:
-        """All keys and values [C, K, W] before position `stop` of the sequence with these blocks
-        (None: the only one), on their device, as a GPU's kernels store them."""
-        assert self.tables is None
-        found = []
-        for cache_BKPX, kind in self._kept:
-            assert not kind.is_blocks and not kind.is_rotated
-            if block_N is None:
-                found.append(cache_BKPX[0, :, :stop].transpose(0, 1))
-            else:
-                found.append(cache_BKPX[block_N].transpose(1, 2).flatten(0, 1)[:stop])
-        return found[0], found[1]
-
     def _summarise(self, sequence: int, start: int, end: int) -> None:
         """Adds the key blocks that are completed by positions start .. end-1 to the tables."""
         if self.tables is None:

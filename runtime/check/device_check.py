@@ -12,6 +12,7 @@ its fallback, with one line of output.
     host function         only the doorbell; without both, tokens go through torch layer by layer
     step                  tokens go through torch layer by layer
     graph                 the step is submitted kernel by kernel
+    overlapping launches  a kernel begins when the last one has ended
     steps of N rows ...   steps have fewer rows; tried when they are first used
     passes of N tokens    prompts run in passes of half as many
 
@@ -39,7 +40,7 @@ from hotsplit.runtime.check.outcome import NotChecked, line_of, outcome, too_lon
 from hotsplit.runtime.check.parts import DeviceParts
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, overlapped
 from hotsplit.runtime.kernels.gpu.torch_kernels import mixed
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
@@ -159,9 +160,11 @@ class DeviceCheck:
         take: Takes | None,
         *,
         has_graph: bool,
+        can_overlap: bool,
     ) -> Backend | str:
         """The backend for the best kind of decode step that works, captured or submitted, or the
-        reason why there is none. `plain` computes a token layer by layer. Raises DeviceLost."""
+        reason why there is none. `plain` computes a token layer by layer. `can_overlap`: no kernel
+        writes weights. Raises DeviceLost."""
         if self._no_pinning:
             return self._no_pinning
         first = self.parts[0]
@@ -183,7 +186,22 @@ class DeviceCheck:
                             partial(step_check.captured, build, submitting, capturing))  # fmt: skip
             if why:
                 self._say(first, "graph", why, "steps are submitted kernel by kernel, more slowly")
-            return replace(submitting if why else capturing, try_rows=self.try_rows)
+                return replace(submitting, try_rows=self.try_rows)
+            if can_overlap and all(parts.can_overlap for parts in self.parts):
+                overlapping = made(has_graph=True, kernels=overlapped(self._kernels))
+                capturing = self._faster(book, build, capturing, overlapping)
+            return replace(capturing, try_rows=self.try_rows)
+
+    def _faster(
+        self, book: CheckBook, build: step_check.BuildStep, capturing: Backend, overlapping: Backend
+    ) -> Backend:
+        """The backend whose kernels overlap, unless its step is wrong or slower."""
+        first, part = self.parts[0], f"overlapping launches {self._plan}"
+        run = partial(step_check.overlapped, build, capturing, overlapping, first.seconds_of)
+        why = self._try(book, first, part, run)
+        if why:
+            self._say(first, part, why, "a kernel begins when the last one has ended")
+        return capturing if why else overlapping
 
     def _handing_over(self, book: CheckBook, take: Takes | None) -> Callable[..., Backend] | str:
         """Makes backends that hand over to the CPU by flags, or by callbacks where those are missing,

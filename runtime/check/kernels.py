@@ -32,6 +32,7 @@ _INPUTS = {
     "dot": ("x_D",), "embed": ("index_1",), "unpack": (), "add_norm": ("x_D", "parts_PD", "term_D"),
     "rotate_append": ("qkv", "position_1", "sequence_1", "table_SN"),
     "attend": ("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
+    "attend_tokens": ("query_THW", "key_CKW", "value_CKW", "position_T", "table_SN"),
     "predict": ("inner_R",), "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
     "multiply": ("x_TD", "power_T"), "multiply_down": ("hidden_TN", "power_T"),
     "round_tokens": ("x_TD", "added_TD"), "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
@@ -40,7 +41,7 @@ _OUTPUTS = {
     "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
     "add_norm": ("out_D", "x_out_D", "copy_D"),
     "rotate_append": ("qkv", "key_CKW", "value_CKW", "query_THW"),
-    "attend": ("out_HW",), "predict": ("named_B", "copy_B"), "gate_up": ("hidden_N",),
+    "attend": ("out_HW",), "attend_tokens": ("out_THW",), "predict": ("named_B", "copy_B"), "gate_up": ("hidden_N",),
     "down": ("parts_SD",), "multiply": ("out_TN",), "multiply_down": ("out_TD",),
     "round_tokens": ("out_TD", "power_T", "x_out_TD"), "hidden_tokens": ("out_TN", "power_T"),
 }  # fmt: skip
@@ -174,6 +175,9 @@ def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
         values.copy_((sequence_S[:, None] + block_N) % count)
     elif name == "position_1":  # the last ones, so that attention reads the whole cache
         values.copy_((_context_length(given) - 1 - row_T // count).clamp(min=0))
+    elif name == "position_T":
+        row_T = torch.arange(len(values)) - len(values)
+        values.copy_((_context_length(given) + row_T).clamp(min=0))
     else:
         _randomise(values, random)
     if name == "hidden_N" and given["skips_zeros"]:

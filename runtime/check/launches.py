@@ -36,7 +36,9 @@ from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
 
 # Kernels of prompts alone.
-PROMPTS = ("unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens")
+PROMPTS = (
+    "unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens",
+)  # fmt: skip
 NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference, name)) for name in NAMES}
 _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
@@ -243,7 +245,7 @@ def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device) -> None:
 
 
 def _note_attention(kernels: Kernels, layer: Layer, device: torch.device) -> None:
-    """Notes the rotation of a prompt's heads, with queries in the type of the keys."""
+    """Notes the rotation of a prompt's heads, with queries in the type of the keys, and attention."""
     attention, tokens = layer.attention, _PASSES[0]
     table = attention.cache.table
     if not gpu_products.is_on(attention.cache.key_BKPX, device):
@@ -260,3 +262,7 @@ def _note_attention(kernels: Kernels, layer: Layer, device: torch.device) -> Non
         dtype=attention.cache.key_BKPX.dtype, device=device,
     )  # fmt: skip
     append(kernels, attention, joined_TQ, places, query_THW)
+    kernels.attend_tokens(
+        query_THW, *attention.cache.for_kernels, places.position_T, torch.empty_like(query_THW),
+        sequence_T, table_SN, window=attention.window, sink_H=attention.sink_H,
+    )  # fmt: skip

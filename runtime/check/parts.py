@@ -16,12 +16,14 @@ from hotsplit.runtime.kernels.gpu.kernels import Kernels, triton_kernels
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
 from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 from hotsplit.runtime.step.cuda_backend import cuda_backend
+from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
 
 _LIMIT_BYTES, _MORE_BYTES = 64 << 20, 512 << 20
 _SIZE = 256  # rows and columns of the matrices, values of the vector
+_OVERLAPPING = 9  # compute capability
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -55,6 +57,15 @@ class DeviceParts:
     def hand_over_s(self, backends: Sequence[Backend]) -> list[float]:
         """Seconds that a hand-over to the CPU and back takes with each of the backends."""
         return step_check.hand_over_s(backends, self.device)
+
+    @cached_property
+    def can_overlap(self) -> bool:
+        """True if kernels may begin before the last one has ended (kernels.gpu.overlap)."""
+        return bool(torch.cuda.get_device_properties(self.device).major >= _OVERLAPPING)
+
+    def seconds_of(self, step: DecodeStep) -> float:
+        """Median seconds of a token."""
+        return step_check.seconds_of(step)
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)

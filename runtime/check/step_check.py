@@ -112,10 +112,45 @@ def captured(build: BuildStep, submitting: Backend, capturing: Backend) -> None:
     del step  # the next step uses its buffers
     step = build(capturing)
     assert not isinstance(step, str), step
-    got = _logits(step)
+    _compare(_logits(step), want, "the submitted step's")
+
+
+def overlapped(
+    build: BuildStep,
+    capturing: Backend,
+    overlapping: Backend,
+    seconds_of: Callable[[DecodeStep], float],
+) -> None:
+    """Raises Wrong unless a step whose kernels overlap has the bits of the other captured step, and
+    takes no longer."""
+    found: list[tuple[Tensor, float]] = []
+    for backend in (capturing, overlapping):
+        step = build(backend)
+        if isinstance(step, str):
+            return
+        found.append((_logits(step), seconds_of(step)))
+        del step  # the next step uses its buffers
+    (want, without_s), (got, with_s) = found
+    _compare(got, want, "the other captured step's")
+    if with_s > without_s:
+        raise Wrong(f"a token takes {1e3 * with_s:.3f} ms, without it {1e3 * without_s:.3f}")
+
+
+def seconds_of(step: DecodeStep) -> float:
+    """Median seconds of a token."""
+    seconds = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        step.run(_TOKENS[0], 0)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _compare(got: Tensor, want: Tensor, whose: str) -> None:
+    """Raises Wrong unless logits are equal, with NaN in the same places."""
     count = int(((got != want) & ~(got.isnan() & want.isnan())).sum())
     if count:
-        raise Wrong(f"{count:,} of {want.numel():,} logits differ from the submitted step's")
+        raise Wrong(f"{count:,} of {want.numel():,} logits differ from {whose}")
 
 
 def _logits(step: DecodeStep) -> Tensor:

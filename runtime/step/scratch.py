@@ -21,34 +21,25 @@ from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.loader import Builder
-from hotsplit.runtime.ops.attention.attend import (
-    FLASH_SUM_BYTES,
-    SCORE_BYTES,
-    has_flash,
-    takes_flash,
-)
-from hotsplit.runtime.ops.attention.flash_parts import most_sum_bytes
 from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.hollow import hollow_builder, neurons_bytes
 from hotsplit.runtime.step.program import Kind, Op, name_of
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.store import num_appended
 
-Way = Literal["watched", "unwatched", "gpu", "flash", "flash, tiles"]
+Way = Literal["watched", "unwatched", "gpu", "gpu, tiles"]
 
 
 def way_on(device: torch.device) -> Way:
     """The way of passes on a GPU."""
-    if not has_flash(device):
-        return "gpu"
-    return "flash" if gpu_products.multiplies_blocks(device) else "flash, tiles"
+    return "gpu" if gpu_products.multiplies_blocks(device) else "gpu, tiles"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """A pass over T tokens at the end of a context. `way`: "watched" by observers, who see all
-    values; "flash" on a GPU with flash attention, where matrices in blocks are multiplied without
-    tiles unless "tiles" are named. `num_hot`: of each layer; None: any number."""
+    values; "gpu" where matrices in blocks are multiplied without tiles. `num_hot`: of each layer;
+    None: any number."""
 
     model: ModelFile
     mode: Mode
@@ -60,7 +51,7 @@ class Pass:
 
     @property
     def is_on_gpu(self) -> bool:
-        return self.way in ("gpu", "flash", "flash, tiles")
+        return self.way in ("gpu", "gpu, tiles")
 
     @cached_property
     def hollow(self) -> Builder:
@@ -90,7 +81,7 @@ class Pass:
         """A product on a GPU beside its input and its result: unless the matrix is read as stored, a
         tile of rows and, if there are several, a tile's product."""
         dtype = gpu_products.tile_dtype(kind)
-        is_as_stored = FLOATS.get(kind) == dtype or (kind not in FLOATS and self.way == "flash")
+        is_as_stored = FLOATS.get(kind) == dtype or (kind not in FLOATS and self.way == "gpu")
         if is_as_stored and not is_copied:
             return PoolBytes()
         rows = min(gpu_products.tile_rows(width), num_rows)
@@ -141,7 +132,7 @@ def attention(p: Pass, index: int) -> PoolBytes:
     output's projection."""
     a, width = p.spec.layers[index].attention, p.spec.hidden_size
     qkv, query, key = p.floats(a.qkv_size), p.floats(a.query_size), p.floats(a.key_size)
-    heads = p.floats(a.query_size / 2) if _is_flash(p, a) else query
+    heads = _heads(p, a)
     after = qkv + heads + p.floats(width) * (1 + ("attn_output" in a.biases))
     if p.is_on_gpu:
         kinds = [p.kind(f"blk.{index}.{each}") for each in a.projections]
@@ -166,57 +157,33 @@ def _projected(p: Pass, index: int) -> PoolBytes:
     return found
 
 
+def _heads(p: Pass, a: Attention) -> PoolBytes:
+    """The heads' output: on a GPU in the type of the cache."""
+    is_half = p.is_on_gpu and part_bytes.kv_kind(p.model) != "f32"
+    return p.floats(a.query_size / (2 if is_half else 1))
+
+
 def _attend(p: Pass, a: Attention) -> PoolBytes:
-    """Keys and values appended, gathered from blocks if there are several sequences, and unpacked;
-    then the heads' output."""
+    """On a GPU, queries in the type of the cache, and the heads' output. Else keys and values
+    appended, gathered from blocks if there are several sequences, and unpacked; then the output."""
+    if p.is_on_gpu:
+        return _heads(p, a) * 2
     tokens, context, is_f32 = p.num_tokens, p.context_length, part_bytes.kv_kind(p.model) == "f32"
     seen = context if a.window is None else min(context, tokens + a.window - 1)
-    appended = PoolBytes() if is_f32 or p.is_on_gpu else p.floats(a.key_size / 2) * 2
+    appended = PoolBytes() if is_f32 else p.floats(a.key_size / 2) * 2
     positions = 0 if p.num_sequences == 1 else part_bytes.kv_positions(context, 2) // 2
     gathered = p.tensor(positions * a.key_size * (FLOAT_BYTES if is_f32 else 2))
-    unpacked, out = PoolBytes(), p.floats(a.query_size) + p.floats(a.num_heads)
-    if _is_flash(p, a):
-        appended, out = p.floats(a.query_size / 2), _flash(p, a)  # queries
-    elif p.is_on_gpu:
-        out += _by_heads(p, a, seen, is_f32=is_f32)
-    elif tokens == 1:
-        unpacked = p.tensor(0 if is_f32 else 8 * seen * a.key_size)
+    unpacked = p.tensor(0 if is_f32 else 8 * seen * a.key_size)
+    out = p.floats(a.query_size) + p.floats(a.num_heads)
+    if tokens == 1:
         out += p.tensor(2 * FLOAT_BYTES * a.num_heads * seen)
     else:  # torch's flash attention: a mask as bool and as f32, and some scores in each thread
         mask = tokens * seen if seen > tokens or a.window is not None else 0
         rows = min(tokens, 256 if tokens >= 768 else 64 if tokens >= 192 else 32)
         scores = torch.get_num_threads() * rows * (min(seen, 512) + 2 + a.head_dim)
-        unpacked = p.tensor(0 if is_f32 else 8 * seen * a.key_size)
         out += p.tensor(5 * mask + FLOAT_BYTES * scores)
     used = unpacked if unpacked.total else gathered * 2
     return appended + gathered * 3 | gathered * 2 + unpacked | used + out
-
-
-def _is_flash(p: Pass, a: Attention) -> bool:
-    is_whole = a.window is None or a.window >= p.context_length
-    is_f16 = part_bytes.kv_kind(p.model) != "f32"
-    return p.way in ("flash", "flash, tiles") and is_f16 and takes_flash(a.head_dim) and is_whole
-
-
-def _flash(p: Pass, a: Attention) -> PoolBytes:
-    """Flash attention: queries and the heads' output in f16, which may be in pieces, the logarithms of
-    the sums, and the sums of several parts of the keys in f32, each with one logarithm."""
-    halves = p.floats(a.query_size / 2) * 3
-    most = p.num_tokens * most_sum_bytes(a.num_heads, p.context_length, a.head_dim)
-    most = min(FLASH_SUM_BYTES, most)
-    sums = p.tensor(most) + p.tensor(most // a.head_dim)
-    return halves + p.floats(a.num_heads) + sums
-
-
-def _by_heads(p: Pass, a: Attention, seen: int, *, is_f32: bool) -> PoolBytes:
-    """One key head, and some tokens, at a time: the head's keys and values, positions, masks, scores
-    twice, queries and sums."""
-    group = a.num_heads // a.num_kv_heads
-    rows = min(p.num_tokens, max(1, SCORE_BYTES // (FLOAT_BYTES * group * seen)))
-    scores = min(p.num_tokens * seen * group * FLOAT_BYTES, max(SCORE_BYTES, 4 * group * seen))
-    found = p.tensor(0 if is_f32 else FLOAT_BYTES * seen * a.head_dim) * 2 + p.tensor(8 * seen)
-    found += p.tensor(rows * seen) * (1 if a.window is None else 2) + p.tensor(scores) * 2
-    return found + p.tensor(FLOAT_BYTES * rows * group * a.head_dim) * 2
 
 
 def predict(p: Pass, index: int) -> PoolBytes:

@@ -116,7 +116,7 @@ def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: 
     largest, found = largest_layer_bytes(model), 0
     for tokens in PLANNED_TOKENS:
         p = Pass(model=model, mode=mode, num_tokens=min(tokens, context_length),
-                 context_length=context_length, way="flash", num_sequences=num_sequences)  # fmt: skip
+                 context_length=context_length, way="gpu", num_sequences=num_sequences)  # fmt: skip
         found = beside + reserved_bytes(p, least_piece_bytes(tokens, largest))
         if found <= PLANNED_SHARE * size:
             break

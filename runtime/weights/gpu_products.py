@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import file_kind
+from hotsplit.runtime.kernels.gpu.launch import has_tensor_cores
 from hotsplit.runtime.kernels.stored import MOST_TOGETHER, StoredMatrix
 
 if TYPE_CHECKING:
@@ -89,21 +90,12 @@ def _kernels(replaced: frozenset[str]) -> "Kernels":
         ) from error
 
 
-# Compute capability from which Triton uses tensor cores.
-_TENSOR_CORES = 8
 _BLOCK_KERNELS = {"multiply", "multiply_down"}
 
 
 def multiplies_blocks(device: torch.device) -> bool:
     """True if kernels multiply matrices in blocks on a device, without tiles."""
-    return not _BLOCK_KERNELS & _replaced and _has_tensor_cores(device)
-
-
-@cache
-def _has_tensor_cores(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True  # emulated
-    return bool(torch.cuda.get_device_properties(device).major >= _TENSOR_CORES)
+    return not _BLOCK_KERNELS & _replaced and has_tensor_cores(device)
 
 
 def multiply(matrix: StoredMatrix, x: "Tensor | Factor", out: Tensor | None = None) -> Tensor:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from fake_cuda import library
 from fake_cuda.devices import FakeCuda
-from fake_cuda.flash import with_flash_attention
 from fake_cuda.libraries import PRODUCTS
 from fake_cuda.tensors import Dispatch, leaves, mapped, meta_of, on_meta, written_arguments
 from fake_cuda.torch_cuda import fake_cuda
@@ -120,7 +119,7 @@ def _replaced(seed: int) -> list[tuple[object, str, object]]:
 
 
 @contextmanager
-def hollow_cuda(total_bytes: int, seed: int = 0, *, has_flash: bool = True) -> Iterator[FakeCuda]:
+def hollow_cuda(total_bytes: int, seed: int = 0) -> Iterator[FakeCuda]:
     """A CUDA device of this size for engines that compute nothing."""
     kernels = Kernels(**{each.name: _nothing for each in fields(Kernels)})
     with (
@@ -129,6 +128,4 @@ def hollow_cuda(total_bytes: int, seed: int = 0, *, has_flash: bool = True) -> I
     ):
         for thing, name, value in _replaced(seed):
             stack.enter_context(mock.patch.object(thing, name, value))
-        if has_flash:
-            stack.enter_context(with_flash_attention())
         yield cuda

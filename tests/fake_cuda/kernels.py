@@ -26,6 +26,7 @@ WRITTEN = {
     "add_norm": {"out_D", "x_out_D", "copy_D"},
     "rotate_append": {"qkv", "key_CKW", "value_CKW", "query_THW"},
     "attend": {"scratch", "out_HW"},
+    "attend_tokens": {"out_THW"},
     "predict": {"named_B", "copy_B"},
     "gate_up": {"hidden_N"},
     "down": {"parts_SD"},

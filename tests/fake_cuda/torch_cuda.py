@@ -135,6 +135,8 @@ def fake_cuda(
         # Times would be those of the fake runtime.
         hand_over_s = lambda parts, backends: [1e-5] * len(backends)  # noqa: E731
         stack.enter_context(mock.patch.object(DeviceParts, "hand_over_s", hand_over_s))
+        # One more step would be captured at each load.
+        stack.enter_context(mock.patch.object(DeviceParts, "can_overlap", False))
         # The queue runs while the server asks whether the stream still runs.
         stack.enter_context(mock.patch.object(doorbells, "QUERY_US", 0))
         stack.callback(_finish, cuda)

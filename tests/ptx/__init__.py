@@ -29,7 +29,9 @@ arguments are 0.
 (address, number of bytes), `num_instructions` and `num_lane_instructions` count by opcode. It
 raises a `Fault` (see faults.py) that names the kernel, the instruction, the source line and the
 first block and thread: OutOfBounds, Misaligned, Uninitialised, DataRace, BadBarrier, BadShuffle.
-A launch is synchronous; after a fault, memory may be partly written.
+A launch with `early`, a list of (address, number of bytes), may begin
+before the launch before it has ended (`griddepcontrol`): only these ranges may be read before its
+wait, and every thread must wait; else it is TooEarly. A launch is synchronous; after a fault, memory may be partly written.
 
 **Execution.** All threads of all blocks (of as many blocks as fit `LANES`) run in lockstep as lanes
 of numpy arrays. The lanes at the lowest basic block run first, so that lanes separated by a branch
@@ -53,6 +55,7 @@ from ptx.faults import (
     Fault,
     Misaligned,
     OutOfBounds,
+    TooEarly,
     Uninitialised,
     UnknownInstruction,
 )
@@ -69,6 +72,7 @@ __all__ = [
     "OutOfBounds",
     "Program",
     "Record",
+    "TooEarly",
     "Uninitialised",
     "UnknownInstruction",
 ]

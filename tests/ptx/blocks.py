@@ -95,6 +95,8 @@ def _step(instruction: Instruction, registers: Registers) -> Callable:
         step = warp_barrier(name, modifiers, operands, registers)
     elif name == "addc" or (name == "add" and "cc" in modifiers):
         step = sum_with_carry(name, modifiers, operands, registers)
+    elif name == "griddepcontrol":
+        step = grid_dependency(modifiers)
     elif name in FACTORIES:
         step = FACTORIES[name](name, modifiers, operands, registers)
     else:
@@ -102,6 +104,15 @@ def _step(instruction: Instruction, registers: Registers) -> Callable:
     if instruction.guard is None:
         return step
     return _guarded(step, registers.find(instruction.guard), instruction.is_guard_negated)
+
+
+def grid_dependency(modifiers: list[str]) -> Callable:
+    """Waits for the launch before, or admits the next one, which needs no work here."""
+    if modifiers == ["launch_dependents"]:
+        return lambda machine, mask: None
+    if modifiers != ["wait"]:
+        raise UnknownInstruction("griddepcontrol." + ".".join(modifiers))
+    return lambda machine, mask: machine.wait_for_last(mask)
 
 
 def _guarded(step: Callable, guard: int, is_negated: bool) -> Callable:

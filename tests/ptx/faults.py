@@ -35,5 +35,10 @@ class BadShuffle(Fault):
     where all must take part; or one that reads an inactive lane."""
 
 
+class TooEarly(Fault):
+    """A thread of a launch that may overlap with the one before accesses memory that is not its own
+    before it has waited for that one, or ends without having waited."""
+
+
 class UnknownInstruction(Exception):
     """The executor does not know an instruction, a modifier or an operand."""

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from hotsplit.runtime.kernels.gpu import launch
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, overlapped
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from ptx.compiler import COMPILER, Compiled, Pointer, Source
 from ptx.machine import Program
@@ -23,7 +23,17 @@ from ptx.memory import Memory
 
 PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
-MODULES = ("rows", "tiles", "norm", "attention", "predictor", "neurons", "products", "tokens")
+MODULES = (
+    "rows",
+    "tiles",
+    "norm",
+    "attention",
+    "predictor",
+    "neurons",
+    "products",
+    "tokens",
+    "prompt_attention",
+)
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
 # never reads; it counts as uninitialised before a launch and must have all its values after it.
@@ -31,11 +41,13 @@ STORES = {
     "_dot": {"out"}, "_unpack": {"out"}, "_unpack_tiles": {"out"},
     "_add_norm": {"out", "x_out", "copy"},
     "_rotate_append": {"qkv", "key", "value", "query"}, "_attend_part": {"sums", "peaks", "weights"},
-    "_attend_join": {"out"}, "_predict": {"named", "copy"}, "_gate_up": {"hidden"}, "_down": {"parts"},
+    "_attend_join": {"out"}, "_attend_tokens": {"out"}, "_predict": {"named", "copy"}, "_gate_up": {"hidden"}, "_down": {"parts"},
     "_multiply": {"out"}, "_multiply_down": {"out"}, "_round_tokens": {"out", "power", "x_out"},
     "_hidden_tokens": {"out", "power"}, "_scatter": set(), "_pack_open": {"open_W"},
 }  # fmt: skip
-FILLS = {"_dot": "out", "_attend_join": "out", "_predict": "named", "_gate_up": "hidden",
+# What no kernel of a step writes: all that may be read before a wait for the kernel before.
+WEIGHTS = {"data", "gate", "up", "bias", "gate_bias", "up_bias", "id_N"}
+FILLS = {"_dot": "out", "_attend_join": "out", "_attend_tokens": "out", "_predict": "named", "_gate_up": "hidden",
          "_down": "parts", "_multiply": "out",
          "_round_tokens": "out", "_hidden_tokens": "out", "_pack_open": "open_W"}  # fmt: skip
 
@@ -45,7 +57,8 @@ class PtxKernels:
     by opcode; `launches`: for each kernel, how often each PTX text was launched.
 
     `edit` changes the PTX of a kernel, given (name, text), before it runs. `package` and `folder`
-    name a changed copy of the kernels' sources."""
+    name a changed copy of the kernels' sources. `overlaps`: each launch may begin before the one before
+    it has ended."""
 
     def __init__(
         self,
@@ -54,20 +67,22 @@ class PtxKernels:
         edit: Callable[[str, str], str] | None = None,
         package: str = PACKAGE,
         folder: Path | None = None,
+        overlaps: bool = False,
     ):
         self.arch, self.edit, self.package, self.folder = arch, edit, package, folder
         self.num_lane_instructions: Counter[str] = Counter()
         self.launches: dict[str, Counter[str]] = {}
-        self.kernels = self._record()
+        self.kernels = overlapped(self._record()) if overlaps else self._record()
 
     def _record(self) -> Kernels:
-        rows, tiles, norm, attention, predictor, neurons, products, tokens = map(
+        rows, tiles, norm, attention, predictor, neurons, products, tokens, prompts = map(
             self._module, MODULES
         )
         rows.unpack_tiles = tiles.unpack_tiles
         return Kernels(
             dot=rows.dot, embed=rows.embed, unpack=rows.unpack, add_norm=norm.add_norm,
             rotate_append=attention.rotate_append, attend=attention.attend,
+            attend_tokens=prompts.attend_tokens,
             predict=predictor.predict, gate_up=neurons.gate_up, down=neurons.down,
             multiply=products.multiply, multiply_down=products.multiply_down, round_tokens=tokens.round_tokens,
             hidden_tokens=tokens.hidden_tokens,
@@ -112,12 +127,12 @@ class PtxLaunch:
         if self.owner.edit is not None:
             text = self.owner.edit(self.source.name, text)
         given = dict(zip(compiled.argument_names, arguments, strict=False))
+        given["launch_pdl"] = options.get("launch_pdl", False)
         self._execute(text, compiled, grid, given)
 
     def _execute(self, text: str, compiled: Compiled, grid, given: dict) -> None:
         name = self.source.name
-        memory = Memory()
-        values = []
+        memory, early, values = Memory(), [], []
         for parameter in compiled.parameters:
             value = given[parameter]
             if isinstance(value, torch.Tensor):
@@ -125,13 +140,21 @@ class PtxLaunch:
                     value, name=parameter, is_writable=parameter in STORES[name],
                     is_written=FILLS.get(name) != parameter,
                 )  # fmt: skip
+                if parameter in WEIGHTS:
+                    early += [(row.data_ptr(), row.nbytes) for row in _rows_of(value)]
                 value = value.data_ptr()
             values.append(value)
         if name == "_scatter":
             for _, target, num_bytes, _ in given["copies"].tolist():
                 memory.add(target, num_bytes, name="a slot", is_written=False)
         record = program(text).launch(
-            name, grid, (32 * compiled.num_warps,), values, memory, compiled.shared_bytes
+            name,
+            grid,
+            (32 * compiled.num_warps,),
+            values,
+            memory,
+            compiled.shared_bytes,
+            early if given["launch_pdl"] else None,
         )
         self.owner.num_lane_instructions += record.num_lane_instructions
         self.owner.launches.setdefault(name, Counter())[text] += 1
@@ -148,6 +171,11 @@ def _as_compiled(argument):
         is_long = not -(1 << 31) <= argument < 1 << 31
         return (1 << 40 if is_long else 16) + (argument % 16 != 0)
     return 0.5 if isinstance(argument, float) else argument
+
+
+def _rows_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Its contiguous parts."""
+    return [tensor] if tensor.is_contiguous() else list(tensor)
 
 
 @cache

@@ -11,6 +11,7 @@ from ptx.faults import (
     DataRace,
     Fault,
     OutOfBounds,
+    TooEarly,
     Uninitialised,
     UnknownInstruction,
 )
@@ -79,7 +80,8 @@ class Machine:
         self.is_read = np.zeros(units, bool)
         self.may_race = False
         self.shared_log: list[Access] = []
-        self.copies = Copies()
+        self.copies = Copies(self.num_lanes)
+        self.has_waited = np.full(self.num_lanes, launch.early is None)
 
     # ---- registers ----------------------------------------------------------------------------
 
@@ -208,8 +210,26 @@ class Machine:
         whole = np.broadcast_to(address, self.num_lanes)
         return lanes, np.ascontiguousarray(whole if lanes is None else whole[lanes])
 
+    def wait_for_last(self, mask) -> None:
+        self.has_waited[slice(None) if mask is None else mask] = True
+
+    def check_waited(self) -> None:
+        self.refuse(TooEarly, ~self.has_waited, "ends without having waited for the launch before")
+
+    def _refuse_early(self, places, lanes, size: int, *, is_read: bool) -> None:
+        """Refuses accesses to memory of other launches by lanes that have not waited for the one
+        before."""
+        waits = ~(self.has_waited if lanes is None else self.has_waited[lanes])
+        if waits.any():
+            for first, num_bytes in self.launch.early if is_read else ():
+                end = np.uint64(first + num_bytes - size)
+                waits &= (places < np.uint64(first)) | (places > end)
+            self.refuse(TooEarly, waits, "does not wait for the launch before", lanes)
+
     def load(self, space: str, places, lanes, size: int):
         """(u8 [lanes, size]; which of these bytes have no value, None if all have one)."""
+        if space == "global":
+            self._refuse_early(places, lanes, size, is_read=True)
         if space in ("global", "const"):
             note = None if space == "const" else (lambda *what: self._note(size, lanes, *what))
             memory = self.launch.memory
@@ -223,6 +243,7 @@ class Machine:
 
     def store(self, space: str, places, lanes, value, unwritten) -> None:
         if space == "global":
+            self._refuse_early(places, lanes, value.shape[1], is_read=False)
             if unwritten is not None:
                 bad = unwritten.any(axis=1)
                 self.refuse(Uninitialised, bad, "stores an undefined value", lanes)

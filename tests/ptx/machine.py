@@ -3,6 +3,7 @@
 import ctypes
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,12 +68,14 @@ class Program:
         args: list,
         memory: Memory,
         shared_bytes: int = 0,
+        early: Sequence[tuple[int, int]] | None = None,
     ) -> Record:
         kernel = self._kernel(name)
         if name not in self._code:
             self._code[name] = decode(kernel)
         grid, block = ((*sizes, 1, 1)[:3] for sizes in (grid, block))
         launch = Launch(self, kernel, self._code[name], grid, block, args, memory, shared_bytes)
+        launch.early = early
         own = [(data.ctypes.data, len(data), key) for key, data in self._values.items()]
         for address, size, key in own:
             memory.add(address, size, name=key, is_writable=False)
@@ -104,6 +107,7 @@ class Launch:
         self.parameters = _packed(kernel, args)
         self.symbols, self.shared_bytes, self.local_bytes = _layout(program, kernel, shared_bytes)
         self.log: dict = {}  # accesses of each buffer
+        self.early: Sequence[tuple[int, int]] | None = None  # see the package's docstring
         self.record = Record()
 
     def run(self) -> Record:
@@ -112,7 +116,9 @@ class Launch:
         with np.errstate(all="ignore"):
             for first in range(0, num_blocks, at_once):
                 numbers = np.arange(first, min(first + at_once, num_blocks))
-                Machine(self, numbers).run()
+                machine = Machine(self, numbers)
+                machine.run()
+                machine.check_waited()
         self._check_races()
         self.record.reads = self.memory.touched(READ)
         self.record.writes = self.memory.touched(STORED)

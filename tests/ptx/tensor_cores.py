@@ -1,8 +1,6 @@
 """Copies from global to shared memory that arrive late (cp.async), and products of matrices by the
 lanes of a warp (mma)."""
 
-from itertools import chain
-
 import numpy as np
 
 from ptx.faults import UnknownInstruction
@@ -12,30 +10,29 @@ WARP = 32
 
 
 class Copies:
-    """Copies that have not arrived, by group; the last group is open."""
+    """Copies that have not arrived. Each lane has groups of its own, the last of which is open."""
 
-    def __init__(self) -> None:
-        self._groups: list[list[tuple]] = [[]]
+    def __init__(self, num_lanes: int) -> None:
+        self._waiting: list[tuple] = []
+        self._open = np.zeros(num_lanes, np.int64)  # the number of each lane's open group
 
     def add(self, places, lanes, value) -> None:
-        self._groups[-1].append((places, lanes, value))
+        self._waiting.append((places, lanes, value, self._open[lanes]))
 
     def commit(self, mask) -> None:
-        self._refuse_divided(mask)
-        self._groups.append([])
+        self._open[slice(None) if mask is None else mask] += 1
 
     def wait(self, machine, most: int, mask) -> None:
-        """Makes all but the latest `most` groups arrive."""
-        self._refuse_divided(mask)
-        *groups, current = self._groups
-        arriving = groups[: max(0, len(groups) - most)]
-        for each in chain.from_iterable(arriving):
-            machine.store("shared", *each, None)
-        self._groups = [*groups[len(arriving) :], current]
-
-    def _refuse_divided(self, mask) -> None:
-        if mask is not None:
-            raise UnknownInstruction("groups of copies while threads are divided")
+        """Makes all but the latest `most` groups of these lanes arrive."""
+        waits = np.ones(len(self._open), bool) if mask is None else mask
+        waiting, self._waiting = self._waiting, []
+        for places, lanes, value, group in waiting:
+            arrives = waits[lanes] & (group < self._open[lanes] - most)
+            if arrives.any():
+                machine.store("shared", places[arrives], lanes[arrives], value[arrives], None)
+            rest = ~arrives
+            if rest.any():
+                self._waiting.append((places[rest], lanes[rest], value[rest], group[rest]))
 
 
 def copy(name, modifiers, operands, registers):

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu.launch import power_of_2, step_rows
+from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
+from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 
 # Positions of a tile, whose keys and values are in registers: 32 KiB of f32 each at a width of 128.
@@ -51,9 +52,12 @@ def _rotate_append(
     HAS_ROWS: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
     MAGNITUDE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program per head and row. Values are loaded in pairs even if they are not rotated. A row
     that repeats the previous one appends nothing."""
+    admit_next(OVERLAPS)
+    await_last(OVERLAPS)
     head = tl.program_id(0)
     if HAS_ROWS:
         row = tl.program_id(1)
@@ -171,10 +175,13 @@ def _attend_part(
     NUM_ROWS: tl.constexpr,
     NUM_KV: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program per key-value head, part of the context and row. For each of the head's queries
     it computes the maximum score, the sum of e^(score - maximum), and the sum of the values
     weighted by e^(score - maximum). Tiles before the row's window are not read."""
+    admit_next(OVERLAPS)
+    await_last(OVERLAPS)
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     to = part
@@ -269,9 +276,12 @@ def _attend_join(
     PARTS_BLOCK: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program per head and row: combines the parts, from the one where the row's window begins
     to the one with the row's position, under a common maximum score."""
+    admit_next(OVERLAPS)
+    await_last(OVERLAPS)
     head = tl.program_id(0)
     part_S = tl.arange(0, PARTS_BLOCK)
     first = 0
@@ -317,7 +327,7 @@ def rotate_append(
     query_THW: Tensor | None = None,
     query_scale: float = 1.0,
 ) -> None:
-    cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = 1 if qkv.dim() == 1 else len(qkv), *key_CKW.shape[-2:]
     assert qkv.shape[-1] == (num_heads + 2 * num_kv) * width, (qkv.shape, num_heads, key_CKW.shape)
     assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
@@ -344,6 +354,7 @@ def rotate_append(
         HAS_ROWS=num_rows > 1,
         BLOCK_LENGTH=cache.block_length,
         MAGNITUDE=magnitude,
+        **overlap_options(),
         num_warps=1,
     )
 
@@ -362,7 +373,7 @@ def attend(
     scale: float,
     window: int | None = None,
 ) -> None:
-    cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
     assert window is None or window > 0, window
     assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
@@ -398,6 +409,7 @@ def attend(
         NUM_ROWS=num_rows,
         NUM_KV=num_kv,
         BLOCK_LENGTH=cache.block_length,
+        **overlap_options(),
         num_warps=4,
     )
     _attend_join[(num_heads, *rows)](
@@ -414,12 +426,13 @@ def attend(
         PARTS_BLOCK=power_of_2(num_parts),
         NUM_ROWS=num_rows,
         NUM_PARTS=num_parts,
+        **overlap_options(),
         num_warps=4,
     )
 
 
 @dataclass(frozen=True)
-class _Cache:
+class Cache:
     """A cache [C, K, W] of one sequence, or in blocks [B, P, K, W] that a table assigns. Positions,
     heads and blocks may be strided, in any order; the values of a head are contiguous."""
 

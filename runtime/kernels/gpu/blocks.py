@@ -20,7 +20,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hotsplit.model.weight_types import BY_NAME, file_kind
+from hotsplit.model.weight_types import BY_NAME, WeightType
+from hotsplit.runtime.kernels.gpu.overlap import await_last
 
 
 @triton.jit
@@ -28,6 +29,9 @@ def rows_at(data, row_R, stride, ALIGN: tl.constexpr):
     """Pointers [R] to rows; `stride` is the row stride in units of ALIGN. Row stride and `data` are
     multiples of ALIGN, which the compiler must know to emit wide loads."""
     return data + row_R.to(tl.int64) * stride * ALIGN
+
+
+_TYPES = {f"{name}{end}": each for name, each in BY_NAME.items() for end in ("", "_planar")}
 
 
 class SmallBlock(NamedTuple):
@@ -47,14 +51,16 @@ class SmallBlock(NamedTuple):
     second_word: int
 
 
+# A function that kernels call may use no other one. A global table would be compared with its earlier
+# value at every launch, a default is not.
 @triton.constexpr_function
-def is_small(kind: str) -> bool:
-    return BY_NAME[file_kind(kind)].has_small_blocks
+def is_small(kind: str, types: dict[str, WeightType] = _TYPES) -> bool:
+    return types[kind].has_small_blocks
 
 
 @triton.constexpr_function
-def small_block(kind: str) -> SmallBlock:
-    each = BY_NAME[file_kind(kind)]
+def small_block(kind: str, types: dict[str, WeightType] = _TYPES) -> SmallBlock:
+    each = types[kind]
     levels, bias = each.levels, -min(each.levels, default=0)
     is_affine = all(level == levels[0] + i for i, level in enumerate(levels))
     words = [0, 0]
@@ -232,9 +238,9 @@ def _head_at(unit, KIND: tl.constexpr):
 
 
 @triton.constexpr_function
-def has_minimum(kind: str) -> bool:
+def has_minimum(kind: str, types: dict[str, WeightType] = _TYPES) -> bool:
     """True for small blocks whose scale is followed by a minimum."""
-    each = BY_NAME[file_kind(kind)]
+    each = types[kind]
     return each.has_small_blocks and each.head_bytes == 4
 
 
@@ -327,9 +333,11 @@ def dot_rows(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """A tuple of f32 [R], the products of rows with each of GROUP contiguous vectors. Masked-out
-    rows are not read and give 0."""
+    rows are not read and give 0. With OVERLAPS, waits for the kernel before between the first loads
+    of weights and those of vectors."""
     NUM_UNITS: tl.constexpr = (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     HAS_BLOCKS: tl.constexpr = KIND != "f32" and KIND != "f16" and KIND != "bf16"
     totals = ()
@@ -354,6 +362,9 @@ def dot_rows(
         if has_minimum(KIND):
             minimum = minima(row_R, live_R, in_row_U, unit_U, KIND)
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        if OVERLAPS:  # noqa: SIM102  # else compiled to nothing
+            if start == 0:
+                await_last(OVERLAPS)
         is_there = in_row(unit_U, KIND, WIDTH, 0, PARTS)
         sums = ()
         for t in tl.static_range(GROUP):

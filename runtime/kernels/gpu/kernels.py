@@ -23,13 +23,15 @@ block, R rank, H heads, K key-value heads, W head width, C positions of the cach
 its blocks, S parts of a sum, P rows to add, A chosen rows, B words of 32 bits or blocks of a
 cache; table_SN: S sequences, N blocks of one."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hotsplit.model.spec import Activation, PredictorKind
 from hotsplit.model.weight_types import TYPES
+from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -136,6 +138,26 @@ class Attend(Protocol):
     ) -> None:
         """softmax(scale q k) v over the positions up to `position_1` inclusive: the last `window` of
         them, or all. Triton reads no tile of 64 keys before the window. `scratch` is f32 with at least `attend_scratch` values per row."""
+
+
+class AttendTokens(Protocol):
+    def __call__(
+        self,
+        query_THW: Tensor,
+        key_CKW: Tensor,
+        value_CKW: Tensor,
+        position_T: Tensor,
+        out_THW: Tensor,
+        sequence_1: Tensor | None = None,
+        table_SN: Tensor | None = None,
+        *,
+        window: int | None = None,
+        sink_H: Tensor | None = None,
+    ) -> None:
+        """`attend` for the tokens of a prompt, of one sequence at ascending positions: `sequence_1`
+        may have several values, which are equal. Queries are scaled and have the type of keys and
+        values, to which shares are rounded, too; sums are f32. `sink_H`, f32: for each head one more
+        score, whose share is dropped. A token's result has the same bits in every pass."""
 
 
 class Predict(Protocol):
@@ -257,6 +279,7 @@ class Kernels:
     add_norm: AddNorm
     rotate_append: RotateAppend
     attend: Attend
+    attend_tokens: AttendTokens
     predict: Predict
     gate_up: GateUp
     down: Down
@@ -285,6 +308,7 @@ def triton_kernels() -> Kernels:
         norm,
         predictor,
         products,
+        prompt_attention,
         rows,
         tokens,
     )
@@ -296,6 +320,7 @@ def triton_kernels() -> Kernels:
         add_norm=norm.add_norm,
         rotate_append=attention.rotate_append,
         attend=attention.attend,
+        attend_tokens=prompt_attention.attend_tokens,
         predict=predictor.predict,
         gate_up=neurons.gate_up,
         down=neurons.down,
@@ -304,6 +329,20 @@ def triton_kernels() -> Kernels:
         round_tokens=tokens.round_tokens,
         hidden_tokens=tokens.hidden_tokens,
     )
+
+
+def overlapped(kernels: Kernels) -> Kernels:
+    """Triton's kernels, each of which begins while the one before in its stream still runs
+    (overlap.py); for steps alone, whose weights no kernel writes."""
+
+    def within(kernel: Callable[..., None]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            with overlapping():
+                kernel(*arguments, **options)
+
+        return launch
+
+    return Kernels(**{each.name: within(getattr(kernels, each.name)) for each in fields(Kernels)})
 
 
 def reference_kernels() -> Kernels:
@@ -317,6 +356,7 @@ def reference_kernels() -> Kernels:
         add_norm=reference.add_norm,
         rotate_append=reference.rotate_append,
         attend=reference.attend,
+        attend_tokens=reference.attend_tokens,
         predict=reference.predict,
         gate_up=reference.gate_up,
         down=reference.down,

@@ -14,8 +14,13 @@ order for every T.
 Letters: T rows of a step."""
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from hotsplit.model.weight_types import TYPES
@@ -36,6 +41,19 @@ _TILE_BYTES = {1: 64 * 32 * NUM_WARPS, 2: 32 * 32 * NUM_WARPS}  # by parts of a 
 GROUP, FLOAT_GROUP = 4, 2
 # With fewer rows, tiles do not get longer: rearranging x for them would cost more than it gains.
 _LEAST_ROWS = 4
+
+
+# Compute capability from which Triton uses tensor cores.
+_TENSOR_CORES = 8
+
+
+@cache
+def has_tensor_cores(device: torch.device) -> bool:
+    """True if Triton multiplies 16-bit types by tensor cores on a device, as it does where the CPU
+    emulates one."""
+    if device.type != "cuda":
+        return True
+    return bool(torch.cuda.get_device_properties(device).major >= _TENSOR_CORES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +95,28 @@ class Layout:
         up."""
         wanted = _TILE_BYTES[self.parts] // (max(_LEAST_ROWS, num_rows) * self.unit_bytes)
         return min(wanted, power_of_2(self.num_units))
+
+
+class _Overlap(threading.local):
+    is_on = False
+
+
+_overlap = _Overlap()
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Launches of this thread begin while the kernel before still runs: see overlap.py."""
+    _overlap.is_on = True
+    try:
+        yield
+    finally:
+        _overlap.is_on = False
+
+
+def overlap_options() -> dict[str, bool]:
+    """The options of a launch that depend on `overlapping`."""
+    return {"OVERLAPS": _overlap.is_on, "launch_pdl": _overlap.is_on}
 
 
 @dataclass(frozen=True, kw_only=True)

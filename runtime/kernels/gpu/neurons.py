@@ -14,7 +14,14 @@ from torch import Tensor
 from hotsplit.model.spec import Activation
 from hotsplit.runtime.kernels.gpu.activation import activate, relu
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
-from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
+from hotsplit.runtime.kernels.gpu.launch import (
+    NUM_WARPS,
+    Groups,
+    Layout,
+    overlap_options,
+    rows_of_program,
+)
+from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.ranges import range_of
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
@@ -61,8 +68,11 @@ def _gate_up(
     IS_DENSE: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Reads a neuron if any row of the group needs it; rows that do not need it get 0."""
+    admit_next(OVERLAPS)
+    BEFORE_WAIT: tl.constexpr = OVERLAPS and named is None  # weights are read before the wait
     row_R = tl.program_id(0) // NUM_GROUPS * ROWS + tl.arange(0, ROWS)
     if NUM_GROUPS > 1:
         first = tl.program_id(0) % NUM_GROUPS * GROUP
@@ -76,6 +86,7 @@ def _gate_up(
         neuron_R = row_R
         if id_N is not None:
             neuron_R = tl.load(id_N + row_R, mask=in_block_R, other=0)
+        await_last(OVERLAPS)
         for _ in tl.static_range(GROUP):
             word_R = tl.load(named + neuron_R // 32, mask=in_block_R, other=0)
             lives = lives + (in_block_R & (((word_R >> (neuron_R % 32)) & 1) != 0),)
@@ -90,7 +101,7 @@ def _gate_up(
         values = values + (tl.zeros([ROWS], tl.float32),)
     if tl.max(live_R.to(tl.int32), axis=0) > 0:
         row = rows_at(gate, row_R, gate_stride, ALIGN)
-        gates = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP)
+        gates = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP, BEFORE_WAIT)
         opens, values = (), ()
         for t in tl.static_range(GROUP):
             gate_R, live_R = gates[t], lives[t]
@@ -104,7 +115,7 @@ def _gate_up(
         if up is not None:
             live_R = _any(opens, GROUP)
             row = rows_at(up, row_R, up_stride, UP_ALIGN)
-            ups = dot_rows(row, live_R, x, UP_KIND, WIDTH, UP_PARTS, ROWS, UP_UNITS, GROUP)
+            ups = dot_rows(row, live_R, x, UP_KIND, WIDTH, UP_PARTS, ROWS, UP_UNITS, GROUP, False)
             products = ()
             for t in tl.static_range(GROUP):
                 up_R, value_R = ups[t], values[t]
@@ -160,9 +171,11 @@ def _down(
     SKIPS_ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """If zeros are skipped, each row of the group reads the nonzero neurons of a chunk separately,
     in the same order as in a step of one row; neurons that two rows share are then in cache."""
+    admit_next(OVERLAPS)
     unit_U = tl.program_id(0) // NUM_GROUPS * UNITS + tl.arange(0, UNITS)
     if NUM_GROUPS > 1:
         first_row = tl.program_id(0) % NUM_GROUPS * GROUP
@@ -175,6 +188,7 @@ def _down(
         lows = lows + (tl.zeros([ROWS, UNITS, 16], tl.float32),)
         highs = highs + (tl.zeros([ROWS, UNITS, 16], tl.float32),)
     if SKIPS_ZEROS:
+        await_last(OVERLAPS)
         start = begin
         while start < end:
             neuron_C = start + tl.arange(0, CHUNK)
@@ -209,13 +223,16 @@ def _down(
         start = begin
         while start < end:
             neuron_R = start + tl.arange(0, ROWS)
+            value_low, value_high = _rows_of(
+                data, stride, neuron_R, neuron_R < end, unit_U, KIND, WIDTH, PARTS, ALIGN
+            )
+            if OVERLAPS:  # noqa: SIM102  # else compiled to nothing
+                if start == begin:
+                    await_last(OVERLAPS)
             weights = ()
             for t in tl.static_range(GROUP):
                 own = hidden + t * num_rows
                 weights = weights + (tl.load(own + neuron_R, mask=neuron_R < end, other=0.0),)
-            value_low, value_high = _rows_of(
-                data, stride, neuron_R, neuron_R < end, unit_U, KIND, WIDTH, PARTS, ALIGN
-            )
             new_lows, new_highs = (), ()
             for t in tl.static_range(GROUP):
                 low, high = lows[t], highs[t]
@@ -225,6 +242,7 @@ def _down(
                 new_lows, new_highs = new_lows + (low,), new_highs + (high,)
             lows, highs = new_lows, new_highs
             start += ROWS
+        await_last(OVERLAPS)  # a part may have no neurons
     target = parts + tl.program_id(1).to(tl.int64) * WIDTH
     if part_stride is not None:
         target = parts + tl.program_id(1).to(tl.int64) * part_stride
@@ -284,6 +302,7 @@ def gate_up(
         IS_DENSE=is_dense,
         GROUP=groups.size,
         NUM_GROUPS=groups.count,
+        **overlap_options(),
         num_warps=NUM_WARPS,
     )
 
@@ -317,5 +336,6 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
         SKIPS_ZEROS=skips_zeros,
         GROUP=groups.size,
         NUM_GROUPS=groups.count,
+        **overlap_options(),
         num_warps=num_warps,
     )

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu.launch import power_of_2, step_rows
+from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
+from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 
 # Most values of several parts that are loaded together. Loading parts one by one would cost a
 # memory latency for each; more values do not fit into the registers of a program.
@@ -49,7 +50,10 @@ def _add_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    admit_next(OVERLAPS)
+    await_last(OVERLAPS)
     if NUM_ROWS > 1:
         at = tl.program_id(0) * WIDTH
         x += at
@@ -118,5 +122,6 @@ def add_norm(
         WIDTH=width,
         BLOCK=block,
         NUM_ROWS=num_rows,
+        **overlap_options(),
         num_warps=max(1, min(32, block // 128)),
     )

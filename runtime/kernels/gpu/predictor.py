@@ -10,7 +10,8 @@ from torch import Tensor
 from hotsplit.model.spec import SMOOTH, Activation, PredictorKind
 from hotsplit.runtime.kernels.gpu.activation import smooth
 from hotsplit.runtime.kernels.gpu.blocks import dot_rows, rows_at
-from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, overlap_options
+from hotsplit.runtime.kernels.gpu.overlap import admit_next
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # Neurons per program, which writes their bits as one byte, so no two programs write the same
@@ -38,7 +39,9 @@ def _predict(
     ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    admit_next(OVERLAPS)
     byte = tl.program_id(0) // NUM_GROUPS
     row_R = byte * ROWS + tl.arange(0, ROWS)
     if NUM_GROUPS > 1:
@@ -49,7 +52,7 @@ def _predict(
             copy += group * GROUP * named_stride
     live_R = row_R < num_rows
     row = rows_at(data, row_R, stride, ALIGN)
-    results = dot_rows(row, live_R, inner, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP)
+    results = dot_rows(row, live_R, inner, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP, OVERLAPS)
     for t in tl.static_range(GROUP):
         score_R = results[t]
         if bias is not None:
@@ -103,5 +106,6 @@ def predict(
         ACTIVATION=activation if kind == "gate" else None,
         GROUP=groups.size,
         NUM_GROUPS=groups.count,
+        **overlap_options(),
         num_warps=NUM_WARPS,
     )

@@ -143,6 +143,39 @@ def attend(
     out_HW.copy_((share_KGC @ value_CKW[read].double().transpose(0, 1)).view_as(out_HW))
 
 
+def attend_tokens(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    position_T: Tensor,
+    out_THW: Tensor,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
+    *,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
+) -> None:
+    count, num_kv = int(position_T[-1]) + 1, key_CKW.shape[-2]
+    if table_SN is not None and sequence_1 is not None:
+        block_N = table_SN[int(sequence_1[0])]
+        key_CKW, value_CKW = (_positions(each, block_N, count) for each in (key_CKW, value_CKW))
+    first = 0 if window is None else max(0, int(position_T[0]) + 1 - window)
+    key_CKW, value_CKW = (each[first:count].double() for each in (key_CKW, value_CKW))
+    query_TKGW = query_THW.double().unflatten(1, (num_kv, -1))
+    score_KGTC = torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW)
+    at_C, at_T1 = torch.arange(first, count, device=position_T.device), position_T[:, None]
+    is_unseen_TC = at_C > at_T1
+    if window is not None:
+        is_unseen_TC |= at_C <= at_T1 - window
+    score_KGTC.masked_fill_(is_unseen_TC, -torch.inf)
+    if sink_H is not None:
+        sink_KGT1 = sink_H.double().view(num_kv, -1, 1, 1).expand(*score_KGTC.shape[:3], 1)
+        score_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1)
+    share_KGTC = score_KGTC.softmax(dim=-1)[..., : len(key_CKW)]
+    out_TKGW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW)
+    out_THW.copy_(out_TKGW.flatten(1, 2))
+
+
 @by_rows
 def predict(
     up: StoredMatrix,

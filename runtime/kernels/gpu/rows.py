@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
-from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
+from hotsplit.runtime.kernels.gpu.launch import (
+    NUM_WARPS,
+    Groups,
+    Layout,
+    overlap_options,
+    rows_of_program,
+)
+from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.tiles import unpack_tiles
 from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
 
@@ -35,7 +42,9 @@ def _dot(
     HAS_RELU: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    admit_next(OVERLAPS)
     row_R = tl.program_id(0) // NUM_GROUPS * ROWS + tl.arange(0, ROWS)
     if NUM_GROUPS > 1:
         group = tl.program_id(0) % NUM_GROUPS
@@ -43,7 +52,7 @@ def _dot(
         out += group * GROUP * out_stride
     live_R = row_R < num_rows
     row = rows_at(data, row_R, stride, ALIGN)
-    results = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP)
+    results = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP, OVERLAPS)
     for t in tl.static_range(GROUP):
         y_R = results[t]
         if bias is not None:
@@ -71,7 +80,10 @@ def _unpack(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     IS_ADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    admit_next(OVERLAPS)
+    await_last(OVERLAPS)
     at_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live_R = at_R < num_rows
     row_R = at_R
@@ -122,6 +134,7 @@ def dot(
         HAS_RELU=has_relu,
         GROUP=groups.size,
         NUM_GROUPS=groups.count,
+        **overlap_options(),
         num_warps=NUM_WARPS,
     )
 
@@ -174,5 +187,6 @@ def _launch_unpack(
         ROWS=rows,
         UNITS=_UNPACK_UNITS,
         IS_ADDED=is_added,
+        **overlap_options(),
         num_warps=NUM_WARPS,
     )

@@ -23,6 +23,7 @@ from hotsplit.runtime.kernels.stored import StoredMatrix
 # Rows of a piece: 8 MiB in float64 if a row has 4,096 values. A multiple of 32, so that a piece has
 # whole words of bits.
 ROWS = 256
+SCORES = 1 << 19  # of attention at a time: 4 MiB in float64; they exist twice
 # Of these arguments, whose last axis has a value for each row of the matrix, a piece takes its part.
 _BY_ROW = ("bias_N", "bias_F", "gate_bias_N", "up_bias_N", "id_N", "out_N", "hidden_N", "out_TN")
 Parameters = ParamSpec("Parameters")
@@ -36,6 +37,7 @@ def torch_kernels() -> Kernels:
         add_norm=reference.add_norm,
         rotate_append=reference.rotate_append,
         attend=attend,
+        attend_tokens=attend_tokens,
         predict=_in_pieces(reference.predict),
         gate_up=_in_pieces(reference.gate_up),
         down=down,
@@ -51,8 +53,8 @@ def mixed(fast: Kernels, plain: Kernels, names: Iterable[str]) -> Kernels:
     return replace(fast, **{name: getattr(plain, name) for name in names})
 
 
-def _pieces(num_rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + ROWS, num_rows)) for start in range(0, num_rows, ROWS))
+def _pieces(num_rows: int, size: int = ROWS) -> Iterator[slice]:
+    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 
 def _part(matrix: StoredMatrix, rows: slice) -> StoredMatrix:
@@ -124,6 +126,30 @@ def attend(
             qkv[heads], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, group, scratch,
             out[heads], sequence_1, table_SN, scale=scale, window=window,
         )  # fmt: skip
+
+
+def attend_tokens(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    position_T: Tensor,
+    out_THW: Tensor,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
+    *,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
+) -> None:
+    num_kv = key_CKW.shape[-2]
+    group, count = query_THW.shape[1] // num_kv, int(position_T[-1]) + 1
+    for tokens in _pieces(len(query_THW), max(1, SCORES // (group * count))):
+        for head in range(num_kv):
+            heads, kept = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            reference.attend_tokens(
+                query_THW[tokens, heads], key_CKW[..., kept, :], value_CKW[..., kept, :],
+                position_T[tokens], out_THW[tokens, heads], sequence_1, table_SN, window=window,
+                sink_H=None if sink_H is None else sink_H[heads],
+            )  # fmt: skip
 
 
 @by_rows

@@ -78,13 +78,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of a pass are in the cache of a GPU, as its kernels take it. `block_N`,
-    int64, and the sequence's table only if there are several sequences."""
+    """Where the tokens of a pass are in the cache of a GPU, as its kernels take it; the sequence's
+    table only if there are several sequences."""
 
     position_T: Tensor
     sequence_T: Tensor | None = None
     table_SN: Tensor | None = None
-    block_N: Tensor | None = None
 
 
 class Turns:
@@ -115,8 +114,8 @@ class Turns:
         if table.is_whole:
             return Places(position_T)
         sequence_T = torch.zeros(self._count, dtype=torch.int32, device=device)
-        block_N = table.blocks(sequence, stop).to(device)
-        return Places(position_T, sequence_T, block_N[None].to(torch.int32), block_N)
+        block_N = table.blocks(sequence, stop).to(torch.int32)
+        return Places(position_T, sequence_T, block_N[None].to(device))
 
 
 class RotaryStruct(Structure):

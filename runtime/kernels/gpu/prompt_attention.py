@@ -1,0 +1,160 @@
+"""Attention of a prompt's tokens over the cache, which already has their keys and values: softmax(q
+k) v by tiles, without stored scores (Dao, "FlashAttention-2", arXiv 2307.08691).
+
+A program has one head and the next tile of tokens, and walks over the keys up to its last token's
+position. Positions are read from memory, and the grid follows from the number of tokens alone, so
+a captured launch is right for every place in a text. Tiles of keys begin at multiples of their
+size, and a tile that a token does not see changes none of its sums, so that a token's result
+depends neither on the length of its pass nor on the other tokens.
+
+Letters: T tokens, H heads, K key-value heads, W head width, C positions of the cache, B its blocks,
+P positions of a tile or block, S sequences, N blocks of a sequence."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotsplit.runtime.kernels.gpu.attention import Cache
+from hotsplit.runtime.kernels.gpu.launch import has_tensor_cores, power_of_2
+
+# (tokens and positions of a tile, warps, tiles of keys that are loaded ahead) for heads up to a width,
+# multiplied by tensor cores: the sums of wider heads would not fit into registers.
+_TILES = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)}
+# f32, and every type without tensor cores.
+_EXACT_TILE = (16, 16, 4, 1)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _attend_tokens(
+    query,
+    key,
+    value,
+    key_stride,
+    value_stride,
+    key_head_stride,
+    value_head_stride,
+    position,
+    out,
+    sink,
+    window,
+    num_tokens,
+    key_block_stride,
+    value_block_stride,
+    sequence,
+    table,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+):
+    """The last tokens come first, because they see the most keys."""
+    token_T = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    live_T = token_T < num_tokens
+    at_T = tl.load(position + token_T, mask=live_T, other=-1).to(tl.int32)
+    end = tl.max(at_T + 1, axis=0)
+    begin = 0
+    if window is not None:  # the tile of the first token's first key
+        least_T = tl.maximum(tl.where(live_T, at_T, end) + 1 - window, 0)
+        begin = tl.min(least_T // TILE * TILE, axis=0)
+    if table is not None:
+        table += tl.load(sequence).to(tl.int64) * table_stride
+    column_W = tl.arange(0, BLOCK)
+    in_head_W = column_W < WIDTH
+    place_TW = (token_T.to(tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + column_W[None, :]
+    is_live_TW = live_T[:, None] & in_head_W[None, :]
+    query_TW = tl.load(query + place_TW, mask=is_live_TW, other=0.0)
+    key += (head // GROUP).to(tl.int64) * key_head_stride
+    value += (head // GROUP).to(tl.int64) * value_head_stride
+    peak_T = tl.full([TOKENS], float("-inf"), tl.float32)
+    weight_T = tl.zeros([TOKENS], tl.float32)
+    sum_TW = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for first in tl.range(begin, end, TILE):
+        at_P = first + tl.arange(0, TILE)
+        row_P, own_key, own_value = at_P.to(tl.int64), key, value
+        if table is not None:  # a tile is within a block
+            block = tl.load(table + first // BLOCK_LENGTH).to(tl.int64)
+            row_P = (first % BLOCK_LENGTH + tl.arange(0, TILE)).to(tl.int64)
+            own_key += block * key_block_stride
+            own_value += block * value_block_stride
+        is_read_P = at_P < end
+        key_WP = tl.load(
+            own_key + row_P[None, :] * key_stride + column_W[:, None],
+            mask=is_read_P[None, :] & in_head_W[:, None], other=0.0,
+        )  # fmt: skip
+        value_PW = tl.load(
+            own_value + row_P[:, None] * value_stride + column_W[None, :],
+            mask=is_read_P[:, None] & in_head_W[None, :], other=0.0,
+        )  # fmt: skip
+        score_TP = tl.dot(query_TW, key_WP, input_precision="ieee")
+        is_seen_TP = at_P[None, :] <= at_T[:, None]
+        if window is not None:
+            is_seen_TP = is_seen_TP & (at_P[None, :] > at_T[:, None] - window)
+        score_TP = tl.where(is_seen_TP, score_TP, float("-inf"))
+        new_T = tl.maximum(peak_T, tl.max(score_TP, axis=1))
+        # If every score is -inf, score - peak would be NaN.
+        base_T = tl.where(new_T == float("-inf"), 0.0, new_T)
+        shrink_T = tl.exp(peak_T - base_T)
+        share_TP = tl.exp(score_TP - base_T[:, None])
+        weight_T = weight_T * shrink_T + tl.sum(share_TP, axis=1)
+        share_TP = share_TP.to(value_PW.dtype)
+        sum_TW = tl.dot(share_TP, value_PW, sum_TW * shrink_T[:, None], input_precision="ieee")
+        peak_T = new_T
+    if sink is not None:  # a score of no key
+        weight_T += tl.exp(tl.load(sink + head) - peak_T)
+    result_TW = (sum_TW / weight_T[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place_TW, result_TW, mask=is_live_TW)
+
+
+def attend_tokens(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    position_T: Tensor,
+    out_THW: Tensor,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
+    *,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
+) -> None:
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
+    num_tokens, num_heads, width = query_THW.shape
+    assert query_THW.is_contiguous() and out_THW.is_contiguous(), query_THW.stride()
+    assert query_THW.dtype == key_CKW.dtype == value_CKW.dtype, (query_THW.dtype, key_CKW.dtype)
+    assert window is None or window > 0, window
+    block = max(16, power_of_2(width))
+    tokens, tile, warps, stages = _tile_of(query_THW, block)
+    _attend_tokens[(triton.cdiv(num_tokens, tokens), num_heads)](
+        query_THW,
+        key_CKW,
+        value_CKW,
+        *cache.strides,
+        position_T,
+        out_THW,
+        sink_H,
+        window,
+        num_tokens,
+        *cache.paging,
+        NUM_HEADS=num_heads,
+        GROUP=num_heads // key_CKW.shape[-2],
+        WIDTH=width,
+        BLOCK=block,
+        TOKENS=tokens,
+        TILE=tile,
+        BLOCK_LENGTH=cache.block_length,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def _tile_of(query_THW: Tensor, block: int) -> tuple[int, int, int, int]:
+    assert block <= max(_TILES), f"heads of {block} values, at most {max(_TILES)} are supported"
+    if query_THW.dtype == torch.float32 or not has_tensor_cores(query_THW.device):
+        return _EXACT_TILE
+    return next(tile for width, tile in _TILES.items() if block <= width)
