@@ -17,6 +17,8 @@ from statistics import NormalDist
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from random_checkpoint import write_tokenizer
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -158,8 +160,12 @@ def _entry(
         values -= NormalDist().inv_cdf(SILENT) / (width * MEAN)
     if name == "token_embd.weight":
         values = values * width**0.5 + COMMON
-    piece = encode(torch.from_numpy(values), _type_of(name, kind), name)
-    return TensorEntry(shape=dims, kind=_type_of(name, kind), read_rows=_repeated(piece, dims))
+    own = _type_of(name, kind)
+    if own == "mxfp4":  # which the encoder does not write
+        piece = quantize(values, GGMLQuantizationType.MXFP4)
+    else:
+        piece = encode(torch.from_numpy(values), own, name)
+    return TensorEntry(shape=dims, kind=own, read_rows=_repeated(piece, dims))
 
 
 def _repeated(piece: np.ndarray, dims: tuple[int, ...]) -> Callable[[int, int], np.ndarray]:

@@ -1,9 +1,9 @@
 """The tables of speeds: a chat model, several texts, the server, planted sparsity."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from table_contents import TYPES, ZEN_4, ZEN_5, markdown, percent, result, signed, times
+from table_contents import TYPES, ZEN_4, ZEN_5, markdown, path_of, percent, result, signed, times
 
 RIVALS = ("llama.cpp", "llama.cpp, flash")
 
@@ -16,16 +16,8 @@ def chat(kind: str, name: str = f"chat-model-{ZEN_4}", threads: int = 2) -> Any:
     return result(name)["types"][kind][str(threads)]
 
 
-def chat_model_of(
-    columns: list[tuple[str, Any]],
-    model: str = SMOLLM2,
-    prompts: Sequence[int] = (1, 5, 16, 64, 256),
-) -> str:
+def chat_model_of(columns: list[tuple[str, Any]], model: str = SMOLLM2) -> str:
     """A model's speeds against llama.cpp's. `columns`: (header, the measurements of a type)."""
-    return markdown([f"{model}, dense", *(h for h, _ in columns)], _chat_rows(columns, prompts))
-
-
-def _chat_rows(columns: list[tuple[str, Any]], prompts: Sequence[int]) -> list[list[str]]:
     decode = [found["decode"] for _, found in columns]
     rows = [
         ["decode, tokens/s, ours and theirs",
@@ -34,39 +26,51 @@ def _chat_rows(columns: list[tuple[str, Any]], prompts: Sequence[int]) -> list[l
          *(f"{d['share_of_limit']:.0%}, {d['rival_share_of_limit']:.0%}" for d in decode)],
         ["decode, times llama.cpp", *(times(d["times_rival"]) for d in decode)],
     ]  # fmt: skip
-    for count in prompts:
+    for count in (1, 5, 16, 64, 256):
         found = [each[f"prompt of {count}"] for _, each in columns]
         rows.append([f"prompt of {count}", *(times(p["times_rival"]) for p in found)])
-    return rows
+    return markdown([f"{model}, dense", *(header for header, _ in columns)], rows)
 
 
-EXPERTS = {"qwen3-30b-a3b": "12 of Qwen3-30B-A3B's 48 layers"}
+EXPERTS = {
+    ("qwen3-30b-a3b", "q4_k_m"): "12 of Qwen3-30B-A3B's layers, Q4_K_M",
+    ("qwen3-30b-a3b", "q8_0"): "the same, q8_0",
+    ("gpt-oss-20b", "mxfp4"): "8 of gpt-oss-20b's, MXFP4",
+}
 
 
-def experts(model: str, types: Mapping[str, str]) -> str:
-    """A mixture's speeds against llama.cpp's. `types`: the names of types in the table."""
-    columns = [
-        (f"{label}, {words}", result(f"experts-{model}-{kind}-{ZEN_4}")[threads])
-        for kind, label in types.items()
-        for threads, words in (("2", "2 threads"), ("1", "1 thread"))
-    ]
-    rows, cells = _chat_rows(columns, (16, 64, 512)), []
-    for _, found in columns:
-        rates = found["batches"]["tokens_per_s"]
-        cells.append(times(rates["dense"]["8"] / max(rates[rival]["8"] for rival in RIVALS)))
-    rows.append(["steps of 8 texts", *cells])
-    return markdown([f"{EXPERTS[model]}, random weights", *(h for h, _ in columns)], rows)
+def experts() -> str:
+    """Speeds of mixtures against llama.cpp's, where they were measured."""
+    rows = []
+    for (model, kind), label in EXPERTS.items():
+        if not path_of(f"experts-{model}-{kind}-{ZEN_4}").exists():
+            continue
+        found = result(f"experts-{model}-{kind}-{ZEN_4}")
+        for threads, words in (("2", "2 threads"), ("1", "1 thread")):
+            if threads not in found:
+                continue
+            of = found[threads]
+            prompts = [of.get(f"prompt of {n}") for n in (16, 64, 512)]
+            cells = [times(p["times_rival"]) if p else "-" for p in prompts]
+            decode, share, eight = "-", "-", "-"
+            if "decode" in of:
+                decode = times(of["decode"]["times_rival"])
+                share = f"{of['decode']['share_of_limit']:.0%}"
+            if "batches" in of:
+                rates = of["batches"]["tokens_per_s"]
+                eight = times(rates["dense"]["8"] / max(rates[rival]["8"] for rival in RIVALS))
+            rows.append([f"{label}, {words}", decode, share, *cells, eight])
+    header = ["times llama.cpp", "decode", "share of the byte limit"]
+    return markdown([*header, *(f"prompt of {n}" for n in (16, 64, 512)), "8 texts"], rows)
 
 
 def silent_experts() -> str:
     """Modes of a mixture whose experts have silent neurons."""
-    rows = []
-    for kind in ("q8_0",):
-        found = result(f"experts-smallthinker-4b-{kind}-{ZEN_4}")
-        for threads, words in (("2", "2 threads"), ("1", "1 thread")):
-            ratios = found[threads]["dense_over_exact"]
-            rows.append([f"{kind}, {words}", *(times(ratios[part]) for part in
-                         ("s", "bytes", "experts_s", "experts_bytes"))])  # fmt: skip
+    rows, found = [], result(f"experts-smallthinker-4b-q8_0-{ZEN_4}")
+    for threads, words in (("2", "2 threads"), ("1", "1 thread")):
+        ratios = found[threads]["dense_over_exact"]
+        parts = ("s", "bytes", "experts_s", "experts_bytes")
+        rows.append([words, *(times(ratios[part]) for part in parts)])
     header = ["dense over exact", "a token", "its bytes", "experts", "their bytes"]
     return markdown(header, rows)
 
@@ -241,7 +245,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "batch-planted": lambda: batch(
         "planted-q8_0", "planted q8_0, predicted", "predicted", {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
     ),
-    "experts": lambda: experts("qwen3-30b-a3b", {"q4_k_m": "Q4_K_M", "q8_0": "q8_0"}),
+    "experts": experts,
     "silent-experts": silent_experts,
     "speculation": speculation,
     "serve-throughput": serve_throughput,
