@@ -38,29 +38,34 @@ struct Weights {
     std::vector<uint8_t> data;
 
     Weights(int32_t kind, int64_t D, int64_t N) : kind(kind), D(D), N(N) {
-        const bool is_q8 = form_of(kind) == form_of(KIND_Q8_0);
-        const bool is_planar = kind == KIND_Q8_0_PLANAR || kind == KIND_Q4_0_PLANAR;
-        const int64_t block_bytes = is_q8 ? 34 : 18;
+        const int64_t block_bytes = KINDS[kind].block_bytes, head = KINDS[kind].head_bytes;
+        const bool is_planar = KINDS[kind].layout == PLANAR;
         row_bytes = D / 32 * block_bytes;
         data.resize(N * row_bytes);
         for (uint8_t& byte : data) byte = static_cast<uint8_t>(random_bits());
         for (int64_t a = 0; a < N; ++a)
-            for (int64_t b = 0; b < D / 32; ++b) {  // scales of either sign, 0.5 to 2
-                const uint16_t scale = 0x3800 | (random_bits() & 0x87ff);
-                std::memcpy(&data[a * row_bytes + b * (is_planar ? 2 : block_bytes)], &scale, 2);
+            for (int64_t b = 0; b < D / 32; ++b) {  // scales and minima of 0.5 to 2, f16 of either sign
+                uint8_t* at = &data[a * row_bytes + b * (is_planar ? 2 : block_bytes)];
+                if (head == 1) at[0] = static_cast<uint8_t>(127 + random_bits() % 3);
+                for (int64_t i = 0; i < head / 2; ++i) {
+                    const uint16_t number = 0x3800 | (random_bits() & 0x87ff);
+                    std::memcpy(at + 2 * i, &number, 2);
+                }
             }
         if (!is_tiled(kind)) return;
         std::vector<uint8_t> tiles(data.size());  // see kernels.h
-        const int64_t n = D / 32, quant_bytes = block_bytes - 2;
+        const int64_t n = D / 32, quant_bytes = block_bytes - head, size = head == 1 ? 1 : 2;
         for (int64_t a = 0; a < N; ++a)
             for (int64_t b = 0; b < n; ++b) {
-                const int64_t first = b / 2 * 2, pair = n - first < 2 ? 1 : 2, r = a % TILE_ROWS;
+                const int64_t most = 4 / head, first = b / most * most, r = a % TILE_ROWS;
+                const int64_t together = n - first < most ? n - first : most;
                 const uint8_t* block = &data[a * row_bytes + b * block_bytes];
                 uint8_t* to = &tiles[(a - r) * row_bytes] + first * TILE_ROWS * block_bytes;
-                std::memcpy(to + 2 * ((b - first) * TILE_ROWS + r), block, 2);
-                to += TILE_ROWS * (2 * pair + (b - first) * quant_bytes) + 4 * r;
+                for (int64_t i = 0; i < head; i += size)
+                    std::memcpy(to + TILE_ROWS * ((b - first) * head + i) + size * r, block + i, size);
+                to += TILE_ROWS * (head * together + (b - first) * quant_bytes) + 4 * r;
                 for (int64_t at = 0; at < quant_bytes; at += 4)
-                    std::memcpy(to + TILE_ROWS * at, block + 2 + at, 4);
+                    std::memcpy(to + TILE_ROWS * at, block + head + at, 4);
             }
         data = tiles;
     }
@@ -128,14 +133,18 @@ int main(int argc, char** argv) {
         misuse(argv[1]);
         return 0;
     }
-    for (int32_t kind :
-         {KIND_Q8_0, KIND_Q4_0, KIND_Q8_0_PLANAR, KIND_Q4_0_PLANAR, KIND_Q8_0_TILED, KIND_Q4_0_TILED})
+    for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
         for (int64_t D : {32, 64, 96, 576, 2048})
             for (int64_t N : {1, 15, 16, 17, 40, 48}) {
+                if (!form_of(kind) || block_values(kind) != BLOCK || is_grouped(kind)) continue;
                 // Rows and vectors share tiles, so short rows are tried with every N and T. Blocks
                 // are multiplied one after another, so few of each suffice for long rows.
                 const bool is_long = D > 96;
                 if ((is_tiled(kind) && N % TILE_ROWS) || (is_long && N != 17 && N != 48)) continue;
+                // Other types differ in how a block is unpacked.
+                const bool is_first =
+                    kind_in_file(kind) == KIND_Q8_0 || kind_in_file(kind) == KIND_Q4_0;
+                if (!is_first && ((D != 96 && D != 576) || (N != 17 && N != 48))) continue;
                 const Weights weights(kind, D, N);
                 for (int64_t T : {1, 7, 8, 15, 16, 17, 31, 32, 33, 70})
                     if (!(is_long && T != 1 && T != 17) && !agree(weights, T)) return 1;

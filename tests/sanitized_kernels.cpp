@@ -48,8 +48,8 @@ const int32_t* backwards(int64_t A) {
 
 // Rows of any type with small finite values.
 uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
-    if (kind >= KIND_Q4_0_PLANAR) {
-        const int32_t in_file = kind_in_file(kind);
+    const int32_t in_file = kind_in_file(kind);
+    if (in_file != kind) {
         const int64_t stride = row_bytes_of(kind, D);
         uint8_t* packed = bytes(num_rows * stride);
         const uint8_t* from = weights(in_file, num_rows, D);
@@ -64,10 +64,11 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
     }
     for (int64_t i = 0; i < size; ++i) data[i] = static_cast<uint8_t>(next() >> 24);
     const int64_t values = block_values(kind), stride = row_bytes_of(kind, values);
-    const bool has_minima = kind == KIND_Q4_K || kind == KIND_Q5_K;
+    const bool has_minima = kind == KIND_Q4_K || kind == KIND_Q5_K || KINDS[kind].head_bytes == 4;
     for (uint8_t* block = data; block < data + size; block += stride) {
         (kind == KIND_Q6_K ? block + 208 : block)[1] = kind == KIND_BF16 ? 0x3d : 0x20;
         if (has_minima) block[3] = 0x20;
+        if (KINDS[kind].head_bytes == 1) block[0] = 120;
     }
     return data;
 }
@@ -111,8 +112,8 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
 // of the same values with which they can.
 int32_t summed(int32_t kind) {
     if (!is_tiled(kind) && !is_grouped(kind)) return kind;
-    if (!form_of(kind) || block_values(kind) == SUPER_BLOCK) return kind_in_file(kind);
-    return form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0_PLANAR : KIND_Q8_0_PLANAR;
+    const int32_t in_file = kind_in_file(kind);
+    return in_file == KIND_Q4_0 ? KIND_Q4_0_PLANAR : in_file == KIND_Q8_0 ? KIND_Q8_0_PLANAR : in_file;
 }
 
 // True if the sum of grouped rows equals that of the same rows in another layout, bit for bit, if

@@ -13,6 +13,7 @@ import torch
 from allocations import pool_peaks
 from models import family_model, make_model, make_sizes, shape_only
 from reference import logits_ref, rel_error
+from small_blocks import STORED_KINDS as KINDS
 from test_runtime import IDS, PATTERNS, make_split
 from test_workspace import spanned_bytes
 
@@ -21,7 +22,6 @@ from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
-from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime import gpu_setup, resolved_options
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.device_memory import (

@@ -13,12 +13,12 @@ from fake_cuda import library
 from fake_cuda.torch_cuda import fake_cuda
 from models import make_model, make_sizes
 from reference import rel_error
+from small_blocks import STORED_KINDS as KINDS
 from test_fake_step import checked_cuda
 from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.device.pools import PoolBytes

@@ -292,7 +292,7 @@ def test_the_bound_rejects_one_flipped_bit(bit):
 @pytest.mark.parametrize("kind", CODED)
 def test_edge_blocks_are_unpacked_to_the_bit(kernels, kind):
     blocks = edge_rows(kind)
-    data = torch.from_numpy(blocks[:: 1 + len(blocks) // 200])
+    data = torch.from_numpy(blocks[:: 1 + len(blocks) // 64])
     want = unpack(data, kind)
     for rows, own in ((data, kind), planar(data, kind)):
         matrix = Matrix(data=rows.to(device()), kind=own, width=32)

@@ -8,11 +8,11 @@ import torch
 from control_group_files import write_groups
 from models import make_model, make_sizes
 from reference import rel_error
+from small_blocks import STORED_KINDS as KINDS
 from test_runtime import IDS, PATTERNS, decoded, make_split
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library

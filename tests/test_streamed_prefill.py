@@ -11,12 +11,12 @@ from checkpoints import random_model, save_tokenizer
 from fake_streams import FakeDevice, FakeStream, Race
 from models import make_model, make_sizes
 from reference import logits_ref, rel_error
+from small_blocks import STORED_KINDS as KINDS
 from test_families import CASES, converted
 from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime.device import staging
 from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import PlainStream

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from models import make_model, make_sizes
+from small_blocks import STORED_KINDS
 from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.model.modes import MODES
-from hotsplit.model.weight_types import NAMES as WEIGHT_TYPES
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.loader import load_weights
@@ -126,7 +126,7 @@ def weights_of(layer):
 
 @pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", WEIGHT_TYPES)
+@pytest.mark.parametrize("kind", STORED_KINDS)
 def test_beside_a_gpu_weights_have_the_forms_of_the_cpu_alone(kind, mode):
     """Layers on the CPU, cold neurons and the head, though the GPU streams neurons from there."""
     shape = make_sizes(num_layers=3, width=256, num_neurons=192, vocab_size=64)

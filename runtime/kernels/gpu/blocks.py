@@ -118,32 +118,7 @@ def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
         low = tl.load(row + (unit * 16 + lane), mask=is_live, other=0).to(tl.float32)
         high = low
     elif is_small(KIND):
-        SMALL: tl.constexpr = small_block(KIND)
-        UNITS_OF_BLOCK: tl.constexpr = 1 if SMALL.has_nibbles else 2
-        block = unit // UNITS_OF_BLOCK
-        at = block * SMALL.size + SMALL.quants_at + unit % UNITS_OF_BLOCK * 16
-        if SMALL.is_planar:
-            at = unit * 16 + WIDTH // 32 * SMALL.quants_at
-        both = tl.load(row + (at + lane), mask=is_live, other=0)
-        if SMALL.has_nibbles:
-            low = both & 15
-            high = both >> 4
-            if SMALL.quants_at > SMALL.head:
-                at = block * SMALL.size + SMALL.head
-                if SMALL.is_planar:
-                    at = unit * 4 + WIDTH // 32 * SMALL.head
-                fifth = tl.load(row + (at + lane // 8), mask=is_live, other=0) >> (lane % 8).to(
-                    tl.uint8
-                )
-                low |= (fifth & 1) << 4
-                fifth = tl.load(row + (at + 2 + lane // 8), mask=is_live, other=0)
-                fifth = fifth >> (lane % 8).to(tl.uint8)
-                high |= (fifth & 1) << 4
-            low = level_of(low, KIND)
-            high = level_of(high, KIND)
-        else:
-            low = both.to(tl.int8, bitcast=True).to(tl.float32)
-            high = low
+        low, high = _small_quants(row, unit, lane, is_live, KIND, WIDTH)
     elif KIND == "q4_k":
         both = tl.load(row + (unit // 8 * 144 + 16 + unit % 8 * 16 + lane), mask=is_live, other=0)
         low = _float_of(both & 15, 0.0)
@@ -166,6 +141,38 @@ def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
         upper = upper >> (unit // 2 % 2 * 2).to(tl.uint8)
         low = _float_of((both & 15) | ((upper & 3) << 4), 32.0)
         high = _float_of((both >> 4) | (upper & 48), 32.0)
+    return low, high
+
+
+@triton.jit
+def _small_quants(row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """`quants` of small blocks."""
+    SMALL: tl.constexpr = small_block(KIND)
+    UNITS_OF_BLOCK: tl.constexpr = 1 if SMALL.has_nibbles else 2
+    block = unit // UNITS_OF_BLOCK
+    at = block * SMALL.size + SMALL.quants_at + unit % UNITS_OF_BLOCK * 16
+    if SMALL.is_planar:
+        at = unit * 16 + WIDTH // 32 * SMALL.quants_at
+    both = tl.load(row + (at + lane), mask=is_live, other=0)
+    if SMALL.has_nibbles:
+        low = both & 15
+        high = both >> 4
+        if SMALL.quants_at > SMALL.head:
+            at = block * SMALL.size + SMALL.head
+            if SMALL.is_planar:
+                at = unit * 4 + WIDTH // 32 * SMALL.head
+            fifth = tl.load(row + (at + lane // 8), mask=is_live, other=0) >> (lane % 8).to(
+                tl.uint8
+            )
+            low |= (fifth & 1) << 4
+            fifth = tl.load(row + (at + 2 + lane // 8), mask=is_live, other=0)
+            fifth = fifth >> (lane % 8).to(tl.uint8)
+            high |= (fifth & 1) << 4
+        low = level_of(low, KIND)
+        high = level_of(high, KIND)
+    else:
+        low = both.to(tl.int8, bitcast=True).to(tl.float32)
+        high = low
     return low, high
 
 
@@ -201,7 +208,8 @@ def _float_of(byte, LESS: tl.constexpr):
 
 @triton.jit
 def scales(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """f32 [R, U] of each part; not for kinds without blocks, nor for q4_k and q5_k."""
+    """f32 [R, U]: the scales of both parts, and what small blocks with a minimum add to both; not for
+    kinds without blocks, nor for q4_k and q5_k."""
     row = row_R[:, None]
     unit = unit_U[None, :]
     is_live = live_R[:, None] & in_row_U[None, :]
@@ -217,24 +225,21 @@ def scales(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
         low = factor * scale.to(tl.int8, bitcast=True).to(tl.float32)
         scale = tl.load(row + (at + 4), mask=is_live, other=0)
         high = factor * scale.to(tl.int8, bitcast=True).to(tl.float32)
+        minimum = low
     else:
         SMALL: tl.constexpr = small_block(KIND)
-        at = _head_at(unit, KIND)
-        if SMALL.head == 1:  # noqa: SIM108
+        UNITS_OF_BLOCK: tl.constexpr = 1 if SMALL.has_nibbles else 2
+        STEP: tl.constexpr = SMALL.head if SMALL.is_planar else SMALL.size
+        at = unit // UNITS_OF_BLOCK * STEP
+        if SMALL.head == 1:  # noqa: SIM108  # Triton compiles one branch only
             low = exponent_at(row + at, is_live)
         else:
             low = _half_at(row + at, is_live)
         high = low
-    return low, high
-
-
-@triton.jit
-def _head_at(unit, KIND: tl.constexpr):
-    """The place in a row of the numbers before the quants of a unit's small block."""
-    SMALL: tl.constexpr = small_block(KIND)
-    UNITS_OF_BLOCK: tl.constexpr = 1 if SMALL.has_nibbles else 2
-    STEP: tl.constexpr = SMALL.head if SMALL.is_planar else SMALL.size
-    return unit // UNITS_OF_BLOCK * STEP
+        minimum = low
+        if has_minimum(KIND):
+            minimum = _half_at(row + (at + 2), is_live)
+    return low, high, minimum
 
 
 @triton.constexpr_function
@@ -242,13 +247,6 @@ def has_minimum(kind: str, types: dict[str, WeightType] = _TYPES) -> bool:
     """True for small blocks whose scale is followed by a minimum."""
     each = types[kind]
     return each.has_small_blocks and each.head_bytes == 4
-
-
-@triton.jit
-def minima(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr):
-    """f32 [R, U] of the units of small blocks."""
-    is_live = live_R[:, None] & in_row_U[None, :]
-    return _half_at(row_R[:, None] + (_head_at(unit_U[None, :], KIND) + 2), is_live)
 
 
 @triton.jit
@@ -309,12 +307,11 @@ def values(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
         low = low * scale_low[:, :, None] - minimum_low[:, :, None]
         high = high * scale_high[:, :, None] - minimum_high[:, :, None]
     elif KIND != "f32" and KIND != "f16" and KIND != "bf16":
-        scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        scale_low, scale_high, minimum = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         low = low * scale_low[:, :, None]
         high = high * scale_high[:, :, None]
         if has_minimum(KIND):
-            minimum = minima(row_R, live_R, in_row_U, unit_U, KIND)
             low += minimum[:, :, None]
             high += minimum[:, :, None]
     else:
@@ -342,10 +339,8 @@ def dot_rows(
     HAS_BLOCKS: tl.constexpr = KIND != "f32" and KIND != "f16" and KIND != "bf16"
     totals = ()
     for _ in tl.static_range(GROUP):
-        if HAS_BLOCKS:
-            totals = totals + (tl.zeros([ROWS, UNITS], tl.float32),)
-        else:
-            totals = totals + (tl.zeros([ROWS, UNITS, 16], tl.float32),)
+        total = tl.zeros([ROWS, UNITS] if HAS_BLOCKS else [ROWS, UNITS, 16], tl.float32)
+        totals = totals + (total,)
     for start in range(0, NUM_UNITS, UNITS):
         unit_U = start + tl.arange(0, UNITS)
         if NUM_UNITS % UNITS == 0:  # noqa: SIM108  # Triton compiles one branch only
@@ -358,9 +353,7 @@ def dot_rows(
                 row_R, live_R, in_row_U, unit_U, BLOCK_BYTES
             )
         elif HAS_BLOCKS:
-            scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
-        if has_minimum(KIND):
-            minimum = minima(row_R, live_R, in_row_U, unit_U, KIND)
+            scale_low, scale_high, minimum = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         if OVERLAPS:  # noqa: SIM102  # else compiled to nothing
             if start == 0:
