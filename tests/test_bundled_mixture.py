@@ -116,7 +116,6 @@ def test_served_answers_are_those_of_transformers(made, continuations):
 
 
 def test_commands_know_experts(made, capsys):
-    """Also `run`, without predictors and a plan."""
     model, counted = str(made / "f32.gguf"), str(made / "profile.safetensors")
     assert main(["inspect", counted]) == 0
     assert "tokens of the hottest expert" in capsys.readouterr().out
