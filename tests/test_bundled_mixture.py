@@ -116,8 +116,11 @@ def test_served_answers_are_those_of_transformers(made, continuations):
 
 
 def test_commands_know_experts(made, capsys):
-    """Also `run`, without predictors and a plan."""
     model, counted = str(made / "f32.gguf"), str(made / "profile.safetensors")
+    assert main(["inspect", model]) == 0
+    said = capsys.readouterr().out
+    # The experts' matrices are 6 x 3 x 1 MiB, of which a token reads a quarter.
+    assert "4 of 16 a token" in said and "13.11 MiB of 26.61 MiB" in said
     assert main(["inspect", counted]) == 0
     assert "tokens of the hottest expert" in capsys.readouterr().out
     page = made / "page.html"

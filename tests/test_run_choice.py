@@ -5,8 +5,9 @@ from runpy import run_path
 
 import pytest
 from checkpoints import random_dejavu
-from models import make_model, make_sizes
+from models import make_model, make_sizes, mixture_spec
 from run_fixtures import MIB
+from test_experts import mixture
 from test_gguf_source import powerinfer_file
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -14,6 +15,7 @@ from hotsplit.cli import main
 from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
 from hotsplit.run import choice, estimate, prepare, stages
 from hotsplit.run.cache_folder import Cache
 from hotsplit.run.choice import Wishes, choose, choose_predictors, choose_type, worth
@@ -123,6 +125,11 @@ def test_which_models_are_looked_at():
         model = make_model(activation=activation)
         found, line = choose_predictors(model, wishes, is_on_gpu=is_on_gpu)
         assert found is wanted and line, (activation, wishes)
+    for activation, line in (("silu", "mode dense: a token computes all"),
+                             ("relu", "mode exact: a token computes neurons that fire")):  # fmt: skip
+        experts = make_model(spec=mixture_spec(make_sizes(), activation=activation))
+        found = choose_predictors(experts, Wishes(), is_on_gpu=False)
+        assert found[0] is False and found[1].startswith(line)
     has_some = make_model(predictor_rank=8)
     assert choose_predictors(has_some, Wishes(), is_on_gpu=False)[0] is False
 
@@ -132,6 +139,20 @@ def test_predictors_are_worth_it_where_few_neurons_fire():
     assert worth(model, 0.05, has_plan=False)[0] and not worth(model, 0.6, has_plan=False)[0]
     wide = make_model(sizes=make_sizes(num_neurons=32, vocab_size=4096), kind="f16")
     assert worth(wide, 0.05, has_plan=True)[0] and not worth(wide, 0.05, has_plan=False)[0]
+
+
+def test_a_mixtures_file_keeps_its_type_unless_its_experts_are_silent(tmp_path):
+    """In llama.cpp's layout the rows of silent neurons cannot be left out, so such a file is
+    converted; predictors are refused before any stage."""
+    given = tmp_path / "m.gguf"
+    mixture(layout="stock", kind="q8_0", num_neurons=64).save(given)
+    for activation, layout in ((None, "stock"), ("relu", "sparse")):  # None: as llama.cpp's, SiLU
+        source = look_at(given, activation, tmp_path / "none.gguf")
+        assert source.own_type == "q8_0"
+        found = choose(source, wishes_of(), Room(main=1 << 40))
+        assert (found.layout, found.predictors, found.budgets) == (layout, False, ())
+        with pytest.raises(HotsplitError, match="predictors are not supported for mixtures"):
+            choose(source, wishes_of(mode="predicted"), Room(main=1 << 40))
 
 
 def test_powerinfers_files_are_run_as_they_are(relu, tmp_path):

@@ -15,6 +15,7 @@ from hotsplit.artifacts import importance_file
 from hotsplit.artifacts.model_file import TEMPLATE_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.default_mode import dense_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
 from hotsplit.inspection.artifact_summaries import ImportancesSummary
@@ -159,6 +160,7 @@ class GgufSummary(Summary):
                 ("thresholds", span(m.threshold_L)),
                 *([("limits", f"sha256 {limits[:12]}")] if limits else []),
                 *spec_facts(m.bare_spec),
+                *_read_rows(m),
                 (
                     "output head",
                     "the embedding (tied)" if m.is_tied else "its own matrix (not tied)",
@@ -204,6 +206,14 @@ class GgufSummary(Summary):
         if keys := self.shown_keys:
             tables.append(facts_table("other keys" if self.model else "keys", keys.items()))
         return [*tables, tensors]
+
+
+def _read_rows(model: ModelFile) -> list[Row]:
+    """The weights that a token of a mixture reads, in mode dense; [] for other models."""
+    if not model.bare_spec.has_experts:
+        return []
+    whole = sum(entry.num_bytes for entry in model.tensors.values())
+    return [("a token reads", f"{format_bytes(dense_bytes(model))} of {format_bytes(whole)}")]
 
 
 def summarise_gguf(path: Path) -> GgufSummary | SplitSummary | ImportancesSummary:
