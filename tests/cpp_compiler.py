@@ -8,8 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "runtime" / "kernels" / "cpu"
-# With sanitizers, -Og compiles in 17 s what takes 30 s with -O1. Two tests compile the generic
-# kernels with no other flags than these.
+# With sanitizers, -Og compiles in 17 s what takes 30 s with -O1.
 FLAGS = ["-std=c++17", "-Og", "-w", "-ffp-contract=off"]
 COMPILER = ["ccache", "g++"] if shutil.which("ccache") else ["g++"]
 
