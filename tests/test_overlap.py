@@ -63,7 +63,7 @@ def waiting_last(text: str) -> str:
 
 
 def waiting_in_some_threads(text: str) -> str:
-    """Of a block, the first warp."""
+    """The first warp of a block."""
     declared = re.sub(
         r"(\.reg \.pred[^\n]*)", r"\1\n .reg .pred %own; .reg .b32 %self;", text, count=1
     )

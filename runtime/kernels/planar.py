@@ -17,6 +17,7 @@ from hotsplit.model.weight_types import TYPES
 PLANAR_KIND: dict[str, str] = {
     each.name: each.gpu_kind for each in sorted(TYPES, key=lambda e: e.block_bytes) if each.planes
 }
+FORMS = ("", *PLANAR_KIND)  # of a file's rows that are copied: unchanged, or to planar rows
 FILE_KIND = {planar: kind for kind, planar in PLANAR_KIND.items()}
 
 # (first byte in a block of the file, bytes), in planar order.

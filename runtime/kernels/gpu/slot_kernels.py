@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.weight_types import BY_NAME
-from hotsplit.runtime.kernels.gpu.slots import FORMS
+from hotsplit.runtime.kernels.planar import FORMS
 
 _UNITS = 1024  # per program: 2 KiB, so a row of 4,096 values in 8 bits takes three programs
 _WORDS = 8  # per program

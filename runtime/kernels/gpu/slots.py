@@ -2,7 +2,7 @@
 neurons, `pack_open` packs the bits of the hot neurons that a step reads.
 
 A copy is described by four numbers (`COPY`): offset in staging, target address, number of bytes,
-and form (`FORMS`): "" copies the bytes unchanged, the others rearrange a file's blocks to planar
+and form (planar.FORMS): "" copies the bytes unchanged, the others rearrange a file's blocks to planar
 rows (runtime.kernels.planar). Addresses are multiples of 2, and so are sizes but those of rows with
 blocks of an odd number of bytes.
 
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.runtime.device.bits import pack_bits
-from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
+from hotsplit.runtime.kernels.planar import FORMS, planar
 
 COPY = 4  # int64 numbers of a copy: offset in staging, target address, bytes, form
-FORMS = ("", *PLANAR_KIND)  # of a file, smallest blocks first
 
 
 def form_of(kind: str, target_kind: str) -> int:
