@@ -149,10 +149,11 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
     names = map(plan.name_of, checkpoint.tensors)
     is_tied = bool(plan.is_tied) or "output.weight" not in names
     roles = Roles.of(plan.spec, is_tied=is_tied)
+    importances = Importances.load(config.importances) if config.importances else None
     types = TensorTypes(
         outtype=outtype, roles=roles, overrides=config.tensor_types,
         keeps_packed=config.outtype is None,
-        importances=config.importances and Importances.load(config.importances),
+        importances=importances,
     )  # fmt: skip
     tokenizer = tokenizer_keys(checkpoint.folder, plan.spec.vocab_size, config.layout)
     model = ModelFile(

@@ -49,9 +49,10 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
     keys = keys | _activation_keys(config, keys, found)
     read = KeyReader(config.source, keys, tensors)
     roles = Roles.of(read.graph.of_keys(read), is_tied="output.weight" not in tensors)
+    importances = Importances.load(config.importances) if config.importances else None
     types = TensorTypes(
         outtype=config.outtype or "f16", roles=roles, overrides=config.tensor_types,
-        importances=config.importances and Importances.load(config.importances),
+        importances=importances,
     )  # fmt: skip
     names = _targets(config, tensors)
     entries = {

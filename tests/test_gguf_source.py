@@ -26,6 +26,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.encode import encode, is_rounding
 from hotsplit.convert.gguf_source import restored
 from hotsplit.convert.options import ConvertConfig, ConvertReport
+from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
@@ -221,7 +222,7 @@ def test_k_quants_keep_their_bytes_except_where_transposed(stock, tmp_path):
         "q6_k repacked as q8_0", "q4_k repacked as q8_0"]  # fmt: skip
     written = Written(
         source=tmp_path / "k.gguf", path=tmp_path / "m.gguf", output=tmp_path / "m.gguf",
-        restored=lambda: restored(tmp_path / "k.gguf", new),
+        restored=lambda: restored(tmp_path / "k.gguf", TensorTypes(outtype="f16"), new),
     )  # fmt: skip
     assert "logits equal" in verify(written).line
 
@@ -252,7 +253,7 @@ def test_k_quants_are_written_and_computed_with(silu, stock, tmp_path, outtype):
     assert 2.0 ** -(bits + 2) < error < 10 * 2.0**-bits, error
 
 
-def test_rows_of_partial_blocks_of_256_become_q8_0_or_are_refused(tmp_path):
+def test_rows_of_partial_blocks_of_256_get_smaller_blocks_or_are_refused(tmp_path):
     narrow = random_llama(tmp_path / "hf", hidden_size=64, intermediate_size=256)
     run(narrow, tmp_path / "f16.gguf", outtype="f16")
     for source, name in ((narrow, "m.gguf"), (tmp_path / "f16.gguf", "again.gguf")):
@@ -260,12 +261,12 @@ def test_rows_of_partial_blocks_of_256_become_q8_0_or_are_refused(tmp_path):
         told = [
             n for n in report.notes if "because their rows are not whole q4_k blocks of 256" in n
         ]
-        assert len(told) == 1 and "matrices, 99% of the bytes, are q8_0" in told[0]
+        assert len(told) == 1 and "matrices, 99% of the bytes, are q5_0" in told[0]
         matrices = [
             e for e in ModelFile.load(tmp_path / name).tensors.values() if len(e.shape) == 2
         ]
-        assert {entry.kind for entry in matrices} == {"q8_0"}
-    with pytest.raises(HotsplitError, match="would not change: .* are q8_0, because their rows"):
+        assert {entry.kind for entry in matrices} == {"q5_0"}
+    with pytest.raises(HotsplitError, match="would not change: .* are q5_0, because their rows"):
         run(tmp_path / "m.gguf", tmp_path / "n.gguf", outtype="q4_k")
     with pytest.raises(HotsplitError, match="rows of 64 values are not whole blocks of 256"):
         run(narrow, tmp_path / "n.gguf", tensor_types=("attn_q=q4_k",))

@@ -332,7 +332,7 @@ def test_profile_adds_up_the_inputs_of_each_expert(tmp_path):
     folder = random_model(tmp_path / "hf", config)
     save_tokenizer(folder, 320)
     found, windows = profiled(folder, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     seen: dict[int, list] = {0: [], 1: []}
     for layer, block in enumerate(model.model.layers):
         block.mlp.experts.register_forward_pre_hook(
@@ -342,14 +342,16 @@ def test_profile_adds_up_the_inputs_of_each_expert(tmp_path):
         for ids_T in windows:
             model(ids_T[None])
     for layer, block in enumerate(model.model.layers):
-        x_TD = torch.cat([x.reshape(-1, 64) for x, _ in seen[layer]])
+        x_TD = torch.cat([x.reshape(-1, 64) for x, _ in seen[layer]]).double()
         chosen_TK = torch.cat([chosen.reshape(-1, 2) for _, chosen in seen[layer]])
         each = {
             n: found.tensors[f"blk.{layer}.ffn_{n}_exps.weight"] for n in ("gate", "up", "down")
         }
         for expert in range(5):
             own_TD = x_TD[(chosen_TK == expert).any(dim=1)]
-            gate_TF, up_TF = (own_TD @ block.mlp.experts.gate_up_proj[expert].T).chunk(2, dim=1)
+            gate_TF, up_TF = (own_TD @ block.mlp.experts.gate_up_proj[expert].double().T).chunk(
+                2, dim=1
+            )
             hidden_TF = torch.nn.functional.silu(gate_TF) * up_TF
             for name, input_TM in (("gate", own_TD), ("up", own_TD), ("down", hidden_TF)):
                 assert each[name].count[expert] == len(own_TD) > 0
