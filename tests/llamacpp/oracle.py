@@ -81,21 +81,21 @@ def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str)
     return {"ids": ids}
 
 
-def quantize(source: str, target: str, kind: str) -> dict:
+def quantize(source: str, target: str, kind: str, importances: str | None = None) -> dict:
     """Quantises all matrices to one type, like `llama-quantize --pure`; to a mixture (a kind that
-    ends in _m), like `llama-quantize` without that option."""
+    ends in _s, _m or _l), like `llama-quantize` without that option. `importances`: an .npz of
+    mean squares by the names of matrices."""
     params = llama.llama_model_quantize_default_params()
-    params.ftype = {
-        "f16": llama.LLAMA_FTYPE_MOSTLY_F16,
-        "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
-        "q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
-        "q4_k_m": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-        "q5_k_m": llama.LLAMA_FTYPE_MOSTLY_Q5_K_M,
-        "q4_k": llama.LLAMA_FTYPE_MOSTLY_Q4_K_S,
-        "q5_k": llama.LLAMA_FTYPE_MOSTLY_Q5_K_S,
-        "q6_k": llama.LLAMA_FTYPE_MOSTLY_Q6_K,
-    }[kind]
-    params.pure, params.nthread = not kind.endswith("_m"), 1
+    name = {"q4_k": "q4_k_s", "q5_k": "q5_k_s", "q3_k": "q3_k_s"}.get(kind, kind)
+    params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{name.upper()}")
+    params.pure, params.nthread = kind[-2:] not in ("_s", "_m", "_l"), 1
+    arrays = dict(np.load(importances)) if importances else {}
+    if arrays:
+        entries = (llama.llama_model_imatrix_data * (len(arrays) + 1))()  # the last one ends them
+        for entry, (name, array) in zip(entries, arrays.items(), strict=False):
+            entry.name, entry.size = name.encode(), array.size
+            entry.data = ctypes.cast(array.ctypes.data, type(entry.data))
+        params.imatrix = ctypes.cast(entries, type(params.imatrix))
     status = llama.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
     assert status == 0, "".join(LOG)[-2000:]
     return {}

@@ -16,10 +16,13 @@ from checkpoints import edit_config
 from reference import rel_error
 
 from hotsplit import Engine
+from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
+from hotsplit.convert.mixtures import NAMES, main_type
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
+from hotsplit.model.weight_types import BY_NAME
 
 BUNDLED = Path(__file__).parent.parent.parent / "examples/tiny-relu"
 PROMPTS = [
@@ -29,6 +32,7 @@ PROMPTS = [
 NUM_TOKENS = 64
 # |ours - theirs| / |theirs|; measured maxima: 5e-7, 3.3e-4, 2e-3, 8.3e-3, 1.1e-2.
 BOUNDS = {"f32": 5e-6, "f16": 1e-3, "bf16": 5e-3, "q8_0": 2e-2, "q4_0": 3e-2}
+MIXTURES = [name for name in NAMES if main_type(name) in BY_NAME]
 # K-quants: 1.2e-2 to 1.7e-2. Files that people download are mixtures of them.
 K_BOUNDS = {"q4_k_m": 3e-2, "q5_k_m": 3e-2, "q4_k": 3e-2, "q5_k": 3e-2, "q6_k": 3e-2}
 
@@ -195,6 +199,51 @@ def test_bytes_equal_those_of_llama_cpps_quantiser(stock, quantised, kind):
         a, b = (tensor.read().reshape(-1).view(np.uint8) for tensor in (entry, other))
         assert np.array_equal(a, b), f"{name}: {(a != b).sum()} of {a.size} bytes differ"
     print(f"{kind}: {len(ours.tensors)} tensors are equal to the byte")
+
+
+@pytest.mark.parametrize("has_importances", [False, True])
+@pytest.mark.parametrize("kind", [*MIXTURES, "iq4_nl", "q5_0"])
+def test_mixtures_and_searched_bytes_equal_those_of_its_quantiser(
+    llama_cpp, silu, stock, tmp_path, kind, has_importances
+):
+    """The types of all tensors, and their bytes."""
+    source, target, ours = stock("f32"), tmp_path / "t.gguf", tmp_path / "o.gguf"
+    made, arrays = importances_of(source, tmp_path / "i.gguf"), tmp_path / "i.npz"
+    np.savez(arrays, **{name: each.means().reshape(-1) for name, each in made.tensors.items()})
+    given = {"importances": arrays} if has_importances else {}
+    llama_cpp("quantize", source=source, target=target, kind=kind, **given)
+    convert(
+        ConvertConfig(
+            source=silu,
+            output=ours,
+            layout="stock",
+            outtype=kind,
+            importances=made.path if has_importances else None,
+        )  # fmt: skip
+    )
+    theirs = ModelFile.load(target).tensors
+    for name, entry in ModelFile.load(ours).tensors.items():
+        assert entry.kind == theirs[name].kind, name
+        assert entry.read().tobytes() == theirs[name].read().tobytes(), name
+
+
+def importances_of(model: Path, path: Path) -> Importances:
+    random = np.random.default_rng(0)
+    matrices = {
+        name: entry
+        for name, entry in ModelFile.load(model).tensors.items()
+        if name.startswith("blk.") and len(entry.shape) == 2
+    }
+    tensors = {
+        name: Importance(
+            np.exp(random.standard_normal(entry.shape[-1])).astype(np.float32),
+            np.ones(1, np.float32),
+        )
+        for name, entry in matrices.items()
+    }
+    made = Importances(path=path, tensors=tensors)
+    made.save(path)
+    return made
 
 
 def test_files_that_would_run_wrongly_are_refused_on_both_sides(llama_cpp, silu, stock, tmp_path):
