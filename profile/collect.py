@@ -166,7 +166,9 @@ def _run_streamed(
     outcome = _outcome(
         config, model, windows, gates, counter.arrays(), trained, compare, plan.device
     )
-    return _with_importances(outcome, config, squares, squares and squares.arrays(), windows)
+    return _with_importances(
+        outcome, config, squares, squares.arrays() if squares else None, windows
+    )
 
 
 def _count_streamed(

@@ -26,9 +26,8 @@ from hotsplit.runtime.resolved_options import check_limits, device_of
 def check_inputs(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
     """Raises HotsplitError for errors that can be found before text is read."""
     inputs = (config.model, *(path for path in config.corpora if path != STDIN))
-    outputs = (config.output, *report_paths(config.output))
-    if config.importances is not None:
-        outputs = (*outputs, config.importances)
+    extras = () if config.importances is None else (config.importances,)
+    outputs = (config.output, *report_paths(config.output), *extras)
     for path in outputs:
         check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
