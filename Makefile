@@ -108,10 +108,10 @@ FULL := $(DIR)/model.gguf
 MACHINE := $(DIR)/machine.json
 SPLIT := $(DIR)/model.split.gguf
 
-DEMO := $(if $(filter file,$(origin MODEL)),DIR=build/demo MODE=predicted)
+DEMO := $(if $(filter file,$(origin MODEL)),DIR=build/demo MODE=predicted SEED=4,SEED=8)
 demo:
 	@$(MAKE) --no-print-directory build
-	@$(MAKE) --no-print-directory evaluate generate VRAM=17MiB TEMPERATURE=0.7 SEED=4 $(DEMO)
+	@$(MAKE) --no-print-directory evaluate generate VRAM=17MiB TEMPERATURE=0.7 $(DEMO)
 
 convert: build $(BASE)
 profile: build $(FULL)
@@ -159,14 +159,14 @@ $(SPLIT): $(FULL) $(PROFILE) $(MACHINE) $(DIR)/settings-SOLVE_SETTINGS
 	  $(if $(MAX_LOSS),--max-loss $(MAX_LOSS)) $(if $(MODE),--mode $(MODE)) -o $@ --force
 
 BY_PLAN = by="--split $(SPLIT)"; ! $(IS_MIXTURE) || \
-  { by=; echo "without the plan: mixtures of experts run only on the CPU so far"; }
+  { by=; echo "(without the plan: mixtures of experts run only on the CPU so far)"; }
 
 evaluate: build $(SPLIT) build/corpus/held-out.txt
 	@echo "== eval: $(FULL) against its dense self, on text neither has seen"
 	@$(BY_PLAN); $(HOTSPLIT) eval $(FULL) $$by --corpus build/corpus/held-out.txt --tokens 4096
 
 generate: build $(SPLIT)
-	@echo "== generate: $(FULL) by $(SPLIT)"
+	@echo "== generate: $(FULL)"
 	@$(BY_PLAN); $(HOTSPLIT) generate $(FULL) $$by -p "$$PROMPT" -n $(NUM_TOKENS) \
 	  --temp $(TEMPERATURE) $(if $(SEED),--seed $(SEED)) $(if $(MAX_LOSS),--max-loss $(MAX_LOSS))
 
