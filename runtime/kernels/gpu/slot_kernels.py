@@ -26,38 +26,37 @@ def _moved(at_U, byte_U, num_blocks, block, first, start, size):
 
 # By form; the first copies bytes unchanged.
 _TYPES = tuple(BY_NAME[form or "f16"] for form in FORMS)
-_Types = tuple[WeightType, ...]
 
 
 # As in blocks.py, what kernels need is a default.
 @triton.constexpr_function
-def num_forms(types: _Types = _TYPES) -> int:
+def num_forms(types: tuple[WeightType, ...] = _TYPES) -> int:
     return len(types)
 
 
 @triton.constexpr_function
-def block_of(form: int, types: _Types = _TYPES) -> int:
+def block_of(form: int, types: tuple[WeightType, ...] = _TYPES) -> int:
     """Bytes of a block. Blocks of an odd number of bytes are not copied two by two."""
     return types[form].block_bytes
 
 
 @triton.constexpr_function
-def num_planes(form: int, types: _Types = _TYPES) -> int:
+def num_planes(form: int, types: tuple[WeightType, ...] = _TYPES) -> int:
     return len(types[form].planes)
 
 
 @triton.constexpr_function
-def plane_start(form: int, number: int, types: _Types = _TYPES) -> int:
+def plane_start(form: int, number: int, types: tuple[WeightType, ...] = _TYPES) -> int:
     return types[form].planes[number][0]
 
 
 @triton.constexpr_function
-def plane_size(form: int, number: int, types: _Types = _TYPES) -> int:
+def plane_size(form: int, number: int, types: tuple[WeightType, ...] = _TYPES) -> int:
     return types[form].planes[number][1]
 
 
 @triton.constexpr_function
-def bytes_before(form: int, number: int, types: _Types = _TYPES) -> int:
+def bytes_before(form: int, number: int, types: tuple[WeightType, ...] = _TYPES) -> int:
     """Bytes of a block in the planes before this one."""
     return sum(size for _, size in types[form].planes[:number])
 
