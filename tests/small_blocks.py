@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from hotsplit.model.weight_types import TYPES
+from hotsplit.model.weight_types import NAMES, TYPES
 
 CODED = {each.name: each for each in TYPES if each.has_nibbles and not each.has_integer_sums}
 # Where only bytes matter, one of them stands for all: its blocks have an odd number of bytes.
-STORED_KINDS = (*(each.name for each in TYPES if each.name not in CODED), "mxfp4")
+STORED_KINDS = (*(name for name in NAMES if name not in CODED), "mxfp4")
 
 
 def random_rows(kind: str, num_rows: int, width: int, scale: float, seed: int = 0) -> np.ndarray:

@@ -146,7 +146,8 @@ def test_pieces_of_tiles_and_groups_are_whole(tmp_path, kind):
         stream = streamed(engine, split, piece_bytes=None)
         found = {m.kind for layer in engine.layers for m in layer.ffn.blocks[-1].matrices}
         together = max(rows_together(kind) for kind in found)
-        assert together == {"f32": 1, "q4_k": 16, "q5_k": 16, "q6_k": 16}.get(kind, 64)
+        grouped = ("f16", "bf16", "q8_0", "q4_0")
+        assert together == (1 if kind == "f32" else 64 if kind in grouped else 16)
         pieces = counted(stream)
         assert rel_error(engine.logits(IDS), want) < torch.finfo(torch.float16).eps
         assert pieces == list(range(len(stream._pieces))) and len(pieces) > 2

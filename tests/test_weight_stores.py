@@ -177,6 +177,7 @@ FASTEST = {
     "f32": {"f32"}, "f16": {"f16", "grouped"}, "bf16": {"bf16", "grouped"},
     "q8_0": {"tiled", "grouped"}, "q4_0": {"tiled", "grouped"},
     "q4_k": {"tiled", "k"}, "q5_k": {"tiled", "k"}, "q6_k": {"tiled", "k"},
+    "mxfp4": {"tiled", "mxfp4"},
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.model.weight_types import BY_NAME
+from hotsplit.model.weight_types import BY_NAME, WeightType
 from hotsplit.runtime.kernels.planar import FORMS
 
 _UNITS = 1024  # per program: 2 KiB, so a row of 4,096 values in 8 bits takes three programs
@@ -24,41 +24,41 @@ def _moved(at_U, byte_U, num_blocks, block, first, start, size):
     return tl.where(is_in_U, first * num_blocks + number_U * size + inner_U - start, at_U)
 
 
+# By form; the first copies bytes unchanged.
+_TYPES = tuple(BY_NAME[form or "f16"] for form in FORMS)
+
+
+# As in blocks.py, what kernels need is a default.
 @triton.constexpr_function
-def num_forms() -> int:
-    return len(FORMS)
-
-
-@triton.constexpr_function
-def has_odd_blocks(form: int) -> bool:
-    """True for blocks of an odd number of bytes, which are not copied two by two."""
-    return BY_NAME[FORMS[form]].block_bytes % 2 == 1
-
-
-@triton.constexpr_function
-def num_planes(form: int) -> int:
-    return len(BY_NAME[FORMS[form]].planes)
+def num_forms(types: tuple[WeightType, ...] = _TYPES) -> int:
+    return len(types)
 
 
 @triton.constexpr_function
-def block_of(form: int) -> int:
-    return BY_NAME[FORMS[form]].block_bytes
+def block_of(form: int, types: tuple[WeightType, ...] = _TYPES) -> int:
+    """Bytes of a block. Blocks of an odd number of bytes are not copied two by two."""
+    return types[form].block_bytes
 
 
 @triton.constexpr_function
-def plane_start(form: int, number: int) -> int:
-    return BY_NAME[FORMS[form]].planes[number][0]
+def num_planes(form: int, types: tuple[WeightType, ...] = _TYPES) -> int:
+    return len(types[form].planes)
 
 
 @triton.constexpr_function
-def plane_size(form: int, number: int) -> int:
-    return BY_NAME[FORMS[form]].planes[number][1]
+def plane_start(form: int, number: int, types: tuple[WeightType, ...] = _TYPES) -> int:
+    return types[form].planes[number][0]
 
 
 @triton.constexpr_function
-def bytes_before(form: int, number: int) -> int:
+def plane_size(form: int, number: int, types: tuple[WeightType, ...] = _TYPES) -> int:
+    return types[form].planes[number][1]
+
+
+@triton.constexpr_function
+def bytes_before(form: int, number: int, types: tuple[WeightType, ...] = _TYPES) -> int:
     """Bytes of a block in the planes before this one."""
-    return sum(size for _, size in BY_NAME[FORMS[form]].planes[:number])
+    return sum(size for _, size in types[form].planes[:number])
 
 
 @triton.jit
@@ -83,13 +83,13 @@ def _scatter(staging, copies, UNITS: tl.constexpr):
     at_U = byte_U
     has_odd = form < 0
     for other in tl.static_range(1, num_forms()):
-        if has_odd_blocks(other):
+        if block_of(other) % 2 == 1:
             has_odd = has_odd | (form == other)
         if form == other:
             at_U = _planar_place(byte_U, num_bytes, other)
     if has_odd:  # the places of two bytes need not be adjacent
         for other in tl.static_range(1, num_forms()):
-            if has_odd_blocks(other):
+            if block_of(other) % 2 == 1:
                 own_target = target.to(tl.pointer_type(tl.uint8))
                 for odd in tl.static_range(2):
                     own_U = byte_U + odd
