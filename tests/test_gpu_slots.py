@@ -105,6 +105,6 @@ def test_the_comparison_notices_a_wrong_copy(wrong):
     right = scattered(scatter_ref, own[:1], [1], before, 0)
     other = scattered(
         reference_slot_kernels().scatter, own[:1], [1 if wrong == "form" else 2], before,
-        2 if wrong == "form" else 0,
+        FORMS.index("q8_0") if wrong == "form" else 0,
     )  # fmt: skip
     assert not torch.equal(right, other)
