@@ -1,6 +1,6 @@
 """Benchmarks a K-quant mixture on the CPU against llama.cpp, alternating in one run, dense in both.
 
-    python benchmarks/k_quant_model.py FOLDER --rival path/to/venv/bin/python
+    python benchmarks/k_quant_model.py FOLDER --rival path/to/venv/bin/python [--types q3_k_m,q2_k,iq4_xs]
 
 Q4_K_M is a common type of downloaded GGUF files. The model is synthetic: the SiLU twin of 1.1 B
 parameters that decode.py makes in FOLDER, which llama.cpp quantises and both sides run as it is.
@@ -13,25 +13,29 @@ from chat_model import parser, run
 from decode import make_models
 from random_checkpoint import TINYLLAMA
 
-KIND = "q4_k_m"
+TYPE = "q4_k_m"  # unless others are asked for
 QUANTISE = """
 import ctypes, sys, llama_cpp as llama
 params = llama.llama_model_quantize_default_params()
-params.ftype = llama.LLAMA_FTYPE_MOSTLY_Q4_K_M
-source, target = (path.encode() for path in sys.argv[1:])
+params.ftype = getattr(llama, "LLAMA_FTYPE_MOSTLY_" + sys.argv[3].upper())
+source, target = (path.encode() for path in sys.argv[1:3])
 sys.exit(llama.llama_model_quantize(source, target, ctypes.byref(params)))
 """
 
 
 def main() -> None:
-    arguments = parser().parse_args()
-    arguments.types = KIND
-    target = arguments.folder / f"{KIND}-stock.gguf"
-    if not target.exists():
+    found = parser()
+    found.set_defaults(types=TYPE)
+    arguments = found.parse_args()
+    for kind in arguments.types.split(","):
+        target = arguments.folder / f"{kind}-stock.gguf"
+        if target.exists():
+            continue
         make_models(arguments.folder, "bf16", TINYLLAMA.num_layers)
         source = arguments.folder / "bf16-stock.gguf"
         made = target.with_suffix(".partial")
-        subprocess.run([arguments.rival, "-c", QUANTISE, str(source), str(made)], check=True)
+        command = [arguments.rival, "-c", QUANTISE, str(source), str(made), kind]
+        subprocess.run(command, check=True)
         made.replace(target)
     model = "synthetic: planted_checkpoint.py, the SiLU twin, quantised by llama.cpp"
     run(arguments, "k_quant_model", model, "k-quant-model")

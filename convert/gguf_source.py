@@ -22,6 +22,7 @@ from hotsplit.convert.experts import by_expert, of_expert
 from hotsplit.convert.importances import check_and_note
 from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.same_values import SAME_VALUES, with_same_values
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.key_reader import KeyReader
@@ -167,6 +168,9 @@ def _made(
     if (entry.kind, kind) == ("q5_0", "q8_0") and not is_transposed:
         same = dataclasses.replace(entry, kind=kind, read_rows=partial(_q5_0_as_q8_0, entry))
         return _checked(same, label)
+    if SAME_VALUES.get(entry.kind) == kind and not is_transposed:
+        read = partial(_same_rows, entry, label)
+        return _checked(dataclasses.replace(entry, kind=kind, read_rows=read), label)
     read = partial(_transposed_rows if is_transposed else _unpacked_rows, entry)
 
     def read_rows(start: int, stop: int) -> np.ndarray:
@@ -207,6 +211,10 @@ def _is_finite(data: np.ndarray, kind: str) -> bool:
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
     """f32 rows of a tensor of any type that gguf can unpack."""
     return _unpack(entry.read_rows(start, stop), entry.kind)
+
+
+def _same_rows(entry: TensorEntry, label: str, start: int, stop: int) -> np.ndarray:
+    return with_same_values(entry.read_rows(start, stop), entry.kind, label)
 
 
 def _q5_0_as_q8_0(entry: TensorEntry, start: int, stop: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from hotsplit.convert.importances import mean_squares
 from hotsplit.convert.mixtures import NAMES as MIXTURES
 from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import check_type
+from hotsplit.convert.same_values import SAME_VALUES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
@@ -91,11 +92,14 @@ class TensorTypes:
 
     def stored_kind(self, name: str, shape: tuple[int, ...], source: str, *, is_whole: bool) -> str:
         """The type of a tensor that a GGUF has as `source`: what an override asks for; without one
-        its own, if there are kernels for it and its blocks stay whole; else q8_0, which loses least."""
+        its own, if there are kernels for it and its blocks stay whole, or the one that holds its
+        values exactly; else q8_0, which loses least."""
         if self.override(name) is not None and len(shape) > 1:
             return self.kind(name, shape)
         if source in NAMES and (source in FLOAT_NAMES or is_whole):
             return source
+        if source in SAME_VALUES and is_whole:
+            return SAME_VALUES[source]
         return replace(self, outtype="q8_0", roles=None).kind(name, shape)
 
     def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:

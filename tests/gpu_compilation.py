@@ -25,7 +25,7 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from hotsplit.files.gguf_file import row_bytes
-from hotsplit.model.weight_types import file_kind
+from hotsplit.model.weight_types import TYPES, file_kind
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
@@ -35,7 +35,7 @@ from hotsplit.runtime.weights.matrix import Matrix
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
 OVERLAPPING = 90
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-FILE_KINDS = ("q4_0", "q8_0", "q6_k")  # supported by `unpack` alone
+FILE_KINDS = tuple(t.name for t in TYPES if t.planes)  # supported by `unpack` alone
 
 
 class AbsentDevice:

@@ -8,8 +8,8 @@ within sqrt(n) eps times that sum, and a few eps for the terms themselves."""
 import gguf
 import numpy as np
 import torch
-from k_quants import BLOCK_BYTES, random_rows
-from small_blocks import CODED
+from k_quants import BLOCK_BYTES, WITH_MINIMA, random_rows
+from small_blocks import CODED, LIKE_Q6_K
 from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
@@ -23,10 +23,10 @@ from hotsplit.runtime.weights.matrix import Matrix
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
-# Kinds that differ from q4_0_planar only in how a block is unpacked.
-CODED_KINDS = tuple(f"{name}_planar" for name in CODED)
+# Kinds that differ from q4_0_planar or q6_k_planar only in how a block is unpacked.
+CODED_KINDS = tuple(f"{name}_planar" for name in (*CODED, *LIKE_Q6_K))
 # Supported by `unpack` alone.
-FILE_KINDS = ("q8_0", "q4_0", "q6_k", *CODED)
+FILE_KINDS = ("q8_0", "q4_0", "q6_k", *map(file_kind, CODED_KINDS))
 TILE_KINDS = tuple(t.kind_in(form) for t in TYPES for form in t.forms if form != "planar")
 EPS = torch.finfo(torch.float32).eps
 NAN = float("nan")
@@ -39,7 +39,7 @@ def device() -> torch.device:
 
 def block_width(kind: str) -> int:
     """Widths must be multiples of this."""
-    return 256 if kind[:4] in BLOCK_BYTES else 32
+    return 256 if file_kind(kind) in BLOCK_BYTES else 32
 
 
 def make_matrix(
@@ -87,7 +87,7 @@ def vector(size: int, seed: int = 1) -> Tensor:
 def sizes(matrix: Matrix) -> Tensor:
     """f64 [N, D]: the sizes of the terms that make up the values."""
     values = unpack(matrix.data, matrix.kind).double().abs()
-    if matrix.kind[:4] in ("q4_k", "q5_k", "q4_1", "q5_1"):  # a value is a difference
+    if matrix.kind[:4] in (*WITH_MINIMA, "q4_1", "q5_1"):  # a value is a difference
         values = values + values.amax(dim=1, keepdim=True)
     return values
 

@@ -22,6 +22,7 @@ from ptx.kernels import FOLDER, MODULES, PACKAGE, PtxKernels
 from hotsplit.runtime.kernels.gpu import ranges
 
 ARCH = 89
+HELPERS = ("activation", "small_blocks", "super_blocks", "blocks")  # modules without launches
 
 # ---- the comparisons -----------------------------------------------------------------------
 
@@ -34,6 +35,9 @@ CASES: dict[str, Callable] = {
     "dot q4_0": lambda k: rows.test_dot(k, "q4_0_planar", 3),
     "dot q5_k": lambda k: rows.test_dot(k, "q5_k", 3),
     "dot q6_k": lambda k: rows.test_dot(k, "q6_k_planar", 3),
+    "dot q3_k": lambda k: rows.test_dot(k, "q3_k_planar", 1),
+    "dot q2_k": lambda k: rows.test_dot(k, "q2_k_planar", 1),
+    "dot iq4_xs": lambda k: rows.test_dot(k, "iq4_xs_planar", 1),
     "dot q8_0": lambda k: rows.test_dot(k, "q8_0_planar", 3),
     "dot with relu": rows.test_dot_with_relu,
     "dot beside others": rows.test_dot_writes_only_its_own_values,
@@ -41,6 +45,9 @@ CASES: dict[str, Callable] = {
     "unpack to bf16": lambda k: rows.test_unpack_of_chosen_rows_with_gaps(k, "q8_0_planar"),
     "unpack to f16": rows.test_unpack_to_f16_into_rows_with_gaps,
     "unpack q6_k in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q6_k_tiled", 1),
+    "unpack q3_k in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q3_k_tiled", 1),
+    "unpack q2_k in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q2_k_tiled", 1),
+    "unpack iq4_xs in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "iq4_xs_tiled", 1),
     "unpack q5_k in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q5_k_tiled", 2),
     "unpack q8_0 in tiles": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q8_0_tiled", 5),
     "unpack q4_0 in groups": lambda k: rows.test_unpack_of_tiles_and_groups(k, "q4_0_grouped", 2),
@@ -168,10 +175,10 @@ def changed_source(mutant: Mutant) -> tuple[Path, str]:
     (target / "__init__.py").touch()
     for path in FOLDER.glob("*.py"):
         shutil.copy(path, target)
-    for name in ("activation", "blocks", *MODULES):
+    for name in (*HELPERS, *MODULES):
         path = target / f"{name}.py"
         text = path.read_text()
-        for helper in ("activation", "blocks"):  # the launching modules stay hotsplit's
+        for helper in HELPERS:  # the launching modules stay hotsplit's
             text = text.replace(f"{PACKAGE}.{helper} ", f"{package}.{helper} ")
         if path.name == mutant.place:
             assert text.count(mutant.old) > mutant.at, (mutant.what, text.count(mutant.old))
@@ -206,27 +213,27 @@ BARRIERS = (
 )  # fmt: skip
 
 SOURCE = [
-    Mutant(what="quants of q4_K one byte late", place="blocks.py", case="dot q4_k",
+    Mutant(what="quants of q4_K one byte late", place="super_blocks.py", case="dot q4_k",
            old="* 144 + 16 +", new="* 144 + 17 +", found_by="OutOfBounds", is_quick=True),
-    Mutant(what="upper bits of a scale shifted by one more", place="blocks.py", case="dot q4_k",
+    Mutant(what="upper bits of a scale shifted by one more", place="super_blocks.py", case="dot q4_k",
            old="(high & 15) | (low >> 6 << 4)", new="(high & 15) | (low >> 6 << 5)",
            found_by="values"),
-    Mutant(what="part 4 of a super-block read as part 0 to 3 are", place="blocks.py",
+    Mutant(what="part 4 of a super-block read as part 0 to 3 are", place="super_blocks.py",
            case="dot q4_k", old="scale = tl.where(part < 4", new="scale = tl.where(part <= 4",
            found_by="values"),
-    Mutant(what="scales of low and high parts swapped", place="blocks.py", case="dot q5_k",
+    Mutant(what="scales of low and high parts swapped", place="super_blocks.py", case="dot q5_k",
            old="return factor * scale_low, factor * scale_high,",
            new="return factor * scale_high, factor * scale_low,", found_by="values"),
-    Mutant(what="scales read as bf16", place="blocks.py", case="dot q8_0",
+    Mutant(what="scales read as bf16", place="small_blocks.py", case="dot q8_0",
            old="tl.pointer_type(tl.float16)", new="tl.pointer_type(tl.bfloat16)",
            found_by="values"),
-    Mutant(what="high nibbles shifted by 3", place="blocks.py", case="dot q4_0",
-           old="high = _float_of(both >> 4, 8.0)", new="high = _float_of(both >> 3, 8.0)",
+    Mutant(what="high nibbles shifted by 3", place="small_blocks.py", case="dot q4_0",
+           old="high = both >> 4", new="high = both >> 3",
            found_by="values"),
-    Mutant(what="signed bytes read as unsigned", place="blocks.py", case="dot q8_0",
+    Mutant(what="signed bytes read as unsigned", place="small_blocks.py", case="dot q8_0",
            old="both.to(tl.int8, bitcast=True).to(tl.float32)", new="both.to(tl.float32)",
            found_by="values"),
-    Mutant(what="wrong upper bits of q6_K", place="blocks.py", case="dot q6_k",
+    Mutant(what="wrong upper bits of q6_K", place="super_blocks.py", case="dot q6_k",
            old="(upper & 3) << 4", new="(upper & 3) << 5", found_by="values"),
     Mutant(what="minima added instead of subtracted", place="blocks.py", case="dot q5_k",
            old="total -= minimum_high", new="total += minimum_high", found_by="values"),

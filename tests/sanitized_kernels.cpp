@@ -64,11 +64,19 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
     }
     for (int64_t i = 0; i < size; ++i) data[i] = static_cast<uint8_t>(next() >> 24);
     const int64_t values = block_values(kind), stride = row_bytes_of(kind, values);
-    const bool has_minima = kind == KIND_Q4_K || kind == KIND_Q5_K || KINDS[kind].head_bytes == 4;
+    const int64_t scale_at = kind == KIND_Q6_K   ? 208
+                             : kind == KIND_Q3_K ? 108
+                             : kind == KIND_Q2_K ? 80
+                                                 : 0;
+    const bool has_minima =
+        kind == KIND_Q4_K || kind == KIND_Q5_K || kind == KIND_Q2_K || KINDS[kind].head_bytes == 4;
     for (uint8_t* block = data; block < data + size; block += stride) {
-        (kind == KIND_Q6_K ? block + 208 : block)[1] = kind == KIND_BF16 ? 0x3d : 0x20;
-        if (has_minima) block[3] = 0x20;
-        if (KINDS[kind].head_bytes == 1) block[0] = 120;
+        if (KINDS[kind].head_bytes == 1) {
+            block[0] = 0x78;
+            continue;
+        }
+        block[scale_at + 1] = kind == KIND_BF16 ? 0x3d : 0x20;
+        if (has_minima) block[scale_at + 3] = 0x20;
     }
     return data;
 }

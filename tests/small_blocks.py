@@ -5,8 +5,10 @@ import numpy as np
 from hotsplit.model.weight_types import NAMES, TYPES
 
 CODED = {each.name: each for each in TYPES if each.has_nibbles and not each.has_integer_sums}
-# Where only bytes matter, one of them stands for all: its blocks have an odd number of bytes.
-STORED_KINDS = (*(name for name in NAMES if name not in CODED), "mxfp4")
+LIKE_Q6_K = ("q3_k", "q2_k", "iq4_xs")  # in tiles on the CPU, in planes on GPUs
+# Where only bytes matter, mxfp4, whose blocks have an odd number of bytes, stands for CODED, and q6_k
+# for those like it.
+STORED_KINDS = (*(name for name in NAMES if name not in CODED and name not in LIKE_Q6_K), "mxfp4")
 
 
 def random_rows(kind: str, num_rows: int, width: int, scale: float, seed: int = 0) -> np.ndarray:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import threading
 import time
+from functools import cache
 from typing import NamedTuple
 
 import forked
@@ -16,7 +17,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from k_quants import BLOCK_BYTES, F16_AT, random_rows
+from k_quants import BLOCK_BYTES, F16_AT, QUANTS_AT, WITH_MINIMA, by_hand, random_rows
 from small_blocks import CODED, edge_rows
 from small_blocks import random_rows as random_small_rows
 from torch import Tensor
@@ -34,10 +35,7 @@ QUANT_TYPES = {
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
     "q4_0_planar": gguf.GGMLQuantizationType.Q4_0,
     "q8_0_planar": gguf.GGMLQuantizationType.Q8_0,
-    "q4_k": gguf.GGMLQuantizationType.Q4_K,
-    "q5_k": gguf.GGMLQuantizationType.Q5_K,
-    "q6_k": gguf.GGMLQuantizationType.Q6_K,
-} | {name: gguf.GGMLQuantizationType[name.upper()] for name in CODED}
+} | {name: gguf.GGMLQuantizationType[name.upper()] for name in (*BLOCK_BYTES, *CODED)}
 PLANAR = ["q4_0_planar", "q8_0_planar"]
 SMALL_BLOCKS = ["q8_0", "q4_0", *PLANAR]
 QUANT_BYTES = {"q4": 16, "q8": 32}  # of a block of 32 values, after its scale
@@ -46,7 +44,7 @@ LEVELS = library.usable_levels() if library.is_available() else []
 SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]
 SIZES += [(kind, D) for kind in SMALL_BLOCKS for D in (32, 64, 96, 128, 160, 256)]
 SIZES += [(kind, D) for kind in PLANAR for D in (480, 512, 544, 2048)]
-SIZES += [(kind, D) for kind in BLOCK_BYTES for D in (256, 512, 768)]
+SIZES += [(kind, D) for kind in BLOCK_BYTES for D in (256, 768)]
 SIZES += [(kind, D) for kind in CODED for D in (32, 224)]
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
@@ -133,15 +131,15 @@ def as_taken(kind: str, x_D: Tensor) -> Tensor:
 def magnitudes_of(W: "Matrix") -> Tensor:
     """Upper bounds on the magnitudes that are summed for each weight, float64 [F, D]: dot_rows
     counts q4_0's nibbles from 0 and subtracts 8 times the sum of x afterwards; it also subtracts
-    the minima of q4_k and q5_k."""
+    the minima of K-quants."""
     magnitudes_FD = W.exact_FD.abs()
     if W.kind.startswith("q4_0"):
         weight = W.weight if W.kind == "q4_0" else interleaved(W.weight, W.kind)
         bits = weight.reshape(len(weight), -1, 18)[..., :2].contiguous().view(torch.float16)
         magnitudes_FD = magnitudes_FD + 16 * bits.double().abs().expand(-1, -1, 32).flatten(1)
-    elif W.kind in ("q4_k", "q5_k"):
+    elif W.kind in WITH_MINIMA:
         zeros = W.weight.reshape(len(W.weight), -1, BLOCK_BYTES[W.kind]).clone()
-        zeros[..., 16:] = 0  # the quants; what is left is minus the minimum
+        zeros[..., QUANTS_AT[W.kind]] = 0  # what is left is minus the minimum
         minimum_FD = dequantised(W.kind, zeros.flatten(1))
         magnitudes_FD = (W.exact_FD - minimum_FD).abs() + minimum_FD.abs()
     return magnitudes_FD
@@ -228,7 +226,7 @@ def test_products_have_the_same_bits_at_every_level_and_with_any_vectors(
     x_TD = torch.stack([vector(D, seed) for seed in range(T)])
     if is_extreme:
         blocks = W.weight.reshape(F, -1, BLOCK_BYTES[kind])
-        blocks[..., slice(192) if kind == "q6_k" else slice(16, None)] = 255
+        blocks[..., QUANTS_AT[kind]] = 255
         x_TD = x_TD.sign() * torch.linspace(0.5, 2.0, T)[:, None]
     index_A = torch.arange(F - 1, -1, -2, dtype=torch.int32)
     want = None
@@ -395,9 +393,9 @@ def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
     assert ((y_D.double() - want_D).abs() <= rounded * want_D.abs()).all()
 
 
-@pytest.mark.parametrize("kind", BLOCK_BYTES)
-def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
-    """All finite f16 numbers, each in a block of different random bits."""
+@cache
+def k_quants_of_every_number(kind: str) -> tuple[Tensor, Tensor]:
+    """One row with all finite f16 numbers, each in a block of different random bits, and its values."""
     bits = np.arange(2**16, dtype=np.uint16)
     numbers = bits[np.isfinite(bits.view(np.float16))]
     random = np.random.default_rng(0)
@@ -405,8 +403,19 @@ def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
     for at in F16_AT[kind]:
         blocks[:, at : at + 2] = random.permutation(numbers)[:, None].view(np.uint8)
     weight = torch.from_numpy(blocks.reshape(1, -1))
-    y_D = library.accumulate_rows(weight, kind, torch.ones(1))
-    assert torch.equal(y_D.double(), dequantised(kind, weight)[0])
+    return weight, dequantised(kind, weight)[0].float()
+
+
+@pytest.mark.parametrize("kind", BLOCK_BYTES)
+def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
+    """Zeros, negative ones too, denormals and the largest: every bit of the values is gguf's."""
+    weight, want_D = k_quants_of_every_number(kind)
+    assert torch.equal(library.accumulate_rows(weight, kind, torch.ones(1)), want_D)
+    out_1D = torch.empty(1, len(want_D))
+    library.unpack_rows(weight, kind, out_1D)
+    assert torch.equal(out_1D[0].view(torch.int32), want_D.view(torch.int32))
+    if level == library.usable_levels()[0]:
+        assert torch.equal(unpack(weight, kind)[0].view(torch.int32), want_D.view(torch.int32))
 
 
 @pytest.mark.parametrize("kind", CODED)
@@ -423,38 +432,14 @@ def test_edge_blocks_are_unpacked_to_the_bit(level, kind):
     assert torch.equal(out_FD.view(torch.int32), want_FD.view(torch.int32))
 
 
-def k_quant_by_hand(kind: str) -> tuple[bytes, Tensor]:
-    """The bytes of a block and its values, f32 [256]. Part p, 32 values, has scale p + 1 (q6_k:
-    half of that) and, except in q6_k, minimum p / 2; quants count up in low nibbles, down in high
-    ones."""
-    one, half = b"\x00\x3c", b"\x00\x38"
-    count = torch.arange(32)
-    low, high = count % 16, 15 - count % 16
-    nibbles = [*(low | high << 4)] * 4
-    part = torch.arange(8)[:, None]
-    if kind == "q6_k":
-        # The upper bits of a part are its place in its half of the block, 0 to 3.
-        upper, scales = [0b11_10_01_00] * 64, [p + 1 for p in range(8) for _ in range(2)]
-        nibble = torch.stack([low, low, high, high, low, low, high, high])
-        values = (part + 1) * (nibble + 16 * (part % 4) - 32)
-        return bytes([*nibbles, *upper, *scales]) + half, 0.5 * values.flatten().float()
-    numbers = [1, 2, 3, 4, 0, 1, 2, 3, *(p + 1 | p << 4 for p in range(4, 8))]
-    fifth = [0b11001010] * 32 if kind == "q5_k" else []
-    quants = torch.stack([low, high] * 4)
-    if fifth:
-        quants += 16 * (0b11001010 >> part & 1)
-    values = (part + 1) * quants - 0.5 * part
-    return one + half + bytes([*numbers, *fifth, *nibbles]), values.flatten().float()
-
-
 def row_by_hand(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """A row, its values, and for each the size of the terms that a product adds and subtracts. But
     for K-quants, the values are -8 ... 7 twice in q4_0, those of codes 0 ... 15 twice in CODED, else
     0, 1, ... 31."""
     if kind in BLOCK_BYTES:
-        data, want_D = k_quant_by_hand(kind)
+        data, want_D = by_hand(kind)
         row = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None]
-        return row, want_D, torch.full_like(want_D, 100.0)
+        return row, want_D, torch.full_like(want_D, 2600.0 if kind == "iq4_xs" else 100.0)
     count_D = torch.arange(32.0)
     if kind in FLOAT_DTYPES:
         return count_D[None].to(FLOAT_DTYPES[kind]), count_D, count_D

@@ -173,9 +173,10 @@ def test_small_blocks_that_are_not_finite_are_refused(stock, tmp_path, kind):
 
 def k_quantised(stock: Path, path: Path) -> None:
     """The stock file with random matrices as in a file of type Q4_K_M: q4_k, and q6_k for the
-    embedding and the down projection of layer 0; q5_k for one of layer 1."""
+    embedding and the down projection of layer 0; other K-quants for some of layer 1."""
     kinds = {"token_embd.weight": "q6_k", "blk.0.ffn_down.weight": "q6_k",
-             "blk.1.attn_q.weight": "q5_k"}  # fmt: skip
+             "blk.1.attn_q.weight": "q5_k", "blk.1.attn_output.weight": "q3_k",
+             "blk.1.ffn_up.weight": "q2_k", "blk.1.ffn_gate.weight": "iq4_xs"}  # fmt: skip
     seeds = itertools.count()
 
     def packed_of(name, entry):

@@ -250,15 +250,15 @@ def test_stdout_that_takes_only_ascii(tmp_path):
 
 
 def test_unsupported_block_types_are_inspected_with_the_reason(tmp_path, capsys):
-    """A q2_K block of 256 values has 84 bytes."""
+    """An iq2_s block of 256 values has 82 bytes."""
     model = make_model(sizes=make_sizes(num_layers=1, width=256, num_neurons=32))
-    data = np.zeros((32, 84), np.uint8)
-    q2_k = TensorEntry(shape=(32, 256), kind="q2_k", read_rows=lambda a, b: data[a:b])
+    data = np.zeros((32, 82), np.uint8)
+    iq2_s = TensorEntry(shape=(32, 256), kind="iq2_s", read_rows=lambda a, b: data[a:b])
     keys = {**model._own_keys(), **model.extra_keys}
-    write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": q2_k})
+    write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": iq2_s})
     found = inspected(tmp_path / "m", capsys)
-    assert "blk.0.ffn_up.weight is in q2_k, which cannot be computed with" in found["refusal"]
-    assert found["by_type"]["q2_k"] == {"num_tensors": 1, "num_bytes": 32 * 84}
+    assert "blk.0.ffn_up.weight is in iq2_s, which cannot be computed with" in found["refusal"]
+    assert found["by_type"]["iq2_s"] == {"num_tensors": 1, "num_bytes": 32 * 82}
     assert str(tmp_path) not in found["refusal"]
 
 

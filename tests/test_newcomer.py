@@ -397,7 +397,7 @@ def test_types_in_the_spellings_of_other_programs(capsys, given, taken):
 
 
 def test_types_that_are_never_written():
-    for given in ("q4_1", "IQ2_XS"):
+    for given in ("TQ1_0", "IQ2_XS"):
         with pytest.raises(click.BadParameter, match="cannot be written, wanted one of f32, f16"):
             OUTTYPE.convert(given, None, None)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 WIDTHS = [(kind, width) for kind in BLOCK_BYTES for width in (32, 64, 96, 160, 576, 1056)]
 WIDTHS += [(kind, width) for kind in small_blocks.CODED for width in (32, 96, 416)]
-WIDTHS += [(kind, width) for kind in k_quants.BLOCK_BYTES for width in (256, 512, 768)]
+WIDTHS += [(kind, width) for kind in k_quants.BLOCK_BYTES for width in (256, 768)]
 
 
 def rows_of(kind, num_rows, width, seed=0):

@@ -76,8 +76,9 @@ def test_derived_lists():
     assert {"f32": small, "f16": small, "bf16": small, "q8_0": ("q4_0",)} == SMALLER
     assert CACHE_NAMES == ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
     assert get_args(PredictorType) == ("auto", "f16", "q8_0", "q4_0")
-    assert {*INEXACT_ROWS} == {"q4_k", "q5_k", "q6_k", "q6_k_planar"}
-    assert {*FORMS} == {"", "q4_0", "q8_0", "q6_k", *CODED}
+    own = ("q6_k", "q3_k", "q2_k", "iq4_xs")
+    assert {*INEXACT_ROWS} == {"q4_k", "q5_k", *own, *(f"{name}_planar" for name in own)}
+    assert {*FORMS} == {"", "q4_0", "q8_0", *own, *CODED}
     assert [t.transposed for t in TYPES] == ["f32", "f16", "bf16", *["f16"] * (len(TYPES) - 3)]
 
 

@@ -2,7 +2,7 @@
 // ggml-org/llama.cpp and, with importances, quantize_row_q2_K_impl and its like, to the byte. Included
 // inside the anonymous namespace of each encode_<level>.cpp, by encode_template.h.
 //
-// Layouts of q4_K, q5_K and q6_K: runtime/kernels/cpu/k_quants_template.h.
+// Layouts of q4_K, q5_K and q6_K: runtime/kernels/cpu/k_formats.h.
 // q2_K   16 bytes, each with a scale s (low nibble) and a minimum t of 16 values, 64 bytes of quants q
 //        (byte i of each half: values i, i + 32, i + 64, i + 96), f16 d, f16 m; value = d*s*q - m*t
 // q3_K   32 bytes of third bits (byte i, bit j: value 32 * j + i), 64 bytes of quants as q2_K's, 12 bytes

@@ -1,25 +1,25 @@
 """Unpacks llama.cpp's K-quants with torch, where no kernel does it.
 
-A block has 256 values, laid out as in dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c;
-runtime/kernels/cpu/k_quants_template.h describes the layout.
+A block has 256 values, laid out as in dequantize_row_q2_K to _q6_K and _iq4_xs in ggml-quants.c;
+runtime/kernels/cpu/k_formats.h describes the layouts.
 
 A part is 32 values of a block."""
 
 import torch
 from torch import Tensor
 
-from hotsplit.model.weight_types import K_QUANT_NAMES
+from hotsplit.model.weight_types import IQ4_LEVELS, K_QUANT_NAMES
 
 KINDS = K_QUANT_NAMES
 
 
 def unpack_blocks(blocks: Tensor, kind: str) -> Tensor:
-    """Unpacks blocks, uint8 [..., 144], [..., 176] or [..., 210], to f32 [..., 256]."""
-    return _unpack_q6_k(blocks) if kind == "q6_k" else _unpack_with_minima(blocks)
+    """Unpacks blocks, uint8 [..., block_bytes], to f32 [..., 256]."""
+    return _UNPACK[kind](blocks)
 
 
-def _unpack_with_minima(blocks: Tensor) -> Tensor:
-    """Unpacks q4_k, and q5_k, which has 32 bytes of fifth bits before its nibbles."""
+def _unpack_six_bits(blocks: Tensor) -> Tensor:
+    """q4_k, and q5_k, which has 32 bytes of fifth bits before its nibbles."""
     factors = _halves(blocks[..., :4])
     scale, minimum = _six_bit_numbers(blocks[..., 4:16])
     quants = _parts(blocks[..., -128:].unflatten(-1, (4, 32)))
@@ -38,6 +38,53 @@ def _unpack_q6_k(blocks: Tensor) -> Tensor:
     quants = (quants | (upper & 3) << 4).float() - 32
     scale = _halves(blocks[..., 208:]) * blocks[..., 192:208].contiguous().view(torch.int8)
     return (quants.flatten(-3).unflatten(-1, (16, 16)) * scale[..., None]).flatten(-2)
+
+
+def _unpack_q3_k(blocks: Tensor) -> Tensor:
+    third = blocks[..., None, :32] >> _places(blocks, range(8))
+    quants = (_twos(blocks[..., 32:96]) | (third & 1).flatten(-2) << 2).float() - 4
+    nibbles, upper = (
+        blocks[..., 96:104],
+        blocks[..., None, 104:108] >> _places(blocks, (0, 2, 4, 6)),
+    )
+    number = torch.cat([nibbles & 15, nibbles >> 4], dim=-1) | (upper & 3).flatten(-2) << 4
+    scale = _halves(blocks[..., 108:]) * (number.float() - 32)
+    return (quants.unflatten(-1, (16, 16)) * scale[..., None]).flatten(-2)
+
+
+def _unpack_q2_k(blocks: Tensor) -> Tensor:
+    factors = _halves(blocks[..., 80:])
+    scale, minimum = (
+        factors[..., :1] * (blocks[..., :16] & 15),
+        factors[..., 1:] * (blocks[..., :16] >> 4),
+    )
+    quants = _twos(blocks[..., 16:80]).unflatten(-1, (16, 16))
+    return (quants * scale[..., None] - minimum[..., None]).flatten(-2)
+
+
+def _unpack_iq4_xs(blocks: Tensor) -> Tensor:
+    """A part's 16 bytes have its first values in the low nibbles, its last in the high ones; they
+    are places in the table of iq4_nl."""
+    low, upper = blocks[..., 4:8], blocks[..., 2:4, None] >> _places(blocks, (0, 2, 4, 6))[:, 0]
+    number = torch.stack([low & 15, low >> 4], dim=-1).flatten(-2) | (upper & 3).flatten(-2) << 4
+    scale = _halves(blocks[..., :2]) * (number.float() - 32)
+    nibbles = blocks[..., 8:].unflatten(-1, (8, 16))
+    levels = torch.tensor(IQ4_LEVELS, device=blocks.device).float()
+    quants = levels[torch.cat([nibbles & 15, nibbles >> 4], dim=-1).long()]
+    return (quants * scale[..., None]).flatten(-2)
+
+
+_UNPACK = {
+    "q4_k": _unpack_six_bits, "q5_k": _unpack_six_bits, "q6_k": _unpack_q6_k,
+    "q3_k": _unpack_q3_k, "q2_k": _unpack_q2_k, "iq4_xs": _unpack_iq4_xs,
+}  # fmt: skip
+
+
+def _twos(data: Tensor) -> Tensor:
+    """Numbers of two bits [..., 256] from 64 bytes: the lowest bits of 32 bytes, then the next, and
+    so on; then likewise of the other 32."""
+    shifted = data.unflatten(-1, (2, 1, 32)) >> _places(data, (0, 2, 4, 6))
+    return (shifted & 3).flatten(-3)
 
 
 def _halves(data: Tensor) -> Tensor:

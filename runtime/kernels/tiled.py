@@ -7,10 +7,10 @@ transposed. A tile has as many bytes as its rows in the file:
                   exponents, one with a minimum; the last may be fewer): for each block, the scales
                   of 16 rows, then their minima | for each block, its quants, four bytes of each of
                   16 rows in turn
-    q4_k_tiled, q5_k_tiled, q6_k_tiled   for each block, interleaving 16 rows: the f16 numbers, one
-                 at a time | the scales, one byte at a time | the bits above the nibbles (not in
-                 q4_k) and the nibbles, four bytes at a time. In q6_k, two blocks have both their
-                 f16 numbers first, and a single last block has its f16 numbers at its end
+    K-quants     for each block, interleaving 16 rows: the f16 numbers, one at a time | the scales,
+                 one byte at a time | the bits above the quants, if any, and the quants, four bytes
+                 at a time. Where a block has one f16 number, two blocks have both first, and a
+                 single last block has its own at its end
 
 `library.pack_rows` makes tiles. A slice of such a matrix has whole tiles."""
 
@@ -37,13 +37,18 @@ class _Piece(NamedTuple):
 
 
 _SMALL = [each for each in TYPES if each.has_small_blocks]
+_SMALL_NAMES = [each.name for each in _SMALL]
 # The pieces of a block: its f16 numbers, and the others in the order of a tile.
-_FLOATS = {"q4_k": _Piece(0, 4, 2), "q5_k": _Piece(0, 4, 2), "q6_k": _Piece(208, 210, 2)}
+_FLOATS = {e.name: _Piece(*e.halves, 2) for e in TYPES if e.is_k_quant and e.halves}
+_FLOATS["iq4_xs"] = _Piece(0, 8, 2)  # with the bits of scales
 _FLOATS |= {e.name: _Piece(0, e.head_bytes, min(2, e.head_bytes)) for e in _SMALL}
 _PIECES: dict[str, tuple[_Piece, ...]] = {
     "q4_k": (_Piece(4, 16, 1), _Piece(16, 144, 4)),
     "q5_k": (_Piece(4, 16, 1), _Piece(16, 48, 4), _Piece(48, 176, 4)),
     "q6_k": (_Piece(192, 208, 1), _Piece(128, 192, 4), _Piece(0, 128, 4)),
+    "q3_k": (_Piece(96, 108, 1), _Piece(0, 32, 4), _Piece(32, 96, 4)),
+    "q2_k": (_Piece(0, 16, 1), _Piece(16, 80, 4)),
+    "iq4_xs": (_Piece(8, 136, 4),),
 }
 _PIECES |= {e.name: (_Piece(e.head_bytes, e.block_bytes, 4),) for e in _SMALL}
 
@@ -68,14 +73,14 @@ def _rows(tiles: Tensor, kind: str) -> Tensor:
     count = tiles.shape[1] // TILE_ROWS // size
     blocks = tiles.new_empty(len(tiles), TILE_ROWS, count, size)
     num_floats = TILE_ROWS * (floats.stop - floats.start)
-    at_once = 64 // num_floats  # blocks whose f16 numbers come first
+    at_once = max(1, 64 // num_floats)  # blocks whose f16 numbers come first
     for first in range(0, count, at_once):
         some = min(at_once, count - first)
         part = tiles[:, first * TILE_ROWS * size :][:, : some * TILE_ROWS * size]
         rest = some * (TILE_ROWS * size - num_floats)
         numbers, others = (
             part.split([some * num_floats, rest], dim=1)
-            if some == at_once or kind != "q6_k"
+            if some == at_once or kind in _SMALL_NAMES
             else reversed(part.split([rest, some * num_floats], dim=1))
         )
         to = blocks[:, :, first : first + some].transpose(1, 2)  # tile, block, row, byte

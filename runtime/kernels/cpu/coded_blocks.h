@@ -75,9 +75,7 @@ struct MXFP4 : Coded<MXFP4, 1, 16> {
 // f16 scale, 16 bytes of nibbles, likewise.
 struct IQ4_NL : Coded<IQ4_NL, 2, 16> {
     static constexpr int32_t BIAS = 128;
-    alignas(16) static constexpr uint8_t TABLE[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                                      129, 141, 153, 166, 181, 197, 217, 241};
-    static inline Ints values(Ints codes) { return look_up(TABLE, codes); }
+    static inline Ints values(Ints codes) { return look_up(IQ4_VALUES, codes); }
 };
 
 // f16 scale, a number whose bit i is the fifth of value i, 16 bytes of nibbles.

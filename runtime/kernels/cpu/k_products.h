@@ -2,10 +2,11 @@
 // rows_template.h.
 //
 // Results are bit-identical at every level and for any number of vectors. A block of 256 values has eight
-// parts of 32. With I a part's sum of quant times x and S its sum of x, exact integers, and d, m, s and t as
-// in k_quants_template.h,
+// parts of 32. With I a part's sum of (quant - LESS) times x and S its sum of x, exact integers, I[0], I[1], S[0]
+// and S[1] those of its halves, and d, m, s and t as in k_formats.h,
 //   term(b)  = (d*s) * I - (m*t) * S                  q4_K and q5_K; one fused multiply-add
-//              (d*s[1]) * I[1] + (d*s[0]) * I[0]      q6_K, whose parts have two halves; likewise
+//              (d*s[1]) * I[1] + (d*s[0]) * I[0]      q6_K and q3_K, whose halves have scales; likewise
+//              the same, added to - (m*t[1]) * S[1] - (m*t[0]) * S[0]      q2_K; see term_of()
 //   part[p]  = the sum over parts b = p, p + 8, p + 16, ... of x's scale * term(b), each added by one fused
 //              multiply-add, in order
 //   product  = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]))
@@ -21,7 +22,7 @@
 
 // Transposes COUNT numbers of each of LANES rows: out[i] has number first + i of all rows.
 template <int COUNT>
-inline void lanes_of(const float (*row)[24], int first, float (*out)[LANES]) {
+inline void lanes_of(const float (*row)[32], int first, float (*out)[LANES]) {
     for (int i = 0; i < COUNT; i += 4) {
         const uint8_t* four[LANES];
         for (int r = 0; r < LANES; ++r) four[r] = reinterpret_cast<const uint8_t*>(row[r] + first + i);
@@ -40,36 +41,47 @@ inline void bytes_of(const uint8_t* const* rows, int64_t at, int64_t count, Ints
     }
 }
 
-// The factors of a block of LANES rows: d*s of the parts (q6_K: of their halves), and m*t.
+// The factors of a block of LANES rows: d*s of the parts or their halves, and m*t.
 template <class F>
 struct SuperFactors {
-    alignas(64) float factor[F::HAS_MINIMA ? 8 : 16][LANES], minimum[8][LANES];
+    static constexpr int N = F::NUM_FACTORS;
+    alignas(64) float factor[N][LANES], minimum[F::HAS_MINIMA ? N : 1][LANES];
 
     void read(const uint8_t* const* rows, int64_t at) {
-        static_assert(sizeof(Factors) == 24 * sizeof(float), "16 factors, then 8 minima");
+        static_assert(sizeof(Factors) == 32 * sizeof(float), "16 factors, then 16 minima");
         Factors of[LANES];
-        for (int r = 0; r < LANES; ++r) F::factors(rows[r] + at, 1.0f, of[r]);
-        const auto* row = reinterpret_cast<const float (*)[24]>(of);
-        lanes_of<F::HAS_MINIMA ? 8 : 16>(row, 0, factor);
-        if constexpr (F::HAS_MINIMA) lanes_of<8>(row, 16, minimum);
+        for (int r = 0; r < LANES; ++r) factors_of<F>(rows[r] + at, 1.0f, of[r]);
+        const auto* row = reinterpret_cast<const float (*)[32]>(of);
+        lanes_of<N>(row, 0, factor);
+        if constexpr (F::HAS_MINIMA) lanes_of<N>(row, 16, minimum);
     }
 
-    // The terms of part b of LANES rows for one vector; w: the part's weights; `sum` and
-    // `first_sum`: of the vector's values.
-    __attribute__((always_inline)) inline Floats term(int b, const Ints* w, const uint8_t* values,
+    // The terms of part p of LANES rows, from its products; `sum` and `first_sum`: of the vector's values.
+    __attribute__((always_inline)) inline Floats term_of_products(int p, const Ints* products,
+                                                                  int32_t sum,
+                                                                  int32_t first_sum) const {
+        Floats of[2], by[2], least[2], less[2];
+        for (int r = 0; r < F::RANGES; ++r) {
+            of[r] = to_floats(products[r]), by[r] = load_floats(factor[F::RANGES * p + r]);
+            if constexpr (F::HAS_MINIMA) {
+                least[r] = load_floats(minimum[F::RANGES * p + r]);
+                less[r] = to_floats(Ints{} - sum_of_range<F>(r, sum, first_sum));
+            }
+        }
+        return term_of<F>(by, of, least, less);
+    }
+
+    // The same, from the part's weights w.
+    __attribute__((always_inline)) inline Floats term(int p, const Ints* w, const uint8_t* values,
                                                       int64_t block, int32_t sum,
                                                       int32_t first_sum) const {
-        if constexpr (F::HAS_MINIMA) {
-            const Floats products = to_floats(tile_products<Q8_0>(w, values, block, Ints{}));
-            const Floats offset = mul(load_floats(minimum[b]), to_floats(Ints{} - sum));
-            return fused(load_floats(factor[b]), products, offset);
-        } else {
-            const Ints first = tile_products<Q8_0, 0, 4>(w, values, block, Ints{} - 32 * first_sum);
-            const Ints last =
-                tile_products<Q8_0, 4, 8>(w, values, block, Ints{} - 32 * (sum - first_sum));
-            return fused(load_floats(factor[2 * b + 1]), to_floats(last),
-                         mul(load_floats(factor[2 * b]), to_floats(first)));
-        }
+        Ints products[2];
+        products[0] = tile_products<Q8_0, 0, 8 / F::RANGES>(
+            w, values, block, Ints{} - F::LESS * sum_of_range<F>(0, sum, first_sum));
+        if constexpr (F::RANGES == 2)
+            products[1] = tile_products<Q8_0, 4, 8>(
+                w, values, block, Ints{} - F::LESS * sum_of_range<F>(1, sum, first_sum));
+        return term_of_products(p, products, sum, first_sum);
     }
 };
 
@@ -90,13 +102,13 @@ struct SuperRows {
             __builtin_prefetch(next + at * LANES + line, 0, 2);
         to.read(rows, at);
     }
-    // The bits of block s that extend its nibbles.
+    // The bits of block s that are above its quants.
     void bits(int64_t s, Ints* to) const {
         bytes_of(rows, s * F::BLOCK_BYTES + F::BITS_AT, F::BITS_BYTES, to);
     }
-    // The nibbles of a pair of parts.
+    // The bytes with the quants of a pair of parts.
     void quants(int64_t s, int pair, Ints* to) const {
-        bytes_of(rows, s * F::BLOCK_BYTES + F::QUANTS_AT + 32 * pair, 32, to);
+        bytes_of(rows, s * F::BLOCK_BYTES + F::QUANTS_AT + 4 * F::quants_at(pair, 0), 32, to);
     }
 };
 

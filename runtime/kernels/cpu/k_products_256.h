@@ -4,31 +4,24 @@
 constexpr int SUPER_ROWS = 1;
 typedef __m256 SuperSums;
 
-inline __m256i masked(__m256i v, char mask) { return _mm256_and_si256(v, _mm256_set1_epi8(mask)); }
+inline __m256i lower_lanes(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x20); }
+inline __m256i upper_lanes(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x31); }
 
-// part[p] = the 32 unsigned quants of part p; q6_K's 32 is not yet subtracted.
+// part[p] = the 32 unsigned quants of part p; LESS is not yet subtracted.
 template <class F>
 inline void parts_of(const uint8_t* block, __m256i* part) {
 #pragma GCC unroll 4
     for (int pair = 0; pair < 4; ++pair) {
-        const __m256i quants = load_32_bytes(block + F::QUANTS_AT + 32 * pair);
-        __m256i low = masked(quants, 15), high = masked(_mm256_srli_epi16(quants, 4), 15);
-        if constexpr (F::BITS_BYTES == 32) {
-            const __m256i above = _mm256_srli_epi16(load_32_bytes(block + F::BITS_AT), 2 * pair);
-            low = _mm256_or_si256(low, _mm256_slli_epi16(masked(above, 1), 4));
-            high = _mm256_or_si256(high, _mm256_slli_epi16(masked(above, 2), 3));
-        } else if constexpr (F::BITS_BYTES == 64) {
-            const __m256i above =
-                _mm256_srli_epi16(load_32_bytes(block + F::BITS_AT + pair / 2 * 32), pair % 2 * 2);
-            low = _mm256_or_si256(low, _mm256_slli_epi16(masked(above, 3), 4));
-            high = _mm256_or_si256(high, masked(above, 0x30));
-        }
-        part[F::parts(pair).first] = low, part[F::parts(pair).second] = high;
+        auto load = [&](int64_t at) { return reinterpret_cast<EightInts>(load_32_bytes(block + at)); };
+        const EightInts quants = load(F::QUANTS_AT + 4 * F::quants_at(pair, 0));
+        EightInts above = {}, low, high;
+        if constexpr (F::BITS_BYTES > 0) above = load(F::BITS_AT + 4 * F::above_at(pair, 0));
+        F::four(quants, above, pair, low, high);
+        const __m256i of[2] = {reinterpret_cast<__m256i>(low), reinterpret_cast<__m256i>(high)};
+        part[F::parts(pair).first] = F::SHARES_HALVES ? lower_lanes(of[0], of[1]) : of[0];
+        part[F::parts(pair).second] = F::SHARES_HALVES ? upper_lanes(of[0], of[1]) : of[1];
     }
 }
-
-inline __m256i lower_lanes(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x20); }
-inline __m256i upper_lanes(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x31); }
 
 // Sums the four 32-bit values in each half of v[i]: out[0] has the sums of v[0 .. 3], out[1] those of
 // v[4 .. 7], in each the four of the lower halves first.
@@ -101,36 +94,44 @@ inline __m256i products_of_parts(const __m256i* part, const SuperX& x) {
 #endif
 }
 
+// One number of 8 bits for each range of each part: by[r] = d times number r of the parts.
+template <int RANGES>
+inline void factors_of_parts(__m128i bytes, __m256 d, __m256* by) {
+    if constexpr (RANGES == 1) {
+        by[0] = _mm256_mul_ps(floats_of_i8(bytes), d);
+    } else {
+        const __m256i pairs = _mm256_cvtepi8_epi16(bytes);
+        const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16);
+        by[0] = _mm256_mul_ps(_mm256_cvtepi32_ps(even), d);
+        by[1] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16)), d);
+    }
+}
+
 template <class F>
 __attribute__((always_inline)) inline void add_super(const uint8_t* const* block, const SuperX& x,
                                                      SuperSums& sums) {
-    __m256i part[8];
+    __m256i part[8], products[2];
     parts_of<F>(block[0], part);
-    const __m256i sum = load_32_bytes(x.sum);
-    __m256 term;
-    if constexpr (F::HAS_MINIMA) {
-        const __m128i numbers = six_bit_numbers(block[0]);
-        const __m128 scales = four_f16(block[0]);
-        const __m256 factor = _mm256_mul_ps(floats_of_u8(numbers), _mm256_broadcastss_ps(scales));
-        const __m256 minimum = _mm256_mul_ps(floats_of_u8(_mm_srli_si128(numbers, 8)),
-                                             _mm256_broadcastss_ps(_mm_movehdup_ps(scales)));
-        term = _mm256_fmsub_ps(factor, _mm256_cvtepi32_ps(products_of_parts(part, x)),
-                               _mm256_mul_ps(minimum, _mm256_cvtepi32_ps(sum)));
-    } else {
-        const __m256i of_first = load_32_bytes(x.first_sum);
-        __m256i first, last;
-        products_of_halves(part, x, &first, &last);
-        first = _mm256_sub_epi32(first, _mm256_slli_epi32(of_first, 5));
-        last = _mm256_sub_epi32(last, _mm256_slli_epi32(_mm256_sub_epi32(sum, of_first), 5));
-        const __m256i pairs = _mm256_cvtepi8_epi16(load_16_bytes(block[0] + 192));
-        const __m256 d = _mm256_broadcastss_ps(scale_of_q6_k(block[0]));
-        const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16);
-        const __m256 factor[2] = {_mm256_mul_ps(_mm256_cvtepi32_ps(even), d),
-                                  _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16)), d)};
-        term = _mm256_fmadd_ps(factor[1], _mm256_cvtepi32_ps(last),
-                               _mm256_mul_ps(factor[0], _mm256_cvtepi32_ps(first)));
+    if constexpr (F::RANGES == 1)
+        products[0] = products_of_parts(part, x);
+    else
+        products_of_halves(part, x, &products[0], &products[1]);
+    const EightInts sum = reinterpret_cast<EightInts>(load_32_bytes(x.sum)),
+                    first_sum = reinterpret_cast<EightInts>(load_32_bytes(x.first_sum));
+    const __m128i numbers = numbers_of<F>(block[0]);
+    const __m128 halves = four_halves<F>(block[0]);
+    __m256 of[2], by[2], least[2], less[2];
+    factors_of_parts<F::RANGES>(scale_bytes<F>(numbers), eight_of<D_LANE<F>>(halves), by);
+    if constexpr (F::HAS_MINIMA)
+        factors_of_parts<F::RANGES>(minimum_bytes<F>(numbers), eight_of<D_LANE<F> + 1>(halves), least);
+    for (int r = 0; r < F::RANGES; ++r) {
+        const EightInts range = sum_of_range<F>(r, sum, first_sum);
+        const EightInts exact = reinterpret_cast<EightInts>(products[r]) - F::LESS * range;
+        of[r] = _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(exact));
+        if constexpr (F::HAS_MINIMA)
+            less[r] = _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(EightInts{} - range));
     }
-    sums = _mm256_fmadd_ps(_mm256_loadu_ps(x.scale), term, sums);
+    sums = _mm256_fmadd_ps(_mm256_loadu_ps(x.scale), term_of<F>(by, of, least, less), sums);
 }
 
 inline void store_super(SuperSums sums, float* to) { _mm256_storeu_ps(to, sums); }

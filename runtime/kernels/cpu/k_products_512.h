@@ -12,34 +12,57 @@ inline __m512i shifted_halves(__m512i v, short first, short last) {
     return _mm512_srlv_epi16(v, by);
 }
 
+constexpr int64_t NIBBLE = 0x0004000400040004;  // a shift of each 16 bits
+
 // Parts 2 * u and 2 * u + 1 of a block as bytes, without an offset.
 template <class F>
 inline __m512i two_parts(const uint8_t* block, int u) {
-    if constexpr (F::BITS_BYTES == 64) {
-        const __m512i quants = load_64_bytes(block + u / 2 * 64);
-        const __m512i nibbles = masked(u % 2 ? _mm512_srli_epi16(quants, 4) : quants, 15);
-        const __m512i above =
-            shifted_halves(twice(block + F::BITS_AT + u / 2 * 32), u % 2 * 4, u % 2 * 4 + 2);
-        return or_masked(nibbles, _mm512_slli_epi16(above, 4), _mm512_set1_epi8(0x30));
+    const uint8_t* quants = block + F::QUANTS_AT;
+    __m512i low, above;
+    if constexpr (F::SHARES_HALVES) {
+        const __m512i twice_16 =
+            _mm512_permutexvar_epi64(_mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0),
+                                     _mm512_castsi256_si512(load_32_bytes(quants + 32 * u)));
+        const __m512i by = _mm512_set_epi64(NIBBLE, NIBBLE, 0, 0, NIBBLE, NIBBLE, 0, 0);
+        const __m512i codes = masked(_mm512_srlv_epi16(twice_16, by), 15);
+        return bits(look_up(IQ4_VALUES, ints(codes)));
+    } else if constexpr (F::BITS_BYTES == 64) {
+        const __m512i bytes = load_64_bytes(quants + u / 2 * 64);
+        low = masked(u % 2 ? _mm512_srli_epi16(bytes, 4) : bytes, 15);
+        above = shifted_halves(twice(block + F::BITS_AT + u / 2 * 32), u % 2 * 4, u % 2 * 4 + 2);
+    } else if constexpr (F::SHAPE.quant_bytes == 64) {
+        low = masked(shifted_halves(twice(quants + u / 2 * 32), u % 2 * 4, u % 2 * 4 + 2), 3);
     } else {
-        const __m512i nibbles = masked(shifted_halves(twice(block + F::QUANTS_AT + 32 * u), 0, 4), 15);
-        if constexpr (F::BITS_BYTES == 0) return nibbles;
-        const __m512i above = shifted_halves(twice(block + F::BITS_AT), 2 * u, 2 * u + 1);
-        return or_masked(nibbles, _mm512_slli_epi16(above, 4), _mm512_set1_epi8(0x10));
+        low = masked(shifted_halves(twice(quants + 32 * u), 0, 4), 15);
+    }
+    if constexpr (F::BITS_BYTES == 0) return low;
+    if constexpr (F::BITS_BYTES == 32)
+        above = shifted_halves(twice(block + F::BITS_AT), 2 * u, 2 * u + 1);
+    constexpr int PLACE = F::SHAPE.quant_bytes == 64 ? 2 : 4;
+    constexpr int MASK = F::BITS_BYTES == 64 ? 3 << PLACE : 1 << PLACE;
+    return or_masked(low, _mm512_slli_epi16(above, PLACE), _mm512_set1_epi8(MASK));
+}
+
+// Two blocks' numbers of eight bits for each range of each part, times the blocks' d.
+template <int RANGES>
+inline void factors_of_two(__m128i first, __m128i second, __m512 d, __m512* by) {
+    if constexpr (RANGES == 1) {
+        by[0] = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpacklo_epi64(first, second))), d);
+    } else {
+        const __m512i pairs = _mm512_cvtepi8_epi16(
+            _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1));  // the two of a part
+        by[0] = mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(pairs, 16), 16)), d);
+        by[1] = mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(pairs, 16)), d);
     }
 }
 
-// Eight numbers of the first of two vectors of 16 bytes and eight of the second, from byte 0 or 8 on.
-inline __m512 floats_of_both(__m256i numbers, int half) {
-    const __m256i ordered = _mm256_permute4x64_epi64(numbers, 0xd8);
-    const __m128i bytes = half ? _mm256_extracti128_si256(ordered, 1) : _mm256_castsi256_si128(ordered);
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
-}
-
-// six_bit_numbers() of two blocks.
-inline __m256i six_bit_numbers_of_two(const uint8_t* const* block) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(six_bit_numbers(block[0])),
-                                   six_bit_numbers(block[1]), 1);
+// One of four floats of two rows: eight lanes of the first, eight of the second.
+template <int LANE>
+inline __m512 eight_of_both(__m128 first, __m128 second) {
+    const __m128 two = LANE / 2 ? _mm_unpackhi_ps(first, second) : _mm_unpacklo_ps(first, second);
+    constexpr int A = LANE % 2 * 2, B = A + 1;
+    return _mm512_permutexvar_ps(_mm512_set_epi32(B, B, B, B, B, B, B, B, A, A, A, A, A, A, A, A),
+                                 _mm512_castps128_ps512(two));
 }
 
 // x of parts 2u and 2u + 1: the high bytes, and the low ones.
@@ -77,38 +100,28 @@ __attribute__((always_inline)) inline void add_super(const uint8_t* const* block
     const __m512i first = _mm512_shuffle_i32x4(of_row[0], of_row[1], 0x88);
     const __m512i last = _mm512_shuffle_i32x4(of_row[0], of_row[1], 0xdd);
     const __m512i order = _mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
-    const __m512i sum = _mm512_broadcast_i64x4(load_32_bytes(x.sum));
-    const __m512i rows = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-    __m512 term;
-    if constexpr (F::HAS_MINIMA) {
-        const __m256i numbers = six_bit_numbers_of_two(block);
-        const __m512 scales =  // d, d, m, m of both rows
-            _mm512_castps128_ps512(_mm_unpacklo_ps(four_f16(block[0]), four_f16(block[1])));
-        const __m512 factor = mul(floats_of_both(numbers, 0), _mm512_permutexvar_ps(rows, scales));
-        const __m512 minimum =
-            mul(floats_of_both(numbers, 1),
-                _mm512_permutexvar_ps(_mm512_add_epi32(rows, _mm512_set1_epi32(2)), scales));
-        const __m512i products = _mm512_permutexvar_epi32(order, _mm512_add_epi32(first, last));
-        term = _mm512_fmsub_ps(factor, _mm512_cvtepi32_ps(products),
-                               mul(minimum, _mm512_cvtepi32_ps(sum)));
-    } else {
-        const __m512i of_first = _mm512_broadcast_i64x4(load_32_bytes(x.first_sum));
-        const __m512i products[2] = {
-            _mm512_sub_epi32(_mm512_permutexvar_epi32(order, first), _mm512_slli_epi32(of_first, 5)),
-            _mm512_sub_epi32(_mm512_permutexvar_epi32(order, last),
-                             _mm512_slli_epi32(_mm512_sub_epi32(sum, of_first), 5))};
-        const __m256i numbers = _mm256_inserti128_si256(
-            _mm256_castsi128_si256(load_16_bytes(block[0] + 192)), load_16_bytes(block[1] + 192), 1);
-        const __m512 d = _mm512_permutexvar_ps(
-            rows,
-            _mm512_castps128_ps512(_mm_unpacklo_ps(scale_of_q6_k(block[0]), scale_of_q6_k(block[1]))));
-        const __m512i halves = _mm512_cvtepi8_epi16(numbers);  // the two of a part in each 32 bits
-        const __m512 factor[2] = {
-            mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(halves, 16), 16)), d),
-            mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(halves, 16)), d)};
-        term = _mm512_fmadd_ps(factor[1], _mm512_cvtepi32_ps(products[1]),
-                               mul(factor[0], _mm512_cvtepi32_ps(products[0])));
+    const Ints sum = ints(_mm512_broadcast_i64x4(load_32_bytes(x.sum))),
+               first_sum = ints(_mm512_broadcast_i64x4(load_32_bytes(x.first_sum)));
+    Ints products[2];
+    if constexpr (F::RANGES == 1)
+        products[0] = ints(_mm512_permutexvar_epi32(order, _mm512_add_epi32(first, last)));
+    else
+        products[0] = ints(_mm512_permutexvar_epi32(order, first)),
+        products[1] = ints(_mm512_permutexvar_epi32(order, last));
+    const __m128i numbers[2] = {numbers_of<F>(block[0]), numbers_of<F>(block[1])};
+    const __m128 halves[2] = {four_halves<F>(block[0]), four_halves<F>(block[1])};
+    __m512 of[2], by[2], least[2], less[2];
+    factors_of_two<F::RANGES>(scale_bytes<F>(numbers[0]), scale_bytes<F>(numbers[1]),
+                              eight_of_both<D_LANE<F>>(halves[0], halves[1]), by);
+    if constexpr (F::HAS_MINIMA)
+        factors_of_two<F::RANGES>(minimum_bytes<F>(numbers[0]), minimum_bytes<F>(numbers[1]),
+                                  eight_of_both<D_LANE<F> + 1>(halves[0], halves[1]), least);
+    for (int r = 0; r < F::RANGES; ++r) {
+        const Ints range = sum_of_range<F>(r, sum, first_sum);
+        of[r] = to_floats(products[r] - F::LESS * range);
+        if constexpr (F::HAS_MINIMA) less[r] = to_floats(Ints{} - range);
     }
+    const __m512 term = term_of<F>(by, of, least, less);
     const __m512 scale = _mm512_broadcast_f32x8(_mm256_loadu_ps(x.scale));
     sums = _mm512_fmadd_ps(scale, term, sums);
 }

@@ -1,13 +1,34 @@
 // K-quant code shared by AVX2 and AVX-512; see k_quants_template.h.
 
-inline __m256 floats_of_u8(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
-
 inline __m256 floats_of_i8(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
 
-// The 6-bit numbers of a q4_K or q5_K block as bytes: eight scales, then eight minima. The first
-// four of each are the low six bits of bytes 0-3 and 4-7 of the twelve; the others are in the
-// nibbles of bytes 8-11, with their upper two bits at the top of bytes 0-3 and 4-7.
-inline __m128i six_bit_numbers(const uint8_t* block) {
+// The first sixteen numbers of a block (scales, then minima; see k_formats.h) as bytes. Of q2_K, sixteen bytes with
+// a scale and a minimum each.
+template <class F>
+inline __m128i numbers_of(const uint8_t* block) {
+    if constexpr (F::SHAPE.scale_bytes == 16) return load_16_bytes(block + F::SHAPE.scales_at);
+    if constexpr (F::KIND == KIND_IQ4_XS) {
+        const __m128i head = load_8_bytes(block), nibbles = _mm_srli_si128(head, 4);
+        const __m128i fifteen = _mm_set1_epi8(15);
+        const __m128i low = _mm_unpacklo_epi8(_mm_and_si128(nibbles, fifteen),
+                                              _mm_and_si128(_mm_srli_epi16(nibbles, 4), fifteen));
+        const __m128i above = _mm_broadcastw_epi16(_mm_srli_si128(head, 2));
+        // Lane i moves bits 2i and 2i+1 to the top.
+        const __m128i up = _mm_set_epi16(1, 4, 16, 64, 256, 1024, 4096, 16384);
+        const __m128i two = _mm_srli_epi16(_mm_mullo_epi16(above, up), 14);
+        const __m128i upper = _mm_slli_epi16(_mm_packus_epi16(two, two), 4);
+        return _mm_sub_epi8(_mm_or_si128(low, upper), _mm_set1_epi8(32));
+    }
+    if constexpr (F::KIND == KIND_Q3_K) {
+        const __m128i bits = _mm_srli_si128(load_16_bytes(block + 94), 2);  // the 12 bytes, and d
+        const __m128i low =
+            _mm_srlv_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(1, 0, 1, 0)), _mm_set_epi32(4, 4, 0, 0));
+        const __m128i high =
+            _mm_srlv_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(2, 2, 2, 2)), _mm_set_epi32(6, 4, 2, 0));
+        const __m128i upper = _mm_slli_epi32(_mm_and_si128(high, _mm_set1_epi8(3)), 4);
+        return _mm_sub_epi8(_mm_or_si128(_mm_and_si128(low, _mm_set1_epi8(15)), upper),
+                            _mm_set1_epi8(32));
+    }
     const __m128i bits = load_16_bytes(block + 4);  // the 12 bytes, and four more
     const __m128i low =
         _mm_srlv_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(2, 1, 2, 0)), _mm_set_epi32(4, 0, 0, 0));
@@ -17,24 +38,50 @@ inline __m128i six_bit_numbers(const uint8_t* block) {
     return _mm_or_si128(_mm_and_si128(low, low_mask), _mm_and_si128(high, high_mask));
 }
 
-inline void factors_with_minima(const uint8_t* block, float c, float* factor, float* minimum) {
-    const __m128i numbers = six_bit_numbers(block);
-    const __m128 scales = _mm_mul_ps(four_f16(block), _mm_set1_ps(c));  // d*c, m*c
-    _mm256_storeu_ps(factor, _mm256_mul_ps(floats_of_u8(numbers), _mm256_broadcastss_ps(scales)));
-    _mm256_storeu_ps(minimum, _mm256_mul_ps(floats_of_u8(_mm_srli_si128(numbers, 8)),
-                                            _mm256_broadcastss_ps(_mm_movehdup_ps(scales))));
+// The scales of a block from numbers_of() as bytes, sixteen, or eight and then others; and its minima likewise.
+template <class F>
+inline __m128i scale_bytes(__m128i numbers) {
+    constexpr bool ARE_NIBBLES = F::HAS_MINIMA && F::RANGES == 2;
+    return ARE_NIBBLES ? _mm_and_si128(numbers, _mm_set1_epi8(15)) : numbers;
+}
+template <class F>
+inline __m128i minimum_bytes(__m128i numbers) {
+    return F::RANGES == 1 ? _mm_srli_si128(numbers, 8)
+                          : _mm_and_si128(_mm_srli_epi16(numbers, 4), _mm_set1_epi8(15));
 }
 
-// The scale of a q6_K block in every lane; loads the eight bytes that end with it.
-inline __m128 scale_of_q6_k(const uint8_t* block) {
-    return _mm_permute_ps(four_f16(block + 202), 0xff);
+// Four numbers of 16 bits in a block, of which number D_LANE is d, and the next one m.
+template <class F>
+constexpr int64_t FOUR_HALVES_AT =
+    F::SHAPE.halves_at + 8 <= F::BLOCK_BYTES ? F::SHAPE.halves_at : F::BLOCK_BYTES - 8;
+template <class F>
+constexpr int D_LANE = (F::SHAPE.halves_at - FOUR_HALVES_AT<F>) / 2;
+template <class F>
+inline __m128 four_halves(const uint8_t* block) {
+    return four_f16(block + FOUR_HALVES_AT<F>);
+}
+// One of four floats, in every lane.
+template <int LANE>
+inline __m256 eight_of(__m128 four) {
+    return _mm256_broadcastss_ps(LANE == 0 ? four : _mm_permute_ps(four, LANE * 0x55));
 }
 
-inline void factors_of_q6_k(const uint8_t* block, float c, float* factor) {
-    const __m128i scales = load_16_bytes(block + 192);
-    const __m256 d = _mm256_broadcastss_ps(_mm_mul_ps(scale_of_q6_k(block), _mm_set1_ps(c)));
-    _mm256_storeu_ps(factor, _mm256_mul_ps(floats_of_i8(scales), d));
-    _mm256_storeu_ps(factor + 8, _mm256_mul_ps(floats_of_i8(_mm_srli_si128(scales, 8)), d));
+// to[i] = by * bytes[i], for 8 * RANGES bytes.
+template <int RANGES>
+inline void store_factors(__m128i bytes, __m256 by, float* to) {
+    _mm256_storeu_ps(to, _mm256_mul_ps(floats_of_i8(bytes), by));
+    if (RANGES == 2)
+        _mm256_storeu_ps(to + 8, _mm256_mul_ps(floats_of_i8(_mm_srli_si128(bytes, 8)), by));
+}
+
+template <class F>
+inline void factors_of(const uint8_t* block, float c, Factors& to) {
+    const __m128i numbers = numbers_of<F>(block);
+    const __m128 halves = _mm_mul_ps(four_halves<F>(block), _mm_set1_ps(c));  // d*c, m*c
+    store_factors<F::RANGES>(scale_bytes<F>(numbers), eight_of<D_LANE<F>>(halves), to.factor);
+    if constexpr (F::HAS_MINIMA)
+        store_factors<F::RANGES>(minimum_bytes<F>(numbers), eight_of<D_LANE<F> + 1>(halves),
+                                 to.minimum);
 }
 
 // a | (b & mask)
@@ -52,48 +99,67 @@ inline Bits shifted(Bits dwords, int left) {
 }
 
 #ifdef LEVEL_AVX512
-// Permutations use only the low four bits of each lane (five for q5_K), so they serve as tables from number to float
-// without a mask.
-inline __m512 first_floats() {
-    return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+// The quants less LESS of both parts, 16 each. A permutation uses only the low four bits of each lane (of two vectors
+// five), so it serves as a table from number to float without a mask.
+template <class F>
+inline void unpack_by_table(Bits bytes, const uint8_t* upper, int pair, Floats& low, Floats& high) {
+    const __m512 first_floats = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const Bits nibbles = _mm512_srli_epi32(bytes, 4);
+    if constexpr (F::KIND == KIND_IQ4_XS) {
+        const __m512 values =
+            _mm512_cvtepi32_ps(_mm512_sub_epi32(dwords_of(IQ4_VALUES), _mm512_set1_epi32(F::LESS)));
+        low = _mm512_permutexvar_ps(bytes, values);
+        high = _mm512_permutexvar_ps(nibbles, values);
+    } else if constexpr (F::BITS_BYTES == 0 && F::SHAPE.quant_bytes == 128) {
+        low = _mm512_permutexvar_ps(bytes, first_floats);
+        high = _mm512_permutexvar_ps(nibbles, first_floats);
+    } else if constexpr (F::BITS_BYTES == 0) {
+        const __m512 twos = _mm512_set_ps(3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0);
+        low = _mm512_permutexvar_ps(shifted(bytes, -2 * (pair % 2)), twos);
+        high = _mm512_permutexvar_ps(shifted(nibbles, -2 * (pair % 2)), twos);
+    } else if constexpr (F::SHAPE.quant_bytes == 128) {
+        const Bits above = dwords_of(upper), fifteen = _mm512_set1_epi32(15);
+        const __m512 more = _mm512_add_ps(first_floats, _mm512_set1_ps(16));
+        // fifteen ? nibbles : shifted bits
+        const Bits both[2] = {
+            _mm512_ternarylogic_epi32(fifteen, bytes, shifted(above, 4 - 2 * pair), 0xca),
+            _mm512_ternarylogic_epi32(fifteen, nibbles, shifted(above, 3 - 2 * pair), 0xca)};
+        low = _mm512_permutex2var_ps(first_floats, both[0], more);
+        high = _mm512_permutex2var_ps(first_floats, both[1], more);
+    } else {
+        const __m512 threes = _mm512_set_ps(3, 2, 1, 0, -1, -2, -3, -4, 3, 2, 1, 0, -1, -2, -3, -4);
+        const Bits above = dwords_of(upper), three = _mm512_set1_epi32(3);
+        const int part = F::parts(pair).first, place = 2 * (pair % 2);
+        low = _mm512_permutexvar_ps(
+            _mm512_ternarylogic_epi32(three, shifted(bytes, -place), shifted(above, 2 - part), 0xca),
+            threes);
+        high = _mm512_permutexvar_ps(
+            _mm512_ternarylogic_epi32(three, shifted(nibbles, -place), shifted(above, -part), 0xca),
+            threes);
+    }
 }
 #endif
 
 template <class F>
 inline void unpack_pair(const uint8_t* block, int pair, Floats* w) {
-    const uint8_t* quants = block + F::QUANTS_AT + 32 * pair;
-    const uint8_t* upper = block + F::BITS_AT + (F::BITS_BYTES == 64 ? pair / 2 * 32 : 0);
-    const int place = F::BITS_BYTES == 64 ? pair % 2 * 2 : pair * 2;  // of the first part's bits
-    const Bits fifteen = MM(set1_epi32)(15), mask = MM(set1_epi32)(F::BITS_BYTES == 64 ? 0x30 : 0x10);
+    const uint8_t* quants = block + F::QUANTS_AT + 4 * F::quants_at(pair, 0);
+    const uint8_t* upper = block + F::BITS_AT + 4 * F::above_at(pair, 0);
     for (int v = 0; v < BLOCK / LANES; ++v) {
-        const Bits bytes = dwords_of(quants + LANES * v), nibbles = MM(srli_epi32)(bytes, 4);
-        Floats &low = w[v], &high = w[v + BLOCK / LANES];
+        const Bits bytes = dwords_of(quants + LANES * v);
+        constexpr int HALF = 16 / LANES;  // vectors of half a part
+        const int at = F::SHARES_HALVES ? v / HALF * 2 * HALF + v % HALF : v;
+        Floats &low = w[at], &high = w[at + (F::SHARES_HALVES ? HALF : BLOCK / LANES)];
 #ifdef LEVEL_AVX512
-        if constexpr (F::BITS_BYTES == 0) {
-            low = _mm512_permutexvar_ps(bytes, first_floats());
-            high = _mm512_permutexvar_ps(nibbles, first_floats());
-            continue;
-        } else if constexpr (F::BITS_BYTES == 32) {
-            const Bits above = dwords_of(upper + LANES * v);
-            const __m512 more = _mm512_add_ps(first_floats(), _mm512_set1_ps(16));
-            // fifteen ? nibbles : shifted bits
-            const Bits both[2] = {
-                _mm512_ternarylogic_epi32(fifteen, bytes, shifted(above, 4 - place), 0xca),
-                _mm512_ternarylogic_epi32(fifteen, nibbles, shifted(above, 3 - place), 0xca)};
-            low = _mm512_permutex2var_ps(first_floats(), both[0], more);
-            high = _mm512_permutex2var_ps(first_floats(), both[1], more);
+        if constexpr (F::KIND != KIND_Q6_K) {
+            unpack_by_table<F>(bytes, upper + LANES * v, pair, low, high);
             continue;
         }
 #endif
-        Ints first = ints(bytes) & ints(fifteen), second = ints(nibbles);
-        if constexpr (F::BITS_BYTES > 0) {
-            const Bits above = dwords_of(upper + LANES * v);
-            const int left = F::BITS_BYTES == 64 ? -place : 3 - place;
-            first = ints(or_masked(bits(first), shifted(above, 4 - place), mask));
-            second = ints(or_masked(nibbles, shifted(above, left), mask));
-        }
-        constexpr int32_t MIDDLE = F::BITS_BYTES == 64 ? 32 : 0;
-        low = to_floats(first - MIDDLE), high = to_floats(second - MIDDLE);
+        Ints above = {}, first, second;
+        if constexpr (F::BITS_BYTES > 0) above = ints(dwords_of(upper + LANES * v));
+        F::four(ints(bytes), above, pair, first, second);
+        if constexpr (F::KIND == KIND_IQ4_XS) first &= 255, second &= 255;  // zeros were looked up too
+        low = to_floats(first - F::LESS), high = to_floats(second - F::LESS);
     }
 }
 

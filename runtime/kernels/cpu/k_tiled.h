@@ -1,8 +1,6 @@
 // Products of tiled rows of K-quants, with the arithmetic of k_products.h: lanes are rows even for
 // one vector, and quants are not transposed. Included by rows_template.h.
 
-#include "k_tiles.h"
-
 // LANES rows of a tile, from row `lane` on, in the form that dot_super_tile() needs.
 template <class F>
 struct SuperTile {
@@ -14,39 +12,47 @@ struct SuperTile {
     int64_t lane, n;          // n: blocks of a row
     const TiledAhead* ahead;  // or null
 
-    // The numbers of block s: `room` with eight scales and eight minima of each row, below 64, or q6_K's scales, which
-    // stay in the tile.
-    const uint8_t* numbers(int64_t s, uint8_t (*room)[TILE_ROWS]) const {
+    static constexpr int N = F::NUM_FACTORS;
+    typedef uint8_t Numbers[F::HAS_MINIMA ? 2 * N : N][TILE_ROWS];
+
+    // The scales and then the minima of each row of block s: in `room`, unless the bytes in the tile are they.
+    const uint8_t* numbers(int64_t s, Numbers& room) const {
         const uint8_t* scales = tile + super_place(SHAPE, n, s).scales;
-        if constexpr (!F::HAS_MINIMA) return scales;
-        for (int64_t at = 0; at < 4 * TILE_ROWS; at += 4 * LANES, scales += 4 * LANES) {
-            const Ints first = load_ints(scales), second = load_ints(scales + 64),
-                       third = load_ints(scales + 128);
-            auto keep = [&](int number, Ints four) {
-                __builtin_memcpy(room[number] + at, &four, sizeof four);
-            };
-            keep(0, first & 0x3f3f3f3f);
-            keep(4, (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030));
-            keep(8, second & 0x3f3f3f3f);
-            keep(12, (third >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030));
+        if constexpr (F::ARE_NUMBERS_BYTES) {
+            return scales;
+        } else if constexpr (F::HAS_WORDS) {
+            typedef uint16_t Words16 __attribute__((vector_size(2 * TILE_ROWS)));
+            typedef uint8_t Bytes16 __attribute__((vector_size(TILE_ROWS)));
+            Words16 words[3];
+            __builtin_memcpy(words, tile + super_place(SHAPE, n, s).halves + 2 * TILE_ROWS,
+                             sizeof words);
+            F::numbers(words, [&](int i, const Words16& number) {
+                const Bytes16 bytes = __builtin_convertvector(number, Bytes16);
+                __builtin_memcpy(room[i], &bytes, sizeof bytes);
+            });
+            return room[0];
+        } else {
+            for (int64_t at = 0; at < 4 * TILE_ROWS; at += 4 * LANES) {
+                auto load = [&](int i) { return load_ints(scales + TILE_ROWS * i + at); };
+                auto keep = [&](int number, Ints four) {
+                    __builtin_memcpy(room[number] + at, &four, sizeof four);
+                };
+                F::numbers(load, keep);
+            }
+            return room[0];
         }
-        return room[0];
     }
 
     void factors(int64_t s, SuperFactors<F>& to) const {
-        const SuperPlace place = super_place(SHAPE, n, s);
-        const Floats d = load_f16(tile + place.floats + 2 * lane);
-        alignas(64) uint8_t room[16][TILE_ROWS];
+        const uint8_t* halves = tile + super_place(SHAPE, n, s).halves + 2 * lane;
+        const Floats d = load_f16(halves);
+        alignas(64) Numbers room;
         const uint8_t* number = numbers(s, room) + lane;
+        for (int i = 0; i < N; ++i) store_floats(to.factor[i], mul(load_i8(number + TILE_ROWS * i), d));
         if constexpr (F::HAS_MINIMA) {
-            const Floats m = load_f16(tile + place.floats + 2 * (TILE_ROWS + lane));
-            for (int p = 0; p < 8; ++p) {
-                store_floats(to.factor[p], mul(load_i8(number + TILE_ROWS * p), d));
-                store_floats(to.minimum[p], mul(load_i8(number + TILE_ROWS * (p + 8)), m));
-            }
-        } else {
-            for (int i = 0; i < 16; ++i)
-                store_floats(to.factor[i], mul(load_i8(number + TILE_ROWS * i), d));
+            const Floats m = load_f16(halves + 2 * TILE_ROWS);
+            for (int i = 0; i < N; ++i)
+                store_floats(to.minimum[i], mul(load_i8(number + TILE_ROWS * (N + i)), m));
         }
     }
 
@@ -63,8 +69,8 @@ struct SuperTile {
 
     __attribute__((always_inline)) inline void quants(int64_t s, int pair, Ints* to) const {
         ask(s, pair);
-        const uint8_t* at = tile + super_place(SHAPE, n, s).quants + 32 * TILE_ROWS * pair + 4 * lane;
-        for (int v = 0; v < 8; ++v) to[v] = load_in_order(at + 4 * TILE_ROWS * v);
+        const uint8_t* at = tile + super_place(SHAPE, n, s).quants + 4 * lane;
+        for (int v = 0; v < 8; ++v) to[v] = load_in_order(at + 4 * TILE_ROWS * F::quants_at(pair, v));
     }
 
     // Block s of row r as in a file.

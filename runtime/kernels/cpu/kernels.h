@@ -43,7 +43,7 @@ enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, NUM_FORMS };
 //   Q8_0           f16 scale, 32 x int8
 //   Q4_0           f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale, low nibbles are values 0..15, high
 //                  nibbles values 16..31
-//   Q4_K .. Q6_K   k_quants_template.h
+//   K-quants, IQ4_XS   k_formats.h
 //   MXFP4 .. Q5_1  coded_blocks.h
 // clang-format off
 #define FOR_ALL_KINDS(KIND) \
@@ -60,6 +60,9 @@ enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, NUM_FORMS };
     KIND(Q5_0, IN_FILE, Q5_0, 32, 22, 2, FORM_BYTES) \
     KIND(Q4_1, IN_FILE, Q4_1, 32, 20, 4, FORM_BYTES) \
     KIND(Q5_1, IN_FILE, Q5_1, 32, 24, 4, FORM_BYTES) \
+    KIND(Q3_K, IN_FILE, Q3_K, 256, 110, 0, FORM_BYTES) \
+    KIND(Q2_K, IN_FILE, Q2_K, 256, 84, 0, FORM_BYTES) \
+    KIND(IQ4_XS, IN_FILE, IQ4_XS, 256, 136, 0, FORM_BYTES) \
     KIND(Q8_0_PLANAR, PLANAR, Q8_0, 32, 34, 2, FORM_BYTES) \
     KIND(Q4_0_PLANAR, PLANAR, Q4_0, 32, 18, 2, FORM_NIBBLES) \
     KIND(Q8_0_TILED, TILED, Q8_0, 32, 34, 2, FORM_BYTES) \
@@ -72,6 +75,9 @@ enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, NUM_FORMS };
     KIND(Q5_0_TILED, TILED, Q5_0, 32, 22, 2, FORM_BYTES) \
     KIND(Q4_1_TILED, TILED, Q4_1, 32, 20, 4, FORM_BYTES) \
     KIND(Q5_1_TILED, TILED, Q5_1, 32, 24, 4, FORM_BYTES) \
+    KIND(Q3_K_TILED, TILED, Q3_K, 256, 110, 0, FORM_BYTES) \
+    KIND(Q2_K_TILED, TILED, Q2_K, 256, 84, 0, FORM_BYTES) \
+    KIND(IQ4_XS_TILED, TILED, IQ4_XS, 256, 136, 0, FORM_BYTES) \
     KIND(F16_GROUPED, GROUPED, F16, 32, 64, 0, NO_FORM) \
     KIND(BF16_GROUPED, GROUPED, BF16, 32, 64, 0, NO_FORM) \
     KIND(Q8_0_GROUPED, GROUPED, Q8_0, 32, 34, 2, FORM_BYTES) \

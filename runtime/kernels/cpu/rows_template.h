@@ -287,7 +287,9 @@ inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, float
         for (int64_t at = 0; at < Format::BLOCK_BYTES; at += 64) __builtin_prefetch(then + at);
         Floats w[VALUES / LANES];
         if constexpr (IS_SUPER<Format>) {
-            alignas(64) float values[SUPER_BLOCK] = {};
+            alignas(
+                64) float values[SUPER_BLOCK];  // -0, to which every value can be added, 0 and -0 too
+            for (float& value : values) value = -0.0f;
             const float one = 1.0f;
             add_rows<Format, 1>(&block, &then, &one, values, 0, SUPER_BLOCK);
             for (int v = 0; v < VALUES / LANES; ++v) w[v] = load_floats(values + v * LANES);
@@ -425,6 +427,9 @@ constexpr Kernels all_kernels() {
     set_super<Q4_K>(all, KIND_Q4_K, KIND_Q4_K_TILED);
     set_super<Q5_K>(all, KIND_Q5_K, KIND_Q5_K_TILED);
     set_super<Q6_K>(all, KIND_Q6_K, KIND_Q6_K_TILED);
+    set_super<Q3_K>(all, KIND_Q3_K, KIND_Q3_K_TILED);
+    set_super<Q2_K>(all, KIND_Q2_K, KIND_Q2_K_TILED);
+    set_super<IQ4_XS>(all, KIND_IQ4_XS, KIND_IQ4_XS_TILED);
     set_coded<MXFP4>(all, KIND_MXFP4, KIND_MXFP4_TILED);
     set_coded<IQ4_NL>(all, KIND_IQ4_NL, KIND_IQ4_NL_TILED);
     set_coded<Q5_0>(all, KIND_Q5_0, KIND_Q5_0_TILED);

@@ -14,35 +14,23 @@ inline void multiply_super_panel(const SuperPanel<F, R>& panel, int64_t block,
     for (int p = 0; p < 8; ++p) {
         const int64_t b = block + p, of = t * x.next_scale + b;
         const uint8_t* values = x.values + b * x.stride + t * 64;
-        Ints sum[R][T];
-        Floats of_first[R][T];
-        if constexpr (F::HAS_MINIMA) {
-            panel_products<Q8_0, R, T>(panel.weights[p], values, [](int) { return Ints{}; }, sum);
-        } else {
-            panel_products<Q8_0, R, T, 0, 4>(panel.weights[p], values, [&](int j) {
-                return Ints{} - 32 * x.first_sum[of + j * x.next_scale];
-            }, sum);
-            for (int i = 0; i < R; ++i)
-                for (int j = 0; j < T; ++j)
-                    of_first[i][j] =
-                        mul(load_floats(panel.factors[i].factor[2 * p]), to_floats(sum[i][j]));
-            panel_products<Q8_0, R, T, 4, 8>(panel.weights[p], values, [&](int j) {
+        Ints sum[F::RANGES][R][T];
+        auto start = [&](int range) {
+            return [&x, of, range](int j) {
                 const int64_t at = of + j * x.next_scale;
-                return Ints{} - 32 * (x.sum[at] - x.first_sum[at]);
-            }, sum);
-        }
+                return Ints{} - F::LESS * sum_of_range<F>(range, x.sum[at], x.first_sum[at]);
+            };
+        };
+        panel_products<Q8_0, R, T, 0, 8 / F::RANGES>(panel.weights[p], values, start(0), sum[0]);
+        if constexpr (F::RANGES == 2)
+            panel_products<Q8_0, R, T, 4, 8>(panel.weights[p], values, start(1), sum[1]);
         for (int j = 0; j < T; ++j) {
             const int64_t at = of + j * x.next_scale;
             const Floats scale = broadcast(x.scale[at]);
             for (int i = 0; i < R; ++i) {
-                const SuperFactors<F>& factors = panel.factors[i];
-                Floats term;
-                if constexpr (F::HAS_MINIMA)
-                    term = fused(load_floats(factors.factor[p]), to_floats(sum[i][j]),
-                                 mul(load_floats(factors.minimum[p]), to_floats(Ints{} - x.sum[at])));
-                else
-                    term = fused(load_floats(factors.factor[2 * p + 1]), to_floats(sum[i][j]),
-                                 of_first[i][j]);
+                const Ints products[2] = {sum[0][i][j], sum[F::RANGES - 1][i][j]};
+                const Floats term =
+                    panel.factors[i].term_of_products(p, products, x.sum[at], x.first_sum[at]);
                 part[t + j][p][i] = fused(scale, term, part[t + j][p][i]);
             }
         }

@@ -117,7 +117,7 @@ inline void transpose_16(const uint8_t* const* p, Ints* out) {
 
 inline Ints ints_of(Bits v) { return ints(v); }
 
-// For coded_blocks.h.
+// For coded_blocks.h and k_formats.h.
 inline Ints look_up(const uint8_t* table, Ints bytes) {
 #ifdef LEVEL_AVX512
     const Bits all = _mm512_broadcast_i32x4(load_16_bytes(table));

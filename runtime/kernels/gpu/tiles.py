@@ -12,15 +12,21 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.weight_types import file_kind
-from hotsplit.runtime.kernels.gpu.blocks import (
-    columns,
+from hotsplit.runtime.kernels.gpu.blocks import columns
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS
+from hotsplit.runtime.kernels.gpu.small_blocks import (
     exponent_at,
     has_minimum,
     level_of,
-    six_bit_numbers,
     small_block,
 )
-from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS
+from hotsplit.runtime.kernels.gpu.super_blocks import (
+    scale_of_iq4_xs,
+    scales_of_q3_k,
+    six_bit_numbers,
+    three_bits,
+    two_bits,
+)
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
 
 _UNITS_OF_ROWS = 256  # of a program: 16 units of a tile, 4 of a group
@@ -121,25 +127,70 @@ def _six_bits(numbers, part, is_live):
 
 
 @triton.jit
-def _q6_k_tile(tile, row, unit, lane, is_live, WIDTH: tl.constexpr):
-    """(low, high) values: two blocks have their f16 numbers first, a last one alone at its end."""
-    REST: tl.constexpr = 16 * 208
+def _q2_k_tile(tile, row, unit, lane, is_live):
+    """(low, high) values; see blocks.scales_and_minima."""
+    block = tile + unit // 8 * (16 * 84)
+    factor, least = _half(block + row * 2, is_live), _half(block + 32 + row * 2, is_live)
+    numbers = block + 64 + (unit % 8 // 4 * 8 + unit % 4) * 16 + row
+    first = tl.load(numbers, mask=is_live, other=0)
+    second = tl.load(numbers + 64, mask=is_live, other=0)
+    at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane
+    low, high = two_bits(tl.load(block + 320 + _fours(at, row), mask=is_live, other=0), unit)
+    low = low.to(tl.float32) * (factor * (first & 15).to(tl.float32))
+    high = high.to(tl.float32) * (factor * (second & 15).to(tl.float32))
+    low -= least * (first >> 4).to(tl.float32)
+    high -= least * (second >> 4).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _iq4_xs_tile(tile, row, unit, lane, is_live):
+    """(low, high) values; the bits of scales are interleaved like f16 numbers."""
+    block = tile + unit // 8 * (16 * 136)
+    upper = tl.load(block + 32 + row * 2 + unit % 8 // 4, mask=is_live, other=0)
+    nibbles_at = 64 + unit % 8 // 4 * 32 + row * 2 + unit % 4 // 2
+    nibbles = tl.load(block + nibbles_at, mask=is_live, other=0)
+    scale = _half(block + row * 2, is_live) * scale_of_iq4_xs(upper, nibbles, unit)
+    both = tl.load(block + 128 + _fours(unit % 8 * 16 + lane, row), mask=is_live, other=0)
+    return level_of(both & 15, "iq4_xs") * scale, level_of(both >> 4, "iq4_xs") * scale
+
+
+@triton.jit
+def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """(low, high) values of q6_k and q3_k: two blocks have their f16 numbers first, a last one alone
+    at its end."""
+    SIZE: tl.constexpr = 210 if KIND == "q6_k" else 110
+    REST: tl.constexpr = 16 * (SIZE - 2)
     block = unit // 8
     is_second = block % 2
     is_pair = block - is_second + 1 < WIDTH // 256
-    pair = tile + block // 2 * (32 * 210)
+    pair = tile + block // 2 * (32 * SIZE)
     factor = _half(pair + tl.where(is_pair, is_second * 32, REST) + row * 2, is_live)
     rest = pair + tl.where(is_pair, 64 + is_second * REST, 0)
-    upper_at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane
-    upper = tl.load(rest + 256 + _fours(upper_at, row), mask=is_live, other=0)
-    upper = upper >> (unit // 2 % 2 * 2).to(tl.uint8)
-    both = tl.load(rest + 1280 + _fours(unit % 8 * 16 + lane, row), mask=is_live, other=0)
-    scale_at = rest + (unit % 8 // 4 * 8 + unit % 4) * 16 + row
-    scale_low = tl.load(scale_at, mask=is_live, other=0).to(tl.int8, bitcast=True)
-    scale_high = tl.load(scale_at + 64, mask=is_live, other=0).to(tl.int8, bitcast=True)
-    low = ((both & 15) | ((upper & 3) << 4)).to(tl.float32) - 32.0
-    high = ((both >> 4) | (upper & 48)).to(tl.float32) - 32.0
-    return low * (factor * scale_low.to(tl.float32)), high * (factor * scale_high.to(tl.float32))
+    if KIND == "q6_k":
+        upper_at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane
+        upper = tl.load(rest + 256 + _fours(upper_at, row), mask=is_live, other=0)
+        upper = upper >> (unit // 2 % 2 * 2).to(tl.uint8)
+        both = tl.load(rest + 1280 + _fours(unit % 8 * 16 + lane, row), mask=is_live, other=0)
+        scale_at = rest + (unit % 8 // 4 * 8 + unit % 4) * 16 + row
+        first = tl.load(scale_at, mask=is_live, other=0).to(tl.int8, bitcast=True)
+        second = tl.load(scale_at + 64, mask=is_live, other=0).to(tl.int8, bitcast=True)
+        scale_low, scale_high = first.to(tl.float32), second.to(tl.float32)
+        low = ((both & 15) | ((upper & 3) << 4)).to(tl.float32) - 32.0
+        high = ((both >> 4) | (upper & 48)).to(tl.float32) - 32.0
+    else:
+        numbers = rest + unit % 4 * 16 + row
+        first = tl.load(numbers, mask=is_live, other=0)
+        second = tl.load(numbers + 64, mask=is_live, other=0)
+        third = tl.load(numbers + 128, mask=is_live, other=0)
+        scale_low, scale_high = scales_of_q3_k(first, second, third, unit)
+        bits = tl.load(rest + 192 + _fours(unit % 2 * 16 + lane, row), mask=is_live, other=0)
+        at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane
+        both = tl.load(rest + 704 + _fours(at, row), mask=is_live, other=0)
+        low, high = three_bits(both, bits, unit)
+        low = low.to(tl.float32) - 4.0
+        high = high.to(tl.float32) - 4.0
+    return low * (factor * scale_low), high * (factor * scale_high)
 
 
 @triton.jit
@@ -167,8 +218,12 @@ def _unpack_tiles(
         high = low
     elif KIND == "q4_k" or KIND == "q5_k":
         low, high = _minimum_tile(tile, row, unit, lane, is_live, KIND)
-    elif KIND == "q6_k":
-        low, high = _q6_k_tile(tile, row, unit, lane, is_live, WIDTH)
+    elif KIND == "q2_k":
+        low, high = _q2_k_tile(tile, row, unit, lane, is_live)
+    elif KIND == "iq4_xs":
+        low, high = _iq4_xs_tile(tile, row, unit, lane, is_live)
+    elif KIND == "q6_k" or KIND == "q3_k":
+        low, high = _scaled_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
     else:
         tl.static_assert(KIND == "q8_0" or PARTS == 2, "an unknown kind")
         if ROWS == 16:

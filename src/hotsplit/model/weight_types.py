@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 TypeName = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl", "q5_0", "q4_1",
-    "q5_1",
+    "q5_1", "q3_k", "q2_k", "iq4_xs",
 ]  # fmt: skip
 PredictorTypeName = Literal["f16", "q8_0", "q4_0"]  # types of predictors that `profile` trains
 Form = Literal["planar", "tiled", "grouped"]  # layouts of rows in memory, on the CPU
@@ -19,6 +19,8 @@ Form = Literal["planar", "tiled", "grouped"]  # layouts of rows in memory, on th
 NAMES: tuple[TypeName, ...] = get_args(TypeName)
 FORMS: tuple[Form, ...] = get_args(Form)
 PREDICTOR_NAMES: tuple[PredictorTypeName, ...] = get_args(PredictorTypeName)
+# What the codes of iq4_nl and iq4_xs stand for (kvalues_iq4nl in ggml-common.h).
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Magnitudes from here on round to infinity in f16.
 F16_OVERFLOW = 65520.0
 
@@ -31,8 +33,8 @@ class WeightType:
     - `forms`: the CPU's layouts. Small blocks with a planar one have sums of integers, and caches
       and predictors store them too; the rows of other blocks are summed in f32.
     - `is_chosen`: whether `run` and `advise` choose it by themselves.
-    - `levels`: what the codes of a small block with nibbles (and perhaps fifth bits) stand for, in
-      units of its scale.
+    - `levels`: what the codes of a block with nibbles (and perhaps fifth bits) stand for, in units
+      of its scale.
     - `planes`: (first byte in a block, bytes) of the parts of a planar row; (): GPUs read the rows
       as stored. In small blocks, numbers, fifth bits if there are any, quants.
     - `halves`: first and last + 1 of the bytes of a block that are f16 numbers; None for floats and
@@ -47,7 +49,7 @@ class WeightType:
       -8 to 7, so a value at the far end is off by a whole step. Those of mxfp4 end at 6 / 8 of what
       the exponent stands for. The scales of K-quants and iq4_nl are fitted and clip outliers: the
       largest errors in 240,000 unusual blocks of each were 0.13, 0.07 and 0.024, about half of the
-      bounds, and 0.17 of iq4_nl.
+      bounds, and 0.17 of iq4_nl; in 16,500 of q3_k, q2_k and iq4_xs 0.28, 0.44 and 0.14.
     - `absolute_error`: bound near zero, where f16 has steps of 2^-24. So has the scale of a block,
       which is multiplied by up to 127 or 8. The scales of K-quants are multiplied by up to 63 * 15,
       63 * 31 and 128 * 32, and are off by half a step."""
@@ -97,7 +99,7 @@ class WeightType:
     @property
     def has_nibbles(self) -> bool:
         """True for small blocks whose last 16 bytes have two values each."""
-        return bool(self.levels)
+        return self.has_small_blocks and bool(self.levels)
 
     @property
     def bytes_per_value(self) -> float:
@@ -184,7 +186,7 @@ TYPES: tuple[WeightType, ...] = (
         name="iq4_nl", file_type="MOSTLY_IQ4_NL", block_values=32, block_bytes=18,
         forms=("tiled",), is_chosen=False, planes=((0, 2), (2, 16)), halves=(0, 2),
         overflows_at=100 * F16_OVERFLOW, relative_error=0.22, absolute_error=127 * 2.0**-24,
-        levels=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+        levels=IQ4_LEVELS,
     ),
     WeightType(
         name="q5_0", file_type="MOSTLY_Q5_0", block_values=32, block_bytes=22,
@@ -206,6 +208,22 @@ TYPES: tuple[WeightType, ...] = (
         overflows_at=F16_OVERFLOW, relative_error=1 / 31 + 3 * 2.0**-11,
         absolute_error=32 * 2.0**-24,
         levels=tuple(range(32)),
+    ),
+    WeightType(
+        name="q3_k", file_type="MOSTLY_Q3_K_S", block_values=256, block_bytes=110,
+        forms=("tiled",), is_chosen=False, planes=((32, 64), (0, 32), (96, 12), (108, 2)),
+        halves=(108, 110), overflows_at=32 * F16_OVERFLOW, relative_error=0.5,
+        absolute_error=2.0**-17,
+    ),
+    WeightType(
+        name="q2_k", file_type="MOSTLY_Q2_K", block_values=256, block_bytes=84,
+        forms=("tiled",), is_chosen=False, planes=((16, 64), (0, 16), (80, 4)), halves=(80, 84),
+        overflows_at=8 * F16_OVERFLOW, relative_error=0.75, absolute_error=2.0**-18,
+    ),
+    WeightType(
+        name="iq4_xs", file_type="MOSTLY_IQ4_XS", block_values=256, block_bytes=136,
+        forms=("tiled",), is_chosen=False, levels=IQ4_LEVELS, planes=((8, 128), (0, 8)),
+        halves=(0, 2), overflows_at=32 * F16_OVERFLOW, relative_error=0.3, absolute_error=2.0**-12,
     ),
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from hotsplit.convert.options import OUTTYPES
 _SAME = {"fp32": "f32", "float32": "f32", "fp16": "f16", "float16": "f16", "bfloat16": "bf16",
          "q8": "q8_0"}  # fmt: skip
 # Types that are read from other files and never written.
-_READ_ONLY = ("q2_k", "q3_k", "iq", "tq")
+_READ_ONLY = ("iq", "tq")
 
 
 class OuttypeChoice(click.Choice):
