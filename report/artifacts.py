@@ -76,6 +76,7 @@ def _load_split(
     config: ReportConfig, model: ModelFile, profile: Profile | None, machine: Machine | None
 ) -> Split:
     assert config.split is not None
+    model.refuse_experts("plans in reports are", "leave the plan out")
     split = Split.load(config.split)
     split.check_against(model, config.split)
     split.check_files(config.split, profile=config.profile, machine=config.machine)

@@ -89,7 +89,7 @@ def memories_of(
                 f" {format_bytes(LEAST_BUDGET_BYTES)} is enforced instead"
             )
         size = slab_bytes(
-            model, items[number], _attended(placement, context_length), _num_ids(plan, device, placement), max_rows,
+            model, items[number], _attended(placement, context_length), _num_ids(model, plan, device, placement), max_rows,
             num_sequences,
         )  # fmt: skip
         found[device] = DeviceMemory.of(device, size, budget)
@@ -101,12 +101,18 @@ def _attended(placement: Placement, context_length: int) -> int:
     return 1 if placement.is_cache_on_host else context_length
 
 
-def _num_ids(plan: Split | None, device: torch.device, placement: Placement) -> int:
-    """The number of hot neurons whose ids a GPU stores."""
+def _num_ids(
+    model: ModelFile, plan: Split | None, device: torch.device, placement: Placement
+) -> int:
+    """The number of hot neurons whose ids a GPU stores, and of experts whose places it stores."""
     if plan is None:
         return 0
-    homes = placement.homes[:-1]
-    return sum(len(ids) for ids, home in zip(plan.hot, homes, strict=True) if home == device)
+    layers = zip(model.spec.layers, plan.hot, placement.homes, strict=False)
+    return sum(
+        layer.neurons.num_units if layer.route else len(ids)
+        for layer, ids, home in layers
+        if home == device
+    )
 
 
 def slab_bytes(

@@ -127,18 +127,39 @@ def check_limits(file: ModelFile, gpu: torch.device) -> None:
 def for_experts(
     model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
 ) -> EngineConfig:
-    """The options of a mixture of experts, which runs on the CPU. Raises HotsplitError if a GPU, a plan
-    or a neuron cache is asked for."""
-    if plan is not None:
-        model.refuse_experts("plans are", "leave the plan out")
+    """The options of a mixture of experts, which runs on the CPU without a plan. Raises HotsplitError if
+    a GPU is asked for without one, for a neuron cache, and for a plan that GPUs cannot run."""
     if config.neuron_cache is not None:
         model.refuse_experts("neuron caches are", "leave --neuron-cache out")
     if device_of(config.device).type == "cpu":
         return config
+    if plan is not None:
+        _check_mixture_on_gpus(model, plan)
+        return config
     if config.device is not None:
-        model.refuse_experts("GPUs are", "use device cpu")
+        model.refuse_experts("GPUs without a plan are", "use device cpu")
     notice("a mixture of experts runs on the CPU; --device cpu says so")
     return replace(config, device="cpu")
+
+
+def _check_mixture_on_gpus(model: ModelFile, plan: Split) -> None:
+    """Raises HotsplitError if a plan puts a part of a mixture on a GPU that its kernels lack."""
+    layers = zip(model.spec.layers, plan.dense_on_gpu, strict=True)
+    for index, (layer, is_on_gpu) in enumerate(layers):
+        attention = layer.attention
+        lacking = {
+            "attention sinks": attention.has_sinks,
+            "one norm of all heads": attention.norms_all_heads,
+            "a part of each head that does not rotate": (
+                attention.rotary is not None and attention.num_rotated < attention.head_dim
+            ),
+        }
+        what = next((name for name, is_there in lacking.items() if is_there), None)
+        if is_on_gpu and what is not None:
+            raise HotsplitError(
+                f"{model.path}: the plan puts the attention of layer {index} on a GPU, where {what}"
+                " does not run so far; make a plan with attention on the CPU"
+            )
 
 
 def placement_of(

@@ -98,6 +98,15 @@ def launch_for_kind(kind: str) -> None:
     parts = torch.empty(down_parts(NEURONS, WIDTH), WIDTH)
     kernels.down(weights, out, parts, skips_zeros=True)
     kernels.down(weights, out, parts, skips_zeros=False)
+    routed, hidden = torch.empty(16), torch.empty(8, NEURONS)
+    places = torch.zeros(64, dtype=torch.int32)
+    kernels.expert_gate_up(
+        weights, out, weights, out, places, routed, x, "swiglu_oai", 0.0, True, hidden
+    )
+    given = (weights, x, places, routed)
+    kernels.expert_down(*given, hidden[:, :WIDTH].clone(), torch.empty(8, 512), is_by_output=True)
+    sums = torch.empty(16, WIDTH)
+    kernels.expert_down(*given, hidden, sums, is_by_output=False, skips_zeros=True)
     if kind in FLOATS:
         return
     for tokens in (20, 512):
@@ -140,6 +149,9 @@ def launch_the_rest() -> None:
                 query, keys, keys, torch.arange(70), query.clone(), table[0], table, window=512,
                 sink_H=x[:8],
             )  # fmt: skip
+    routed = torch.empty(16)
+    kernels.choose_experts(x[:128], None, "softmax", True, 1.0, 1, 1, routed)
+    kernels.choose_experts(x[:256], x[:256], "sigmoid", True, 2.5, 8, 4, routed, routed)
     half = torch.empty(20, WIDTH, dtype=torch.float16)
     rows, power = torch.empty(20, WIDTH), torch.empty(20)
     kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import test_gpu_attention as attention
+import test_gpu_experts as experts
 import test_gpu_kernels as rows
 import test_gpu_neurons as neurons
 import torch
@@ -77,6 +78,10 @@ CASES: dict[str, Callable] = {
     "norm alone": attention.test_norm_alone,
     "norm, term and copy": lambda k:
         attention.test_add_norm_with_a_term_and_a_copy_of_the_result(k, (2, 96), True),
+    "experts chosen": lambda k: experts.test_the_choice_equals_its_definition(k, "groups"),
+    "hidden values of experts": lambda k: experts.test_hidden_values(k, "q4_0_planar", 1),
+    "outputs of experts": lambda k: experts.test_outputs(k, "f16"),
+    "sums of experts": lambda k: experts.test_outputs_of_experts_by_neurons(k, "q8_0_planar", True),
     "bits twice": lambda k: rows.test_bits_are_written_twice(k, 2),
     "sum of 17": lambda k: attention.test_add_of_any_number_of_parts_in_place(k, 17),
     "rotation": lambda k: attention.test_rotate_append(

@@ -125,8 +125,11 @@ def slower_each_time():
     return lambda step: next(found)
 
 
-# The embedding is on the host, and no matrix is in blocks (test_gpu_products.py checks these).
-ELSEWHERE = {"embed", "multiply", "multiply_down"}
+# The embedding is on the host, no matrix is in blocks (test_gpu_products.py checks these), and the model
+# has no experts (test_fake_experts.py).
+ELSEWHERE = {
+    "embed", "multiply", "multiply_down", "choose_experts", "expert_gate_up", "expert_down",
+}  # fmt: skip
 FAILURES = {
     "device": (fake_parts(use=failing()), "everything runs on the CPU"),
     "pinned memory": (fake_parts(pin=failing()), "layer by layer"),

@@ -338,7 +338,7 @@ def test_experts_are_copied_once_or_stay_in_the_file(tmp_path, caplog, monkeypat
             items = engine.bytes_by_role["cpu"]
             free = int((sum(items.values()) - items["neurons"] / 2) / resolved_options.FREE_SHARE)
             for index, layer in enumerate(engine.layers):
-                block = layer.ffn.experts
+                (block,) = layer.ffn.experts
                 for name, own in zip(names, (block.gate, block.up, block.down), strict=True):
                     raw = opened.entry(index, f"{name}.weight").read()
                     assert own.data.nbytes == raw.nbytes
@@ -564,7 +564,9 @@ def test_what_mixtures_cannot_do_is_refused(tmp_path):
         "limits of gates are not supported for mixtures": lambda: model.with_limits(
             dataclasses.replace(model.limits, model_id=None), "l"
         ),
-        "GPUs are not supported for mixtures|sees 0 CUDA": lambda: Engine.of(model, device="cuda"),
+        "GPUs without a plan are not supported for mixtures|sees 0 CUDA": lambda: Engine.of(
+            model, device="cuda"
+        ),
         "which a mixture of experts in the stock layout does not have": lambda: Engine.of(
             mixture(layout="stock", activation="relu"), mode="exact"
         ),

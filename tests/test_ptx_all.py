@@ -6,6 +6,7 @@ import pytest
 import torch
 from ptx.kernels import PtxKernels
 from test_gpu_attention import *  # noqa: F403
+from test_gpu_experts import *  # noqa: F403
 from test_gpu_kernels import *  # noqa: F403
 from test_gpu_neurons import *  # noqa: F403
 

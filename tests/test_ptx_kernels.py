@@ -30,7 +30,8 @@ QUICK = [
     ("unpack f16 in groups", BLACKWELL), ("unpack to f16", HOPPER), ("predict gate", HOPPER),
     ("gate_up of ids", BLACKWELL), ("silu", HOPPER), ("down, zeros skipped", HOPPER),
     ("norm", BLACKWELL), ("norm, term and copy", HOPPER), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
-    ("attention", BLACKWELL), ("down of q6_k", HOPPER),
+    ("attention", BLACKWELL), ("down of q6_k", HOPPER), ("experts chosen", HOPPER),
+    ("hidden values of experts", BLACKWELL), ("outputs of experts", HOPPER), ("sums of experts", BLACKWELL),
 ]  # fmt: skip
 
 

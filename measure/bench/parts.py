@@ -217,6 +217,8 @@ def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps)
     cold = traffic.gate + traffic.up + traffic.down
     if cold:
         found[COLD, "cpu"] += cold / steps.num_steps
+    if plan is not None and model.spec.has_experts and any(num_hot):
+        return "the experts that a GPU reads are not counted"
     if not computes_all(engine.mode) and any(num_hot):
         return "the rows that a GPU reads in a sparse mode are not counted"
     for layer, count in enumerate(num_hot):

@@ -34,6 +34,8 @@ _INPUTS = {
     "attend": ("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
     "attend_tokens": ("query_THW", "key_CKW", "value_CKW", "position_T", "table_SN"),
     "predict": ("inner_R",), "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
+    "choose_experts": ("logit_E",), "expert_gate_up": ("routed_2K", "x_D"),
+    "expert_down": ("routed_2K", "hidden_KF"),
     "multiply": ("x_TD", "power_T"), "multiply_down": ("hidden_TN", "power_T"),
     "round_tokens": ("x_TD", "added_TD"), "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
 }  # fmt: skip
@@ -41,8 +43,10 @@ _OUTPUTS = {
     "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
     "add_norm": ("out_D", "x_out_D", "copy_D"),
     "rotate_append": ("qkv", "key_CKW", "value_CKW", "query_THW"),
-    "attend": ("out_HW",), "attend_tokens": ("out_THW",), "predict": ("named_B", "copy_B"), "gate_up": ("hidden_N",),
-    "down": ("parts_SD",), "multiply": ("out_TN",), "multiply_down": ("out_TD",),
+    "attend": ("out_HW",), "attend_tokens": ("out_THW",), "predict": ("named_B", "copy_B"),
+    "gate_up": ("hidden_N",), "down": ("parts_SD",), "choose_experts": ("routed_2K", "copy_2K"),
+    "expert_gate_up": ("hidden_KF",), "expert_down": ("parts_PD",), "multiply": ("out_TN",),
+    "multiply_down": ("out_TD",),
     "round_tokens": ("out_TD", "power_T", "x_out_TD"), "hidden_tokens": ("out_TN", "power_T"),
 }  # fmt: skip
 _CACHES = ("key_CKW", "value_CKW")
@@ -92,7 +96,7 @@ def _bits(words: Tensor) -> Tensor:
 def _bound(launch: Launch, want: Tensor) -> float:
     if want.dtype in (torch.float16, torch.bfloat16) or launch.kernel in _ROUNDING:
         return ROUNDED_BOUND
-    return FIRING_BOUND if launch.kernel == "gate_up" else BOUND
+    return FIRING_BOUND if launch.kernel in ("gate_up", "expert_gate_up") else BOUND
 
 
 def _results(
@@ -110,6 +114,8 @@ def _outputs(launch: Launch) -> list[Tensor]:
     """The memory that a launch writes."""
     given = launch.arguments
     found = [given[name] for name in _OUTPUTS[launch.kernel] if given[name] is not None]
+    if launch.kernel == "choose_experts":  # numbers apart from weights, which are much smaller
+        return [half for values in found for half in values.chunk(2, dim=-1)]
     if launch.kernel != "rotate_append":
         return found
     qkv, *caches = found[:3]
@@ -173,6 +179,11 @@ def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
     elif name == "table_SN":  # sequences with rows end in different blocks
         sequence_S, block_N = (torch.arange(size) for size in values.shape)
         values.copy_((sequence_S[:, None] + block_N) % count)
+    elif name == "routed_2K":
+        num_used = values.shape[-1] // 2
+        drawn = torch.rand(values.shape, generator=random)
+        drawn[..., :num_used] = _stored_experts(given, num_used)
+        values.copy_(drawn)
     elif name == "position_1":  # the last ones, so that attention reads the whole cache
         values.copy_((_context_length(given) - 1 - row_T // count).clamp(min=0))
     elif name == "position_T":
@@ -182,6 +193,17 @@ def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
         _randomise(values, random)
     if name == "hidden_N" and given["skips_zeros"]:
         values.view(-1)[::3] = 0
+
+
+def _stored_experts(given: dict[str, Any], num_used: int) -> Tensor:
+    """Distinct experts, of which as many as possible are stored, the last one among them."""
+    place_E: Tensor | None = given["place_E"]
+    if place_E is not None:
+        return place_E.cpu().argsort(descending=True)[:num_used]
+    is_by_output = given.get("is_by_output", False)
+    matrix = given["down" if "down" in given else "gate"]
+    count = matrix.num_rows // given["parts_PD" if is_by_output else "hidden_KF"].shape[-1]
+    return count - 1 - torch.arange(num_used)
 
 
 def _context_length(given: dict[str, Any]) -> int:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
-from hotsplit.runtime.kernels.gpu import reference
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
@@ -34,13 +33,14 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
 # Kernels of prompts alone.
 PROMPTS = (
     "unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens",
 )  # fmt: skip
 NAMES = tuple(each.name for each in fields(Kernels))
-_PARAMETERS = {name: inspect.signature(getattr(reference, name)) for name in NAMES}
+_PARAMETERS = {name: inspect.signature(getattr(reference_kernels(), name)) for name in NAMES}
 _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
           torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}  # fmt: skip
 _WIDE_LOAD = 16  # bytes; pointers with a smaller alignment make another variant
@@ -73,7 +73,9 @@ class Launch:
         ]
         words += [f"{num_rows} rows"] if num_rows > 1 else []
         # A scale of one is compiled out.
-        words += ["scaled"] if kernel == "embed" and bound.arguments["scale"] != 1.0 else []
+        scales = {"embed": "scale", "add_norm": "factor"}
+        is_scaled = kernel in scales and bound.arguments[scales[kernel]] != 1.0
+        words += ["scaled"] if is_scaled else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
         return cls(
             kernel=kernel,
@@ -162,7 +164,7 @@ def launches_of(
         if placement.dense_on_gpu[index]:
             _note_norms(noting, layer, placement.homes[index])
             _note_attention(noting, layer, placement.homes[index])
-        _note_tokens(noting, layer, placement.homes[index])
+        _note_tokens(noting, layer, placement.homes[index], is_on_gpu=placement.dense_on_gpu[index])
     return tuple(found.values())
 
 
@@ -176,11 +178,22 @@ def _multiplied(
         for linear in (*layer.attention.inputs, layer.attention.output):
             if placement.dense_on_gpu[index]:
                 yield linear.weight, home, False
-        for block in layer.ffn.blocks:
+        for block in _blocks_of(layer, is_on_gpu=placement.dense_on_gpu[index]):
             for matrix in block.matrices:
-                yield matrix, home, matrix is block.down
+                yield matrix, home, matrix is block.down and not block.is_by_output
     if placement.head_on_gpu:
         yield weights.head.weight, placement.homes[-1], False
+
+
+def _blocks_of(layer: Layer, *, is_on_gpu: bool) -> Iterable[NeuronBlock]:
+    """The blocks of neurons that prompts compute on the layer's GPU: those stored there, one of its
+    experts, and neurons that are streamed to it. `is_on_gpu`: so are shared experts."""
+    yield from layer.ffn.blocks
+    hot, _ = by_role(layer.ffn.experts)
+    if hot is not None:
+        yield hot.expert(0)
+    if layer.shared is not None and is_on_gpu:
+        yield from layer.shared.ffn.blocks
 
 
 def _note_products(
@@ -215,7 +228,8 @@ def _new(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) 
 
 def _note_norms(kernels: Kernels, layer: Layer, device: torch.device) -> None:
     """Notes the norms of a prompt, in the types of the products that read them."""
-    readers = [linear.weight for linear in (*layer.attention.inputs, layer.ffn.blocks[0].gate)]
+    first = layer.ffn.blocks[0].gate if layer.router is None else layer.router.linear
+    readers = [linear.weight for linear in (*layer.attention.inputs, first)]
     if (predictor := layer.ffn.predictor) is not None:
         readers.append((predictor.down or predictor.up).weight)
     for dtype in dict.fromkeys(gpu_products.tile_dtype(matrix.kind) for matrix in readers):
@@ -228,13 +242,18 @@ def _note_norms(kernels: Kernels, layer: Layer, device: torch.device) -> None:
             )  # fmt: skip
 
 
-def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device) -> None:
+def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device, *, is_on_gpu: bool) -> None:
     """Notes the hidden values of a prompt, and values that are rounded as they are: those of heads,
-    of the last hidden state, and of layers whose norms are elsewhere."""
-    for width in (layer.attention.widths[1], layer.ffn.blocks[0].width):
+    of the last hidden state, of layers whose norms are elsewhere, and hidden values of experts."""
+    blocks = list(_blocks_of(layer, is_on_gpu=is_on_gpu))
+    hidden = [len(block.id_N) for block in blocks if block.is_by_output]
+    for width in (layer.attention.widths[1], *(block.width for block in blocks[:1]), *hidden):
         x_TD, out_TD = _new(device, width), _new(device, width, dtype=torch.float16)
         kernels.round_tokens(x_TD, None, None, None, 0.0, out_TD, _new(device), None)
-    block, gate = layer.ffn.blocks[0], layer.ffn.gate
+    block = next((each for each in blocks if not each.is_by_output), None)
+    if block is None:
+        return
+    gate = layer.ffn.gate
     number, dtype = min(len(block.id_N), _NEURONS), gpu_products.tile_dtype(block.down.kind)
     named_TN = _new(device, number, dtype=torch.bool) if layer.ffn.predictor else None
     kernels.hidden_tokens(

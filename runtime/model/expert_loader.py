@@ -1,5 +1,5 @@
-"""Loads the router, the experts and the shared experts of a layer of a mixture. Experts that do not
-fit into the memory stay in the mapped file."""
+"""Loads the router, the experts and the shared experts of a layer of a mixture: experts as a hot and a
+cold block, or as one with all. Experts that do not fit into the memory stay in the mapped file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,83 +15,127 @@ from hotsplit.model.tensors import CHOICE_BIAS, OUTPUT_GATE, ROUTER, in_layout
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.route import Router
 from hotsplit.runtime.weights.expert_block import ExpertBlock, ExpertMatrices
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
-from hotsplit.runtime.weights.neuron_block import NeuronBlock
-from hotsplit.runtime.weights.store import CPU, MappedStore, WeightStore
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role
+from hotsplit.runtime.weights.store import CPU, MappedStore, Stores, WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoader:
-    """Loads the parts of one layer. `store`: of the weights on the CPU that every token reads."""
+    """Loads the parts of one layer."""
 
     model: ModelFile
     layer: int
-    store: WeightStore
+    placement: Placement
+    stores: Stores
     computes_all: bool
-    are_experts_mapped: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights that every token reads."""
+        return self.placement.dense_device(self.layer)
 
     def router(self) -> Router | None:
         """None for a layer without experts."""
         spec = self.model.spec.layers[self.layer].route
         if spec is None:
             return None
-        weight = matrix_of(self._entry(f"{ROUTER}.weight"), CPU)
+        entry, is_on_cpu = self._entry(f"{ROUTER}.weight"), self.device == CPU
+        on_device = self.stores.on(self.device)
+        weight = matrix_of(entry, CPU) if is_on_cpu else on_device.matrix(entry, "attention")
         return Router(
             spec=spec,
             linear=Linear(weight=weight, bias_N=self._vector(f"{ROUTER}.bias")),
             choice_bias_E=self._vector(CHOICE_BIAS),
         )
 
-    def experts(self) -> ExpertBlock | None:
-        neurons = self.model.spec.layers[self.layer].neurons
+    def experts(self) -> tuple[ExpertBlock, ...]:
+        """The blocks of the experts, the hot one first; none for a layer without experts."""
+        neurons, hot = self.model.spec.layers[self.layer].neurons, self.placement.hot
         if not neurons.are_experts:
-            return None
-        names = [f"{name}.weight" for name in (*neurons.matrices, self._down_name(neurons))]
-        entries = [self._entry(name) for name in names]
-        store = MappedStore(CPU) if self.are_experts_mapped else self.store
-        if store.is_mapped:  # also views of a tensor that has two matrices of each expert
-            matrices = [_in_file(entry) for entry in entries]
+            return ()
+        every = np.arange(neurons.num_experts)
+        ids = every if hot is None else hot[self.layer].astype(np.int64)
+        parts: dict[Role, np.ndarray] = {"hot": np.sort(ids), "cold": np.setdiff1d(every, ids)}
+        return tuple(self._block(role, own) for role, own in parts.items() if len(own))
+
+    def _block(self, role: Role, ids: np.ndarray) -> ExpertBlock:
+        """The block of some experts, in order."""
+        neurons = self.model.spec.layers[self.layer].neurons
+        device = self.placement.homes[self.layer] if role == "hot" else CPU
+        store, is_part = self.stores.on(device), len(ids) < neurons.num_experts
+        if device == CPU and (store.is_mapped or self.stores.are_experts_mapped):
+            store, stored = MappedStore(CPU), None  # all of them, in the file
+            matrices = [_in_file(self._entry(name)) for name in self._names(neurons)]
         else:
-            width = self.model.spec.hidden_size
-            flat = self._neurons(
-                store, list(map(_flat, entries)), neurons.of_expert,
-                width if self._is_by_output else neurons.of_expert,
-            )  # fmt: skip
-            matrices = [_apart(matrix, neurons.num_experts) for matrix in flat]
+            stored = ids if is_part else None
+            matrices = self._copied(neurons, store, stored)
+        place_E = None
+        if is_part:
+            places = np.full(neurons.num_experts, -1, np.int32)
+            places[ids] = ids if stored is None else np.arange(len(ids))
+            place_E = store.neuron_ids(places, is_all=False)
         stems = (*neurons.matrices, neurons.down_name)
         gate, *up, down = (
-            replace(matrix, bias_EN=self._vector(f"{stem}.bias"))
+            replace(matrix, bias_PN=self._expert_bias(stem, store, stored))
             for matrix, stem in zip(matrices, stems, strict=True)
         )
         return ExpertBlock(
-            gate=gate, up=up[0] if up else None, down=down, is_by_output=self._is_by_output
+            role=role, gate=gate, up=up[0] if up else None, down=down,
+            is_by_output=self._is_by_output, place_E=place_E,
         )  # fmt: skip
+
+    def _copied(
+        self, neurons: Neurons, store: WeightStore, ids: np.ndarray | None
+    ) -> list[ExpertMatrices]:
+        """The matrices of these experts (None: all)."""
+        entries = [_flat(self._entry(name)) for name in self._names(neurons)]
+        width = self.model.spec.hidden_size if self._is_by_output else neurons.of_expert
+        flat = self._neurons(store, entries, neurons.of_expert, width, ids)
+        count = neurons.num_experts if ids is None else len(ids)
+        return [_apart(matrix, count) for matrix in flat]
+
+    def _names(self, neurons: Neurons) -> list[str]:
+        """The tensors of gate, up (if there is one) and down."""
+        down = in_layout(f"{neurons.down_name}.weight", self.model.layout)
+        return [*(f"{name}.weight" for name in neurons.matrices), down]
 
     @property
     def _is_by_output(self) -> bool:
         return self.model.layout == "stock"
 
-    def _down_name(self, neurons: Neurons) -> str:
-        down = in_layout(f"{neurons.down_name}.weight", self.model.layout)
-        return down.removesuffix(".weight")
-
     def _neurons(
-        self, store: WeightStore, entries: list[TensorEntry], num_rows: int, num_down: int
-    ) -> list[Matrix]:
-        """Gate, up (if there is one) and down. An expert has `num_rows` rows of gate and up, and
-        `num_down` of down; it begins with a whole tile or group, or none are made."""
+        self, store: WeightStore, entries: list[TensorEntry], num_rows: int, num_down: int,
+        ids: np.ndarray | None = None,
+    ) -> list[Matrix]:  # fmt: skip
+        """Gate, up (if there is one) and down, of these experts (None: all). An expert has `num_rows`
+        rows of gate and up, and `num_down` of down; it begins with a whole tile or group, or none
+        are made."""
         *rows, down = [[entry] for entry in entries]
         num_whole = len(rows) if num_rows % TILE_ROWS == 0 else 0
+        own = None if ids is None else _rows_of(ids, num_rows)
         if self._is_by_output:
-            is_whole = num_whole and num_down % TILE_ROWS == 0
-            return store.neurons([*rows, down], None, num_whole + 1 if is_whole else num_whole)
+            is_whole = num_whole > 0 and num_down % TILE_ROWS == 0
+            own_down = None if ids is None else _rows_of(ids, num_down)
+            found = store.neurons(rows, own, num_whole)
+            return [*found, *store.neurons([down], own_down, int(is_whole))]
         if self.computes_all:
             adds_all = num_whole > 0 and num_down % GROUP_ROWS == 0
-            return store.neurons([*rows, down], None, num_whole, adds_all)
+            return store.neurons([*rows, down], own, num_whole, adds_all)
         rest = [entry for (entry,) in (*rows[1:], down)]
-        return store.neurons([rows[0], rest], None, min(1, num_whole))
+        return store.neurons([rows[0], rest], own, min(1, num_whole))
+
+    def _expert_bias(
+        self, stem: str, store: WeightStore, ids: np.ndarray | None
+    ) -> torch.Tensor | None:
+        entry = self.model.tensors.get(f"blk.{self.layer}.{stem}.bias")
+        if entry is None:
+            return None
+        bias_EN = vector_of(entry, CPU)
+        return store.neuron_bias(bias_EN if ids is None else bias_EN[torch.from_numpy(ids)])
 
     def shared(self) -> tuple[NeuronBlock, Linear | None] | None:
         """The block of the shared experts, and their gate; None without any."""
@@ -107,15 +151,19 @@ class ExpertLoader:
         return self._shared_block(neurons), gate
 
     def _shared_block(self, neurons: Neurons) -> NeuronBlock:
-        names = [f"{name}.weight" for name in (*neurons.matrices, self._down_name(neurons))]
-        matrices = self._neurons(self.store, [self._entry(name) for name in names], 0, 0)
+        """On a GPU it is a part of what every token reads, in its bytes, too."""
+        store, entries = self.stores.on(self.device), list(map(self._entry, self._names(neurons)))
+        if self.device == CPU:
+            matrices = self._neurons(store, entries, 0, 0)
+        else:
+            matrices = [store.matrix(entry, "attention") for entry in entries]
         gate, *up, own_down = matrices
         return NeuronBlock(
             role="hot",
             gate=Linear(weight=gate),
             up=Linear(weight=up[0]) if up else None,
             down=own_down,
-            id_N=self.store.neuron_ids(np.arange(neurons.number), is_all=True),
+            id_N=store.neuron_ids(np.arange(neurons.number), is_all=True),
             row_N=None,
             is_whole=True,
             is_by_output=self._is_by_output,
@@ -126,11 +174,19 @@ class ExpertLoader:
 
     def _vector(self, name: str) -> torch.Tensor | None:
         entry = self.model.tensors.get(f"blk.{self.layer}.{name}")
-        return None if entry is None else vector_of(entry, CPU)
+        if entry is None:
+            return None
+        return self.stores.on(self.device).vector(vector_of(entry, CPU), "attention")
+
+
+def _rows_of(ids: np.ndarray, num_rows: int) -> np.ndarray:
+    """The rows of these experts, each of which has `num_rows`."""
+    return (ids[:, None] * num_rows + np.arange(num_rows)).ravel()
 
 
 def _in_file(entry: TensorEntry) -> ExpertMatrices:
-    """The matrices of all experts as they are in the mapped file."""
+    """The matrices of all experts as they are in the mapped file, also as a view of a tensor that has
+    two of each expert."""
     data = torch.from_numpy(entry.read())
     return ExpertMatrices(
         data=data.view(torch.bfloat16) if entry.kind == "bf16" else data,

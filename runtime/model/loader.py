@@ -175,8 +175,8 @@ class Builder:
 
     def expert_loader(self, index: int) -> ExpertLoader:
         return ExpertLoader(
-            model=self.model, layer=index, store=self.stores.on_cpu,
-            computes_all=computes_all(self.mode), are_experts_mapped=self.stores.are_experts_mapped,
+            model=self.model, layer=index, placement=self.placement, stores=self.stores,
+            computes_all=computes_all(self.mode),
         )  # fmt: skip
 
     def shared(self, experts: ExpertLoader) -> SharedExperts | None:

@@ -1,4 +1,5 @@
-"""The router of a mixture of experts: in torch, as its definition in float64, and as a struct for C++.
+"""The router of a mixture of experts: in torch, as its definition in float64, as a struct for C++, and
+as a GPU's kernels.
 
 Letters: T tokens, D hidden size, E experts, K experts of a token, G groups."""
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.spec import Route
+from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.matrix import Linear
 
@@ -96,6 +98,23 @@ def route_ref(
     if spec.renormalises:
         weight_K = weight_K / weight_K.sum()
     return chosen, weight_K * spec.scale
+
+
+def launch_route(
+    on: Launcher, router: Router, x_D: Tensor, logit_E: Tensor, routed: Tensor,
+    copy: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes the experts of each row and their weights, f32 [2 K], and again to `copy` in pinned
+    memory. `logit_E`: memory for the logits."""
+    spec, bias_E = router.spec, router.choice_bias_E
+    on.dot(router.linear, x_D, logit_E)
+    on.launch(
+        lambda: on.kernels.choose_experts(
+            logit_E, bias_E, spec.gating, spec.renormalises, spec.scale, spec.num_groups,
+            spec.num_used_groups, routed, copy,
+        ),
+        [logit_E, bias_E], [routed, copy],
+    )  # fmt: skip
 
 
 class RouteStruct(Structure):

@@ -12,6 +12,7 @@ from hotsplit.costs.part_bytes import (
     is_dense,
     layer_bytes,
     layer_tensors,
+    placed_units,
     stored_neuron_bytes,
 )
 from hotsplit.runtime.step.forms import Sides, step_form
@@ -46,7 +47,7 @@ def file_form(model: ModelFile, split: Split | None, *, is_by_output: bool = Fal
 
 def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> Sides:
     layers = model.spec.layers
-    divided = [is_cached(hot, x.neurons.number) for hot, x in zip(num_hot, layers, strict=True)]
+    divided = [is_cached(hot, x.neurons.num_units) for hot, x in zip(num_hot, layers, strict=True)]
     if split is None:
         return Sides(roles_L=[("cold",)] * len(layers), is_tied=model.is_tied)
     packs_bits = split.cache is not None
@@ -82,13 +83,13 @@ def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
         part = "shared" if "_shexp" in stem else part
         found[part] += entry.num_bytes if is_dense(name) else 0
     output = sum(e.num_bytes for n, e in of_layer.items() if n.startswith("attn_output"))
-    num_cold = spec.neurons.number - num_hot
+    num_units, unit = placed_units(model, index)
     return found | {
         "qkv": found["attention"] - output - sizes.head_norms,
         "head_norms": sizes.head_norms,
         "attn_output": output,
         "predictor": sizes.predictor,
-        "all": spec.neurons.number * sizes.neuron,
-        "hot": num_hot * sizes.neuron,
-        "cold": num_cold * sizes.neuron,
+        "all": num_units * unit,
+        "hot": num_hot * unit,
+        "cold": (num_units - num_hot) * unit,
     }

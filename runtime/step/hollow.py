@@ -64,7 +64,7 @@ def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> 
     tokens."""
     structs, width = Structs(), hollow.spec.hidden_size
     experts = hollow.expert_loader(index).experts()
-    part = experts.expert(0) if experts else hollow.neurons.blocks(index)[0]
+    part = experts[0].expert(0) if experts else hollow.neurons.blocks(index)[0]
     if not part.is_by_output:
         part = part.part(0, number)
     block = block_struct(structs, replace(part, is_whole=True))

@@ -19,21 +19,29 @@ from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.gpu.kernels import INEXACT_ROWS
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
-from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
+from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.batch import LogitsMemory
 from hotsplit.runtime.step.forms import placed_form
-from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer
+from hotsplit.runtime.step.hybrid_device import (
+    DeviceBuffers,
+    DeviceKernels,
+    DividedLayer,
+    hot_sizes,
+    shared_parts,
+)
 from hotsplit.runtime.step.hybrid_neuron_cache import HybridNeuronCache
 from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
 from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
 from hotsplit.runtime.step.program import HOST, gpu, step_program
-from hotsplit.runtime.weights.neuron_block import by_role
+from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
 
 def build(
@@ -81,9 +89,10 @@ class _Builder:
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
         table, has_cache = weights.cache.table, not placement.is_cache_on_host
         self.host = HostBuffers.of(
-            width, spec.most_neurons, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
+            width, spec.most_named, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
             table_SN=table.block_SN if has_cache and not table.is_whole else None,
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
+            num_used=spec.most_used,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
@@ -97,6 +106,8 @@ class _Builder:
 
     def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
         layer = self.weights.layers[index]
+        if layer.router is not None:
+            return self._divide_experts(index, layer, room)
         hot, cold = by_role(layer.ffn.blocks)
         if hot is not None and hot.gate_limit_N is not None:
             raise NotNative("the GPU kernels do not support limits of neurons")
@@ -126,6 +137,23 @@ class _Builder:
             named_W=named_W,
             hot_bits=hot_bits,
         )
+
+    def _divide_experts(self, index: int, layer: Layer, room: SharedWorkspace) -> DividedLayer:
+        hot, cold = by_role(layer.ffn.experts)
+        assert layer.router is not None
+        num_used, native = layer.router.spec.num_used, None
+        is_on_gpu = self.placement.dense_on_gpu[index]
+        if cold is not None and (hot is not None or is_on_gpu):
+            native = NativeExperts.of(
+                cold, layer.ffn.gate, num_used, x_D=self.host.ffn_in_2TD[index % 2],
+                routed=self.host.routed_TR, room=room,
+                y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
+            )  # fmt: skip
+        return DividedLayer(
+            index=index, layer=layer, hot=hot, hot_id_N=None, cold=native,
+            num_parts=0 if hot is None else self._hot_sizes(layer, hot)[1],
+            num_shared=self._num_shared(layer) if is_on_gpu else 0, named_W=self.host.named_TW,
+        )  # fmt: skip
 
     def step(self) -> HybridStep:
         self.devices = {gpu(n): self._device(n) for n in sorted(set(self.placement.numbers))}
@@ -210,7 +238,9 @@ class _Builder:
                 if predictor is not None:
                     found = (predictor.down, predictor.up)
                     kinds |= {linear.weight.kind for linear in found if linear is not None}
-            if divided.hot is not None:
+                for block in layer.shared.ffn.blocks if layer.shared else ():
+                    kinds |= {matrix.kind for matrix in block.matrices}
+            if isinstance(divided.hot, NeuronBlock):  # experts are computed row by row
                 hot = divided.hot
                 kinds |= {hot.gate.weight.kind, hot.down.kind}
                 kinds |= set() if hot.up is None else {hot.up.weight.kind}
@@ -252,15 +282,30 @@ class _Builder:
             main=self.backend.stream(device),
             buffers=DeviceBuffers.of(
                 self.weights.spec,
-                [len(d.hot.id_N) for d in mine if d.hot],
+                [self._hot_sizes(d.layer, d.hot) for d in mine],
                 self.weights.cache.table,
                 take,
                 has_head=self.form.head == gpu(number),
                 has_cache=not self.placement.is_cache_on_host,
                 max_rows=self.max_rows,
+                most_shared=max([d.num_shared for d in mine], default=0),
             ),  # fmt: skip
             slot_kernels=self.backend.slot_kernels,
         )
+
+    def _hot_sizes(self, layer: Layer, hot: NeuronBlock | ExpertBlock | None) -> tuple[int, int]:
+        if hot is None:
+            return 0, 0
+        num_hot = len(hot.id_N) if isinstance(hot, NeuronBlock) else len(hot.gate.data)
+        width = self.weights.spec.hidden_size
+        return hot_sizes(layer.spec, num_hot, width, is_by_output=hot.is_by_output)
+
+    def _num_shared(self, layer: Layer) -> int:
+        if layer.shared is None:
+            return 0
+        (block,) = layer.shared.ffn.blocks
+        width = self.weights.spec.hidden_size
+        return shared_parts(layer.spec, width, is_by_output=block.is_by_output)
 
 
 def _submit(main: Stream, submissions: Mapping[int, Submission], needed: Mapping[int, int]) -> None:

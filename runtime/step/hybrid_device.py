@@ -7,7 +7,7 @@ A step of T rows uses the beginning of each buffer's memory (of all but `table_S
 [T, ...], `sum_PD` becomes [P, T, D] and `ffn_in_2D` [2, T, D]. For one row there is no T axis,
 except in `token_T`, `position_T` and `sequence_T`.
 
-Letters: T rows, D model width, F neurons of a layer, N hot ones, H heads, K key-value heads, W head
+Letters: T rows, D model width, F neurons of a layer, N hot ones, E experts, K those of a row, H heads, K key-value heads, W head
 width, or words of F bits, S partial sums, P summands, V vocabulary; in table_SN, S sequences and N
 blocks of each."""
 
@@ -19,19 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import ModelSpec
+from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
+from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend, launch_inputs
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.embed import launch_embed
+from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
-from hotsplit.runtime.ops.neurons.gpu import launch_neurons
+from hotsplit.runtime.ops.neurons.gpu import launch_experts, launch_neurons, launch_shared
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.predict import launch_predict
+from hotsplit.runtime.ops.route import launch_route
 from hotsplit.runtime.step.native_parts import beginning, first
+from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
@@ -40,14 +43,16 @@ Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DividedLayer:
-    """A layer's neurons divided by device; `hot_id_N` is None if all neurons are hot, or none."""
+    """A layer's neurons or experts divided by device; `hot_id_N` is None if all neurons are hot, or
+    none."""
 
     index: int
     layer: Layer
-    hot: NeuronBlock | None
+    hot: NeuronBlock | ExpertBlock | None
     hot_id_N: Tensor | None  # int32
-    cold: NativeNeurons | None
-    num_parts: int  # S, the partial sums of the hot neurons
+    cold: NativeNeurons | NativeExperts | None
+    num_parts: int  # S, the partial sums of the hot neurons, or of the outputs of all hot experts
+    num_shared: int = 0  # partial sums of shared experts
     named_W: Tensor  # bits of the predicted neurons on the host, int32 [F / 32 rounded up] per row
     # With a neuron cache and no predictor, int32 on the device: the slot of each neuron, and the
     # bits of the hot neurons that fired, which a step writes.
@@ -63,11 +68,34 @@ class DividedLayer:
             return 1, end
         if name == "bias":
             return end, end + 1
+        if name == "shared_out":  # after the experts', wherever they are
+            begin = end + (self.hot is None)
+            return begin, begin + self.num_shared
         assert name == "ffn_out", name  # the CPU's alone, copied
         return end, end + 1
 
 
-OUTPUTS = ("attn_out", "hot_out", "ffn_out", "bias")  # names in the program: see rows
+def hot_sizes(
+    layer: LayerSpec, num_hot: int, width: int, *, is_by_output: bool = False
+) -> tuple[int, int]:
+    """(hidden values of a row, partial sums) of the neurons or experts of a layer that are on a GPU.
+    `is_by_output`: experts have a row of `down` for each output."""
+    if not num_hot:
+        return 0, 0
+    if layer.route is None:
+        return num_hot, down_parts(num_hot, width)
+    used, own = layer.route.num_used, layer.neurons.of_expert
+    return used * own, used * expert_parts(used, own, width, is_by_output=is_by_output)
+
+
+def shared_parts(layer: LayerSpec, width: int, *, is_by_output: bool) -> int:
+    """Partial sums of the shared experts of a layer on a GPU; 0 without any."""
+    if layer.shared is None:
+        return 0
+    return 1 if is_by_output else down_parts(layer.shared.number, width)
+
+
+OUTPUTS = ("attn_out", "hot_out", "ffn_out", "bias", "shared_out")  # names in the program: see rows
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
@@ -93,35 +121,44 @@ class DeviceBuffers:
     qkv: Tensor  # flat, room for [(H + 2 K) W] of the layer with most
     heads: Tensor  # flat, room for [H W]
     scratch: Tensor  # of attention
-    inner: Tensor  # of predictors, flat
+    inner: Tensor  # of predictors and routers, flat
+    routed: Tensor  # experts, as numbers, and their weights, flat
+    shared_2: Tensor  # 0 and the weight of shared experts
     named_W: Tensor  # int32 [F / 32 rounded up]
-    hidden: Tensor  # of hot neurons, flat
-    sum_PD: Tensor  # attention's output; partial sums of hot neurons; bias, or sum of cold ones
+    hidden: Tensor  # of hot neurons, or of the chosen experts, flat
+    # Attention's output; partial sums of hot neurons, or outputs of hot experts; bias, or sum of cold
+    # ones; output of shared experts.
+    sum_PD: Tensor
     logits_V: Tensor
 
     @classmethod
     def of(
         cls,
         spec: ModelSpec,
-        num_hot: Sequence[int],
+        hot_sizes_L: Sequence[tuple[int, int]],
         table: BlockTable,
         take: Take,
         *,
         has_head: bool = True,
         has_cache: bool = True,
         max_rows: int = 1,
+        most_shared: int = 0,
     ) -> "DeviceBuffers":
-        """Allocates the buffers; `take` returns zeros on the device. `num_hot`: of this GPU's layers.
-        `has_cache`: keys and values are on the GPU, so attention there needs scratch."""
-        width, most_hot = spec.hidden_size, max(num_hot, default=0)
-        scratch = 0
+        """Allocates the buffers; `take` returns zeros on the device. `hot_sizes_L`: of this GPU's
+        layers; `most_shared`: partial sums of shared experts. `has_cache`: keys and values are on the GPU, so attention there needs scratch."""
+        width, scratch = spec.hidden_size, 0
+        routes = [layer.route for layer in spec.layers if layer.route is not None]
+        shared = [layer.shared for layer in spec.layers if layer.shared is not None]
+        most_hidden = max([hidden for hidden, _ in hot_sizes_L], default=0)
+        most_hidden = max([most_hidden, *(block.number for block in shared)])
+        most_parts = max([parts for _, parts in hot_sizes_L], default=0)
+        inner = max([spec.most_rank, *(route.num_experts for route in routes)])
         if has_cache:
             scratch = max(
                 attend_scratch(table.context_length, a.num_heads, a.head_dim)
                 for a in (layer.attention for layer in spec.layers)
             )
         has_table = has_cache and not table.is_whole
-        most_parts = down_parts(most_hot, width) if most_hot else 0
 
         def take_rows(size: int, dtype: torch.dtype = _REAL) -> Tensor:
             return take((max_rows, size), dtype)
@@ -139,10 +176,12 @@ class DeviceBuffers:
             qkv=take((max_rows * spec.most_qkv_size,), _REAL),
             heads=take((max_rows * spec.most_query_size,), _REAL),
             scratch=take((max_rows * scratch,), _REAL),
-            inner=take((max_rows * spec.most_rank,), _REAL),
-            named_W=take_rows(-(-spec.most_neurons // 32), torch.int32),
-            hidden=take((max_rows * most_hot,), _REAL),
-            sum_PD=take((1 + most_parts + 1, max_rows, width), _REAL),
+            inner=take((max_rows * inner,), _REAL),
+            routed=take((max_rows * 2 * spec.most_used,), _REAL),
+            shared_2=take_rows(2 * any(block.has_output_gate for block in shared)),
+            named_W=take_rows(-(-spec.most_named // 32), torch.int32),
+            hidden=take((max_rows * most_hidden,), _REAL),
+            sum_PD=take((1 + most_parts + 1 + most_shared, max_rows, width), _REAL),
             logits_V=take_rows(spec.vocab_size if has_head else 0),
         )
 
@@ -164,7 +203,7 @@ class DeviceBuffers:
 
 
 _LISTS = ("token_T", "position_T", "sequence_T")
-_VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V")
+_VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V", "shared_2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +226,8 @@ class DeviceKernels(Launcher):
         assert divided is not None, name
         if base == "named":
             return self.named(divided.layer.ffn)
+        if base == "routed":
+            return self.routed(divided.layer)
         if base in ("qkv", "heads"):
             return self.attended(divided.layer)[base == "heads"]
         return self.sums([name], divided)[0]
@@ -249,12 +290,44 @@ class DeviceKernels(Launcher):
             inner = b.first(inner, predictor.down.weight.num_rows)
         launch_predict(self, predictor, x_D, inner, self.named(ffn), copy_W)
 
+    def routed(self, layer: Layer) -> Tensor:
+        """The router's result of a layer [T, 2 K]."""
+        assert layer.router is not None
+        return self.buffers.first(self.buffers.routed, 2 * layer.router.spec.num_used)
+
+    def route(self, layer: Layer, x_D: Tensor, copy: Tensor | None) -> None:
+        """Writes the chosen experts and their weights, and again to `copy` on the host."""
+        router, b = layer.router, self.buffers
+        assert router is not None
+        logit_E = b.first(b.inner, router.spec.num_experts)
+        launch_route(self, router, x_D, logit_E, self.routed(layer), copy)
+
+    def experts(self, divided: DividedLayer, x_D: Tensor) -> None:
+        """Writes the partial sums of the weighted outputs of a layer's chosen experts to sum_PD; 0 of
+        those that are on the CPU."""
+        b, layer, hot = self.buffers, divided.layer, divided.hot
+        assert isinstance(hot, ExpertBlock) and layer.router is not None
+        num_used, num_neurons = layer.router.spec.num_used, len(hot.id_F)
+        hidden_KF = b.first(b.hidden, num_used * num_neurons).unflatten(-1, (num_used, num_neurons))
+        parts_PD = b.sum_PD[1 : 1 + divided.num_parts]
+        launch_experts(self, hot, layer.ffn.gate, self.routed(layer), x_D, hidden_KF, parts_PD)
+
+    def shared(self, divided: DividedLayer, x_D: Tensor) -> None:
+        """Writes the partial sums of a layer's shared experts to sum_PD."""
+        b, shared = self.buffers, divided.layer.shared
+        assert shared is not None
+        begin, end = divided.rows("shared_out")
+        hidden_F = b.first(b.hidden, shared.ffn.num_neurons)
+        launch_shared(
+            self, shared, x_D, hidden_F, b.first(b.inner, 1), b.shared_2, b.sum_PD[begin:end]
+        )
+
     def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
         """Writes the partial sums of a layer's hot neurons to sum_PD and, if `divided` has
         `hot_bits`, the bits of those that fired. `are_named`: only neurons in `named_W` are
         computed."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
-        assert hot is not None
+        assert isinstance(hot, NeuronBlock)
         hidden_N = b.first(b.hidden, len(hot.id_N))
         launch_neurons(
             self, hot, ffn.gate, divided.hot_id_N, self.named(ffn) if are_named else None, x_D,

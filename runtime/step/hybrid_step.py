@@ -29,6 +29,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS, Kernels
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NeuronsStruct
 from hotsplit.runtime.step.batch import LogitsMemory, Row
@@ -254,12 +255,12 @@ class Meter:
     counted."""
 
     traffic: Traffic
-    structs: Sequence[NeuronsStruct | StepStruct]
+    structs: Sequence[NeuronsStruct | ChosenStruct | StepStruct]
 
     def set_rows(self, num_rows: int) -> None:
         """Sets the number of rows for which cold neurons are computed."""
         for struct in self.structs:
-            if isinstance(struct, NeuronsStruct):
+            if isinstance(struct, NeuronsStruct | ChosenStruct):
                 struct.num_tokens = num_rows
 
     def read(self) -> None:

@@ -21,6 +21,7 @@ from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedL
 from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, edges, name_of
+from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class _Sum:
     base: str
     terms: tuple[str, ...]
     layer: int
+    factor: float  # of all but the base
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -87,8 +89,8 @@ class Lowering:
                 self._add(op)
             elif op.kind == "norm":
                 self._norm(op, ops[stop:])
-            elif op.kind == "predict":
-                self._predict(op, ops[stop:])
+            elif op.kind in ("predict", "route"):
+                self._name(op, ops[stop:])
             elif _is_return(op) and _is_added(op.writes[0], ops[stop:]):
                 self.away[op.writes[0]] = op.reads[0]
             else:
@@ -139,10 +141,10 @@ class Lowering:
         assert op.layer is not None
         before = self.pending.pop(base, None)
         if before is not None:
-            assert op.writes == (base,), op
+            assert op.writes == (base,) and before.factor == op.factor, op
             base, terms = before.base, [*before.terms, *terms]
         self.pending[op.writes[0]] = _Sum(
-            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer
+            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factor=op.factor
         )
 
     def _settle_before(self, op: Op) -> None:
@@ -163,17 +165,16 @@ class Lowering:
                     reads=pending.reads,
                     writes=(target,),
                     work=partial(
-                        launch_add_norm,
-                        self.devices[device],
-                        x_D,
-                        sum_PD,
-                        None,
-                        None,
-                        target_D,
-                        term_D,
+                        launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D,
+                        term_D, factor=self._factor(pending),
                     ),
                 )
-            )
+            )  # fmt: skip
+
+    def _factor(self, pending: _Sum) -> float:
+        """The factor of what is added to the first of `_summands`."""
+        assert pending.factor == 1.0 or name_of(pending.base) not in OUTPUTS, pending
+        return pending.factor
 
     def _norm(self, op: Op, later: Sequence[Op]) -> None:
         """Submits a norm, fused with the deferred sum if there is one; the sum is also written if
@@ -211,17 +212,23 @@ class Lowering:
                     kept_D,
                     term_D,
                     copy_D,
+                    factor=1.0 if pending is None else self._factor(pending),
                 ),
             )
         )
 
-    def _predict(self, op: Op, later: Sequence[Op]) -> None:
-        """Submits a GPU's predictor, which also writes to the host if its bits are copied there."""
+    def _name(self, op: Op, later: Sequence[Op]) -> None:
+        """Submits a GPU's predictor or router, which also writes to the host if its result is copied
+        there."""
         assert op.layer is not None
         copies = self._copies(op, later)
-        copy_W = self._tensor(copies[0], op.layer) if copies else None
-        x_D, ffn = self._tensor(op.reads[0], op.layer), self.weights.layers[op.layer].ffn
-        work = partial(self.devices[op.home].predict, ffn, x_D, copy_W)
+        copy = self._tensor(copies[0], op.layer) if copies else None
+        x_D, layer = self._tensor(op.reads[0], op.layer), self.weights.layers[op.layer]
+        device = self.devices[op.home]
+        if op.kind == "route":
+            work = partial(device.route, layer, x_D, copy)
+        else:
+            work = partial(device.predict, layer.ffn, x_D, copy)
         self._submit(replace(op, writes=(*op.writes, *copies)), work)
 
     def _copies(self, op: Op, later: Sequence[Op]) -> tuple[str, ...]:
@@ -289,7 +296,11 @@ class Lowering:
         if op.kind == "project":
             project = device.inputs if op.part == "qkv" else device.output
             return partial(project, layer, x_D)
+        if op.kind == "shared":
+            return partial(device.shared, divided, x_D)
         assert op.kind == "neurons", op
+        if isinstance(divided.hot, ExpertBlock):
+            return partial(device.experts, divided, x_D)
         return partial(device.hot, divided, x_D, are_named=len(op.reads) > 1)
 
     def _copy(self, op: Op) -> Callable[[], None]:
@@ -331,12 +342,14 @@ class Lowering:
             assert divided is not None
             found = divided.named_W
         assert found is not None, value
-        if name not in ("named", "qkv", "heads"):
+        if name not in ("named", "routed", "qkv", "heads"):
             return found
         assert layer is not None
         own = self.weights.layers[layer]
         qkv_size, heads_size = own.attention.widths
         sizes = {"named": -(-own.ffn.num_neurons // 32), "qkv": qkv_size, "heads": heads_size}
+        if own.router is not None:
+            sizes["routed"] = 2 * own.router.spec.num_used
         return beginning(found, 1 if found.dim() == 1 else len(found), sizes[name])
 
 

@@ -65,7 +65,7 @@ class NativeLayers:
     def _build(cls, layers: Mapping[int, Layer]) -> "NativeLayers":
         builder, all_layers = StepBuilder(), tuple(layers.values())
         (width,) = {layer.attention.output.num_outputs for layer in all_layers}
-        structs = [builder.layer(layer, layer.ffn.blocks) for layer in layers.values()]
+        structs = [builder.layer(layer) for layer in layers.values()]
         step = builder.frame_of(all_layers, structs, width=width)
         step.max_rows = min(MAX_ROWS, step.context_length)
         x_TD = torch.zeros(step.max_rows, width)

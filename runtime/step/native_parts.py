@@ -1,11 +1,12 @@
 """The host's parts of a hybrid decode step, each a C function that a stream or a CUDA graph calls:
-consecutive operations of the step program in one call, the cold neurons of a divided layer in
-another.
+consecutive operations of the step program in one call, the cold neurons or experts of a divided
+layer in another.
 
 They share a few buffers (`HostBuffers`), whose reads and writes the step program orders.
 
 Letters: T rows of a step, D model width, F neurons of a layer, W words of F bits, V vocabulary, S
-sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone."""
+sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone, R values
+of a router's result."""
 
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, Array, Structure, addressof, c_int64, c_void_p, pointer
@@ -18,6 +19,7 @@ from torch import Tensor
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.norm import norm_struct
 from hotsplit.runtime.ops.structs import NotNative
@@ -49,8 +51,10 @@ class HostBuffers:
     hot_out_TD: Tensor
     cold_out_TD: Tensor
     logits_TV: Tensor
-    # Empty unless a GPU projects and the host attends. A layer with fewer values or neurons than
-    # another uses the beginning of these two and of `named_TW`, with rows of its own length.
+    # A layer with fewer values or neurons than another uses the beginning of these three and of
+    # `named_TW`, with rows of its own length. The last two are empty unless a GPU projects and the
+    # host attends.
+    routed_TR: Tensor  # numbers of experts, and their weights
     qkv_TQ: Tensor
     heads_TH: Tensor
     structs: Array[RowStruct] = field(repr=False)
@@ -67,8 +71,9 @@ class HostBuffers:
         max_rows: int = 1,
         table_SN: Tensor | None = None,
         attended: tuple[int, int] = (0, 0),
+        num_used: int = 0,
     ) -> "HostBuffers":
-        """Allocates the buffers. `table_SN`: the cache's block table, if there are several sequences
+        """Allocates the buffers. `num_used`: the most experts of a token. `table_SN`: the cache's block table, if there are several sequences
         and a GPU needs it; `attended`: Q and H, if the host attends for a GPU."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,6 +93,7 @@ class HostBuffers:
             hot_out_TD=zeros(rows, width),
             cold_out_TD=zeros(rows, width),
             logits_TV=zeros(rows, vocab_size),
+            routed_TR=zeros(rows, 2 * num_used),
             qkv_TQ=zeros(rows, attended[0]),
             heads_TH=zeros(rows, attended[1]),
             structs=structs,
@@ -118,8 +124,8 @@ class HostBuffers:
 
 
 _OF_STEP = ("token_T", "position_T", "sequence_T")
-_OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "qkv_TQ",
-            "heads_TH")  # fmt: skip
+_OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "routed_TR",
+            "qkv_TQ", "heads_TH")  # fmt: skip
 _SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))
 
 
@@ -158,7 +164,7 @@ class NativeParts:
         layers = [
             builder.heads(layer)
             if index in projected
-            else builder.layer(layer, layer.ffn.blocks if index in with_neurons else ())
+            else builder.layer(layer, has_neurons=index in with_neurons)
             for index, layer in ((index, weights.layers[index]) for index in indices)
         ]
         step = builder.frame(weights, layers)
@@ -210,11 +216,10 @@ class NativeParts:
         )
 
 
-def neuron_node(neurons: NativeNeurons) -> HostNode:
-    """The node for the cold neurons of a layer."""
+def neuron_node(neurons: NativeNeurons | NativeExperts) -> HostNode:
+    """The node for the cold neurons or experts of a layer."""
     function, argument = neurons.node
-    reads = (neurons.x_D,) if neurons.named_W is None else (neurons.x_D, neurons.named_W)
-    writes = (neurons.y_D,) if neurons.fired_W is None else (neurons.y_D, neurons.fired_W)
     return HostNode(
-        function=function, argument=argument, reads=reads, writes=writes, kept=(neurons,)
-    )
+        function=function, argument=argument, reads=neurons.reads, writes=neurons.writes,
+        kept=(neurons,),
+    )  # fmt: skip

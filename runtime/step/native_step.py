@@ -25,8 +25,8 @@ from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import (
     FeedForwardStruct,
-    experts_struct,
     feed_forward_struct,
+    mixture_struct,
 )
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
@@ -36,7 +36,6 @@ from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.program import step_program
-from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 
 class LayerStruct(Structure):
@@ -139,10 +138,15 @@ def build(
         return str(reason)
 
 
+def _own_neurons(layer: Layer) -> int:
+    """Neurons of a block: of the layer, or of an expert."""
+    experts = layer.ffn.experts
+    return len(experts[0].id_F) if experts else layer.ffn.num_neurons
+
+
 def _most_neurons(layer: Layer) -> int:
     """Neurons of the layer that are computed together."""
-    experts = layer.ffn.experts
-    own = layer.ffn.num_neurons if experts is None else len(experts.id_F)
+    own = _own_neurons(layer)
     return own if layer.shared is None else max(own, layer.shared.ffn.num_neurons)
 
 
@@ -169,7 +173,7 @@ class StepBuilder(Structs):
         )  # fmt: skip
 
     def without_workspace(self, weights: Weights) -> StepStruct:
-        layers = [self.layer(layer, layer.ffn.blocks) for layer in weights.layers]
+        layers = [self.layer(layer) for layer in weights.layers]
         step = self.frame(weights, layers)
         program = step_program(host_form(weights))
         lowered = native_ops(program, dict(enumerate(weights.layers)))
@@ -215,8 +219,8 @@ class StepBuilder(Structs):
             is_value_rotated=types.value.is_rotated,
         )
 
-    def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
-        """The struct of a layer with these neuron blocks, or with its experts."""
+    def layer(self, layer: Layer, *, has_neurons: bool = True) -> LayerStruct:
+        """The struct of a layer, with its blocks of neurons or experts unless others compute them."""
         ffn, norms = layer.ffn, [norm_struct(self, norm) for norm in layer.norms.values()]
         struct = LayerStruct(
             norm=self.array(NormStruct, norms),
@@ -224,11 +228,15 @@ class StepBuilder(Structs):
             attention=attention_struct(self, layer.attention, self.rotaries, projects=True),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
-            feed_forward=feed_forward_struct(
-                self, ffn.gate, ffn.num_neurons, neuron_blocks, ffn.down_bias_D
-            )
-            if ffn.experts is None
-            else experts_struct(self, ffn.gate, ffn.experts),
+            feed_forward=mixture_struct(self, ffn.gate, ffn.experts)
+            if ffn.experts and has_neurons
+            else feed_forward_struct(
+                self,
+                ffn.gate,
+                _own_neurons(layer),
+                ffn.blocks if has_neurons else (),
+                ffn.down_bias_D,
+            ),
         )
         if layer.shared is not None:
             own, gate = layer.shared.ffn, layer.shared.gate

@@ -16,7 +16,7 @@ from hotsplit.costs import part_bytes
 from hotsplit.costs.part_bytes import FLOAT_BYTES
 from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.modes import Mode, computes_all
-from hotsplit.model.spec import SMOOTH, Attention, ModelSpec
+from hotsplit.model.spec import SMOOTH, Attention, ModelSpec, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import FLOATS
@@ -115,7 +115,8 @@ def _norm(p: Pass, index: int) -> PoolBytes:
     kinds |= {p.kind(f"blk.{index}.{layer.neurons.gate_name}")}
     if layer.predict:
         kinds |= {p.kind(f"{predictor}_{'down' if layer.predict.rank else 'up'}")}
-    return p.floats(p.spec.hidden_size) if "f32" in kinds else PoolBytes()
+    is_in_f32 = "f32" in kinds or layer.route is not None  # routers read f32
+    return p.floats(p.spec.hidden_size) if is_in_f32 else PoolBytes()
 
 
 def kept_norm(p: Pass, index: int) -> PoolBytes:
@@ -205,6 +206,9 @@ def route(p: Pass, index: int) -> PoolBytes:
     """Logits, scores, choices, their order, and the masks of groups."""
     spec = p.spec.layers[index].route
     assert spec is not None
+    if p.is_on_gpu:
+        of_chosen = p.floats(2 * spec.num_used) * 6
+        return p.floats(spec.num_experts) * 6 + p.floats(2 * spec.num_experts) * 2 + of_chosen
     return p.floats(8 * spec.num_experts + 8 * spec.num_used)
 
 
@@ -213,6 +217,8 @@ def experts(p: Pass, index: int) -> PoolBytes:
     watched, gates and hidden values of all."""
     spec, width = p.spec.layers[index], p.spec.hidden_size
     assert spec.route is not None
+    if p.is_on_gpu:
+        return _experts_on_gpu(p, index)
     seen = 2 * spec.neurons.number + 5 * spec.neurons.of_expert if p.way == "watched" else 0
     outputs = p.floats(2 * spec.route.num_used * width + 4 * width + seen)
     tile = FLOAT_BYTES * width * part_bytes.tile_rows(min(width, spec.neurons.of_expert))
@@ -220,10 +226,38 @@ def experts(p: Pass, index: int) -> PoolBytes:
     return outputs + (p.tensor(tile) | one)
 
 
+def _experts_on_gpu(p: Pass, index: int) -> PoolBytes:
+    """The outputs of all experts of each token, twice, and the values of one expert if all tokens have
+    chosen it: its tokens and output, some copies of its hidden values, and its products."""
+    spec, width = p.spec.layers[index], p.spec.hidden_size
+    assert spec.route is not None
+    used = spec.route.num_used
+    chosen = p.tensor(p.num_tokens * used) * 2 + p.floats(2 * used) * 3 + p.floats(2) * 2
+    outputs = p.floats(used * width) * 2 + p.floats(width)
+    return (
+        outputs
+        + chosen
+        + p.floats(width) * 3
+        + _by_output(p, index, spec.neurons, spec.neurons.of_expert)
+    )
+
+
+def _by_output(p: Pass, index: int, own: Neurons, number: int) -> PoolBytes:
+    """Some copies of hidden values on a GPU, and the products with the matrices."""
+    width, down = p.spec.hidden_size, own.down_name
+    down += "" if f"blk.{index}.{down}.weight" in p.model.tensors else "_t"
+    gate = p.product(p.kind(f"blk.{index}.{own.gate_name}"), width, number)
+    kind = p.kind(f"blk.{index}.{down}")
+    downs = p.product(kind, number, width) | p.product(kind, width, number)
+    return p.floats(number) * 6 + (gate | downs)
+
+
 def shared(p: Pass, index: int) -> PoolBytes:
     """Gates, what they are multiplied by, and the output, twice."""
     spec, width = p.spec.layers[index].shared, p.spec.hidden_size
     assert spec is not None
+    if p.is_on_gpu:
+        return _by_output(p, index, spec, spec.number) + p.floats(width) * 3 + p.floats(1) * 2
     tile = FLOAT_BYTES * width * min(part_bytes.tile_rows(width), spec.number)
     return p.floats(5 * spec.number + 3 * width) + p.tensor(tile)
 

@@ -23,7 +23,7 @@ from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.step.decoder import plain_ops
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
-from hotsplit.runtime.step.hybrid_device import DeviceBuffers
+from hotsplit.runtime.step.hybrid_device import DeviceBuffers, hot_sizes, shared_parts
 from hotsplit.runtime.step.program import name_of
 from hotsplit.runtime.step.scratch import SCRATCH, Pass, head, kept_norm, written
 
@@ -99,7 +99,7 @@ def workspace_bytes(
     for is_divided in (False,) if model.spec.has_experts else (False, True):
         builder = hollow_builder(model, mode, is_divided=is_divided)
         most = max(most, step_bytes(builder, context_length, num_sequences))
-    if gpu_budget_bytes and not model.spec.has_experts:  # which run on the CPU alone
+    if gpu_budget_bytes:
         free = max(0, LEAST_BUDGET_BYTES - gpu_budget_bytes)
         most = max(most, gpu_bytes(model, context_length, mode, num_sequences) - free)
     return -(-most // ROUNDED_TO) * ROUNDED_TO
@@ -110,9 +110,9 @@ def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: 
     that PLANNED_SHARE allows, the buffers of steps, what surrounds weights in the slab, and
     BESIDE_BYTES."""
     size = sum(entry.num_bytes for entry in model.tensors.values())
-    rows = planned_rows(num_sequences)
+    rows, num_ids = planned_rows(num_sequences), sum(x.neurons.num_units for x in model.spec.layers)
     step = decode_bytes(model, context_length, rows, num_sequences)
-    beside = BESIDE_BYTES + max(STEP_BYTES, step) + slab_extras(model, model.spec.num_neurons)
+    beside = BESIDE_BYTES + max(STEP_BYTES, step) + slab_extras(model, num_ids)
     largest, found = largest_layer_bytes(model), 0
     for tokens in PLANNED_TOKENS:
         p = Pass(model=model, mode=mode, num_tokens=min(tokens, context_length),
@@ -141,11 +141,13 @@ def least_piece_bytes(num_tokens: int, largest: int) -> int:
 
 
 def largest_layer_bytes(model: ModelFile) -> int:
-    """Bytes of the neurons of the largest layer as streamed, at most."""
-    return SEGMENT_BYTES + max(
+    """Bytes of the neurons of the largest layer as streamed, at most; experts are not streamed."""
+    streamed = [
         layer.neurons.number * layer_bytes(model, index).neuron
         for index, layer in enumerate(model.spec.layers)
-    )
+        if layer.route is None
+    ]
+    return SEGMENT_BYTES + max(streamed) if streamed else 0
 
 
 def slab_extras(model: ModelFile, num_ids: int) -> int:
@@ -186,11 +188,11 @@ def decode_bytes(
         taken.append(-(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    numbers, table = (
-        [x.neurons.number for x in model.spec.layers],
-        BlockTable(num_sequences, context_length),
-    )
-    DeviceBuffers.of(model.spec, numbers, table, take, max_rows=num_rows)
-    for number in set(numbers):
+    width, table = model.spec.hidden_size, BlockTable(num_sequences, context_length)
+    is_stock, layers = model.layout == "stock", model.spec.layers
+    sizes = [hot_sizes(x, x.neurons.num_units, width, is_by_output=is_stock) for x in layers]
+    shared = max(shared_parts(x, width, is_by_output=is_stock) for x in layers)
+    DeviceBuffers.of(model.spec, sizes, table, take, max_rows=num_rows, most_shared=shared)
+    for number in {x.neurons.num_units for x in model.spec.layers}:
         take((number,), torch.int32)
     return sum(taken)

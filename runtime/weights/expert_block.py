@@ -1,7 +1,8 @@
-"""The neurons of the experts of a layer, in the mapped file: a router chooses whole ranges of them, so
-nothing but the chosen ones is read.
+"""The experts of a layer on one device: a router chooses whole ranges of neurons, so nothing but the
+chosen ones is read.
 
-Letters: E experts, N rows of an expert's matrix, F neurons of an expert, D hidden size."""
+Letters: E experts of the layer, P experts of a block, N rows of an expert's matrix, F neurons of an
+expert, D hidden size."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,18 +11,18 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.weights.matrix import Linear, Matrix
-from hotsplit.runtime.weights.neuron_block import NeuronBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMatrices:
-    """One matrix of each expert. `data` is [E, N, D] in the type of a float kind, else uint8
-    [E, N, row_bytes], and may be a view with gaps between experts."""
+    """One matrix of each expert. `data` is [P, N, D] in the type of a float kind, else uint8
+    [P, N, row_bytes], and may be a view with gaps between experts."""
 
     data: Tensor
     kind: str
     width: int
-    bias_EN: Tensor | None = None
+    bias_PN: Tensor | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -32,37 +33,68 @@ class ExpertMatrices:
         """Bytes from the start of an expert's matrix to that of the next."""
         return self.data.stride(0) * self.data.element_size()
 
-    def linear(self, expert: int) -> Linear:
-        bias_N = None if self.bias_EN is None else self.bias_EN[expert]
-        matrix = Matrix(data=self.data[expert], kind=self.kind, width=self.width)
+    def linear(self, place: int) -> Linear:
+        bias_N = None if self.bias_PN is None else self.bias_PN[place]
+        matrix = Matrix(data=self.data[place], kind=self.kind, width=self.width)
+        return Linear(weight=matrix, bias_N=bias_N)
+
+    @cached_property
+    def flat(self) -> Linear:
+        """All of them as one, with the rows of one expert after those of another."""
+        bias_N = None if self.bias_PN is None else self.bias_PN.flatten()
+        matrix = Matrix(data=self.data.flatten(0, 1), kind=self.kind, width=self.width)
         return Linear(weight=matrix, bias_N=bias_N)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertBlock:
-    """All experts of a layer. `down`: [E, F, D], or [E, D, F] if `is_by_output`, as llama.cpp's files
-    have it; its bias is added to an expert's output, before the weight of the expert."""
+    """Some experts of a layer. `down`: [P, F, D], or [P, D, F] if `is_by_output`, as llama.cpp's files
+    have it; its bias is added to an expert's output, before the weight of the expert.
 
+    `place_E`: int32 on the block's device, the place of each expert of the layer in the block, -1 if it
+    is in another; None: the block has all, in order."""
+
+    role: Role
     gate: ExpertMatrices
     up: ExpertMatrices | None  # None: the model has no gates, and `gate` is its up projection
     down: ExpertMatrices
     is_by_output: bool
+    place_E: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
-        return self.gate.data.shape[0]
+        """E."""
+        return self.gate.data.shape[0] if self.place_E is None else len(self.place_E)
+
+    @property
+    def matrices(self) -> list[ExpertMatrices]:
+        """Gate, up (if there is one) and down."""
+        return [each for each in (self.gate, self.up, self.down) if each is not None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate.data.device
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.down.data.shape[1] if self.is_by_output else self.down.width
+
+    def place_of(self, expert: int) -> int:
+        """Below 0: the expert is not in the block."""
+        return expert if self.place_E is None else int(self.place_E[expert])
 
     @cached_property
     def id_F(self) -> Tensor:
         return torch.arange(self.gate.data.shape[1])
 
-    def expert(self, number: int) -> NeuronBlock:
-        """The neurons of one expert, as a view."""
+    def expert(self, place: int) -> NeuronBlock:
+        """The neurons of the expert at a place, as a view."""
         return NeuronBlock(
-            role="hot",
-            gate=self.gate.linear(number),
-            up=None if self.up is None else self.up.linear(number),
-            down=self.down.linear(number).weight,
+            role=self.role,
+            gate=self.gate.linear(place),
+            up=None if self.up is None else self.up.linear(place),
+            down=self.down.linear(place).weight,
             id_N=self.id_F,
             row_N=None,
             is_whole=True,

@@ -3,8 +3,9 @@
 Letters: T tokens, A active neurons, N neurons of a block, or slots, F neurons of a layer, C cold
 neurons."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -172,9 +173,17 @@ class NeuronBlock:
         return chosen.to(torch.int32)
 
 
-def by_role(
-    blocks: tuple[NeuronBlock, ...],
-) -> tuple[NeuronBlock | None, NeuronBlock | None]:
+class HasRole(Protocol):
+    """A block of neurons or of experts."""
+
+    @property
+    def role(self) -> Role: ...
+
+
+B = TypeVar("B", bound=HasRole)
+
+
+def by_role(blocks: Sequence[B]) -> tuple[B | None, B | None]:
     """The hot and the cold block of a layer; None for one that it does not have."""
     found = {block.role: block for block in blocks}
     assert len(found) == len(blocks), [block.role for block in blocks]

@@ -24,16 +24,9 @@ from ptx.memory import Memory
 PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = (
-    "rows",
-    "tiles",
-    "norm",
-    "attention",
-    "predictor",
-    "neurons",
-    "products",
-    "tokens",
-    "prompt_attention",
-)
+    "rows", "tiles", "norm", "attention", "predictor", "neurons", "products", "tokens",
+    "prompt_attention", "experts",
+)  # fmt: skip
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
 # never reads; it counts as uninitialised before a launch and must have all its values after it.
@@ -42,13 +35,15 @@ STORES = {
     "_add_norm": {"out", "x_out", "copy"},
     "_rotate_append": {"qkv", "key", "value", "query"}, "_attend_part": {"sums", "peaks", "weights"},
     "_attend_join": {"out"}, "_attend_tokens": {"out"}, "_predict": {"named", "copy"}, "_gate_up": {"hidden"}, "_down": {"parts"},
+    "_choose_experts": {"routed", "copy"}, "_expert_gate_up": {"hidden"}, "_expert_down": {"parts"}, "_expert_sum": {"parts"},
     "_multiply": {"out"}, "_multiply_down": {"out"}, "_round_tokens": {"out", "power", "x_out"},
     "_hidden_tokens": {"out", "power"}, "_scatter": set(), "_pack_open": {"open_W"},
 }  # fmt: skip
 # What no kernel of a step writes: all that may be read before a wait for the kernel before.
 WEIGHTS = {"data", "gate", "up", "bias", "gate_bias", "up_bias", "id_N"}
 FILLS = {"_dot": "out", "_attend_join": "out", "_attend_tokens": "out", "_predict": "named", "_gate_up": "hidden",
-         "_down": "parts", "_multiply": "out",
+         "_down": "parts", "_choose_experts": "routed", "_expert_gate_up": "hidden",
+         "_expert_down": "parts", "_expert_sum": "parts", "_multiply": "out",
          "_round_tokens": "out", "_hidden_tokens": "out", "_pack_open": "open_W"}  # fmt: skip
 
 
@@ -75,7 +70,7 @@ class PtxKernels:
         self.kernels = overlapped(self._record()) if overlaps else self._record()
 
     def _record(self) -> Kernels:
-        rows, tiles, norm, attention, predictor, neurons, products, tokens, prompts = map(
+        rows, tiles, norm, attention, predictor, neurons, products, tokens, prompts, experts = map(
             self._module, MODULES
         )
         rows.unpack_tiles = tiles.unpack_tiles
@@ -84,6 +79,8 @@ class PtxKernels:
             rotate_append=attention.rotate_append, attend=attention.attend,
             attend_tokens=prompts.attend_tokens,
             predict=predictor.predict, gate_up=neurons.gate_up, down=neurons.down,
+            choose_experts=experts.choose_experts, expert_gate_up=experts.expert_gate_up,
+            expert_down=experts.expert_down,
             multiply=products.multiply, multiply_down=products.multiply_down, round_tokens=tokens.round_tokens,
             hidden_tokens=tokens.hidden_tokens,
         )  # fmt: skip

@@ -15,16 +15,20 @@ struct ExpertSizes {
     bool has_neuron_major = false;
 
     explicit ExpertSizes(const HsStep& step) {
-        for (const HsLayer* l = step.layer; l < step.layer + step.num_layers; ++l) {
-            if (!l->feed_forward.experts) continue;
-            const HsExperts& e = *l->feed_forward.experts;
-            most_used = std::max(most_used, l->route.num_used);
-            most_experts = std::max(most_experts, e.num_experts);
-            most_neurons = std::max(most_neurons, e.first.num_neurons);
-            forms |= forms_of(e.first);
-            down_forms |= by_output_forms(e.first);
-            has_neuron_major |= !e.first.is_by_output;
-        }
+        for (const HsLayer* l = step.layer; l < step.layer + step.num_layers; ++l)
+            for (int64_t b = 0; b < l->feed_forward.num_blocks && l->feed_forward.experts; ++b)
+                add(l->feed_forward.experts[b], l->route.num_used);
+    }
+    ExpertSizes(const HsExperts& experts, int64_t num_used) { add(experts, num_used); }
+
+  private:
+    void add(const HsExperts& e, int64_t num_used) {
+        most_used = std::max(most_used, num_used);
+        most_experts = std::max(most_experts, e.num_experts);
+        most_neurons = std::max(most_neurons, e.first.num_neurons);
+        forms |= forms_of(e.first);
+        down_forms |= by_output_forms(e.first);
+        has_neuron_major |= !e.first.is_by_output;
     }
 };
 
@@ -36,7 +40,7 @@ class Experts {
         if (!K) return;
         const int64_t F = groups_of(sizes.most_neurons) * SUM_ROWS;
         count_ = arena.take<int32_t>(sizes.most_experts + 1);
-        place_ = arena.take<int32_t>(P);
+        pair_ = arena.take<int32_t>(P);
         token_ = arena.take<int32_t>(P);
         used_ = arena.take<Used>(std::min(P, sizes.most_experts));
         x_ = arena.operand(D, T > 1 ? P : 0, sizes.forms);
@@ -51,7 +55,8 @@ class Experts {
         sum_ = arena.take<float>(K * MAX_CHUNKS * D);
     }
 
-    // Writes the sum of the chosen experts' outputs, each times its weight, to out [T, D]. `routed`: [T, 2 K].
+    // Writes the sum of the outputs of the chosen experts that are stored, each times its weight, to
+    // out [T, D]. `routed`: [T, 2 K].
     void run(const HsExperts& experts, const Gate& gate, const float* routed, int64_t num_used,
              Operand& x, int64_t T, float* out, NeuronBytes& read) {
         e_ = &experts, K = num_used, F = experts.first.num_neurons, T_ = T;
@@ -68,10 +73,10 @@ class Experts {
     }
 
   private:
-    // An expert that rows have chosen: pairs begin .. begin + count - 1 of a row and an expert. `before`:
-    // the work on a group of rows of each expert before it.
+    // A stored expert that rows have chosen, by its place: pairs begin .. begin + count - 1 of a row and
+    // an expert. `before`: the work on a group of rows of each expert before it.
     struct Used {
-        int32_t expert, begin, count;
+        int32_t place, begin, count;
         int64_t before;
 
         int64_t work() const { return count + READING; }
@@ -79,11 +84,19 @@ class Experts {
     // Reading and unpacking a row takes about as long as its products with so many vectors.
     static constexpr int64_t READING = 2;
 
-    // Sorts the pairs by expert, those of an expert by row.
+    // The place of the expert that a row has chosen as its k-th; below 0: it is not stored.
+    int64_t place_of(const Routed& routed, int64_t k) const {
+        return e_->place ? e_->place[routed.expert(k)] : routed.expert(k);
+    }
+
+    // Sorts the pairs by place, those of an expert by row.
     void sort(const float* routed) {
         std::fill_n(count_, e_->num_experts + 1, 0);
         for (int64_t t = 0; t < T_; ++t)
-            for (int64_t k = 0; k < K; ++k) ++count_[Routed{routed + t * 2 * K, K}.expert(k) + 1];
+            for (int64_t k = 0; k < K; ++k) {
+                const int64_t place = place_of({routed + t * 2 * K, K}, k);
+                if (place >= 0) ++count_[place + 1];
+            }
         num_used_ = work_ = 0;
         for (int64_t e = 0; e < e_->num_experts; ++e) {
             const int32_t own = count_[e + 1];
@@ -95,15 +108,15 @@ class Experts {
         }
         for (int64_t t = 0; t < T_; ++t)
             for (int64_t k = 0; k < K; ++k) {
-                const int32_t pair = count_[Routed{routed + t * 2 * K, K}.expert(k)]++;
-                place_[t * K + k] = pair;
-                token_[pair] = static_cast<int32_t>(t);
+                const int64_t place = place_of({routed + t * 2 * K, K}, k);
+                pair_[t * K + k] = place < 0 ? -1 : count_[place];
+                if (place >= 0) token_[count_[place]++] = static_cast<int32_t>(t);
             }
     }
 
     HsBlock block_of(const Used& used) const {
         HsBlock block = e_->first;
-        const int64_t e = used.expert;
+        const int64_t e = used.place;
         auto shift = [&](HsMatrix& m, int64_t bytes) {
             if (m.data) m.data += e * bytes;
             if (m.bias) m.bias += e * m.num_rows;
@@ -117,8 +130,9 @@ class Experts {
     void add(const Routed& routed, int64_t t, float* out) const {
         std::fill_n(out, D, 0.0f);
         for (int64_t k = 0; k < K; ++k) {
-            const float* own = out_ + place_[t * K + k] * D;
-            const float* bias = e_->down_bias ? e_->down_bias + routed.expert(k) * D : nullptr;
+            if (pair_[t * K + k] < 0) continue;
+            const float* own = out_ + pair_[t * K + k] * D;
+            const float* bias = e_->down_bias ? e_->down_bias + place_of(routed, k) * D : nullptr;
             const float weight = routed.weight(k);
             for (int64_t d = 0; d < D; ++d) out[d] += weight * (bias ? own[d] + bias[d] : own[d]);
         }
@@ -307,7 +321,7 @@ class Experts {
     const HsExperts* e_ = nullptr;
     int64_t K = 0, F = 0, T_ = 0, num_used_ = 0;
     int64_t work_ = 0;  // on a group of rows of all chosen experts
-    int32_t *count_ = nullptr, *place_ = nullptr, *token_ = nullptr;  // place_: the pair of [T, K]
+    int32_t *count_ = nullptr, *pair_ = nullptr, *token_ = nullptr;  // pair_: of [T, K]; below 0: none
     Used* used_ = nullptr;
     Operand x_ = {}, hidden_ = {};   // by pair
     Input gate_x_ = {}, up_x_ = {};  // of one row
@@ -316,12 +330,12 @@ class Experts {
     uint64_t* mask_ = nullptr;
 };
 
-// True if these are experts of a layer of width D.
-inline bool fits(const HsExperts& e, const HsRoute& route, int64_t D, bool computes_all) {
+// True if these are experts of a layer of width D, of which a router chooses `num_used`.
+inline bool fits(const HsExperts& e, int64_t num_used, int64_t D, bool computes_all) {
     const HsBlock& b = e.first;
-    if (e.num_experts != route.router.num_rows || route.num_used > MAX_USED || b.row || b.id)
+    if (e.num_experts < 1 || e.num_experts > MAX_EXPERTS || num_used < 1 || num_used > MAX_USED)
         return false;
-    if (b.gate_limit || b.num_neurons < 1) return false;
+    if (b.row || b.id || b.gate_limit || b.num_neurons < 1) return false;
     for (int64_t bytes : {e.gate_bytes, e.up_bytes, e.down_bytes})
         if (bytes < 0) return false;
     return fits(b, D, b.num_neurons, b.up.data != nullptr, computes_all);

@@ -301,6 +301,17 @@ def neurons_function() -> int:
     return _address("hs_neurons")
 
 
+def chosen_bytes(chosen: ctypes.Structure) -> int:
+    """Workspace bytes of experts described by ops/neurons/chosen.py; -1 if inconsistent."""
+    return int(_built().hs_chosen_bytes(ctypes.addressof(chosen)))
+
+
+def chosen_function() -> int:
+    """The address of a function void (*)(void*) that runs them; chosen_bytes must have checked
+    them."""
+    return _address("hs_chosen")
+
+
 def serve(
     handovers: ctypes.Array, start: int, stop: int, serving: ctypes.Structure
 ) -> tuple[int, int]:

@@ -43,6 +43,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hs_part": (None, (_POINTER,)),
     "hs_neurons_bytes": (_SIZE, (_POINTER,)),
     "hs_neurons": (None, (_POINTER,)),
+    "hs_chosen_bytes": (_SIZE, (_POINTER,)),
+    "hs_chosen": (None, (_POINTER,)),
     # row_copies.h
     "hs_copy_rows": (None, (_POINTER,)),
     "hs_copier_new": (_POINTER, ()),

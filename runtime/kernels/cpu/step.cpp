@@ -25,8 +25,8 @@ uint32_t forms_of(const HsStep& step) {
         forms |= form_bit(l.attention.output) | form_bit(l.predictor.down) | form_bit(l.predictor.up);
         forms |= form_bit(l.route.router) | form_bit(l.shared_gate);
         for (const HsFeedForward* f : {&l.feed_forward, &l.shared}) {
-            for (int64_t b = 0; b < f->num_blocks; ++b) forms |= forms_of(f->block[b]);
-            if (f->experts) forms |= forms_of(f->experts->first);
+            for (int64_t b = 0; b < f->num_blocks; ++b)
+                forms |= forms_of(f->experts ? f->experts[b].first : f->block[b]);
         }
     }
     return forms;
@@ -36,7 +36,8 @@ uint32_t by_output_forms(const HsStep& step) {
     uint32_t forms = 0;
     for (const HsLayer* l = step.layer; l < step.layer + step.num_layers; ++l)
         for (const HsFeedForward* f : {&l->feed_forward, &l->shared})
-            for (int64_t b = 0; b < f->num_blocks; ++b) forms |= by_output_forms(f->block[b]);
+            for (int64_t b = 0; b < f->num_blocks && !f->experts; ++b)
+                forms |= by_output_forms(f->block[b]);
     return forms;
 }
 
@@ -44,6 +45,12 @@ int64_t most_experts(const HsStep& step) {
     int64_t found = 0;
     for (int64_t i = 0; i < step.num_layers; ++i)
         found = std::max(found, step.layer[i].route.router.num_rows);
+    return found;
+}
+
+int64_t most_used(const HsStep& step) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < step.num_layers; ++i) found = std::max(found, step.layer[i].route.num_used);
     return found;
 }
 
@@ -61,7 +68,7 @@ int64_t most(const HsStep& s, const Size& size) {
 int64_t size_of(const HsStep& s, int32_t value) {
     if (value == VALUE_QKV) return most(s, qkv_size);
     if (value == VALUE_NAMED) return s.num_neurons;
-    if (value == VALUE_ROUTED) return 2 * ExpertSizes(s).most_used;
+    if (value == VALUE_ROUTED) return 2 * most_used(s);
     return value == VALUE_HEADS ? most(s, heads_size) : s.width;
 }
 
@@ -219,8 +226,7 @@ class Step {
                 return clock.ended(TIMED_PREDICTOR);
             }
             case OP_NEURONS:
-                return op.in_2 == VALUE_ROUTED ? experts(s.layer[op.layer], in, out.f32)
-                                               : neurons(op, in, out.f32);
+                return op.in_2 == VALUE_ROUTED ? experts(op, in, out.f32) : neurons(op, in, out.f32);
             case OP_ROUTE:
                 return route(s.layer[op.layer].route, in, out.f32);
             case OP_SHARED:
@@ -419,13 +425,14 @@ class Step {
         clock.ended(TIMED_PREDICTOR);
     }
 
-    void experts(const HsLayer& l, Operand& input, float* out) {
+    void experts(const HsOp& op, Operand& input, float* out) {
+        const HsLayer& l = s.layer[op.layer];
         const HsFeedForward& f = l.feed_forward;
         const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
         NeuronBytes read;
-        w.experts.run(*f.experts, gate, w.vector[VALUE_ROUTED].f32, l.route.num_used, input, T, out,
-                      read);
-        count(read, TIMED_NEURONS);
+        w.experts.run(f.experts[op.part], gate, w.vector[VALUE_ROUTED].f32, l.route.num_used, input, T,
+                      out, read);
+        count(read, op.part == 0 ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
     void shared(const HsLayer& l, Operand& input, float* out) {
@@ -519,7 +526,7 @@ bool fits(const HsPredictor& p, int64_t num_neurons, const HsStep& s) {
 bool fits(const HsFeedForward& f, const HsStep& s) {
     if (f.num_neurons < (f.num_blocks > 0) || f.num_neurons > s.num_neurons) return false;
     if (f.activation < 0 || f.activation >= NUM_ACTIVATIONS) return false;
-    for (int64_t b = 0; b < f.num_blocks; ++b)
+    for (int64_t b = 0; b < f.num_blocks && !f.experts; ++b)
         if (!fits(f.block[b], s.width, f.num_neurons, f.block[0].up.data != nullptr, f.computes_all))
             return false;
     return true;
@@ -528,10 +535,14 @@ bool fits(const HsFeedForward& f, const HsStep& s) {
 // True if the router and experts of a layer fit together. Bits of neurons are not kept for experts.
 bool fits_experts(const HsLayer& l, const HsStep& s) {
     const HsFeedForward& f = l.feed_forward;
-    if (!f.experts) return !l.route.router.data;
-    return l.route.router.data && fits(l.route, s.width) && !f.num_blocks && !s.fired && !s.seen_gate &&
-           !s.seen_hidden && f.num_neurons == f.experts->first.num_neurons &&
-           fits(*f.experts, l.route, s.width, f.computes_all);
+    if (!f.experts) return fits(l.route, s.width);
+    if (!l.route.router.data || !fits(l.route, s.width) || s.fired || s.seen_gate || s.seen_hidden)
+        return false;
+    for (const HsExperts* e = f.experts; e < f.experts + f.num_blocks; ++e)
+        if (f.num_neurons != e->first.num_neurons || e->num_experts != l.route.router.num_rows ||
+            !fits(*e, l.route.num_used, s.width, f.computes_all))
+            return false;
+    return true;
 }
 
 bool fits(const HsLayer& l, const HsStep& s) {
@@ -576,9 +587,9 @@ bool fits(const HsOp& op, const HsStep& s) {
         case OP_SHARED:
             return l->shared.num_blocks == 1;
         case OP_NEURONS:
-            if (op.in_2 == VALUE_ROUTED) return l->feed_forward.experts;
             if (op.part < 0 || op.part >= l->feed_forward.num_blocks) return false;
-            return op.in_2 == VALUE_NONE ||
+            if ((op.in_2 == VALUE_ROUTED) != (l->feed_forward.experts != nullptr)) return false;
+            return op.in_2 == VALUE_ROUTED || op.in_2 == VALUE_NONE ||
                    (op.in_2 == VALUE_NAMED && takes_names(l->feed_forward.block[op.part]));
         case OP_HEAD:
             return s.head.data;

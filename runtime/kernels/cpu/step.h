@@ -131,14 +131,17 @@ struct HsRoute {
 // one before at these distances in bytes, its biases without a gap.
 struct HsExperts {
     HsBlock first;
-    const float* down_bias;  // [E, D] or null
+    const float* down_bias;  // [E, D] of those stored, or null
+    // [num_experts] the place of each expert among those stored, below 0: it is elsewhere; or null: all
+    // are stored, in order
+    const int32_t* place;
     int64_t gate_bytes, up_bytes, down_bytes, num_experts;
 };
 
 struct HsFeedForward {
     const float* down_bias;  // [D] or null
     const HsBlock* block;
-    const HsExperts* experts;  // null: the layer has blocks
+    const HsExperts* experts;  // instead of `block`, in a layer with a router; or null
     int64_t num_blocks;
     int64_t
         num_neurons;  // F, of an expert if there are experts; 0: only the heads of the layer are used
@@ -169,7 +172,7 @@ enum OpKind : int32_t {
     OP_ATTENTION,  // out = attention of in; appends to the cache
     OP_PREDICT,    // out = VALUE_NAMED, scores of all neurons from in
     // out = block `part` of the neurons, from in; with in_2 = VALUE_NAMED, of those named; with in_2 =
-    // VALUE_ROUTED the chosen experts
+    // VALUE_ROUTED of the chosen experts
     OP_NEURONS,
     OP_HEAD_NORM,  // out = the output norm, if any, of in's rows with logits
     OP_HEAD,       // logits of in, which OP_HEAD_NORM has written
@@ -272,6 +275,21 @@ struct HsNeurons {
     float threshold;
 };
 
+// The experts of a layer that are stored here, for T tokens: the CPU's part of a divided layer.
+struct HsChosen {
+    HsExperts experts;
+    const float* x;                  // [T, D]
+    const float* routed;             // [T, 2 K] the chosen experts, as numbers, and their weights
+    float* y;                        // [T, D], written
+    uint8_t* workspace;              // hs_chosen_bytes(), 64-aligned
+    int64_t width, num_used;         // D, K
+    int64_t num_tokens, max_tokens;  // T, 1 .. max_tokens; the workspace is for max_tokens
+    // of rows that all calls so far needed, see NeuronBytes
+    int64_t gate_bytes, up_bytes, down_bytes;
+    int32_t activation, computes_all;
+    float threshold;
+};
+
 extern "C" {
 // The workspace bytes of a step, or -1 if sizes, kinds, pointers or operations are inconsistent.
 int64_t hs_step_bytes(const HsStep* step);
@@ -289,4 +307,9 @@ int64_t hs_neurons_bytes(const HsNeurons* neurons);
 // y = the output of the predicted neurons (all, if `named` is null). `data` is a HsNeurons*, as in the
 // signature of a CUDA graph's host function. Does not check its arguments.
 void hs_neurons(void* data);
+// The workspace bytes of experts, or -1 if sizes, kinds or pointers are inconsistent.
+int64_t hs_chosen_bytes(const HsChosen* chosen);
+// y = the weighted sum of the outputs of the chosen experts that are stored. `data` is a HsChosen*, as in
+// the signature of a CUDA graph's host function. Does not check its arguments.
+void hs_chosen(void* data);
 }

@@ -12,9 +12,12 @@ def relu(x):
 
 @triton.jit
 def smooth(x, ACTIVATION: tl.constexpr):
-    """SiLU, GELU, or tanh GELU, whose (1 + tanh y) / 2 is 1 / (1 + e^-2y)."""
+    """SiLU, GELU, tanh GELU, whose (1 + tanh y) / 2 is 1 / (1 + e^-2y), or gpt-oss's clamped gate."""
     if ACTIVATION == "silu":
         value = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "swiglu_oai":
+        clamped = tl.where(x > 7.0, 7.0, x)
+        value = clamped / (1.0 + tl.exp(-1.702 * clamped))
     elif ACTIVATION == "gelu":
         value = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -24,9 +27,20 @@ def smooth(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated(value, up, ACTIVATION: tl.constexpr):
+    """An activated gate times its up; NaN stays NaN."""
+    if ACTIVATION == "drelu":
+        up = relu(up)
+    elif ACTIVATION == "swiglu_oai":
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return value * up
+
+
+@triton.jit
 def activate(gate, threshold, ACTIVATION: tl.constexpr):
     """(activation, whether the neuron fires); NaN fires."""
-    if ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh":
+    IS_GELU: tl.constexpr = ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh"
+    if ACTIVATION == "silu" or ACTIVATION == "swiglu_oai" or IS_GELU:
         value = smooth(gate, ACTIVATION)
         is_silent = tl.abs(value) <= threshold
     else:

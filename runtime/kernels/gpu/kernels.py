@@ -18,7 +18,8 @@ of 64.
 
 A matrix has the `gpu_kind` of one of hotsplit.model.weight_types (hotsplit.runtime.kernels.planar).
 
-Letters: T rows of a step, D width, F neurons of the layer, N rows of a matrix or neurons of a
+Letters: T rows of a step, D width, F neurons of the layer or of an expert, E experts of the layer, K
+experts of a row, N rows of a matrix or neurons of a
 block, R rank, H heads, K key-value heads, W head width, C positions of the cache or of one of
 its blocks, S parts of a sum, P rows to add, A chosen rows, B words of 32 bits or blocks of a
 cache; table_SN: S sequences, N blocks of one."""
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hotsplit.model.spec import Activation, PredictorKind
+from hotsplit.model.spec import Activation, Gating, PredictorKind
 from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.stored import StoredMatrix
@@ -86,8 +87,9 @@ class AddNorm(Protocol):
         x_out_D: Tensor | None,
         term_D: Tensor | None = None,
         copy_D: Tensor | None = None,
+        factor: float = 1.0,
     ) -> None:
-        """t = x + the rows of `parts_PD` + term; x_out = t, and out = copy = norm(t) as in
+        """t = x + factor * (the rows of `parts_PD` + term); x_out = t, and out = copy = norm(t) as in
         hotsplit.runtime.ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` may be
         `x_D`. `term_D`, `copy_D` and `x_out_D` may be in pinned memory of the host."""
 
@@ -212,6 +214,64 @@ class Down(Protocol):
         are left out and their rows not read. `add_norm` adds the parts."""
 
 
+class ChooseExperts(Protocol):
+    def __call__(
+        self,
+        logit_E: Tensor,
+        choice_bias_E: Tensor | None,
+        gating: Gating,
+        renormalises: bool,
+        scale: float,
+        num_groups: int,
+        num_used_groups: int,
+        routed_2K: Tensor,
+        copy_2K: Tensor | None = None,
+    ) -> None:
+        """Writes the numbers of the experts that a router chooses, as f32, and then their weights,
+        by the formula of hotsplit.model.spec.Route; of equal choices the lower number, NaN last.
+        `copy_2K`: the same again, for example in pinned memory of the host."""
+
+
+class ExpertGateUp(Protocol):
+    def __call__(
+        self,
+        gate: StoredMatrix,
+        gate_bias_N: Tensor | None,
+        up: StoredMatrix | None,
+        up_bias_N: Tensor | None,
+        place_E: Tensor | None,
+        routed_2K: Tensor,
+        x_D: Tensor,
+        activation: Activation,
+        threshold: float,
+        is_dense: bool,
+        hidden_KF: Tensor,
+    ) -> None:
+        """The hidden values, as of GateUp, of each chosen expert: those of the F rows that begin at
+        row F * place_E[expert] of the matrices. `place_E`, int32: below 0, the expert is elsewhere,
+        and its hidden values are 0; None: the place is the expert's number."""
+
+
+class ExpertDown(Protocol):
+    def __call__(
+        self,
+        down: StoredMatrix,
+        bias_N: Tensor | None,
+        place_E: Tensor | None,
+        routed_2K: Tensor,
+        hidden_KF: Tensor,
+        parts_PD: Tensor,
+        *,
+        is_by_output: bool,
+        skips_zeros: bool = False,
+    ) -> None:
+        """Row k of `parts_PD` is the weight of the k-th chosen expert times (W hidden + bias), where W
+        has the D rows that begin at row D * place_E[expert]; 0 if the expert is elsewhere.
+
+        Unless `is_by_output`, W has a row for each of the F neurons, and S rows of `parts_PD` are
+        partial sums of an expert, as of Down; the first has the bias. `add_norm` adds the parts."""
+
+
 class Multiply(Protocol):
     def __call__(
         self,
@@ -283,6 +343,9 @@ class Kernels:
     predict: Predict
     gate_up: GateUp
     down: Down
+    choose_experts: ChooseExperts
+    expert_gate_up: ExpertGateUp
+    expert_down: ExpertDown
     multiply: Multiply
     multiply_down: MultiplyDown
     round_tokens: RoundTokens
@@ -304,6 +367,7 @@ def triton_kernels() -> Kernels:
         ) from error
     from hotsplit.runtime.kernels.gpu import (
         attention,
+        experts,
         neurons,
         norm,
         predictor,
@@ -324,6 +388,9 @@ def triton_kernels() -> Kernels:
         predict=predictor.predict,
         gate_up=neurons.gate_up,
         down=neurons.down,
+        choose_experts=experts.choose_experts,
+        expert_gate_up=experts.expert_gate_up,
+        expert_down=experts.expert_down,
         multiply=products.multiply,
         multiply_down=products.multiply_down,
         round_tokens=tokens.round_tokens,
@@ -347,7 +414,7 @@ def overlapped(kernels: Kernels) -> Kernels:
 
 def reference_kernels() -> Kernels:
     """Reference kernels in float64 with torch, on any device, which define the others' results."""
-    from hotsplit.runtime.kernels.gpu import reference
+    from hotsplit.runtime.kernels.gpu import expert_reference, reference
 
     return Kernels(
         dot=reference.dot,
@@ -360,6 +427,9 @@ def reference_kernels() -> Kernels:
         predict=reference.predict,
         gate_up=reference.gate_up,
         down=reference.down,
+        choose_experts=expert_reference.choose_experts,
+        expert_gate_up=expert_reference.expert_gate_up,
+        expert_down=expert_reference.expert_down,
         multiply=reference.multiply,
         multiply_down=reference.multiply_down,
         round_tokens=reference.round_tokens,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.spec import Activation
-from hotsplit.runtime.kernels.gpu.activation import activate, relu
+from hotsplit.runtime.kernels.gpu.activation import activate, gated
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
@@ -121,8 +121,7 @@ def _gate_up(
                 up_R, value_R = ups[t], values[t]
                 if up_bias is not None:
                     up_R += tl.load(up_bias + row_R, mask=opens[t], other=0.0)
-                value_R *= relu(up_R) if ACTIVATION == "drelu" else up_R
-                products = products + (value_R,)
+                products = products + (gated(value_R, up_R, ACTIVATION),)
             values = products
         kept = ()
         for t in tl.static_range(GROUP):
@@ -142,7 +141,7 @@ def _any(lives, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(
+def rows_of_neurons(
     data, stride, neuron_R, live_R, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr,
     PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +207,7 @@ def _down(
                     is_before = open_up_to_C[None, :] <= number_R[:, None]
                     neuron_R = start + tl.sum(is_before.to(tl.int32), axis=1)
                     weight_R = tl.load(own + neuron_R, mask=number_R < num_open, other=0.0)
-                    value_low, value_high = _rows_of(
+                    value_low, value_high = rows_of_neurons(
                         data, stride, neuron_R, number_R < num_open, unit_U, KIND, WIDTH, PARTS,
                         ALIGN,
                     )  # fmt: skip
@@ -223,7 +222,7 @@ def _down(
         start = begin
         while start < end:
             neuron_R = start + tl.arange(0, ROWS)
-            value_low, value_high = _rows_of(
+            value_low, value_high = rows_of_neurons(
                 data, stride, neuron_R, neuron_R < end, unit_U, KIND, WIDTH, PARTS, ALIGN
             )
             if OVERLAPS:  # noqa: SIM102  # else compiled to nothing

@@ -45,6 +45,7 @@ def _add_norm(
     x_out,
     term,
     copy,
+    factor,
     NUM_PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -75,9 +76,11 @@ def _add_norm(
             part = (first + tl.arange(0, AT_ONCE))[:, None]
             is_live = in_row[None, :] & (part < NUM_PARTS)
             values = tl.load(parts + part * part_stride + column[None, :], mask=is_live, other=0.0)
-            total += tl.sum(values, axis=0)
+            sum_D = tl.sum(values, axis=0)
+            total += sum_D if factor is None else factor * sum_D
     if term is not None:  # which the CPU may have written since the last kernel: never cached
-        total += tl.load(term + column, mask=in_row, other=0.0, cache_modifier=".cv")
+        term_D = tl.load(term + column, mask=in_row, other=0.0, cache_modifier=".cv")
+        total += term_D if factor is None else factor * term_D
     if x_out is not None:
         tl.store(x_out + column, total, mask=in_row)
     if out is not None:
@@ -97,6 +100,7 @@ def add_norm(
     x_out_D: Tensor | None,
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     assert out_D is None or weight_D is not None
     assert copy_D is None or out_D is not None
@@ -117,6 +121,7 @@ def add_norm(
         x_out_D,
         term_D,
         copy_D,
+        None if factor == 1.0 else float(factor),
         NUM_PARTS=num_parts,
         AT_ONCE=max(1, min(16, _AT_ONCE // block, power_of_2(max(1, num_parts)))),
         WIDTH=width,

@@ -20,6 +20,15 @@ def down_parts(num_neurons: int, width: int) -> int:
     return max(1, min(-(-_DOWN_PROGRAMS // columns), -(-num_neurons // _LEAST_DOWN_NEURONS), 32))
 
 
+def expert_parts(num_used: int, num_neurons: int, width: int, *, is_by_output: bool) -> int:
+    """S: the number of partial sums of an expert's output. One that has a row for each output needs
+    none."""
+    if is_by_output:
+        return 1
+    programs = -(-width // DOWN_COLUMNS) * num_used
+    return max(1, min(-(-_DOWN_PROGRAMS // programs), -(-num_neurons // _LEAST_DOWN_NEURONS), 8))
+
+
 def range_of(num_neurons: int, num_parts: int) -> int:
     """Neurons per part; the last parts may have fewer, or none."""
     return -(-num_neurons // num_parts)

@@ -23,7 +23,7 @@ def dot(
     *,
     has_relu: bool = False,
 ) -> None:
-    y_N = _product(matrix, bias_N, x_D)
+    y_N = product(matrix, bias_N, x_D)
     out_N.copy_(y_N.relu() if has_relu else y_N)
 
 
@@ -55,12 +55,13 @@ def add_norm(
     x_out_D: Tensor | None,
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     total_D = x_D.double()
     if parts_PD is not None:
-        total_D = total_D + parts_PD.double().sum(dim=0)
+        total_D = total_D + factor * parts_PD.double().sum(dim=0)
     if term_D is not None:
-        total_D = total_D + term_D.to(x_D.device).double()
+        total_D = total_D + factor * term_D.to(x_D.device).double()
     if out_D is not None:
         assert weight_D is not None
         centred_D = total_D if bias_D is None else total_D - total_D.mean()
@@ -187,7 +188,7 @@ def predict(
     named_B: Tensor,
     copy_B: Tensor | None = None,
 ) -> None:
-    score_F = _product(up, bias_F, inner_R)
+    score_F = product(up, bias_F, inner_R)
     if kind == "gate":
         score_F = _smooth(score_F, activation).abs()
     named_B.copy_(pack_bits(~(score_F <= threshold)))
@@ -209,15 +210,15 @@ def gate_up(
     is_dense: bool,
     hidden_N: Tensor,
 ) -> None:
-    value_N, fires_N = _activate(_product(gate, gate_bias_N, x_D), activation, threshold)
+    value_N, fires_N = _activate(product(gate, gate_bias_N, x_D), activation, threshold)
     if is_dense:
         fires_N = torch.ones_like(fires_N)
     if named_B is not None:
         bits_F = unpack_bits(named_B)
         fires_N = fires_N & (bits_F[: len(fires_N)] if id_N is None else bits_F[id_N.long()])
     if up is not None:
-        up_N = _product(up, up_bias_N, x_D)
-        value_N = value_N * (up_N.relu() if activation == "drelu" else up_N)
+        up_N = product(up, up_bias_N, x_D)
+        value_N = value_N * _factor(up_N, activation)
     hidden_N.copy_(torch.where(fires_N, value_N, 0.0))
 
 
@@ -297,7 +298,7 @@ def hidden_tokens(
 ) -> None:
     value_TN, fires_TN = _activate(gate_TN.double(), activation, threshold)
     if up_TN is not None:
-        value_TN = value_TN * (up_TN.relu() if activation == "drelu" else up_TN)
+        value_TN = value_TN * _factor(up_TN, activation)
     if not is_dense:
         value_TN = torch.where(fires_TN, value_TN, 0.0)
     if named_TN is not None:
@@ -329,8 +330,8 @@ def _rows(matrix: StoredMatrix, index_A: Tensor | None = None) -> Tensor:
     return stored.unpack_chosen(matrix.data, matrix.kind, index_A.long()).double()
 
 
-def _product(matrix: StoredMatrix, bias_N: Tensor | None, x_D: Tensor) -> Tensor:
-    """f64 [N]."""
+def product(matrix: StoredMatrix, bias_N: Tensor | None, x_D: Tensor) -> Tensor:
+    """f64 [N]: W x + bias."""
     y_N = _rows(matrix) @ x_D.double()
     return y_N if bias_N is None else y_N + bias_N
 
@@ -357,9 +358,19 @@ def _activate(gate_N: Tensor, activation: Activation, threshold: float) -> tuple
     return torch.where(fires_N, gate_N, 0.0), fires_N
 
 
+def _factor(up: Tensor, activation: Activation) -> Tensor:
+    """What an activated gate is multiplied by."""
+    if activation == "swiglu_oai":
+        return up.clamp(-7.0, 7.0) + 1.0
+    return up.relu() if activation == "drelu" else up
+
+
 def _smooth(x: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return x * torch.sigmoid(x)
+    if activation == "swiglu_oai":
+        x = x.clamp(max=7.0)
+        return x * torch.sigmoid(1.702 * x)
     if activation == "gelu":
         return x * (1 + torch.erf(x / 2**0.5)) / 2
     return x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2

@@ -21,6 +21,9 @@ AXES: dict[str, dict[str, int]] = {
     "predict": {"inner_R": 0, "named_B": 0, "copy_B": 0},
     "gate_up": {"x_D": 0, "named_B": 0, "hidden_N": 0},
     "down": {"hidden_N": 0, "parts_SD": 1},
+    "choose_experts": {"routed_2K": 0, "logit_E": 0, "copy_2K": 0},
+    "expert_gate_up": {"routed_2K": 0, "x_D": 0, "hidden_KF": 0},
+    "expert_down": {"routed_2K": 0, "hidden_KF": 0, "parts_PD": 1},
 }
 # A kernel takes these as tensors of one element.
 _LISTS = ("index_1", "position_1", "sequence_1")

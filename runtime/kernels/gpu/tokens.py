@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.spec import Activation
-from hotsplit.runtime.kernels.gpu.activation import activate, relu
+from hotsplit.runtime.kernels.gpu.activation import activate, gated
 from hotsplit.runtime.kernels.gpu.launch import power_of_2
 from hotsplit.runtime.kernels.gpu.norm import normed
 
@@ -72,7 +72,7 @@ def _hidden_at(
     value_C, fires_C = activate(gate_C, threshold, ACTIVATION)
     if up is not None:
         up_C = tl.load(up + column_C, mask=in_row_C, other=0.0)
-        value_C *= relu(up_C) if ACTIVATION == "drelu" else up_C
+        value_C = gated(value_C, up_C, ACTIVATION)
     if not IS_DENSE:
         value_C = tl.where(fires_C, value_C, 0.0)
     if named is not None:

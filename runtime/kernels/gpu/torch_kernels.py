@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu import reference
+from hotsplit.runtime.kernels.gpu import expert_reference, reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.ranges import range_of
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
@@ -41,6 +41,9 @@ def torch_kernels() -> Kernels:
         predict=_in_pieces(reference.predict),
         gate_up=_in_pieces(reference.gate_up),
         down=down,
+        choose_experts=expert_reference.choose_experts,
+        expert_gate_up=expert_reference.expert_gate_up,
+        expert_down=expert_reference.expert_down,
         multiply=_in_pieces(reference.multiply),
         multiply_down=multiply_down,
         round_tokens=reference.round_tokens,

@@ -104,7 +104,7 @@ class FeedForward:
     predictor: Predictor | None
     traffic: Traffic = field(repr=False)
     cold: ColdNeurons | None = field(default=None, repr=False)
-    experts: ExpertBlock | None = None
+    experts: tuple[ExpertBlock, ...] = ()  # hot before cold; every expert is in exactly one
     is_input_small: bool = False  # see gpu_products.Factor
 
     def forward(
@@ -127,7 +127,7 @@ class FeedForward:
             named_TN = None if named_TF is None else named_TF.to(block.device)
             if named_TN is not None and not block.is_whole:
                 named_TN = named_TN[:, block.id_N]
-            if gpu_products.is_gpu(block.device) and not is_watched:
+            if gpu_products.is_gpu(block.device) and not is_watched and not block.is_by_output:
                 y_TD = self._on_gpu(block, self._factor(x, block.device), named_TN)
                 results.append(BlockResult(y_TD=y_TD))
                 continue
@@ -141,26 +141,33 @@ class FeedForward:
 
     def routed(self, x_TD: Tensor, routed: Routed, *, observers: Observers) -> Tensor:
         """Output [T, D] of the experts that each token's router has chosen."""
-        assert self.experts is not None
+        first = self.experts[0]
         is_watched = self._is_watched(observers)
         y_TKD = x_TD.new_zeros(*routed.id_TK.shape, x_TD.shape[1])
-        shape = len(x_TD), self.experts.num_experts, len(self.experts.id_F)
+        shape = len(x_TD), first.num_experts, len(first.id_F)
         seen_TEF = {name: x_TD.new_full(shape, unknown) for name, unknown in _SHOWN.items()
                     if observers.want(name, self.layer)}  # fmt: skip
         for expert in routed.id_TK.unique().tolist():
-            token_N, place_N = (routed.id_TK == expert).nonzero(as_tuple=True)
-            result = self._run(self.experts.expert(expert), x_TD[token_N], None, is_watched)
-            bias_ED = self.experts.down.bias_EN
-            y_TKD[token_N, place_N] = (
-                result.y_TD if bias_ED is None else result.y_TD + bias_ED[expert]
-            )
+            token_N, number_N = (routed.id_TK == expert).nonzero(as_tuple=True)
+            block = next(each for each in self.experts if each.place_of(expert) >= 0)
+            place, bias_PD = block.place_of(expert), block.down.bias_PN
+            own_TD = x_TD[token_N].to(block.device)
+            result = self._expert(block.expert(place), own_TD, is_watched)
+            y_TD = result.y_TD if bias_PD is None else result.y_TD + bias_PD[place]
+            y_TKD[token_N, number_N] = y_TD.to(x_TD.device)
             for name, values_TEF in seen_TEF.items():
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 assert part is not None
-                values_TEF[token_N, expert] = part
+                values_TEF[token_N, expert] = part.to(x_TD.device)
         for name, values_TEF in seen_TEF.items():
             observers.show(name, self.layer, values_TEF.flatten(1))
         return (routed.weight_TK[..., None] * y_TKD).sum(dim=1)
+
+    def _expert(self, block: NeuronBlock, x_TD: Tensor, is_watched: bool) -> BlockResult:
+        is_on_gpu = gpu_products.is_gpu(block.device) and not is_watched
+        if is_on_gpu and not block.is_by_output:
+            return BlockResult(y_TD=self._on_gpu(block, Factor.of(x_TD), None))
+        return self._run(block, x_TD, None, is_watched)
 
     def _is_watched(self, observers: Observers) -> bool:
         return any(observers.want(name, self.layer) for name in _SHOWN)

@@ -8,7 +8,7 @@ feed_forward.py.
 
 Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, addressof, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,8 +33,8 @@ class BlockStruct(Structure):
 
 
 class ExpertsStruct(Structure):
-    _fields_ = [("first", BlockStruct), ("down_bias", c_void_p), ("gate_bytes", c_int64),
-                ("up_bytes", c_int64), ("down_bytes", c_int64), ("num_experts", c_int64)]  # fmt: skip
+    _fields_ = [("first", BlockStruct), ("down_bias", c_void_p), ("place", c_void_p),
+                ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64), ("num_experts", c_int64)]  # fmt: skip
 
 
 class FeedForwardStruct(Structure):
@@ -69,31 +69,39 @@ def feed_forward_struct(
         block=structs.array(BlockStruct, [block_struct(structs, block) for block in blocks]),
         num_blocks=len(blocks),
         num_neurons=num_neurons,
-        **_activation(gate),
+        **activation_fields(gate),
     )
 
 
-def experts_struct(structs: Structs, gate: Gate, block: ExpertBlock) -> FeedForwardStruct:
-    """The struct of a layer with experts."""
-    down_bias, stacks = block.down.bias_EN, (block.gate, block.up, block.down)
+def experts_struct(structs: Structs, block: ExpertBlock) -> ExpertsStruct:
+    """The struct of a block of experts."""
+    stacks = (block.gate, block.up, block.down)
     gate_bytes, up_bytes, down_bytes = (0 if m is None else m.expert_bytes for m in stacks)
     structs.kept.append([None if m is None else m.data for m in stacks])
-    experts = ExpertsStruct(
+    return ExpertsStruct(
         first=block_struct(structs, block.expert(0)),
-        down_bias=structs.vector(down_bias),
+        down_bias=structs.vector(block.down.bias_PN),
+        place=None if block.place_E is None else structs.pointer(block.place_E, torch.int32),
         gate_bytes=gate_bytes,
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         num_experts=block.num_experts,
     )
+
+
+def mixture_struct(
+    structs: Structs, gate: Gate, blocks: Sequence[ExpertBlock]
+) -> FeedForwardStruct:
+    """The struct of a layer with these blocks of experts."""
     return FeedForwardStruct(
-        experts=structs.array(ExpertsStruct, [experts]),
-        num_neurons=len(block.id_F),
-        **_activation(gate),
+        experts=structs.array(ExpertsStruct, [experts_struct(structs, each) for each in blocks]),
+        num_blocks=len(blocks),
+        num_neurons=len(blocks[0].id_F),
+        **activation_fields(gate),
     )
 
 
-def _activation(gate: Gate) -> dict[str, Any]:
+def activation_fields(gate: Gate) -> dict[str, Any]:
     return {
         "activation": ACTIVATIONS.index(gate.activation),
         "computes_all": gate.computes_all,
@@ -113,20 +121,23 @@ class SharedWorkspace:
     """Scratch memory shared by blocks that never run concurrently."""
 
     def __init__(self) -> None:
-        self._structs: list[NeuronsStruct] = []
+        self._structs: list[tuple[Structure, Callable[[Any], int]]] = []
         self._kept = Structs()
 
-    def add(self, struct: NeuronsStruct) -> None:
-        self._structs.append(struct)
+    def add(
+        self, struct: Structure, num_bytes: Callable[[Any], int] = library.neurons_bytes
+    ) -> None:
+        """Adds a struct with a `workspace`; `num_bytes` gives the bytes that it needs."""
+        self._structs.append((struct, num_bytes))
 
     def allocate(self) -> None:
         """Allocates the memory; call it after the last `add`. Raises NotNative if a block is
         inconsistent."""
-        sizes = [library.neurons_bytes(struct) for struct in self._structs]
+        sizes = [num_bytes(struct) for struct, num_bytes in self._structs]
         if not sizes:
             return
         start = self._kept.workspace(max(sizes) if min(sizes) >= 0 else -1)
-        for struct in self._structs:
+        for struct, _ in self._structs:
             struct.workspace = start
 
 
@@ -179,7 +190,7 @@ class NativeNeurons:
             num_neurons=num_neurons,
             num_tokens=1,
             max_tokens=1 if x_D.dim() == 1 else len(x_D),
-            **_activation(gate),
+            **activation_fields(gate),
         )
         if room is None:
             struct.workspace = structs.workspace(library.neurons_bytes(struct))
@@ -187,6 +198,14 @@ class NativeNeurons:
             room.add(struct)
         kept = (*structs.kept, room)
         return cls(struct=struct, x_D=x_D, named_W=named_W, y_D=y_D, kept=kept, fired_W=fired_W)
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        return (self.x_D,) if self.named_W is None else (self.x_D, self.named_W)
+
+    @property
+    def writes(self) -> tuple[Tensor, ...]:
+        return (self.y_D,) if self.fired_W is None else (self.y_D, self.fired_W)
 
     @property
     def node(self) -> tuple[int, int]:
@@ -222,7 +241,7 @@ def add_neurons(
         width=block.width,
         num_neurons=len(block.id_N),
         max_tokens=num_tokens,
-        **_activation(gate),
+        **activation_fields(gate),
     )
     struct.workspace = structs.workspace(library.neurons_bytes(struct))
     sum_TD = torch.empty_like(x_TD)

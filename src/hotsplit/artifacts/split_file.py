@@ -46,7 +46,8 @@ class Split:
     context_length: int
     # Per layer: int32 ids of the neurons, or the experts, on the GPU, hottest first.
     hot: tuple[np.ndarray, ...]
-    # Per layer: attention, norms, predictor, and the KV cache unless kv_offload.
+    # Per layer: attention, norms, predictor, router, shared experts, and the KV cache unless
+    # kv_offload.
     dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool  # output norm and output matrix
     gpu_bytes: Items
@@ -162,7 +163,7 @@ class Split:
         for layer, ids in enumerate(self.hot):
             is_whole = ids.dtype == np.int32 and ids.ndim == 1 and not (ids < 0).any()
             if not is_whole or len(np.unique(ids)) != len(ids):
-                raise HotsplitError(f"layer {layer}: neuron ids must be distinct int32, at least 0")
+                raise HotsplitError(f"layer {layer}: ids must be distinct int32, at least 0")
         used, held = sum(self.gpu_bytes.values()), sum(self.cpu_bytes.values())
         if used > self.vram_budget_bytes:
             raise HotsplitError(f"{used:,} bytes for a budget of {self.vram_budget_bytes:,}")

@@ -5,12 +5,12 @@ before it; `Gpu.kernels_seconds` has their time. Each matrix product is one kern
 block is one (which also adds the sum before it), and the groups below have as many as stated. The kernels of the embedding and of the neuron cache are not counted."""
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.spec import Attention, Block, Norm, Predict
+from hotsplit.model.spec import Attention, Block, Neurons, Norm, Predict, Route
 
 # Norm and rotate heads, append keys and values; attend to parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
-# At most: gate and up rows with the activation; down rows; the sum of down's parts, which is left
-# to the next norm if that is on the same GPU.
+# At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the sum
+# of down's parts, which is left to the next norm if that is on the same GPU.
 HOT_KERNELS = 3
 # A feed-forward layer run densely, as in other engines: gate, up, activation with product, down.
 DENSE_FFN_KERNELS = 4
@@ -37,5 +37,9 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
             return products + (ATTENTION_KERNELS if has_cache else 0)
         case Predict():
             return 2 if block.rank else 1
+        case Route():  # the logits, and the choice
+            return 2
+        case Neurons() if block.suffix == "_shexp":  # hidden values, output, and a gate as a router
+            return 4 if block.has_output_gate else 2
         case _:  # neurons are counted with the devices that they are on; sums are in norms
             return 0

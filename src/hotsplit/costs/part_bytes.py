@@ -84,7 +84,7 @@ def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
 
 _NEURONS = (
     "ffn_gate.", "ffn_up.", "ffn_down.weight", "ffn_down_t.", "ffn_pred_",
-    "ffn_gate_exps.", "ffn_up_exps.", "ffn_down_exps.weight", "ffn_down_exps_t.",
+    "ffn_gate_exps.", "ffn_up_exps.", "ffn_down_exps.", "ffn_down_exps_t.",
 )  # fmt: skip
 
 
@@ -126,16 +126,14 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
 
 def all_neuron_bytes(model: ModelFile) -> int:
     """Bytes of the neurons of all layers."""
-    return sum(
-        layer.neurons.number * layer_bytes(model, index).neuron
-        for index, layer in enumerate(model.spec.layers)
-    )
+    placed = (placed_units(model, index) for index in range(model.spec.num_layers))
+    return sum(number * size for number, size in placed)
 
 
 def placed_units(model: ModelFile, layer: int) -> tuple[int, int]:
     """The number of a layer's experts and the bytes of one or, without experts, of its neurons."""
     neurons = model.spec.layers[layer].neurons
-    if neurons.num_experts == 1:
+    if not neurons.are_experts:
         return neurons.number, layer_bytes(model, layer).neuron
     tensors = layer_tensors(model, layer)
     total = sum(entry.num_bytes for name, entry in tensors.items() if is_expert(name))
@@ -173,14 +171,14 @@ def read_share(model: ModelFile, layer: int, name: str) -> float:
 
 
 def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
-    """Bytes of a layer's feed-forward matrices, and of the biases of gate and up, as stored in the
-    file."""
+    """Bytes of a layer's feed-forward matrices as stored in the file, and of the biases of neurons and
+    experts."""
     neurons = model.spec.layers[layer].neurons
     names = (*neurons.matrices, neurons.down_name, f"{neurons.down_name}_t")
     return sum(
         entry.num_bytes
         for name, entry in layer_tensors(model, layer).items()
-        if name.split(".")[0] in names and name != f"{neurons.down_name}.bias"
+        if name.split(".")[0] in names and not is_dense(name)
     )
 
 

@@ -142,6 +142,11 @@ def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path
             f"{split_path}: made for model {split.model_id[:12]}, but {profile_path} is of"
             f" {profile.model_id[:12]}; give the profile that the plan was solved with"
         )
+    if profile.expert_count_LE is not None:
+        raise HotsplitError(
+            f"{split_path}: a plan for a mixture of experts, which other engines' files cannot express;"
+            " run it here with hotsplit generate --split"
+        )
     num_layers, num_neurons = profile.active_count_LF.shape
     is_known = [((ids >= 0) & (ids < num_neurons)).all() for ids in split.hot]
     if len(split.hot) != num_layers:

@@ -198,6 +198,11 @@ class Neurons:
         return self.suffix == "_exps"
 
     @property
+    def num_units(self) -> int:
+        """What a plan places: neurons, or experts."""
+        return self.num_experts if self.are_experts else self.number
+
+    @property
     def of_expert(self) -> int:
         """Neurons of an expert; of the whole layer if it has none."""
         return self.number // self.num_experts
@@ -308,6 +313,11 @@ class ModelSpec:
         return max(layer.neurons.number for layer in self.layers)
 
     @cached_property
+    def most_named(self) -> int:
+        """F of the widest layer without experts: the most neurons that a predictor may name."""
+        return max((x.neurons.number for x in self.layers if x.route is None), default=0)
+
+    @cached_property
     def num_neurons(self) -> int:
         """Neurons of all layers."""
         return sum(layer.neurons.number for layer in self.layers)
@@ -329,6 +339,11 @@ class ModelSpec:
     def has_experts(self) -> bool:
         """True for a mixture of experts."""
         return any(layer.route is not None for layer in self.layers)
+
+    @cached_property
+    def most_used(self) -> int:
+        """The most experts that a token uses in a layer; 0 without experts."""
+        return max((layer.route.num_used for layer in self.layers if layer.route), default=0)
 
     @cached_property
     def most_rank(self) -> int:

@@ -1,0 +1,122 @@
+"""The reference of the kernels for experts in float64 with torch, which defines their results.
+
+Letters and contracts: see kernels.py."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hotsplit.model.spec import Activation, Gating
+from hotsplit.runtime.kernels.gpu import reference
+from hotsplit.runtime.kernels.gpu.step_rows import by_rows
+from hotsplit.runtime.kernels.stored import StoredMatrix
+
+
+@by_rows
+def choose_experts(
+    logit_E: Tensor,
+    choice_bias_E: Tensor | None,
+    gating: Gating,
+    renormalises: bool,
+    scale: float,
+    num_groups: int,
+    num_used_groups: int,
+    routed_2K: Tensor,
+    copy_2K: Tensor | None = None,
+) -> None:
+    num_used, score_E = len(routed_2K) // 2, logit_E.double()
+    if gating == "softmax":
+        score_E = score_E.softmax(dim=0)
+    elif gating == "sigmoid":
+        score_E = score_E.sigmoid()
+    choice_E = score_E if choice_bias_E is None else score_E + choice_bias_E
+    choice_E = choice_E.nan_to_num(nan=-torch.inf, posinf=torch.inf)
+    if num_groups > 1:
+        choice_GE = choice_E.view(num_groups, -1)
+        sum_G = choice_GE.topk(2, dim=1).values.sum(dim=1)
+        is_used_G = torch.zeros(num_groups, dtype=torch.bool, device=sum_G.device)
+        is_used_G[_largest(sum_G, num_used_groups)] = True
+        choice_E = choice_GE.masked_fill(~is_used_G[:, None], -torch.inf).flatten()
+    id_K = _largest(choice_E, num_used)
+    weight_K = score_E[id_K]
+    if gating == "softmax_of_chosen":
+        weight_K = weight_K.softmax(dim=0)
+    if renormalises:
+        weight_K = weight_K / (weight_K.sum() + 1e-20)
+    routed_2K.copy_(torch.cat([id_K, weight_K * scale]))
+    if copy_2K is not None:
+        copy_2K.copy_(routed_2K)
+
+
+def _largest(value_E: Tensor, count: int) -> Tensor:
+    """The indices of the largest values, the largest first; of equal ones the lower."""
+    return value_E.sort(descending=True, stable=True).indices[:count]
+
+
+@by_rows
+def expert_gate_up(
+    gate: StoredMatrix,
+    gate_bias_N: Tensor | None,
+    up: StoredMatrix | None,
+    up_bias_N: Tensor | None,
+    place_E: Tensor | None,
+    routed_2K: Tensor,
+    x_D: Tensor,
+    activation: Activation,
+    threshold: float,
+    is_dense: bool,
+    hidden_KF: Tensor,
+) -> None:
+    hidden_KF.zero_()
+    count = hidden_KF.shape[1]
+    for number, place in _stored(place_E, routed_2K):
+        biases = (
+            None if b is None else b[place * count :][:count] for b in (gate_bias_N, up_bias_N)
+        )
+        gate_bias_F, up_bias_F = biases
+        reference.gate_up(
+            _of_expert(gate, place, count), gate_bias_F,
+            None if up is None else _of_expert(up, place, count), up_bias_F,
+            None, None, x_D, activation, threshold, is_dense, hidden_KF[number],
+        )  # fmt: skip
+
+
+@by_rows
+def expert_down(
+    down: StoredMatrix,
+    bias_N: Tensor | None,
+    place_E: Tensor | None,
+    routed_2K: Tensor,
+    hidden_KF: Tensor,
+    parts_PD: Tensor,
+    *,
+    is_by_output: bool,
+    skips_zeros: bool = False,
+) -> None:
+    num_used, width = len(hidden_KF), parts_PD.shape[1]
+    parts_KSD = torch.zeros(num_used, len(parts_PD) // num_used, width, dtype=torch.float64)
+    for number, place in _stored(place_E, routed_2K):
+        part_SD, hidden_F = parts_KSD[number], hidden_KF[number]
+        if is_by_output:
+            part_SD[0] = reference.product(_of_expert(down, place, width), None, hidden_F)
+        else:
+            own = _of_expert(down, place, len(hidden_F))
+            reference.down(own, hidden_F, part_SD, skips_zeros=skips_zeros)
+        if bias_N is not None:
+            part_SD[0] += bias_N[place * width :][:width].to(part_SD.device)
+        part_SD *= float(routed_2K[num_used + number])
+    parts_PD.copy_(parts_KSD.flatten(0, 1))
+
+
+def _stored(place_E: Tensor | None, routed_2K: Tensor) -> Iterator[tuple[int, int]]:
+    """The chosen experts that are stored: (number among the chosen, place)."""
+    for number, expert in enumerate(routed_2K[: len(routed_2K) // 2].long().tolist()):
+        place = expert if place_E is None else int(place_E[expert])
+        if place >= 0:
+            yield number, place
+
+
+def _of_expert(matrix: StoredMatrix, place: int, num_rows: int) -> StoredMatrix:
+    return replace(matrix, data=matrix.data[place * num_rows :][:num_rows])

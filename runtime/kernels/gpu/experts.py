@@ -1,0 +1,429 @@
+"""Chooses the experts of a step's rows from their routers' logits, and computes those that are stored
+on this GPU.
+
+A program of the latter has some rows of an expert that one row of the step has chosen. It reads which
+expert that is, and the expert's place, from memory, so one captured graph serves any routing; if the
+expert is elsewhere, the program writes zeros and ends. A row's result is the same whatever the other
+rows are. These kernels begin when the last one has ended, since the places of experts are in what it
+wrote. An expert that several rows have chosen is read once for each of them; the GPU's cache
+should have it after the first.
+
+Letters: E experts of the layer, K experts of a row, P experts stored here, F neurons of an expert, D
+width, T rows of a step, S partial sums; in the kernels R rows of a tile, G groups of experts, U
+units."""
+
+# Kernels build tuples of tensors in loops.
+# mypy: disable-error-code="assignment, var-annotated"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotsplit.model.spec import Activation, Gating
+from hotsplit.runtime.kernels.gpu.activation import activate, gated
+from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at
+from hotsplit.runtime.kernels.gpu.launch import (
+    NUM_WARPS,
+    Layout,
+    power_of_2,
+    rows_of_program,
+    step_rows,
+)
+from hotsplit.runtime.kernels.gpu.neurons import rows_of_neurons
+from hotsplit.runtime.kernels.gpu.ranges import range_of
+from hotsplit.runtime.kernels.stored import StoredMatrix
+
+# Of `_expert_sum`: neurons that a program reads together, and units of columns that it sums.
+_SUM_ROWS, _SUM_UNITS = 32, 8
+
+
+@triton.jit
+def _first_largest(value_E, column_E, SIZE: tl.constexpr):
+    """The index of the largest value; of equal ones the first."""
+    is_largest_E = value_E == tl.max(value_E, axis=0)
+    return tl.min(tl.where(is_largest_E, column_E, SIZE - 1), axis=0)
+
+
+@triton.jit
+def _in_groups(
+    choice_E, column_E, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_USED_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mask of the experts of the groups whose two largest values sum to most."""
+    own_E = column_E // (NUM_EXPERTS // NUM_GROUPS)
+    group_G = tl.arange(0, GROUPS_BLOCK)
+    sum_G = tl.full([GROUPS_BLOCK], float("-inf"), tl.float32)
+    for group in range(NUM_GROUPS):
+        value_E = tl.where(own_E == group, choice_E, float("-inf"))
+        first = _first_largest(value_E, column_E, BLOCK)
+        others_E = tl.where(column_E == first, float("-inf"), value_E)
+        total = tl.max(value_E, axis=0) + tl.max(others_E, axis=0)
+        sum_G = tl.where(group_G == group, total, sum_G)
+    is_used_E = column_E < 0
+    for _ in range(NUM_USED_GROUPS):
+        best = _first_largest(sum_G, group_G, GROUPS_BLOCK)
+        is_used_E = is_used_E | (own_E == best)
+        sum_G = tl.where(group_G == best, float("-inf"), sum_G)
+    return is_used_E
+
+
+@triton.jit
+def _choose_experts(
+    logits,
+    choice_bias,
+    routed,
+    copy,
+    scale,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_USED: tl.constexpr,
+    USED_BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_USED_GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    GATING: tl.constexpr,
+    RENORMALISES: tl.constexpr,
+):
+    column_E = tl.arange(0, BLOCK)
+    in_row_E = column_E < NUM_EXPERTS
+    at = logits + tl.program_id(0) * NUM_EXPERTS + column_E
+    score_E = tl.load(at, mask=in_row_E, other=float("-inf"))
+    if GATING == "softmax":
+        power_E = tl.exp(score_E - tl.max(score_E, axis=0))
+        score_E = power_E / tl.sum(power_E, axis=0)
+    elif GATING == "sigmoid":
+        score_E = 1.0 / (1.0 + tl.exp(-score_E))
+    choice_E = score_E
+    if choice_bias is not None:
+        choice_E += tl.load(choice_bias + column_E, mask=in_row_E, other=0.0)
+    # NaN is chosen last.
+    choice_E = tl.where(in_row_E & (choice_E == choice_E), choice_E, float("-inf"))
+    if NUM_GROUPS > 1:
+        is_used_E = _in_groups(
+            choice_E, column_E, NUM_EXPERTS, BLOCK, NUM_GROUPS, NUM_USED_GROUPS, GROUPS_BLOCK
+        )
+        choice_E = tl.where(is_used_E, choice_E, float("-inf"))
+    place_K = tl.arange(0, USED_BLOCK)
+    is_used_K = place_K < NUM_USED
+    expert_K = tl.zeros([USED_BLOCK], tl.float32)
+    weight_K = tl.zeros([USED_BLOCK], tl.float32)
+    for place in range(NUM_USED):
+        expert = _first_largest(choice_E, column_E, NUM_EXPERTS)
+        is_expert_E = column_E == expert
+        weight = tl.sum(tl.where(is_expert_E, score_E, 0.0), axis=0)
+        expert_K = tl.where(place_K == place, expert.to(tl.float32), expert_K)
+        weight_K = tl.where(place_K == place, weight, weight_K)
+        choice_E = tl.where(is_expert_E, float("-inf"), choice_E)
+    if GATING == "softmax_of_chosen":
+        top = tl.max(tl.where(is_used_K, weight_K, float("-inf")), axis=0)
+        weight_K = tl.where(is_used_K, tl.exp(weight_K - top), 0.0)
+        weight_K = weight_K / tl.sum(weight_K, axis=0)
+    if RENORMALISES:
+        weight_K = weight_K / (tl.sum(weight_K, axis=0) + 1e-20)
+    weight_K *= scale
+    first = tl.program_id(0) * 2 * NUM_USED + place_K
+    tl.store(routed + first, expert_K, mask=is_used_K)
+    tl.store(routed + NUM_USED + first, weight_K, mask=is_used_K)
+    if copy is not None:
+        tl.store(copy + first, expert_K, mask=is_used_K)
+        tl.store(copy + NUM_USED + first, weight_K, mask=is_used_K)
+
+
+@triton.jit
+def _place_of(place, routed, pair, NUM_USED: tl.constexpr):
+    """The place of the expert of a pair of a row and one of its experts; below 0: it is elsewhere."""
+    expert = tl.load(routed + pair // NUM_USED * 2 * NUM_USED + pair % NUM_USED).to(tl.int32)
+    if place is not None:
+        expert = tl.load(place + expert)
+    return expert.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expert_gate_up(
+    gate,
+    gate_stride,
+    gate_bias,
+    up,
+    up_stride,
+    up_bias,
+    place,
+    routed,
+    x,
+    hidden,
+    threshold,
+    num_rows,
+    KIND: tl.constexpr,
+    UP_KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    UP_PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    UP_ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    UP_UNITS: tl.constexpr,
+    NUM_USED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_DENSE: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    own = _place_of(place, routed, pair, NUM_USED)
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live_R = row_R < num_rows
+    value_R = tl.zeros([ROWS], tl.float32)
+    if own >= 0:
+        at_R = own * num_rows + row_R
+        own_x = x + pair // NUM_USED * WIDTH
+        row = rows_at(gate, at_R, gate_stride, ALIGN)
+        gate_R = dot_rows(row, live_R, own_x, KIND, WIDTH, PARTS, ROWS, UNITS, 1, False)[0]
+        if gate_bias is not None:
+            gate_R += tl.load(gate_bias + at_R, mask=live_R, other=0.0)
+        value_R, fires_R = activate(gate_R, threshold, ACTIVATION)
+        open_R = live_R
+        if not IS_DENSE:
+            open_R = live_R & fires_R
+        if up is not None:
+            row = rows_at(up, at_R, up_stride, UP_ALIGN)
+            up_R = dot_rows(row, open_R, own_x, UP_KIND, WIDTH, UP_PARTS, ROWS, UP_UNITS, 1, False)[
+                0
+            ]
+            if up_bias is not None:
+                up_R += tl.load(up_bias + at_R, mask=open_R, other=0.0)
+            value_R = gated(value_R, up_R, ACTIVATION)
+        value_R = tl.where(open_R, value_R, 0.0)
+    tl.store(hidden + pair * num_rows + row_R, value_R, mask=live_R)
+
+
+@triton.jit(do_not_specialize=["num_rows", "part_stride"])
+def _expert_down(
+    data,
+    stride,
+    bias,
+    place,
+    routed,
+    hidden,
+    parts,
+    num_rows,
+    part_stride,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    NUM_USED: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    own = _place_of(place, routed, pair, NUM_USED)
+    token = pair // NUM_USED
+    number = pair % NUM_USED
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live_R = row_R < num_rows
+    value_R = tl.zeros([ROWS], tl.float32)
+    if own >= 0:
+        at_R = own * num_rows + row_R
+        row = rows_at(data, at_R, stride, ALIGN)
+        own_x = hidden + pair * WIDTH
+        value_R = dot_rows(row, live_R, own_x, KIND, WIDTH, PARTS, ROWS, UNITS, 1, False)[0]
+        if bias is not None:
+            value_R += tl.load(bias + at_R, mask=live_R, other=0.0)
+        value_R *= tl.load(routed + token * 2 * NUM_USED + NUM_USED + number)
+    target = parts + number * part_stride + token * num_rows
+    tl.store(target + row_R, value_R, mask=live_R)
+
+
+@triton.jit(do_not_specialize=["num_rows", "size", "part_stride"])
+def _expert_sum(
+    data,
+    stride,
+    bias,
+    place,
+    routed,
+    hidden,
+    parts,
+    num_rows,
+    size,
+    part_stride,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    NUM_USED: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    SKIPS_ZEROS: tl.constexpr,
+):
+    """One of NUM_PARTS ranges of an expert's neurons, each of which has a row."""
+    pair = tl.program_id(1)
+    part = tl.program_id(2)
+    own = _place_of(place, routed, pair, NUM_USED)
+    token = pair // NUM_USED
+    number = pair % NUM_USED
+    unit_U = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    low = tl.zeros([ROWS, UNITS, 16], tl.float32)
+    high = tl.zeros([ROWS, UNITS, 16], tl.float32)
+    start = part * size
+    end = tl.minimum(start + size, num_rows)
+    if own < 0:
+        end = start
+    while start < end:
+        neuron_R = start + tl.arange(0, ROWS)
+        live_R = neuron_R < end
+        weight_R = tl.load(hidden + pair * num_rows + neuron_R, mask=live_R, other=0.0)
+        if SKIPS_ZEROS:
+            live_R = live_R & (weight_R != 0.0)
+        value_low, value_high = rows_of_neurons(
+            data, stride, own * num_rows + neuron_R, live_R, unit_U, KIND, WIDTH, PARTS, ALIGN
+        )
+        low += value_low * weight_R[:, None, None]
+        if PARTS == 2:
+            high += value_high * weight_R[:, None, None]
+        start += ROWS
+    factor = tl.load(routed + token * 2 * NUM_USED + NUM_USED + number)
+    target = parts + (number * NUM_PARTS + part) * part_stride + token * WIDTH
+    has_bias = (own >= 0) & (part == 0)
+    for side in tl.static_range(PARTS):
+        is_there = in_row(unit_U, KIND, WIDTH, side, PARTS)
+        column = columns(unit_U, KIND, side)
+        total = tl.sum(low if side == 0 else high, axis=0)
+        if bias is not None:
+            total += tl.load(bias + (own * WIDTH + column), mask=is_there & has_bias, other=0.0)
+        tl.store(target + column, total * factor, mask=is_there)
+
+
+def choose_experts(
+    logit_E: Tensor,
+    choice_bias_E: Tensor | None,
+    gating: Gating,
+    renormalises: bool,
+    scale: float,
+    num_groups: int,
+    num_used_groups: int,
+    routed_2K: Tensor,
+    copy_2K: Tensor | None = None,
+) -> None:
+    num_experts, num_used = logit_E.shape[-1], routed_2K.shape[-1] // 2
+    for each in (logit_E, routed_2K, copy_2K):
+        assert each is None or each.is_contiguous(), each.stride()
+    assert copy_2K is None or copy_2K.shape == routed_2K.shape, (copy_2K.shape, routed_2K.shape)
+    block = power_of_2(num_experts)
+    _choose_experts[(step_rows(logit_E),)](
+        logit_E,
+        choice_bias_E,
+        routed_2K,
+        copy_2K,
+        float(scale),
+        NUM_EXPERTS=num_experts,
+        BLOCK=block,
+        NUM_USED=num_used,
+        USED_BLOCK=power_of_2(num_used),
+        NUM_GROUPS=num_groups,
+        NUM_USED_GROUPS=num_used_groups,
+        GROUPS_BLOCK=power_of_2(num_groups),
+        GATING=gating,
+        RENORMALISES=renormalises,
+        num_warps=max(1, min(NUM_WARPS, block // 32)),
+    )
+
+
+def expert_gate_up(
+    gate: StoredMatrix,
+    gate_bias_N: Tensor | None,
+    up: StoredMatrix | None,
+    up_bias_N: Tensor | None,
+    place_E: Tensor | None,
+    routed_2K: Tensor,
+    x_D: Tensor,
+    activation: Activation,
+    threshold: float,
+    is_dense: bool,
+    hidden_KF: Tensor,
+) -> None:
+    layout = Layout.of(gate)
+    up_layout = layout if up is None else Layout.of(up)
+    num_used, num_neurons = hidden_KF.shape[-2:]
+    rows = rows_of_program(num_used * num_neurons)
+    assert routed_2K.is_contiguous() and x_D.is_contiguous() and hidden_KF.is_contiguous()
+    assert hidden_KF.dim() == x_D.dim() + 1 == routed_2K.dim() + 1, hidden_KF.shape
+    _expert_gate_up[(triton.cdiv(num_neurons, rows), step_rows(x_D) * num_used)](
+        gate.data,
+        layout.stride,
+        gate_bias_N,
+        None if up is None else up.data,
+        up_layout.stride,
+        up_bias_N,
+        place_E,
+        routed_2K,
+        x_D,
+        hidden_KF,
+        float(threshold),
+        num_neurons,
+        KIND=layout.kind,
+        UP_KIND=up_layout.kind,
+        WIDTH=layout.width,
+        PARTS=layout.parts,
+        UP_PARTS=up_layout.parts,
+        ALIGN=layout.align,
+        UP_ALIGN=up_layout.align,
+        ROWS=rows,
+        UNITS=layout.units_of_tile(rows),
+        UP_UNITS=up_layout.units_of_tile(rows),
+        NUM_USED=num_used,
+        ACTIVATION=activation,
+        IS_DENSE=is_dense,
+        num_warps=NUM_WARPS,
+    )
+
+
+def expert_down(
+    down: StoredMatrix,
+    bias_N: Tensor | None,
+    place_E: Tensor | None,
+    routed_2K: Tensor,
+    hidden_KF: Tensor,
+    parts_PD: Tensor,
+    *,
+    is_by_output: bool,
+    skips_zeros: bool = False,
+) -> None:
+    layout = Layout.of(down)
+    num_used, num_neurons = hidden_KF.shape[-2:]
+    num_pairs, width = step_rows(routed_2K) * num_used, parts_PD.shape[-1]
+    num_parts = len(parts_PD) // num_used
+    assert routed_2K.is_contiguous() and hidden_KF.is_contiguous() and parts_PD.is_contiguous()
+    assert down.width == (num_neurons if is_by_output else width), (down.width, hidden_KF.shape)
+    assert len(parts_PD) == num_parts * num_used and (num_parts == 1 or not is_by_output)
+    tensors = down.data, layout.stride, bias_N, place_E, routed_2K, hidden_KF, parts_PD
+    if is_by_output:
+        rows = rows_of_program(num_used * width)
+        _expert_down[(triton.cdiv(width, rows), num_pairs)](
+            *tensors,
+            width,
+            parts_PD.stride(0),
+            KIND=layout.kind,
+            WIDTH=layout.width,
+            PARTS=layout.parts,
+            ALIGN=layout.align,
+            ROWS=rows,
+            UNITS=layout.units_of_tile(rows),
+            NUM_USED=num_used,
+            num_warps=NUM_WARPS,
+        )
+        return
+    _expert_sum[(triton.cdiv(layout.num_units, _SUM_UNITS), num_pairs, num_parts)](
+        *tensors,
+        num_neurons,
+        range_of(num_neurons, num_parts),
+        parts_PD.stride(0),
+        KIND=layout.kind,
+        WIDTH=layout.width,
+        PARTS=layout.parts,
+        ALIGN=layout.align,
+        ROWS=_SUM_ROWS,
+        UNITS=_SUM_UNITS,
+        NUM_USED=num_used,
+        NUM_PARTS=num_parts,
+        SKIPS_ZEROS=skips_zeros,
+        num_warps=NUM_WARPS,
+    )

@@ -1,0 +1,92 @@
+"""Engines with plans of mixtures on fake CUDA devices (fake_cuda): captured steps, hand-overs by flags
+and prompts use the code for a real GPU, and give the CPU's logits."""
+
+import dataclasses
+
+import pytest
+import torch
+from fake_cuda import library
+from fake_cuda.ptx_kernels import StreamedPtx
+from fake_cuda.torch_cuda import fake_cuda
+from hybrid_plans import stepped
+from models import changed
+from reference import rel_error
+from test_experts import ROUTES, mixture
+from test_fake_step import checked_cuda, prompted
+from test_hybrid_experts import PLANS, made_plan, stock
+
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Attention
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.system.log_lines import lines_on_stderr
+
+pytestmark = [
+    pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
+    pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+    pytest.mark.usefixtures("one_cache"),
+]
+TOKENS = [3, 41, 7, 7]
+SHARED = {"num_shared": 32, "has_shared_gate": True}
+
+
+def on_the_cpu(model, ids=TOKENS):
+    with Engine.of(model, mode="dense", device="cpu", context_length=32) as engine:
+        return stepped(engine, ids), prompted(engine, ids)
+
+
+def on_the_device(model, split, ids=TOKENS, **options):
+    with Engine.of(model, split, device="cuda", **options) as engine:
+        assert engine.not_native is None, engine.not_native
+        return stepped(engine, ids), prompted(engine, ids)
+
+
+@pytest.mark.parametrize(
+    ("plan", "layout"), [("some", "stock"), ("beside the CPU's attention", "sparse")]
+)
+@lines_on_stderr()
+def test_plans_on_a_device_give_the_cpus_logits(plan, layout, capsys):
+    """Steps in a captured graph, whatever is routed, and prompts; no part takes its fallback."""
+    model = mixture(route=ROUTES["groups"], layout=layout, kind="q8_0", num_neurons=32, **SHARED)
+    split, want, found = made_plan(model, *PLANS[plan]), on_the_cpu(model), []
+    for seed, graph in ((0, True), (5, True), (9, False)):
+        with checked_cuda(seed=seed) as cuda:
+            found.append(on_the_device(model, split, graph=graph))
+            assert bool(cuda.num_graphs) == graph
+    assert "hotsplit doctor" not in capsys.readouterr().err
+    for got in found:
+        assert torch.equal(got[0], found[0][0])  # in any order
+        for mine, right in zip(got, want, strict=True):
+            assert rel_error(mine, right) < 1e-3
+
+
+def test_executed_ptx_and_a_graph_give_the_cpus_logits():
+    """The kernels' PTX, the C++ of the experts on the CPU and a captured graph together."""
+    model = stock(kind="q4_0", width=32, num_neurons=32, **SHARED)
+    split = made_plan(model, *PLANS["some"])
+    want, _ = on_the_cpu(model, TOKENS[:2])
+    with fake_cuda():
+        on_the_device(model, split, TOKENS[:1])  # checks the device
+    ptx = StreamedPtx(80)
+    with (
+        checked_cuda(kernels=ptx.kernels) as cuda,
+        Engine.of(model, split, device="cuda") as engine,
+    ):
+        got = stepped(engine, TOKENS[:2])
+        assert len(cuda.graphs) == 1
+    assert {"_choose_experts", "_expert_gate_up", "_expert_down"} <= ptx.launches.keys()
+    assert rel_error(got, want) < 1e-3
+
+
+def test_what_gpus_do_not_cover_is_refused():
+    with fake_cuda():
+        model = stock()
+        spec = changed(model.bare_spec, Attention, norms_all_heads=True)
+        model = dataclasses.replace(model, bare_spec=spec)
+        split, words = (
+            made_plan(model, [[1, 2], []], [0, 1]),
+            "attention of layer 1 on a GPU, where one",
+        )
+        with pytest.raises(HotsplitError, match=words) as caught:
+            Engine.of(model, split, device="cuda")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,366 @@
+"""Hybrid steps of mixtures of experts, with both roles on the CPU: some experts of each layer are hot,
+others cold. Logits agree with those of the undivided model up to rounding, whatever the plan; each row
+has the bits of a row alone, and any order that the events allow gives the same bits."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from allocations import pool_peaks
+from checkpoints import random_model, save_tokenizer
+from hybrid_plans import stepped
+from models import byte_level_keys, make_model, make_sizes, mixture_spec
+from reference import rel_error
+from test_device_memory import CARD, allocate_as_on_cuda, as_on_a_gpu
+from test_experts import IDS, ROUTES, mixture
+from test_families import CASES, converted
+from test_hybrid_rows import Alone, schedule
+from test_hybrid_step import (
+    assert_every_event_is_needed,
+    assert_same_in_any_order,
+    hybrid,
+    logged,
+    steps,
+)
+from test_native_step import BOUNDS
+from test_runtime import make_split
+from test_sequences import ROOM
+from test_smallthinker import checkpoint
+from test_temporaries import gpu_weights, peak_of
+
+from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.cli import main
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.part_bytes import bytes_on_one_side
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.spec import Attention
+from hotsplit.model.tensors import in_layout, is_neuron_major
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder, scratch
+from hotsplit.runtime.step.batch import Row
+from hotsplit.runtime.step.file_form import file_form
+from hotsplit.runtime.step.forms import placed_form
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.program import HOST, step_program
+from hotsplit.runtime.step.scratch import Pass
+from hotsplit.runtime.step.workspace import pass_pools
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+CPU = torch.device("cpu")
+assert callable(as_on_a_gpu)  # a fixture
+
+
+def attends_on_gpus(block: Attention) -> bool:
+    """True if the GPUs' kernels cover an attention."""
+    is_plain = block.rotary is None or block.num_rotated == block.head_dim
+    return is_plain and not block.has_sinks and not block.norms_all_heads
+
+
+def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context: int = 32):
+    """Hot neurons or experts of each layer (none, some or all), sides of the dense blocks and the head,
+    and one or two GPUs."""
+    chance, layers = np.random.default_rng(seed), model.spec.layers
+    hot = []
+    for layer in layers:
+        number = layer.neurons.num_units
+        count = chance.choice([0, number, *chance.integers(0, number + 1, 3)])
+        hot.append(np.sort(chance.permutation(number)[:count]))
+    dense = [attends_on_gpus(x.attention) and chance.random() < 0.7 for x in layers]
+    home = None
+    if chance.random() < 0.3:
+        first = int(chance.integers(1, len(layers) + 1))
+        home = [0] * first + [1] * (len(layers) + 1 - first)
+    split = make_split(
+        model, hot, dense_on_gpu=dense, head_on_gpu=bool(chance.random() < 0.5), home=home,
+        num_sequences=num_sequences, context_length=context,
+    )  # fmt: skip
+    return dataclasses.replace(split, mode="dense")
+
+
+def made_plan(model: ModelFile, hot, dense, **options):
+    """A plan with these hot experts in each layer; all of them if a number."""
+    split = make_split(
+        model, [np.arange(ids) if isinstance(ids, int) else np.array(ids) for ids in hot],
+        dense_on_gpu=dense, head_on_gpu=True, **options,
+    )  # fmt: skip
+    return dataclasses.replace(split, mode="dense")
+
+
+# Two layers: hot experts of each, and whether attention is on the GPU.
+PLANS = {
+    "some": ([[1, 4, 7, 11], [0, 2]], [1, 1]),
+    "none and all": ([[], 12], [1, 1]),
+    "beside the CPU's attention": ([[3, 5], 12], [0, 0]),
+    "one layer on the CPU": ([[1, 2, 3], []], [1, 0]),
+}
+
+
+def stock(route: str = "groups", **options) -> ModelFile:
+    return mixture(route=ROUTES[route], layout="stock", **options)
+
+
+def as_stock(model: ModelFile) -> ModelFile:
+    """The model in f32 with its down projections by outputs; llama.cpp would not run all of these."""
+    tensors = {
+        in_layout(name, "stock"): array_entry(np.array(entry.read()).swapaxes(-1, -2), "f32")
+        if is_neuron_major(name)
+        else entry
+        for name, entry in model.tensors.items()
+    }
+    return dataclasses.replace(model, layout="stock", tensors=tensors)
+
+
+def loaded(model: ModelFile, split, **options) -> Engine:
+    return Engine.of(model, split, **{"mode": "dense", "device": "cpu"} | options)
+
+
+# Families whose graphs differ in what a hybrid step does, with the numbers of their plans.
+FAMILIES = {
+    "qwen2moe": 5, "qwen2moe-plain": 3, "granitemoe": 5, "granitemoe-shared": 3, "glm4moe": 4,
+    "glm4moe-groups": 3, "gpt-oss": 5, "olmoe": 2, "smallthinker": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_plans_give_the_logits_of_the_undivided_model(tmp_path, family):
+    """Random checkpoints, whose logits other tests compare with transformers'. With those below, 40
+    plans."""
+    if family == "smallthinker":
+        folder = checkpoint(tmp_path / "hf", {})
+    else:
+        folder = random_model(tmp_path / "hf", CASES[family])
+    save_tokenizer(folder, 320)
+    model = as_stock(ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32")))
+    assert_plans_agree(model, range(FAMILIES[family]))
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+def test_random_plans_of_experts_by_neurons(mode):
+    model = mixture(
+        route=ROUTES["groups"], kind="q8_0", activation="relu", num_neurons=64, num_shared=96,
+        has_shared_gate=mode == "exact",
+    )  # fmt: skip
+    assert_plans_agree(model, (1, 2, 5), BOUNDS["q8_0"], mode)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_random_plans_of_types_in_blocks(kind):
+    is_super = kind == "q4_k"
+    model = stock(
+        "softmax", kind=kind, num_neurons=256 if is_super else 64, width=256 if is_super else 64,
+        num_shared=256 if is_super else 32, has_shared_gate=True, num_dense=1 - is_super,
+    )  # fmt: skip
+    assert_plans_agree(model, (4,) if is_super else (3, 4, 6), BOUNDS[kind])
+
+
+def assert_plans_agree(
+    model: ModelFile, seeds, bound: float = BOUNDS["f32"], mode: str = "dense"
+) -> None:
+    with Engine.of(model, mode=mode, device="cpu", context_length=32) as whole:
+        want = stepped(whole, IDS)
+    for seed in seeds:
+        split = random_plan(model, seed)
+        with loaded(model, split, mode=mode) as engine:
+            assert engine.not_native is None
+            undivided = stepped(engine, IDS)
+            got = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS)
+        assert rel_error(undivided, want) < bound, seed
+        assert rel_error(got, want) < bound, seed
+
+
+def test_the_comparison_notices_a_missing_side():
+    """Hot experts, or cold ones, that add nothing."""
+    model = stock()
+    with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
+        right, want = reference_kernels(), stepped(engine, IDS)
+        nothing = dataclasses.replace(right, expert_down=lambda *given, **_: given[-1].zero_())
+        assert rel_error(steps(hybrid(engine, split, plain_backend(right)), IDS), want) < 1e-5
+        assert rel_error(steps(hybrid(engine, split, plain_backend(nothing)), IDS), want) > 1e-2
+        step, elsewhere = hybrid(engine, split, plain_backend(right)), torch.zeros(64)
+        for struct in step.meter.structs[:-1]:
+            struct.y = elsewhere.data_ptr()
+        assert rel_error(steps(step, IDS), want) > 1e-2
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
+    model = stock(num_shared=32, has_shared_gate=True)
+    with loaded(model, split := made_plan(model, *PLANS[plan])) as engine:
+        assert_same_in_any_order(engine, split, IDS[:4])
+
+
+def test_every_event_is_needed():
+    model = stock(num_shared=32)
+    with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
+        assert_every_event_is_needed(engine, split)
+
+
+def test_a_divided_layer_takes_one_round_trip():
+    """The router's result is written to the host by its kernel, and the CPU's output read there."""
+    model = stock(num_shared=32, has_shared_gate=True)
+    with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
+        log = logged(engine, split)
+    main, side = ([o.name for o in log if o.stream == stream] for stream in (0, 1))
+    assert side == ["host"] * 2
+    assert main.count("copy") == 3 and "host" not in main  # position, embedding, logits
+    counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(2))
+    # Attention's kernels do the append as well, and the next norm adds up the outputs.
+    assert main.count("kernel") == counted - 2 + 2 * (HOT_KERNELS - 1) + HEAD_KERNELS
+
+
+def test_triton_kernels_give_the_references_logits():
+    """In Triton's interpreter, with the weights in main memory."""
+    model = stock(kind="q4_0", width=32, num_neurons=32, num_shared=32, has_shared_gate=True)
+    split = made_plan(model, *PLANS["some"])
+    with loaded(model, split, is_resident=False) as engine:
+        want = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS[:1])
+        got = steps(hybrid(engine, split, plain_backend(triton_kernels())), IDS[:1])
+    assert rel_error(got, want) < BOUNDS["q4_0"]
+
+
+# ---- several rows ----------------------------------------------------------------------------
+
+
+def with_hybrid(model: ModelFile, split) -> Engine:
+    """An engine whose decode step is a hybrid one of up to 32 rows."""
+    engine = loaded(model, split)
+    placement = Placement.of_split(split, (CPU,) * len(split.budgets))
+    step = hybrid_builder.build(
+        engine._live.weights, placement, engine.traffic, plain_backend(reference_kernels()),
+        max_rows=32,
+    )  # fmt: skip
+    engine._sequences.decoder = dataclasses.replace(engine._live, native=step)
+    return engine
+
+
+@pytest.mark.parametrize("plan", ["some", "beside the CPU's attention"])
+def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
+    """Each expert on the CPU is read once for all rows that chose it."""
+    model = stock(num_shared=32, num_neurons=32)
+    one, many = (
+        made_plan(model, *PLANS[plan], num_sequences=number, context_length=80)
+        for number in (1, ROOM)
+    )
+    with with_hybrid(model, one) as single, with_hybrid(model, many) as engine:
+        alone = Alone(single)
+        compared = [schedule(engine, alone, random.Random(seed), 8) for seed in range(4)]
+    assert sum(compared) > 60
+
+
+def test_experts_of_the_cpu_are_read_once_for_all_rows():
+    """Rows with the same token choose the same experts, so two read the bytes of one; and only those
+    that are not hot."""
+    model, read = stock(kind="q8_0", num_neurons=32), []
+    for number in (1, 2):
+        split = made_plan(model, *PLANS["some"], num_sequences=number, context_length=64)
+        with with_hybrid(model, split) as engine:
+            for sequence in range(number):
+                engine._live.weights.cache.reserve(sequence, 0, 1)
+            rows = [Row(token=3, position=0, sequence=s, has_logits=True) for s in range(number)]
+            engine._live.native.run_rows(rows)  # prepares this number of rows
+            before = engine.traffic.total
+            engine._live.native.run_rows(rows)
+            read.append(engine.traffic.total - before)
+    of_expert = 2 * 32 * 68 + 64 * 34
+    assert read[0] == read[1] and read[0] % of_expert == 0
+    assert 0 < read[0] < 2 * 4 * of_expert  # four experts in each of two layers
+
+
+# ---- plans -----------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_hot_experts(tmp_path):
+    """With their biases, to the byte; also in a layer with neurons, and from a file."""
+    folder = random_model(tmp_path / "hf", CASES["gpt-oss"])
+    save_tokenizer(folder, 320)
+    path = converted(folder, tmp_path / "m.gguf", outtype="q8_0", layout="stock")
+    model = ModelFile.load(path)
+    split = made_plan(model, [[0, 3], [], 6], [0, 0, 0])
+    split.save(tmp_path / "s.gguf")
+    with Engine.load(path, split=tmp_path / "s.gguf", device="cpu") as engine:
+        hot = cold = 0
+        for layer in engine.layers:
+            for block in layer.ffn.experts:
+                biases = [m.bias_PN for m in block.matrices]
+                size = sum(m.data.nbytes for m in block.matrices) + sum(b.nbytes for b in biases)
+                hot, cold = hot + size * (block.role == "hot"), cold + size * (block.role == "cold")
+        assert (hot, cold) == (split.gpu_bytes["neurons"], split.cpu_bytes["neurons"])
+    whole = bytes_on_one_side(model, 32, 0)
+    stored = sum(e.num_bytes for n, e in model.tensors.items() if "_exps" in n)
+    assert hot + cold == whole["neurons"] == stored
+
+
+def test_plans_that_name_no_experts_of_the_model_are_refused(tmp_path):
+    model = stock(path=tmp_path / "m.gguf", num_dense=1)
+    model.save(model.path)
+    right = made_plan(model, [[30, 2], [1, 5]], [1, 1])
+    right.check_against(model, tmp_path / "s.gguf")
+    wrong = dataclasses.replace(right, hot=(right.hot[0], np.array([1, 12], np.int32)))
+    with pytest.raises(
+        HotsplitError, match="names layers, neurons or experts missing in"
+    ) as caught:
+        wrong.check_against(model, tmp_path / "s.gguf")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_program_of_a_file_is_that_of_loaded_weights(plan):
+    """With bytes that add up to the plan's."""
+    model = stock(num_shared=32, has_shared_gate=True)
+    with loaded(model, split := made_plan(model, *PLANS[plan])) as engine:
+        placement = Placement.of_split(split, (CPU,))
+        want = step_program(placed_form(engine._live.weights, placement))
+    got = step_program(file_form(model, split))
+    assert [dataclasses.replace(op, weight_bytes=0) for op in got] == list(want)
+    found = {
+        side: sum(op.weight_bytes for op in got if op.device == side) for side in ("gpu0", HOST)
+    }
+    own = ("attention", "neurons", "head")
+    assert found["gpu0"] == sum(split.gpu_bytes[item] for item in own)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("q8_0", "stock"), ("q8_0", "sparse"), ("f16", "stock"), ("f32", "sparse")]
+)
+def test_prompts_on_a_gpu_stay_within_their_bound(kind, layout, monkeypatch, as_on_a_gpu):
+    """Temporaries as torch allocates them on a GPU, if all tokens choose one expert and if they do
+    not."""
+    model = mixture(
+        route=ROUTES["groups"], kind=kind, layout=layout, width=128, num_neurons=160,
+        num_shared=96, has_shared_gate=True,
+    )  # fmt: skip
+    monkeypatch.setattr(scratch, "has_flash", lambda device: False, raising=False)
+    allocate_as_on_cuda(monkeypatch)
+    zeros = {
+        n: array_entry(np.zeros(e.shape), "f32") for n, e in model.tensors.items() if "inp." in n
+    }
+    for each in (model, dataclasses.replace(model, tensors=model.tensors | zeros)):
+        weights = gpu_weights(each, "dense", 300, [range(12), range(0, 12, 2)], 1)
+        peak = peak_of(weights, 200, 300, measure=pool_peaks)
+        p = Pass(model=each, mode="dense", num_tokens=200, context_length=300,
+                 way=scratch.way_on(CARD), num_hot=[12, 6])  # fmt: skip
+        bound = pass_pools(p)
+        assert peak.large <= bound.large and peak.small <= bound.small, (peak, bound)
+
+
+def test_generate_runs_a_plan(tmp_path, capsys):
+    """The text is that of the model without a plan."""
+    keys, vocab_size = byte_level_keys()
+    sizes = make_sizes(vocab_size=vocab_size, context_length=32)
+    spec = mixture_spec(sizes, route=ROUTES["softmax"], num_neurons=32)
+    model = make_model(spec=spec, extra_keys=keys, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    split = made_plan(model, [[0, 3], 7], [1, 1])
+    split.save(tmp_path / "s.gguf")
+    command = ["generate", model.path, "-p", "abc", "-n", 6, "--temp", 0, "--device", "cpu"]
+    texts = []
+    for more in ([], ["--split", tmp_path / "s.gguf"]):
+        assert main([str(word) for word in (*command, *more)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0]) > 3
