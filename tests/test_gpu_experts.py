@@ -135,7 +135,7 @@ def rows_of(matrix: Matrix, place: int, num_rows: int) -> Matrix:
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_values(kernels, kind, blocks, num_neurons=9):
-    """Of the experts that are stored; those of the one that is not are 0."""
+    """Hidden values of the experts that are stored; those of the one that is not are 0."""
     width, count = blocks * block_width(kind), 3 * num_neurons
     gate, up = (make_matrix(kind, count, width, seed=s, lies_apart=blocks == 1) for s in (0, 5))
     x, bias, place_E = vector(width), vector(count, 6), places()

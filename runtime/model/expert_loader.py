@@ -35,7 +35,7 @@ class ExpertLoader:
 
     @property
     def device(self) -> torch.device:
-        """Of the weights that every token reads."""
+        """The device of the weights that every token reads."""
         return self.placement.dense_device(self.layer)
 
     def router(self) -> Router | None:
