@@ -39,7 +39,9 @@ class _Piece(NamedTuple):
 _SMALL = [each for each in TYPES if each.has_small_blocks]
 _SMALL_NAMES = [each.name for each in _SMALL]
 # The pieces of a block: its f16 numbers, and the others in the order of a tile.
-_FLOATS = {e.name: _Piece(*e.halves, 2) for e in TYPES if e.is_k_quant and e.halves}
+_FLOATS: dict[str, _Piece] = {
+    e.name: _Piece(*e.halves, 2) for e in TYPES if e.is_k_quant and e.halves
+}
 _FLOATS["iq4_xs"] = _Piece(0, 8, 2)  # with the bits of scales
 _FLOATS |= {e.name: _Piece(0, e.head_bytes, min(2, e.head_bytes)) for e in _SMALL}
 _PIECES: dict[str, tuple[_Piece, ...]] = {
