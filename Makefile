@@ -133,7 +133,7 @@ $(BASE): $(filter %.gguf,$(MODEL)) $(wildcard $(MODEL)/*.json $(MODEL)/*.safeten
 	then echo "a model file of this format already: copied"; cp -f $(MODEL) $@; \
 	else $(HOTSPLIT) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force; fi
 
-# A mixture of experts has routers instead of predictors, and its plan is not run so far.
+# A mixture of experts has routers instead of predictors.
 IS_MIXTURE = $(HOTSPLIT) inspect $(BASE) --json | grep -q '"num_used"'
 
 $(PROFILE): $(BASE) $(CORPUS) $(DIR)/settings-PROFILE_SETTINGS
@@ -158,16 +158,13 @@ $(SPLIT): $(FULL) $(PROFILE) $(MACHINE) $(DIR)/settings-SOLVE_SETTINGS
 	  --vram-budget $(VRAM) $(if $(CONTEXT),--context $(CONTEXT)) \
 	  $(if $(MAX_LOSS),--max-loss $(MAX_LOSS)) $(if $(MODE),--mode $(MODE)) -o $@ --force
 
-BY_PLAN = by="--split $(SPLIT)"; ! $(IS_MIXTURE) || \
-  { by=; echo "(without the plan: mixtures of experts run only on the CPU so far)"; }
-
 evaluate: build $(SPLIT) build/corpus/held-out.txt
 	@echo "== eval: $(FULL) against its dense self, on text neither has seen"
-	@$(BY_PLAN); $(HOTSPLIT) eval $(FULL) $$by --corpus build/corpus/held-out.txt --tokens 4096
+	@$(HOTSPLIT) eval $(FULL) --split $(SPLIT) --corpus build/corpus/held-out.txt --tokens 4096
 
 generate: build $(SPLIT)
-	@echo "== generate: $(FULL)"
-	@$(BY_PLAN); $(HOTSPLIT) generate $(FULL) $$by -p "$$PROMPT" -n $(NUM_TOKENS) \
+	@echo "== generate: $(FULL) by $(SPLIT)"
+	@$(HOTSPLIT) generate $(FULL) --split $(SPLIT) -p "$$PROMPT" -n $(NUM_TOKENS) \
 	  --temp $(TEMPERATURE) $(if $(SEED),--seed $(SEED)) $(if $(MAX_LOSS),--max-loss $(MAX_LOSS))
 
 build/corpus/%.txt: examples/tiny-relu/corpus.py

@@ -207,7 +207,7 @@ def routing_of(arrays: dict[str, Tensor]) -> np.ndarray | None:
     if "recorded_LRK" not in arrays:
         return None
     id_LRK = arrays["recorded_LRK"].numpy().astype(np.int16) - 1
-    has_LR: np.ndarray = (id_LRK >= 0).all(axis=2)
-    is_mixed_L: np.ndarray = has_LR.any(axis=1)
+    has_LR = np.all(id_LRK >= 0, axis=2)
+    is_mixed_L = np.any(has_LR, axis=1)
     is_whole_R = has_LR[is_mixed_L].all(axis=0)
     return id_LRK[:, is_whole_R] if is_mixed_L.any() and is_whole_R.any() else None
