@@ -25,7 +25,7 @@ PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = (
     "rows", "tiles", "norm", "attention", "predictor", "neurons", "products", "tokens",
-    "prompt_attention", "experts",
+    "prompt_attention", "routing", "experts",
 )  # fmt: skip
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
@@ -70,16 +70,17 @@ class PtxKernels:
         self.kernels = overlapped(self._record()) if overlaps else self._record()
 
     def _record(self) -> Kernels:
-        rows, tiles, norm, attention, predictor, neurons, products, tokens, prompts, experts = map(
-            self._module, MODULES
-        )
+        (
+            rows, tiles, norm, attention, predictor, neurons, products, tokens, prompts, routing,
+            experts,
+        ) = map(self._module, MODULES)  # fmt: skip
         rows.unpack_tiles = tiles.unpack_tiles
         return Kernels(
             dot=rows.dot, embed=rows.embed, unpack=rows.unpack, add_norm=norm.add_norm,
             rotate_append=attention.rotate_append, attend=attention.attend,
             attend_tokens=prompts.attend_tokens,
             predict=predictor.predict, gate_up=neurons.gate_up, down=neurons.down,
-            choose_experts=experts.choose_experts, expert_gate_up=experts.expert_gate_up,
+            choose_experts=routing.choose_experts, expert_gate_up=experts.expert_gate_up,
             expert_down=experts.expert_down,
             multiply=products.multiply, multiply_down=products.multiply_down, round_tokens=tokens.round_tokens,
             hidden_tokens=tokens.hidden_tokens,

@@ -30,8 +30,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hotsplit.model.spec import Activation, Gating, PredictorKind
+from hotsplit.model.spec import Activation, PredictorKind
 from hotsplit.model.weight_types import TYPES
+from hotsplit.runtime.kernels.gpu.expert_kernels import ChooseExperts, ExpertDown, ExpertGateUp
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
@@ -214,64 +215,6 @@ class Down(Protocol):
         are left out and their rows not read. `add_norm` adds the parts."""
 
 
-class ChooseExperts(Protocol):
-    def __call__(
-        self,
-        logit_E: Tensor,
-        choice_bias_E: Tensor | None,
-        gating: Gating,
-        renormalises: bool,
-        scale: float,
-        num_groups: int,
-        num_used_groups: int,
-        routed_2K: Tensor,
-        copy_2K: Tensor | None = None,
-    ) -> None:
-        """Writes the numbers of the experts that a router chooses, as f32, and then their weights,
-        by the formula of hotsplit.model.spec.Route; of equal choices the lower number, NaN last.
-        `copy_2K`: the same again, for example in pinned memory of the host."""
-
-
-class ExpertGateUp(Protocol):
-    def __call__(
-        self,
-        gate: StoredMatrix,
-        gate_bias_N: Tensor | None,
-        up: StoredMatrix | None,
-        up_bias_N: Tensor | None,
-        place_E: Tensor | None,
-        routed_2K: Tensor,
-        x_D: Tensor,
-        activation: Activation,
-        threshold: float,
-        is_dense: bool,
-        hidden_KF: Tensor,
-    ) -> None:
-        """The hidden values, as of GateUp, of each chosen expert: those of the F rows that begin at
-        row F * place_E[expert] of the matrices. `place_E`, int32: below 0, the expert is elsewhere,
-        and its hidden values are 0; None: the place is the expert's number."""
-
-
-class ExpertDown(Protocol):
-    def __call__(
-        self,
-        down: StoredMatrix,
-        bias_N: Tensor | None,
-        place_E: Tensor | None,
-        routed_2K: Tensor,
-        hidden_KF: Tensor,
-        parts_PD: Tensor,
-        *,
-        is_by_output: bool,
-        skips_zeros: bool = False,
-    ) -> None:
-        """Row k of `parts_PD` is the weight of the k-th chosen expert times (W hidden + bias), where W
-        has the D rows that begin at row D * place_E[expert]; 0 if the expert is elsewhere.
-
-        Unless `is_by_output`, W has a row for each of the F neurons, and S rows of `parts_PD` are
-        partial sums of an expert, as of Down; the first has the bias. `add_norm` adds the parts."""
-
-
 class Multiply(Protocol):
     def __call__(
         self,
@@ -373,6 +316,7 @@ def triton_kernels() -> Kernels:
         predictor,
         products,
         prompt_attention,
+        routing,
         rows,
         tokens,
     )
@@ -388,7 +332,7 @@ def triton_kernels() -> Kernels:
         predict=predictor.predict,
         gate_up=neurons.gate_up,
         down=neurons.down,
-        choose_experts=experts.choose_experts,
+        choose_experts=routing.choose_experts,
         expert_gate_up=experts.expert_gate_up,
         expert_down=experts.expert_down,
         multiply=products.multiply,

@@ -1,0 +1,138 @@
+"""Chooses the experts of a step's rows from their routers' logits.
+
+Letters: E experts of the layer, K experts of a row, T rows of a step; in the kernels G groups of
+experts."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotsplit.model.spec import Gating
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, power_of_2, step_rows
+
+
+@triton.jit
+def _first_largest(value_E, column_E, SIZE: tl.constexpr):
+    """The index of the largest value; of equal ones the first."""
+    is_largest_E = value_E == tl.max(value_E, axis=0)
+    return tl.min(tl.where(is_largest_E, column_E, SIZE - 1), axis=0)
+
+
+@triton.jit
+def _in_groups(
+    choice_E, column_E, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_USED_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mask of the experts of the groups whose two largest values sum to most."""
+    own_E = column_E // (NUM_EXPERTS // NUM_GROUPS)
+    group_G = tl.arange(0, GROUPS_BLOCK)
+    sum_G = tl.full([GROUPS_BLOCK], float("-inf"), tl.float32)
+    for group in range(NUM_GROUPS):
+        value_E = tl.where(own_E == group, choice_E, float("-inf"))
+        first = _first_largest(value_E, column_E, BLOCK)
+        others_E = tl.where(column_E == first, float("-inf"), value_E)
+        total = tl.max(value_E, axis=0) + tl.max(others_E, axis=0)
+        sum_G = tl.where(group_G == group, total, sum_G)
+    is_used_E = column_E < 0
+    for _ in range(NUM_USED_GROUPS):
+        best = _first_largest(sum_G, group_G, GROUPS_BLOCK)
+        is_used_E = is_used_E | (own_E == best)
+        sum_G = tl.where(group_G == best, float("-inf"), sum_G)
+    return is_used_E
+
+
+@triton.jit
+def _choose_experts(
+    logits,
+    choice_bias,
+    routed,
+    copy,
+    scale,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_USED: tl.constexpr,
+    USED_BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_USED_GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    GATING: tl.constexpr,
+    RENORMALISES: tl.constexpr,
+):
+    column_E = tl.arange(0, BLOCK)
+    in_row_E = column_E < NUM_EXPERTS
+    at = logits + tl.program_id(0) * NUM_EXPERTS + column_E
+    score_E = tl.load(at, mask=in_row_E, other=float("-inf"))
+    if GATING == "softmax":
+        power_E = tl.exp(score_E - tl.max(score_E, axis=0))
+        score_E = power_E / tl.sum(power_E, axis=0)
+    elif GATING == "sigmoid":
+        score_E = 1.0 / (1.0 + tl.exp(-score_E))
+    choice_E = score_E
+    if choice_bias is not None:
+        choice_E += tl.load(choice_bias + column_E, mask=in_row_E, other=0.0)
+    # NaN is chosen last.
+    choice_E = tl.where(in_row_E & (choice_E == choice_E), choice_E, float("-inf"))
+    if NUM_GROUPS > 1:
+        is_used_E = _in_groups(
+            choice_E, column_E, NUM_EXPERTS, BLOCK, NUM_GROUPS, NUM_USED_GROUPS, GROUPS_BLOCK
+        )
+        choice_E = tl.where(is_used_E, choice_E, float("-inf"))
+    place_K = tl.arange(0, USED_BLOCK)
+    is_used_K = place_K < NUM_USED
+    expert_K = tl.zeros([USED_BLOCK], tl.float32)
+    weight_K = tl.zeros([USED_BLOCK], tl.float32)
+    for place in range(NUM_USED):
+        expert = _first_largest(choice_E, column_E, NUM_EXPERTS)
+        is_expert_E = column_E == expert
+        weight = tl.sum(tl.where(is_expert_E, score_E, 0.0), axis=0)
+        expert_K = tl.where(place_K == place, expert.to(tl.float32), expert_K)
+        weight_K = tl.where(place_K == place, weight, weight_K)
+        choice_E = tl.where(is_expert_E, float("-inf"), choice_E)
+    if GATING == "softmax_of_chosen":
+        top = tl.max(tl.where(is_used_K, weight_K, float("-inf")), axis=0)
+        weight_K = tl.where(is_used_K, tl.exp(weight_K - top), 0.0)
+        weight_K = weight_K / tl.sum(weight_K, axis=0)
+    if RENORMALISES:
+        weight_K = weight_K / (tl.sum(weight_K, axis=0) + 1e-20)
+    weight_K *= scale
+    first = tl.program_id(0) * 2 * NUM_USED + place_K
+    tl.store(routed + first, expert_K, mask=is_used_K)
+    tl.store(routed + NUM_USED + first, weight_K, mask=is_used_K)
+    if copy is not None:
+        tl.store(copy + first, expert_K, mask=is_used_K)
+        tl.store(copy + NUM_USED + first, weight_K, mask=is_used_K)
+
+
+def choose_experts(
+    logit_E: Tensor,
+    choice_bias_E: Tensor | None,
+    gating: Gating,
+    renormalises: bool,
+    scale: float,
+    num_groups: int,
+    num_used_groups: int,
+    routed_2K: Tensor,
+    copy_2K: Tensor | None = None,
+) -> None:
+    num_experts, num_used = logit_E.shape[-1], routed_2K.shape[-1] // 2
+    for each in (logit_E, routed_2K, copy_2K):
+        assert each is None or each.is_contiguous(), each.stride()
+    assert copy_2K is None or copy_2K.shape == routed_2K.shape, (copy_2K.shape, routed_2K.shape)
+    block = power_of_2(num_experts)
+    _choose_experts[(step_rows(logit_E),)](
+        logit_E,
+        choice_bias_E,
+        routed_2K,
+        copy_2K,
+        float(scale),
+        NUM_EXPERTS=num_experts,
+        BLOCK=block,
+        NUM_USED=num_used,
+        USED_BLOCK=power_of_2(num_used),
+        NUM_GROUPS=num_groups,
+        NUM_USED_GROUPS=num_used_groups,
+        GROUPS_BLOCK=power_of_2(num_groups),
+        GATING=gating,
+        RENORMALISES=renormalises,
+        num_warps=max(1, min(NUM_WARPS, block // 32)),
+    )
