@@ -335,7 +335,6 @@ def test_prompts_on_a_gpu_stay_within_their_bound(kind, layout, monkeypatch, as_
         route=ROUTES["groups"], kind=kind, layout=layout, width=128, num_neurons=160,
         num_shared=96, has_shared_gate=True,
     )  # fmt: skip
-    monkeypatch.setattr(scratch, "has_flash", lambda device: False, raising=False)
     allocate_as_on_cuda(monkeypatch)
     zeros = {
         n: array_entry(np.zeros(e.shape), "f32") for n, e in model.tensors.items() if "inp." in n

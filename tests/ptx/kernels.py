@@ -25,7 +25,7 @@ PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = (
     "rows", "tiles", "norm", "attention", "predictor", "neurons", "products", "tokens",
-    "prompt_attention", "experts", "routing",
+    "prompt_attention", "routing", "experts",
 )  # fmt: skip
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
@@ -71,18 +71,9 @@ class PtxKernels:
 
     def _record(self) -> Kernels:
         (
-            rows,
-            tiles,
-            norm,
-            attention,
-            predictor,
-            neurons,
-            products,
-            tokens,
-            prompts,
+            rows, tiles, norm, attention, predictor, neurons, products, tokens, prompts, routing,
             experts,
-            routing,
-        ) = map(self._module, MODULES)
+        ) = map(self._module, MODULES)  # fmt: skip
         rows.unpack_tiles = tiles.unpack_tiles
         return Kernels(
             dot=rows.dot, embed=rows.embed, unpack=rows.unpack, add_norm=norm.add_norm,

@@ -1,4 +1,7 @@
-"""The contracts of the kernels of experts; kernels.py has those of the others, and their letters."""
+"""What the kernels for experts compute, in a step on a GPU. The rules of all kernels are in kernels.py.
+
+Letters: E experts of the layer, K experts of a row, F neurons of an expert, N rows of a matrix, D
+width, S partial sums of an expert, P those of all."""
 
 from typing import Protocol
 

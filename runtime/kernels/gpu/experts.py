@@ -1,4 +1,4 @@
-"""Computes the chosen experts of a step's rows (routing.py) that are stored on this GPU.
+"""Computes the experts that a step's rows have chosen and that are stored on this GPU.
 
 A program has some rows of an expert that one row of the step has chosen. It reads which
 expert that is, and the expert's place, from memory, so one captured graph serves any routing; if the
@@ -8,8 +8,7 @@ wrote. An expert that several rows have chosen is read once for each of them; th
 should have it after the first.
 
 Letters: E experts of the layer, K experts of a row, P experts stored here, F neurons of an expert, D
-width, T rows of a step, S partial sums; in the kernels R rows of a tile, G groups of experts, U
-units."""
+width, T rows of a step, S partial sums; in the kernels R rows of a tile, U units."""
 
 # Kernels build tuples of tensors in loops.
 # mypy: disable-error-code="assignment, var-annotated"

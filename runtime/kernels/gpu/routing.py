@@ -1,6 +1,7 @@
 """Chooses the experts of a step's rows from their routers' logits.
 
-Letters: E experts of the layer, K experts of a row, G groups of experts."""
+Letters: E experts of the layer, K experts of a row, T rows of a step; in the kernels G groups of
+experts."""
 
 import triton
 import triton.language as tl
