@@ -39,11 +39,11 @@ def size(source, kind) -> int:
 
 
 def test_the_type_is_the_most_precise_that_fits(source):
-    """Rows of 64 values do not fill a K-quant's block and stay f16, so a K-quant model is larger
-    than a q8_0 one and never chosen."""
+    """Rows of 64 values do not fill a K-quant's block and have llama.cpp's smaller ones: q8_0 for
+    q6_k, q5_1 for q5_k, q5_0 for q4_k."""
     for room, kind in (
         (Room(main=size(source, "q8_0")), "q8_0"),
-        (Room(main=size(source, "q8_0") - 1), "q4_0"),
+        (Room(main=size(source, "q8_0") - 1), "q5_k"),
         (Room(main=size(source, "q8_0") - MIB, gpus=(MIB,)), "q8_0"),
         (Room(main=1 << 40, gpus=(size(source, "q4_0"),)), "q4_0"),  # whole on the GPU
         (Room(main=1 << 40, gpus=(size(source, "q4_0") - 1,)), "q8_0"),

@@ -18,7 +18,6 @@ LONG = {
     "runtime/kernels/gpu/attention.py:_rotate_append",
     "runtime/kernels/gpu/attention.py:_attend_part",
     "runtime/kernels/gpu/attention.py:attend",
-    "runtime/kernels/gpu/blocks.py:dot_rows",
     "runtime/kernels/gpu/neurons.py:_gate_up",
     "runtime/kernels/gpu/prompt_attention.py:_attend_tokens",
     "runtime/kernels/gpu/neurons.py:_down",
