@@ -408,7 +408,7 @@ def test_steps_of_several_rows_are_checked_at_their_first_use(texts, num_texts):
     steps = [name for name in kept if name.startswith("steps of ")]
     assert [name.rpartition(" ")[0] for name in steps] == ["steps of 8 rows"]
     kernels = {name.split()[1] for name in kept if name.endswith(" 8 rows")}
-    assert kernels == set(NAMES) - {"embed", *PROMPTS}
+    assert kernels == set(NAMES) - ELSEWHERE - {*PROMPTS}
     assert not [name for name in kept if name.endswith((" 2 rows", " 4 rows"))]
     again = texts(fake_parts(kernels=with_kernel("attend", many(halved))), num_texts=num_texts)
     assert again.lines == [] and again.error > 1e-3  # nothing was tried again
