@@ -234,20 +234,26 @@ def test_experts_that_no_row_has_chosen_are_not_read(kernels):
 @pytest.mark.parametrize("kind", SOME)
 def test_a_row_has_the_bits_of_a_row_alone(kernels, kind, is_by_output, num_rows=4):
     """Whichever experts the others choose, of every kind."""
-    width, experts = block_width(kind), [4, 3, 1, 1, 2, 4, 0, 3, 2, 2, 1, 4][: K * num_rows]
-    gate, up = (make_matrix(kind, 3 * width, width, seed=s) for s in (0, 5))
+    width, experts = block_width(kind), [4, 3, 1, 1, 2, 4, 0, 3, 2, 2, 1, 4]
+    count, outputs = (width, 7) if is_by_output else (9, width)
+    gate = make_matrix(kind, 3 * 9, width)
+    down = make_matrix(kind, 3 * (outputs if is_by_output else count), width, seed=5)
     x_TD, routed_T2K = vector(num_rows * width).view(num_rows, width), routed(*experts)
-    hidden_TKF = torch.full((num_rows, K, width), NAN, device=device())
-    parts_KTD = torch.full((K, num_rows, width), NAN, device=device())
-    rest = (place_E := places(), routed_T2K)
-    kernels.expert_gate_up(gate, None, up, None, *rest, x_TD, "silu", 0.0, True, hidden_TKF)
-    kernels.expert_down(up, None, *rest, hidden_TKF, parts_KTD, is_by_output=is_by_output)
-    for row in range(num_rows):
-        hidden, parts = torch.empty(K, width).to(device()), torch.empty(K, width).to(device())
-        own = (place_E, routed_T2K[row].clone())
+    value_TKF = vector(num_rows * K * count, 7).view(num_rows, K, count)
+
+    def run(routed_2K, x_D, value_KF, *lead):
+        hidden = torch.full((*lead, K, 9), NAN, device=device())
+        parts = torch.full((K, *lead, outputs), NAN, device=device())
         kernels.expert_gate_up(
-            gate, None, up, None, *own, x_TD[row].clone(), "silu", 0.0, True, hidden
+            gate, None, gate, None, places(), routed_2K, x_D, "silu", 0.0, True, hidden
         )
-        kernels.expert_down(up, None, *own, hidden, parts, is_by_output=is_by_output)
+        kernels.expert_down(
+            down, None, places(), routed_2K, value_KF, parts, is_by_output=is_by_output
+        )
+        return hidden, parts
+
+    hidden_TKF, parts_KTD = run(routed_T2K, x_TD, value_TKF, num_rows)
+    for row in range(num_rows):
+        hidden, parts = run(routed_T2K[row].clone(), x_TD[row].clone(), value_TKF[row].clone())
         assert torch.equal(hidden, hidden_TKF[row]) and torch.equal(parts, parts_KTD[:, row])
         assert hidden.any() and parts.any()
