@@ -423,10 +423,10 @@ def test_a_type_that_does_not_suit_the_rows_is_told_before_training(config):
     said: list[str] = []
     sparsify(replace(config, tokens=256, outtype="q4_k"), said.append)
     number = next(i for i, line in enumerate(said) if line.startswith("note: "))
-    assert "are q8_0, because their rows are not whole q4_k blocks" in said[number]
+    assert "are q5_0, because their rows are not whole q4_k blocks" in said[number]
     assert not any(line.startswith("step") for line in said[:number])
-    with pytest.raises(HotsplitError, match="outtype: 'q4_1' is unknown"):
-        replace(config, outtype="q4_1")
+    with pytest.raises(HotsplitError, match="outtype: 'q9_1' is unknown"):
+        replace(config, outtype="q9_1")
 
 
 @pytest.mark.parametrize(

@@ -275,12 +275,11 @@ bool is_alike(int32_t kind) {
 bool agree() {
     for (int64_t i = 0; i < VECTORS * D; ++i) x[i] = static_cast<float>((i + i / D) % 7 - 3);
     for (int64_t i = 0; i < 2 * MOST_ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
-    for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
-        // f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5. Rows of any width differ.
-        weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37 + i / 512 * 46);
-    for (const bool is_e8m0 : {false, true}) {
-        // scales of one byte, up to 1/2: larger ones would overflow
-        for (int64_t i = 0; is_e8m0 && i < static_cast<int64_t>(sizeof weight); ++i) weight[i] &= 127;
+    for (const bool is_e8m0 : {true, false}) {
+        // f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5. Rows of any width differ. Scales of one byte: up to
+        // 1/2, as larger ones would overflow.
+        for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
+            weight[i] = (i % 2 ? 0x3c : i * 37 + i / 512 * 46) & (is_e8m0 ? 127 : 255);
         for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
             if ((KINDS[kind].head_bytes == 1) == is_e8m0 && !is_alike(kind)) return false;
     }

@@ -184,8 +184,8 @@ inline Ints look_up(const uint8_t* table, Ints bytes) {
 }
 
 inline Ints add_to_bytes(Ints v, int n) {
-    typedef int8_t Signed __attribute__((vector_size(16)));
-    return reinterpret_cast<Ints>(reinterpret_cast<Signed>(v) + static_cast<int8_t>(n));
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    return reinterpret_cast<Ints>(reinterpret_cast<Bytes>(v) + static_cast<uint8_t>(n));
 }
 
 inline Ints nibbles_of_block(const uint8_t* p, int i) { return load_ints(p) >> 4 * i & 0x0f0f0f0f; }
