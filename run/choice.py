@@ -301,7 +301,7 @@ def _where_line(
     if model.has_limits:
         return "on the CPU: limits run only there so far"
     if model.spec.has_experts:
-        return "on the CPU: mixtures of experts run only there so far"
+        return "on the CPU: run makes no plans for mixtures of experts so far; solve and generate --split do"
     if budgets:
         given = " and ".join(map(format_bytes, budgets))
         return (
