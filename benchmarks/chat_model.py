@@ -38,7 +38,7 @@ from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.kernels.cpu import library
 
 CONTEXT = 512
-STEPS = 64
+STEPS, WARM_UP = 64, 64
 REPEATS_S, MOST_REPEATS = 0.3, 50
 OURS, PLAIN, FLASH = "ours", "llama.cpp", "llama.cpp, flash"
 SIDES = (OURS, PLAIN, FLASH)
@@ -134,7 +134,7 @@ class Round:
         self._known: dict[tuple[int, str], float] = {}  # seconds of a prompt in the previous round
 
     def run(self, generator: random.Random, measured: Measured, number: int) -> None:
-        """Adds the samples of a round; 0 warms up."""
+        """Adds the samples of a round; 0 warms up, with the beginnings of prompts."""
         library.set_threads(self.threads)
         measured.bandwidths.append(self.bandwidth())
         if self.tests.has_decode:
@@ -147,11 +147,11 @@ class Round:
                     seconds = self.rival.decode_s(self.threads, side == FLASH, ids)
                 measured.decode[side].append(seconds)
         for length in self.tests.prompts:
-            ids = self._ids(generator, length)
+            ids = self._ids(generator, length if number else min(length, WARM_UP))
             for side in in_turn(SIDES, number):
                 repeats = self._repeats(length, side)
                 seconds = self._prompt(side)(ids, repeats)
-                self._known[length, side] = seconds
+                self._known[length, side] = seconds * length / len(ids)
                 measured.prompts[length][side].append(seconds)
 
     def _ids(self, generator: random.Random, count: int) -> list[int]:

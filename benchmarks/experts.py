@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py FOLDER --rival path/to/venv/bin/python [--model qwen3-30b-a3b] [--types q4_k_m,q8_0]
 
-The models are random, in the shapes that random_mixture.py lists; files missing in FOLDER are made
+The models are random, in the shapes that random_model.py lists; files missing in FOLDER are made
 first, and nothing is measured in that run. Both sides run the stock layout as it is. What is
 measured, and how, is described in chat_model.py. The limit of decode is that of the bytes of the
 experts that were chosen. With --sequences 8, steps with one token of each of eight texts are
@@ -25,7 +25,7 @@ import batch
 import torch
 from chat_model import CONTEXT, STEPS, Tests, add_tests, decode_s, measure, numbers
 from machine import add_to_result, result_of
-from random_mixture import SHAPES, make_mixture
+from random_model import SHAPES, make_mixture
 from rival import PROMPT, rival_parser
 
 from hotsplit import Engine
