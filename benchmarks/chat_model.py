@@ -11,7 +11,8 @@ round, at most MOST_REPEATS times, and counts by the median; a figure is the med
 llama.cpp takes a prompt in one batch and is measured with and without its flash attention: the
 faster, by the median of the rounds, is the rival. The limit of decode is the bytes a step must read
 over the bandwidth; the smaller files fit partly into the last-level cache, so they may come
-closer to the limit than memory alone allows, or exceed it. torch has one thread unless
+closer to the limit than memory alone allows, or exceed it. A run adds to the result of earlier ones,
+so that each may measure a part. torch has one thread unless
 --torch-threads says otherwise: further ones would spin after each product and compete with ours."""
 
 import argparse
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import torch
 from decode import bytes_a_token
-from machine import result_of, write_result
+from machine import add_to_result, result_of
 from rival import PROMPT, Rival, rival_parser
 
 from hotsplit import Engine
@@ -37,7 +38,7 @@ from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.kernels.cpu import library
 
 CONTEXT = 512
-STEPS = 64
+STEPS, WARM_UP = 64, 64
 REPEATS_S, MOST_REPEATS = 0.3, 50
 OURS, PLAIN, FLASH = "ours", "llama.cpp", "llama.cpp, flash"
 SIDES = (OURS, PLAIN, FLASH)
@@ -51,7 +52,16 @@ class Tests:
 
     seconds: float = math.inf
     has_decode: bool = True
-    prompts: tuple[int, ...] = (1, 5, 16, 64, 256)
+    prompts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Tests":
+        """What the options of `add_tests` ask for."""
+        return cls(
+            seconds=arguments.seconds,
+            has_decode=arguments.decode,
+            prompts=numbers(arguments.prompts),
+        )
 
 
 @dataclass
@@ -71,22 +81,20 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, benchmark: str, model: str, name: str) -> None:
-    """Measures all types of a folder and writes the result, by default to results/NAME-PROCESSOR.json."""
+    """Measures all types of a folder and adds them to the result, by default results/NAME-PROCESSOR.json."""
     torch.set_num_threads(arguments.torch_threads)
     bandwidth = cpu_bandwidth()
     result = result_of(benchmark, model=model, level=library.level(),
                        torch_threads=arguments.torch_threads, rounds=arguments.rounds)  # fmt: skip
     print(f"{library.level()}, torch with {arguments.torch_threads} threads")
-    threads = [int(count) for count in arguments.threads.split(",")]
+    threads, tests = list(numbers(arguments.threads)), Tests.of(arguments)
     types = arguments.types.split(",")
     result["types"] = {
-        kind: measure(
-            arguments.folder / f"{kind}-stock.gguf", arguments, threads, Tests(), bandwidth
-        )
+        kind: measure(arguments.folder / f"{kind}-stock.gguf", arguments, threads, tests, bandwidth)
         for kind in types
     }
     result["load_after"] = os.getloadavg()
-    print(f"wrote {write_result(result, name, arguments.output)}")
+    print(f"wrote {add_to_result(result, name, arguments.output)}")
 
 
 def measure(
@@ -126,7 +134,7 @@ class Round:
         self._known: dict[tuple[int, str], float] = {}  # seconds of a prompt in the previous round
 
     def run(self, generator: random.Random, measured: Measured, number: int) -> None:
-        """Adds the samples of a round; 0 warms up."""
+        """Adds the samples of a round; 0 warms up, with the beginnings of prompts."""
         library.set_threads(self.threads)
         measured.bandwidths.append(self.bandwidth())
         if self.tests.has_decode:
@@ -139,11 +147,11 @@ class Round:
                     seconds = self.rival.decode_s(self.threads, side == FLASH, ids)
                 measured.decode[side].append(seconds)
         for length in self.tests.prompts:
-            ids = self._ids(generator, length)
+            ids = self._ids(generator, length if number else min(length, WARM_UP))
             for side in in_turn(SIDES, number):
                 repeats = self._repeats(length, side)
                 seconds = self._prompt(side)(ids, repeats)
-                self._known[length, side] = seconds
+                self._known[length, side] = seconds * length / len(ids)
                 measured.prompts[length][side].append(seconds)
 
     def _ids(self, generator: random.Random, count: int) -> list[int]:
@@ -249,7 +257,21 @@ def _decode_report(measured: Measured) -> dict[str, object]:
 def parser() -> argparse.ArgumentParser:
     found = rival_parser(__doc__, types="f16,q8_0,q4_0", rounds=7)
     found.add_argument("--torch-threads", type=int, default=1)
+    add_tests(found, prompts="1,5,16,64,256")
     return found
+
+
+def add_tests(parser: argparse.ArgumentParser, *, prompts: str) -> None:
+    """Options for a part of the measurements, so that a run can be short."""
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no round that ends later"
+    )
+    parser.add_argument("--decode", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--prompts", default=prompts, help="tokens of each prompt")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)
 
 
 if __name__ == "__main__":

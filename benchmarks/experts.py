@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py FOLDER --rival path/to/venv/bin/python [--model qwen3-30b-a3b] [--types q4_k_m,q8_0]
 
-The models are random, in the shapes that random_mixture.py lists; files missing in FOLDER are made
+The models are random, in the shapes that random_model.py lists; files missing in FOLDER are made
 first, and nothing is measured in that run. Both sides run the stock layout as it is. What is
 measured, and how, is described in chat_model.py. The limit of decode is that of the bytes of the
 experts that were chosen. With --sequences 8, steps with one token of each of eight texts are
@@ -15,8 +15,6 @@ alternating.
 A run adds its figures to those of earlier runs in the result, so that each can be short."""
 
 import argparse
-import json
-import math
 import random
 import statistics
 import sys
@@ -25,9 +23,9 @@ from pathlib import Path
 
 import batch
 import torch
-from chat_model import CONTEXT, STEPS, Tests, decode_s, measure
-from machine import RESULTS, processor, result_of, slug, write_result
-from random_mixture import SHAPES, make_mixture
+from chat_model import CONTEXT, STEPS, Tests, add_tests, decode_s, measure, numbers
+from machine import add_to_result, result_of
+from random_model import SHAPES, make_mixture
 from rival import PROMPT, rival_parser
 
 from hotsplit import Engine
@@ -59,37 +57,21 @@ def main() -> None:
 
 def _reports(arguments: argparse.Namespace, path: Path) -> dict[str, object]:
     """What a run measures, by number of threads."""
-    threads, counts = _numbers(arguments.threads), _numbers(arguments.sequences)
+    threads, counts = numbers(arguments.threads), numbers(arguments.sequences)
     if counts:
         return {str(count): _batches(arguments, path, count, counts) for count in threads}
     if SHAPES[arguments.model].layout == "sparse":
         return {str(count): _modes(path, count, arguments.rounds) for count in threads}
-    tests = Tests(
-        seconds=arguments.seconds, has_decode=arguments.decode,
-        prompts=_numbers(arguments.prompts),
-    )  # fmt: skip
-    return measure(path, arguments, list(threads), tests, cpu_bandwidth())
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
+    return measure(path, arguments, list(threads), Tests.of(arguments), cpu_bandwidth())
 
 
 def _write(arguments: argparse.Namespace, kind: str, reports: dict[str, object]) -> Path:
     """Adds a run's reports, by number of threads, to those of earlier runs in the result."""
     name = f"experts-{arguments.model}-{kind}"
-    path = arguments.output or RESULTS / f"{name}-{slug(processor())}.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
     result = result_of(
         "experts", model=arguments.model, type=kind, level=library.level(), rounds=arguments.rounds
     )
-    for key in sorted(earlier.keys() - result.keys()):
-        result[key] = earlier[key]
-    for key, report in reports.items():
-        before = earlier.get(key)
-        are_both = isinstance(before, dict) and isinstance(report, dict)
-        result[key] = {**before, **report} if are_both else report  # type: ignore[dict-item]
-    return write_result(result, name, arguments.output)
+    return add_to_result(result | reports, name, arguments.output)
 
 
 def _batches(
@@ -144,11 +126,7 @@ def _parts(engine: Engine, ids: list[int]) -> tuple[float, int, float, float]:
 def _arguments() -> argparse.Namespace:
     parser = rival_parser(__doc__, types="q4_k_m,q8_0", rounds=3)
     parser.add_argument("--model", choices=list(SHAPES), default="qwen3-30b-a3b")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin no round that ends later"
-    )
-    parser.add_argument("--decode", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--prompts", default="16,64,512", help="tokens of each prompt")
+    add_tests(parser, prompts="16,64,512")
     parser.add_argument(
         "--sequences",
         default="",

@@ -24,10 +24,30 @@ def result_of(benchmark: str, **facts: object) -> dict[str, object]:
 
 def write_result(result: Mapping[str, object], name: str, output: Path | None = None) -> Path:
     """Writes a result to `output`, by default results/NAME-PROCESSOR.json; returns the path."""
-    path = output or RESULTS / f"{name}-{slug(processor())}.json"
+    path = path_of(name, output)
     with partial_file(path) as partial:
         partial.write_text(json.dumps(result, indent=2) + "\n")
     return path
+
+
+def path_of(name: str, output: Path | None) -> Path:
+    return output or RESULTS / f"{name}-{slug(processor())}.json"
+
+
+def add_to_result(result: Mapping[str, object], name: str, output: Path | None = None) -> Path:
+    """`write_result`, with what an earlier result at this place has and this one lacks."""
+    path = path_of(name, output)
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    return write_result(_over(earlier, result), name, output)
+
+
+def _over(earlier: Mapping[str, object], result: Mapping[str, object]) -> dict[str, object]:
+    both = {**earlier, **result}
+    for key in earlier.keys() & result.keys():
+        before, now = earlier[key], result[key]
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            both[key] = _over(before, now)
+    return both
 
 
 def machine() -> dict[str, object]:

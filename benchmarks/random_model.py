@@ -1,6 +1,6 @@
-"""Makes random mixtures of experts in the shapes of known models, with fewer layers.
+"""Makes random models in the shapes of known ones: mixtures of experts with fewer layers, and TinyLlama.
 
-Weights are random, a few rows of them repeated; the router's choices are skewed as by Zipf's law:
+Weights are random, a few rows of them repeated. In mixtures, the router's choices are skewed as by Zipf's law:
 every embedding has the same component, by which the logit of the expert with rank r is lower by
 log r. Gates of ReLU experts have a part against that component, so that 60 % of them are silent. Vocabularies have
 32,000 tokens, because a head of the full size would count several times as much beside a quarter of
@@ -8,6 +8,7 @@ the layers.
 
 Letters: E experts, D hidden size."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,12 +18,12 @@ from statistics import NormalDist
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import quantize
-from random_checkpoint import write_tokenizer
+from random_checkpoint import TINYLLAMA, write_tokenizer
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.encode import encode
+from hotsplit.convert.mixtures import NAMES as MIXTURES
+from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.families.experts import Experts
 from hotsplit.families.family import PROJECTION_BIASES
@@ -109,22 +110,45 @@ SHAPES = {
 }  # fmt: skip
 
 
+Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and shape
+
+
 def make_mixture(path: Path, name: str, kind: str) -> None:
     """Writes a model of one type, or of llama.cpp's mixtures: Q4_K_M has some of attn_v and
     ffn_down in q6_k; MXFP4 has experts in that type and all else in q8_0."""
     shape = SHAPES[name]
     spec = shape.spec_of(shape.sizes, shape.route)
+    entry = partial(_entry, kind, shape.route, spec.activation, np.random.default_rng(0))
+    _make(path, spec, shape.layout, entry)
+
+
+def make_dense(path: Path, kind: str) -> None:
+    """Writes a Llama in TinyLlama's shape, all matrices of one type, or of llama.cpp's mixture."""
+    spec = llama_spec(TINYLLAMA, Rotary(theta=1e4, pairing="adjacent"), "silu")
+    roles, random = Roles.of(spec, is_tied=False), np.random.default_rng(0)
+
+    def entry(name: str, dims: tuple[int, ...]) -> TensorEntry:
+        if len(dims) == 1:
+            return array_entry(np.ones(dims), "f32")
+        own = roles.type_in(kind, name) if kind in MIXTURES else kind
+        values = 0.02 * random.standard_normal((min(PIECE, dims[0]), dims[1]), np.float32)
+        return _encoded(values, own, name, dims)
+
+    _make(path, spec, "stock", entry)
+
+
+def _make(path: Path, spec: ModelSpec, layout: Layout, entry: Entry) -> None:
     folder = path.with_suffix(".tokenizer")
     folder.mkdir(exist_ok=True)
     write_tokenizer(folder, spec.vocab_size)
     model = ModelFile(
-        path=path, layout=shape.layout, model_id="0" * 64, bare_spec=spec,
+        path=path, layout=layout, model_id="0" * 64, bare_spec=spec,
         threshold_L=(0.0,) * spec.num_layers, predictor=None, tensors={},
         extra_keys=dict(tokenizer_keys(folder, spec.vocab_size, "stock").keys),
     )  # fmt: skip
+    shutil.rmtree(folder)
     shapes, _ = model.expected_shapes()
     shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
-    entry = partial(_entry, kind, shape.route, spec.activation, np.random.default_rng(0))
     tensors = {tensor: entry(tensor, dims) for tensor, dims in shapes.items()}
     replace(model, tensors=tensors).save(path)
 
@@ -160,12 +184,13 @@ def _entry(
         values -= NormalDist().inv_cdf(SILENT) / (width * MEAN)
     if name == "token_embd.weight":
         values = values * width**0.5 + COMMON
-    own = _type_of(name, kind)
-    if own == "mxfp4":  # which the encoder does not write
-        piece = quantize(values, GGMLQuantizationType.MXFP4)
-    else:
-        piece = encode(torch.from_numpy(values), own, name)
-    return TensorEntry(shape=dims, kind=own, read_rows=_repeated(piece, dims))
+    return _encoded(values, _type_of(name, kind), name, dims)
+
+
+def _encoded(values: np.ndarray, kind: str, name: str, dims: tuple[int, ...]) -> TensorEntry:
+    """A tensor whose rows repeat `values`, of one of its rows each."""
+    piece = encode(torch.from_numpy(values), kind, name)
+    return TensorEntry(shape=dims, kind=kind, read_rows=_repeated(piece, dims))
 
 
 def _repeated(piece: np.ndarray, dims: tuple[int, ...]) -> Callable[[int, int], np.ndarray]:
