@@ -23,6 +23,7 @@ from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
     Layout,
+    ceil_div,
     rows_of_program,
     step_rows,
 )
@@ -216,7 +217,7 @@ def expert_gate_up(
     rows = rows_of_program(num_used * num_neurons)
     assert routed_2K.is_contiguous() and x_D.is_contiguous() and hidden_KF.is_contiguous()
     assert hidden_KF.dim() == x_D.dim() + 1 == routed_2K.dim() + 1, hidden_KF.shape
-    _expert_gate_up[(triton.cdiv(num_neurons, rows), step_rows(x_D) * num_used)](
+    _expert_gate_up[(ceil_div(num_neurons, rows), step_rows(x_D) * num_used)](
         gate.data,
         layout.stride,
         gate_bias_N,
@@ -267,7 +268,7 @@ def expert_down(
     tensors = down.data, layout.stride, bias_N, place_E, routed_2K, hidden_KF, parts_PD
     if is_by_output:
         rows = rows_of_program(num_used * width)
-        _expert_down[(triton.cdiv(width, rows), num_pairs)](
+        _expert_down[(ceil_div(width, rows), num_pairs)](
             *tensors,
             width,
             parts_PD.stride(0),
@@ -281,7 +282,7 @@ def expert_down(
             num_warps=NUM_WARPS,
         )
         return
-    _expert_sum[(triton.cdiv(layout.num_units, _SUM_UNITS), num_pairs, num_parts)](
+    _expert_sum[(ceil_div(layout.num_units, _SUM_UNITS), num_pairs, num_parts)](
         *tensors,
         num_neurons,
         range_of(num_neurons, num_parts),

@@ -69,17 +69,7 @@ class Layout:
 
     @classmethod
     def of(cls, matrix: StoredMatrix) -> "Layout":
-        data, kind = matrix.data, matrix.kind
-        parts = 1 if kind in _FLOAT_BYTES or kind in _BYTE_KINDS else 2
-        align = 1 if kind in _FLOAT_BYTES else math.gcd(data.stride(0), 16)
-        return cls(
-            kind=kind,
-            width=matrix.width,
-            parts=parts,
-            unit_bytes=16 * _FLOAT_BYTES.get(kind, 1),
-            stride=data.stride(0) // align,
-            align=align,
-        )
+        return _layout(matrix.kind, matrix.width, matrix.data.stride(0))
 
     @property
     def group(self) -> int:
@@ -95,6 +85,19 @@ class Layout:
         up."""
         wanted = _TILE_BYTES[self.parts] // (max(_LEAST_ROWS, num_rows) * self.unit_bytes)
         return min(wanted, power_of_2(self.num_units))
+
+
+@cache
+def _layout(kind: str, width: int, stride: int) -> Layout:
+    align = 1 if kind in _FLOAT_BYTES else math.gcd(stride, 16)
+    return Layout(
+        kind=kind,
+        width=width,
+        parts=1 if kind in _FLOAT_BYTES or kind in _BYTE_KINDS else 2,
+        unit_bytes=16 * _FLOAT_BYTES.get(kind, 1),
+        stride=stride // align,
+        align=align,
+    )
 
 
 class _Overlap(threading.local):
@@ -139,6 +142,11 @@ def step_rows(vector: Tensor) -> int:
     num_rows = 1 if vector.dim() == 1 else len(vector)
     assert num_rows & (num_rows - 1) == 0 and num_rows, f"{num_rows} rows, wanted a power of 2"
     return num_rows
+
+
+def ceil_div(count: int, size: int) -> int:
+    """The number of blocks of `size` that hold `count`; triton.cdiv takes some 2 us in Python."""
+    return -(-count // size)
 
 
 def power_of_2(number: int) -> int:

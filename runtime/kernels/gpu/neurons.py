@@ -18,6 +18,7 @@ from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
     Groups,
     Layout,
+    ceil_div,
     overlap_options,
     rows_of_program,
 )
@@ -273,7 +274,7 @@ def gate_up(
     groups = Groups.of(x_D, min(layout.group, up_layout.group))
     assert x_D.is_contiguous() and hidden_N.is_contiguous(), (x_D.stride(), hidden_N.stride())
     assert named_B is None or named_B.dim() == x_D.dim() == hidden_N.dim(), named_B.shape
-    _gate_up[(triton.cdiv(gate.num_rows, rows) * groups.count,)](
+    _gate_up[(ceil_div(gate.num_rows, rows) * groups.count,)](
         gate.data,
         layout.stride,
         gate_bias_N,
@@ -317,7 +318,7 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
         # At most 128 registers, except for f32 and q6_k.
         rows = 32 if is_half or layout.kind in ("f32", "q6_k_planar") else 64
         num_warps = NUM_WARPS if is_half else 2 * NUM_WARPS
-    _down[(triton.cdiv(layout.num_units, units) * groups.count, len(parts_SD))](
+    _down[(ceil_div(layout.num_units, units) * groups.count, len(parts_SD))](
         down.data,
         layout.stride,
         hidden_N,

@@ -10,7 +10,7 @@ from torch import Tensor
 from hotsplit.model.spec import SMOOTH, Activation, PredictorKind
 from hotsplit.runtime.kernels.gpu.activation import smooth
 from hotsplit.runtime.kernels.gpu.blocks import dot_rows, rows_at
-from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, overlap_options
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, ceil_div, overlap_options
 from hotsplit.runtime.kernels.gpu.overlap import admit_next
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
@@ -82,7 +82,7 @@ def predict(
 ) -> None:
     layout = Layout.of(up)
     assert kind != "gate" or activation in SMOOTH, (kind, activation)
-    assert named_B.shape[-1] == triton.cdiv(up.num_rows, 32), (named_B.shape, up.num_rows)
+    assert named_B.shape[-1] == ceil_div(up.num_rows, 32), (named_B.shape, up.num_rows)
     assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), (inner_R.stride(), named_B)
     assert copy_B is None or (copy_B.shape, copy_B.stride()) == (named_B.shape, named_B.stride())
     groups = Groups.of(inner_R, layout.group)

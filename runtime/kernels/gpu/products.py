@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.blocks import columns, rows_at, values
-from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Layout
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Layout, ceil_div
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # Rows, or units of columns, of a tile; and units, or rows, of a step of its sums. A step unpacks 64
@@ -136,7 +136,7 @@ def multiply(
     layout, tokens = Layout.of(matrix), tokens_of_tile(len(x_TD))
     assert x_TD.stride(1) == out_TN.stride(1) == 1, (x_TD.stride(), out_TN.stride())
     assert matrix.width % (16 * layout.parts) == 0, (matrix.kind, matrix.width)
-    _multiply[(triton.cdiv(len(x_TD), tokens), triton.cdiv(matrix.num_rows, _ROWS))](
+    _multiply[(ceil_div(len(x_TD), tokens), ceil_div(matrix.num_rows, _ROWS))](
         matrix.data,
         layout.stride,
         bias_N,
@@ -169,7 +169,7 @@ def multiply_down(
     layout, tokens = Layout.of(matrix), tokens_of_tile(len(hidden_TN))
     assert hidden_TN.stride(1) == 1 and out_TD.is_contiguous(), (hidden_TN.stride(), out_TD)
     assert matrix.width % (16 * layout.parts) == 0, (matrix.kind, matrix.width)
-    _multiply_down[(triton.cdiv(len(hidden_TN), tokens), triton.cdiv(layout.num_units, _UNITS))](
+    _multiply_down[(ceil_div(len(hidden_TN), tokens), ceil_div(layout.num_units, _UNITS))](
         matrix.data,
         layout.stride,
         hidden_TN,

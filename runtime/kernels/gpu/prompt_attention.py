@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.attention import Cache
-from hotsplit.runtime.kernels.gpu.launch import has_tensor_cores, power_of_2
+from hotsplit.runtime.kernels.gpu.launch import ceil_div, has_tensor_cores, power_of_2
 
 # (tokens and positions of a tile, warps, tiles of keys that are loaded ahead) for heads up to a width,
 # multiplied by tensor cores: the sums of wider heads would not fit into registers.
@@ -130,7 +130,7 @@ def attend_tokens(
     assert window is None or window > 0, window
     block = max(16, power_of_2(width))
     tokens, tile, warps, stages = _tile_of(query_THW, block)
-    _attend_tokens[(triton.cdiv(num_tokens, tokens), num_heads)](
+    _attend_tokens[(ceil_div(num_tokens, tokens), num_heads)](
         query_THW,
         key_CKW,
         value_CKW,

@@ -12,6 +12,7 @@ from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
     Groups,
     Layout,
+    ceil_div,
     overlap_options,
     rows_of_program,
 )
@@ -117,7 +118,7 @@ def dot(
     rows = rows_of_program(matrix.num_rows)
     groups = Groups.of(x_D, layout.group)
     assert x_D.is_contiguous() and out_N.dim() == x_D.dim(), (x_D.stride(), out_N.shape)
-    _dot[(triton.cdiv(matrix.num_rows, rows) * groups.count,)](
+    _dot[(ceil_div(matrix.num_rows, rows) * groups.count,)](
         matrix.data,
         layout.stride,
         bias_N,
@@ -172,7 +173,7 @@ def _launch_unpack(
     layout = Layout.of(matrix)
     assert out_AD.stride(1) == 1, out_AD.stride()
     count = len(out_AD)
-    _unpack[(triton.cdiv(count, rows), triton.cdiv(layout.num_units, _UNPACK_UNITS))](
+    _unpack[(ceil_div(count, rows), ceil_div(layout.num_units, _UNPACK_UNITS))](
         matrix.data,
         layout.stride,
         index_A,

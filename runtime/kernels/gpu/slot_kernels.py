@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.weight_types import BY_NAME, WeightType
+from hotsplit.runtime.kernels.gpu.launch import ceil_div
 from hotsplit.runtime.kernels.planar import FORMS
 
 _UNITS = 1024  # per program: 2 KiB, so a row of 4,096 values in 8 bits takes three programs
@@ -123,12 +124,12 @@ def _pack_open(hidden, slot_F, open_W, num_neurons, WORDS: tl.constexpr):
 
 def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
     assert copies_C4.is_contiguous() and copies_C4.shape[1] == 4, copies_C4.shape
-    grid = len(copies_C4), triton.cdiv(most_bytes, 2 * _UNITS)
+    grid = len(copies_C4), ceil_div(most_bytes, 2 * _UNITS)
     _scatter[grid](staging_B, copies_C4, UNITS=_UNITS)
 
 
 def pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
     num_neurons = len(slot_F)
     assert len(open_W) == -(-num_neurons // 32), (len(open_W), num_neurons)
-    grid = (triton.cdiv(len(open_W), _WORDS),)
+    grid = (ceil_div(len(open_W), _WORDS),)
     _pack_open[grid](hidden_N, slot_F, open_W, num_neurons, WORDS=_WORDS)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.gpu.blocks import columns
-from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, ceil_div
 from hotsplit.runtime.kernels.gpu.small_blocks import (
     exponent_at,
     has_minimum,
@@ -254,7 +254,7 @@ def unpack_tiles(matrix: StoredMatrix, out_AD: Tensor) -> None:
     parts = 1 if kind in FLOATS or kind == "q8_0" else 2
     units = _UNITS_OF_ROWS // rows
     num_units = matrix.width // (16 * parts)
-    _unpack_tiles[(matrix.num_rows // rows, triton.cdiv(num_units, units))](
+    _unpack_tiles[(matrix.num_rows // rows, ceil_div(num_units, units))](
         matrix.data,
         out_AD,
         out_AD.stride(0),
