@@ -11,6 +11,7 @@ Without a GPU, these do nothing."""
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from hotsplit.costs.part_bytes import Items
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
+from hotsplit.options.prompt_rates import PromptRates
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.device_memory import (
     LEAST_BUDGET_BYTES,
@@ -31,8 +33,10 @@ from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.prefill.cold_experts import ColdExperts
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
+from hotsplit.runtime.prefill.expert_stream import ExpertStream
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.scratch import Pass, way_on
 from hotsplit.runtime.step.workspace import (
@@ -51,6 +55,7 @@ from hotsplit.system.progress import progress
 from hotsplit.system.sizes import format_bytes
 
 Memories = dict[torch.device, DeviceMemory]
+Blocks = Mapping[int, ColdBlock | ColdExperts]  # by layer
 # The most bytes of cold weights per copy, enough for copies to run at full speed.
 MOST_PIECE_BYTES = 32 << 20
 # Shorter copies are mostly fixed cost.
@@ -195,9 +200,10 @@ def with_cold_streams(
     context_length: int,
     chunk: int,
     notice: Callable[[str], None],
+    rates: PromptRates | None = None,
 ) -> tuple[Weights, int]:
     """(weights with streams attached, maximum tokens per pass: `chunk`, or fewer if memory is
-    short).
+    short). `rates`: of a plan's experts.
 
     Raises HotsplitError if a GPU's budget leaves no room for a single token."""
     p = Pass(
@@ -215,7 +221,8 @@ def with_cold_streams(
         piece = _piece_bytes(p, room, blocks)
         memory.aside = temporaries(p, piece)
         if piece:
-            weights = with_stream(weights, cold_stream(device, blocks, piece))
+            for stream in cold_streams(device, blocks, piece, rates):
+                weights = with_stream(weights, stream)
         elif blocks:
             notice(
                 f"{format_bytes(room)} left after weights and cache on {device}, a pass of"
@@ -226,12 +233,13 @@ def with_cold_streams(
     return weights, p.num_tokens
 
 
-def _most_tokens(p: Pass, memory: DeviceMemory, blocks: dict[int, ColdBlock]) -> int:
+def _most_tokens(p: Pass, memory: DeviceMemory, blocks: Blocks) -> int:
     """The most tokens of a pass, halved from those of `p`, that leave room for pieces as plans do; if
     none do, without pieces. Raises HotsplitError if there is no room for a single token."""
     room, largest = memory.room_bytes, _largest_piece(blocks)
+    least = max((block.least_piece_bytes for block in blocks.values()), default=0)
     for tokens in halved(p.num_tokens):
-        piece = least_piece_bytes(tokens, largest)
+        piece = least_piece_bytes(tokens, largest, least)
         if tokens >= LEAST_TOKENS and reserved_bytes(replace(p, num_tokens=tokens), piece) <= room:
             return tokens
     if _piece_bytes(replace(p, num_tokens=LEAST_TOKENS), room, blocks):  # short ones
@@ -256,19 +264,19 @@ def halved(tokens: int) -> Iterator[int]:
         tokens = -(-tokens // 2)
 
 
-def _largest_piece(blocks: dict[int, ColdBlock]) -> int:
-    sizes = [block.layout_bytes(block.num_neurons) for block in blocks.values()]
+def _largest_piece(blocks: Blocks) -> int:
+    sizes = [block.layout_bytes(block.number) for block in blocks.values()]
     return max(sizes) + SEGMENT_BYTES if sizes else 0
 
 
-def _piece_bytes(p: Pass, room: int, blocks: dict[int, ColdBlock]) -> int:
+def _piece_bytes(p: Pass, room: int, blocks: Blocks) -> int:
     """Bytes of a piece of cold weights beside such passes; 0 if nothing is streamed."""
     if not blocks or p.num_tokens < LEAST_TOKENS:
         return 0
     least = max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values()))
     pools = pass_pools(p)
     large = int((room - pools.segments.small - SEGMENT_BYTES) * (1 - GAPS)) - pools.large
-    piece = min(MOST_PIECE_BYTES, _largest_piece(blocks), large // 2)
+    piece = min(max(MOST_PIECE_BYTES, least), _largest_piece(blocks), large // 2)
     while piece >= least:
         if reserved_bytes(p, piece) <= room:
             return piece
@@ -278,31 +286,49 @@ def _piece_bytes(p: Pass, room: int, blocks: dict[int, ColdBlock]) -> int:
 
 def cold_blocks(
     weights: Weights, placement: Placement, device: torch.device
-) -> dict[int, ColdBlock]:
-    """The neurons on the CPU in layers whose home is the device, by layer."""
+) -> dict[int, ColdBlock | ColdExperts]:
+    """The neurons and experts on the CPU in layers whose home is the device, by layer; neurons only
+    in layers before the first with such experts, so that one stream has ended when the other
+    begins."""
     mine = [index for index, home in enumerate(placement.homes[:-1]) if home == device]
-    cold = {index: by_role(weights.layers[index].ffn.blocks)[1] for index in mine}
-    return {index: ColdBlock.of(block) for index, block in cold.items() if block is not None}
+    found: dict[int, ColdBlock | ColdExperts] = {}
+    has_experts = False
+    for index in mine:
+        ffn = weights.layers[index].ffn
+        _, experts = by_role(ffn.experts)
+        if experts is not None:
+            found[index], has_experts = ColdExperts.of(experts), True
+        elif not has_experts and (block := by_role(ffn.blocks)[1]) is not None:
+            found[index] = ColdBlock.of(block)
+    return found
 
 
-def cold_stream(device: torch.device, blocks: dict[int, ColdBlock], piece_bytes: int) -> ColdStream:
-    is_cuda = device.type == "cuda"
-    copier = copy_stream(device)
+def cold_streams(
+    device: torch.device, blocks: Blocks, piece_bytes: int, rates: PromptRates | None = None
+) -> list[ColdStream | ExpertStream]:
+    """A stream of neurons, and one of experts, with those of these blocks."""
+    is_cuda, copier = device.type == "cuda", copy_stream(device)
     is_pinned = all(block.can_be_copied for block in blocks.values())
-    return ColdStream(
-        device=device,
-        blocks=blocks,
-        piece_bytes=piece_bytes,
-        compute=CurrentStream(device) if is_cuda else PlainStream(),
-        copier=copier,
-        staging=None if is_pinned else Staging(piece_bytes, copier, is_pinned=is_cuda),
-    )
+    common: dict[str, Any] = {
+        "device": device, "piece_bytes": piece_bytes, "copier": copier,
+        "compute": CurrentStream(device) if is_cuda else PlainStream(),
+        "staging": None if is_pinned else Staging(piece_bytes, copier, is_pinned=is_cuda),
+    }  # fmt: skip
+    neurons = {layer: each for layer, each in blocks.items() if isinstance(each, ColdBlock)}
+    experts = {layer: each for layer, each in blocks.items() if isinstance(each, ColdExperts)}
+    found: list[ColdStream | ExpertStream] = []
+    found += [ColdStream(blocks=neurons, **common)] if neurons else []
+    found += [ExpertStream(blocks=experts, rates=rates, **common)] if experts else []
+    return found
 
 
-def with_stream(weights: Weights, stream: ColdStream) -> Weights:
+def with_stream(weights: Weights, stream: ColdStream | ExpertStream) -> Weights:
     """Weights with the stream attached to its layers."""
+    name = "cold" if isinstance(stream, ColdStream) else "cold_experts"
     layers = tuple(
-        replace(layer, ffn=replace(layer.ffn, cold=stream)) if index in stream.blocks else layer
+        replace(layer, ffn=replace(layer.ffn, **{name: stream}))
+        if index in stream.blocks
+        else layer
         for index, layer in enumerate(weights.layers)
     )
     return replace(weights, layers=layers)

@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 
 from hotsplit.files.gguf_file import row_bytes
 from hotsplit.model.weight_types import TYPES, file_kind
+from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
@@ -78,6 +79,7 @@ def launch_for_kind(kind: str) -> None:
     x, out = torch.empty(WIDTH), torch.empty(NEURONS)
     if kind in TILE_KINDS:
         kernels.unpack(weights, torch.empty(NEURONS, WIDTH, dtype=torch.float16))
+        launch_experts(weights, x)
         return
     kernels.unpack(weights, torch.empty(64, WIDTH, dtype=torch.float16))
     if kind in FILE_KINDS:
@@ -114,6 +116,23 @@ def launch_for_kind(kind: str) -> None:
         kernels.multiply(weights, out[0], x, out[:, 0].clone(), out)
         hidden, y = out.half(), torch.empty(tokens, WIDTH)
         kernels.multiply_down(weights, hidden, out[:, 0].clone(), y, is_added=True)
+    launch_experts(weights, out[0])
+
+
+def launch_experts(weights: Matrix, bias: torch.Tensor) -> None:
+    """Prompts of experts: sums of rows if they are in groups."""
+    kernels, count = triton_kernels(), 512
+    rows, tile = torch.zeros(2, count, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
+    size = SMALL_TILE if weights.kind in TILE_KINDS else LARGE_TILE
+    power, given = torch.empty(count), {"tile_G3": tile, "row_2P": rows, "tile_size": size}
+    x, hidden = (torch.empty(count, size, dtype=torch.float16) for size in (WIDTH, NEURONS))
+    if weights.kind.endswith("_grouped"):
+        y = torch.empty(count, WIDTH)
+        kernels.multiply_down(
+            weights, hidden, power, y, is_added=False, bias_D=bias, factor_P=power, **given
+        )
+        return
+    kernels.multiply(weights, bias, x, power, hidden.float(), factor_P=power, **given)
 
 
 def launch_the_rest() -> None:

@@ -152,7 +152,7 @@ def test_each_of_two_gpus_gets_its_part():
     for card in cards:
         blocks = gpu_setup.cold_blocks(weights, placement, card)
         assert list(blocks) == ([0] if card == cards[0] else [1, 2])
-        stream = gpu_setup.cold_stream(card, blocks, 1 << 14)
+        (stream,) = gpu_setup.cold_streams(card, blocks, 1 << 14)
         stream.least_tokens = 1
         weights = gpu_setup.with_stream(weights, stream)
     got = logits_of(decoder_of(weights))
@@ -732,7 +732,7 @@ def test_a_budget_below_the_one_enforced_needs_a_smaller_reserve(budget):
 def test_a_long_pass_leaves_room_for_pieces(card):
     model = shape_only(make_sizes(width=4096, num_neurons=11008, context_length=1024))
     memory, piece = living(2 << 30), 16 << 20
-    blocks = {0: SimpleNamespace(num_neurons=1, layout_bytes=lambda count: 1 << 30)}
+    blocks = {0: SimpleNamespace(number=1, least_piece_bytes=0, layout_bytes=lambda count: 1 << 30)}
     room = reserved_bytes(on_gpu(model, "exact", 512, 1024))
     card.reserved = (2 << 30) - device_memory.BESIDE_BYTES - room
     assert most_tokens(model, 512, memory, {}) == 512
@@ -760,8 +760,8 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     assert "neurons" not in memory.taken
     assert memory.taken["attention"] == items["gpu"]["attention"]
     blocks = gpu_setup.cold_blocks(weights, placement, CARD)
-    assert {layer: block.num_neurons for layer, block in blocks.items()} == {0: 96, 1: 96}
-    stream = gpu_setup.cold_stream(CARD, blocks, 1 << 14)
+    assert {layer: block.number for layer, block in blocks.items()} == {0: 96, 1: 96}
+    (stream,) = gpu_setup.cold_streams(CARD, blocks, 1 << 14)
     stream.least_tokens = 2
     weights = gpu_setup.with_stream(weights, stream)
     got = logits_of(decoder_of(weights))

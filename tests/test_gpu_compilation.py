@@ -17,7 +17,7 @@ from gpu_matrices import KINDS
 SCRIPT = Path(__file__).with_name("gpu_compilation.py")
 FOR_MATRICES = {"_unpack": 4, "_dot": 1, "_predict": 2, "_gate_up": 3, "_down": 2,
                 "_expert_gate_up": 1, "_expert_down": 1, "_expert_sum": 1}  # fmt: skip
-FOR_BLOCKS = {"_multiply": 2, "_multiply_down": 2}  # and for these kinds alone
+FOR_BLOCKS = {"_multiply": 3, "_multiply_down": 2}  # and for these kinds alone
 FOR_VECTORS = {"_round_tokens": 2, "_hidden_tokens": 2, "_add_norm": 3, "_rotate_append": 4, "_attend_part": 8, "_attend_join": 8,
                "_attend_tokens": 6, "_choose_experts": 2,
                "_scatter": 1, "_pack_open": 1}  # fmt: skip
@@ -66,7 +66,7 @@ def test_kernels_compile_for_a_kind_with_blocks_and_one_without():
     records = compiled(HOPPER, "none", "f16", "q4_k", "q6_k_tiled")
     found = Counter(r["kernel"] for r in records)
     want = Counter(FOR_VECTORS) + Counter(FOR_MATRICES) + Counter(FOR_MATRICES)
-    assert found == want + Counter(FOR_BLOCKS) + Counter({"_unpack_tiles": 1})
+    assert found == want + Counter(FOR_BLOCKS) + Counter({"_unpack_tiles": 1, "_multiply": 1})
     assert_good(records)
     assert_wide_loads([r for r in records if r["kind"] in ("f16", "q4_k")])
 
@@ -77,6 +77,7 @@ def test_every_kernel_compiles_for_every_kind(arch):
     records = compiled(arch, "none", *KINDS, *FILE_KINDS, *TILE_KINDS)
     want = Counter(FOR_VECTORS)
     want += Counter({"_unpack": len(FILE_KINDS), "_unpack_tiles": len(TILE_KINDS)})
+    want += Counter("_multiply_down" if "grouped" in kind else "_multiply" for kind in TILE_KINDS)
     for kind in KINDS:
         want += Counter(FOR_MATRICES) + Counter({} if kind in FLOATS else FOR_BLOCKS)
     assert Counter(r["kernel"] for r in records) == want

@@ -373,7 +373,7 @@ def test_matrices_that_are_read_together_are_one_copy(tmp_path, mode, num_spans)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, is_resident=True) as engine:
         placement = Placement.of_split(split, (CPU,))
         for block in cold_blocks(engine._live.weights, placement, CPU).values():
-            assert block.num_neurons == num_cold
+            assert block.number == num_cold
             assert len(block.spans) == num_spans + 1  # and the ids
             assert block.neuron_bytes == 3 * 18 * D // 32 + 8
             pieces = list(block.pieces(10 * block.least_piece_bytes))

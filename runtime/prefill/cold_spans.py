@@ -16,7 +16,7 @@ from hotsplit.runtime.kernels.stored import rows_together
 from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
-_ALIGNMENT = 256
+ALIGNMENT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +71,20 @@ class ColdBlock:
                 size = tensors[number].shape[1] * tensors[number].element_size()
                 places[number] = _Place(span=len(spans), start=start, stop=start + size)
             width = max(places[number].stop for number in group)
-            spans.append(Span(host_NS=_bytes_of(first, width), row_N=block.row_N))
+            spans.append(Span(host_NS=bytes_of(first, width), row_N=block.row_N))
         for number in range(num_matrices, len(tensors)):
             # Ids have one entry per neuron of the block, biases one per row of the matrices.
             is_id = number == len(tensors) - 1
             size = tensors[number].element_size()
             places[number] = _Place(span=len(spans), start=0, stop=size)
             rows = None if is_id else block.row_N
-            spans.append(Span(host_NS=_bytes_of(tensors[number][:, None], size), row_N=rows))
+            spans.append(Span(host_NS=bytes_of(tensors[number][:, None], size), row_N=rows))
         in_order = tuple(places[number] for number in range(len(tensors)))
         return cls(block=block, spans=tuple(spans), places=in_order)
 
     @property
-    def num_neurons(self) -> int:
+    def number(self) -> int:
+        """Neurons of the block."""
         return len(self.block.id_N)
 
     @property
@@ -101,23 +102,23 @@ class ColdBlock:
 
     def layout_bytes(self, count: int) -> int:
         """Bytes of a buffer for `count` neurons."""
-        return sum(_aligned(count * span.row_bytes) for span in self.spans)
+        return sum(aligned(count * span.row_bytes) for span in self.spans)
 
     @property
     def least_piece_bytes(self) -> int:
         """The smallest `piece_bytes` that `pieces` accepts."""
-        return self.together * self.neuron_bytes + _ALIGNMENT * len(self.spans)
+        return self.together * self.neuron_bytes + ALIGNMENT * len(self.spans)
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
         """Divides the block into about equal pieces of at most `piece_bytes`; yields the range of
         neurons (first, one after the last) of each."""
         together = self.together
-        most = (piece_bytes - _ALIGNMENT * len(self.spans)) // self.neuron_bytes // together
+        most = (piece_bytes - ALIGNMENT * len(self.spans)) // self.neuron_bytes // together
         assert most >= 1, (piece_bytes, self.neuron_bytes, together)
-        units = -(-self.num_neurons // together)
+        units = -(-self.number // together)
         size = -(-units // -(-units // most)) * together
-        for start in range(0, self.num_neurons, size):
-            yield start, min(start + size, self.num_neurons)
+        for start in range(0, self.number, size):
+            yield start, min(start + size, self.number)
 
     def copy(self, stream: Stream, buffer: Tensor, start: int, stop: int) -> None:
         for span, target_NS in zip(self.spans, self._targets(buffer, stop - start), strict=True):
@@ -159,7 +160,7 @@ class ColdBlock:
         for span in self.spans:
             size = count * span.row_bytes
             found.append(buffer[start : start + size].view(count, span.row_bytes))
-            start += _aligned(size)
+            start += aligned(size)
         return found
 
 
@@ -189,7 +190,7 @@ def _interleaved(tensors: list[Tensor]) -> list[list[int]]:
     return groups
 
 
-def _bytes_of(first: Tensor, width_bytes: int) -> Tensor:
+def bytes_of(first: Tensor, width_bytes: int) -> Tensor:
     """uint8 [N, width]: a view of a tensor's rows and of the bytes that follow each of them."""
     storage = first.untyped_storage()
     offset = first.data_ptr() - storage.data_ptr()
@@ -198,5 +199,5 @@ def _bytes_of(first: Tensor, width_bytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, shape, (stride, 1))
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

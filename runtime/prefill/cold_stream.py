@@ -64,7 +64,7 @@ class CurrentStream:
 
 
 @dataclass
-class _Slot:
+class Slot:
     """A buffer on the device, and the two events that guard its reuse."""
 
     buffer: Tensor  # uint8
@@ -74,20 +74,64 @@ class _Slot:
 
 
 @dataclass(kw_only=True, eq=False)
-class ColdStream:
-    """The stream of one device; `blocks`: the cold blocks of the layers with that home, in
-    order."""
+class WeightStream:
+    """Two buffers on one device, each of which is copied to while the other is multiplied."""
 
     device: torch.device
-    blocks: dict[int, ColdBlock]
     piece_bytes: int
     compute: Compute
     copier: Stream
     staging: Staging | None  # None: all blocks are pinned
     least_tokens: int = LEAST_TOKENS  # fewest tokens of a pass that streams
+    _slots: list[Slot] = field(init=False, repr=False, default_factory=list)
+
+    def abandon(self) -> None:
+        """Ends a pass that failed: the next one begins anew."""
+        self._end()
+
+    def _open(self) -> None:
+        """Allocates the buffers, unless they are."""
+        if self._slots:
+            return
+        self._slots = [Slot(_buffer(self.piece_bytes, self.device)) for _ in range(2)]
+        for slot in self._slots:
+            slot.free = self.compute.record()  # earlier users of this memory must finish
+
+    def _start_copy(
+        self, slot: Slot, num_bytes: int, copy: Callable[[Stream, Tensor], None],
+        fill: Callable[[Tensor], None],
+    ) -> None:  # fmt: skip
+        """Starts a copy of so many bytes to a buffer: directly by `copy`, or from what `fill` writes
+        on the host."""
+        self.copier.wait(slot.free)
+        slot.is_filled = True
+        if self.staging is None:
+            copy(self.copier, slot.buffer)
+            slot.ready = self.copier.record()
+        else:
+            slot.ready = self.staging.send(slot.buffer[:num_bytes], fill)
+
+    def _end(self) -> None:
+        """Frees the buffers; later launches wait for their last copies."""
+        for slot in self._slots:
+            self._arrive(slot)
+        self._slots = []
+
+    def _arrive(self, slot: Slot) -> None:
+        """Orders the next launch after the pending copy into a buffer, if any."""
+        if slot.is_filled:
+            self.compute.wait(slot.ready)
+            slot.is_filled = False
+
+
+@dataclass(kw_only=True, eq=False)
+class ColdStream(WeightStream):
+    """The stream of one device; `blocks`: the cold blocks of the layers with that home, in
+    order."""
+
+    blocks: dict[int, ColdBlock]
     _pieces: list[tuple[ColdBlock, int, int]] = field(init=False, repr=False)
     _range: dict[int, range] = field(init=False, repr=False)
-    _slots: list[_Slot] = field(init=False, repr=False, default_factory=list)
     _next: int = field(init=False, default=0)  # the piece that is multiplied next
 
     def __post_init__(self) -> None:
@@ -117,49 +161,23 @@ class ColdStream:
         if self._next == len(self._pieces):
             self._end()
 
-    def abandon(self) -> None:
-        """Ends a pass that failed: the next one begins anew."""
-        self._end()
-
     def _begin(self, number: int) -> None:
         """Begins a new pass; an interrupted one is abandoned."""
+        self._end()
         self._open()
         self._start(number)
         self._start(number + 1)
-
-    def _open(self) -> None:
-        """Allocates the buffers."""
-        self._end()
-        self._slots = [_Slot(_buffer(self.piece_bytes, self.device)) for _ in range(2)]
-        for slot in self._slots:
-            slot.free = self.compute.record()  # earlier users of this memory must finish
 
     def _start(self, number: int) -> None:
         """Starts the copy of a piece; does nothing after the last one."""
         if number >= len(self._pieces):
             return
-        slot = self._slots[number % 2]
         block, start, stop = self._pieces[number]
-        self.copier.wait(slot.free)
-        slot.is_filled = True
-        if self.staging is None:
-            block.copy(self.copier, slot.buffer, start, stop)
-            slot.ready = self.copier.record()
-            return
-        target = slot.buffer[: block.layout_bytes(stop - start)]
-        slot.ready = self.staging.send(target, lambda host: block.fill(host, start, stop))
-
-    def _end(self) -> None:
-        """Frees the buffers; later launches wait for their last copies."""
-        for slot in self._slots:
-            self._arrive(slot)
-        self._slots = []
-
-    def _arrive(self, slot: _Slot) -> None:
-        """Orders the next launch after the pending copy into a buffer, if any."""
-        if slot.is_filled:
-            self.compute.wait(slot.ready)
-            slot.is_filled = False
+        self._start_copy(
+            self._slots[number % 2], block.layout_bytes(stop - start),
+            lambda stream, buffer: block.copy(stream, buffer, start, stop),
+            lambda host: block.fill(host, start, stop),
+        )  # fmt: skip
 
 
 def _buffer(num_bytes: int, device: torch.device) -> Tensor:

@@ -160,8 +160,9 @@ class Decoder:
             if len(rows) == 1 or not is_out_of_memory(error):
                 raise
         for layer in self.weights.layers:
-            if layer.ffn.cold is not None:
-                layer.ffn.cold.abandon()
+            for stream in (layer.ffn.cold, layer.ffn.cold_experts):
+                if stream is not None:
+                    stream.abandon()
         return None
 
     def _computed(self, rows: Sequence[Row]) -> Tensor:

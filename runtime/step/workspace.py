@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import FLOAT_BYTES, layer_bytes, layer_tensors, tile_rows
+from hotsplit.costs.part_bytes import FLOAT_BYTES, layer_tensors, placed_units, tile_rows
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.cache.block_table import BlockTable
@@ -40,6 +40,7 @@ ANY_BUDGET = 1 << 62  # of a GPU without one
 # The least bytes of a piece of streamed weights beside passes of at least so many tokens. Each piece
 # takes some twenty launches; layers that have fewer bytes are one piece.
 PIECES = ((128, 16 << 20), (64, 8 << 20), (32, 4 << 20))
+EXPERT_GAPS = 6 * 256  # between its matrices and biases in a piece
 
 
 def pass_pools(p: Pass) -> PoolBytes:
@@ -113,11 +114,11 @@ def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: 
     rows, num_ids = planned_rows(num_sequences), sum(x.neurons.num_units for x in model.spec.layers)
     step = decode_bytes(model, context_length, rows, num_sequences)
     beside = BESIDE_BYTES + max(STEP_BYTES, step) + slab_extras(model, num_ids)
-    largest, found = largest_layer_bytes(model), 0
+    (largest, least), found = streamed_bytes(model), 0
     for tokens in PLANNED_TOKENS:
         p = Pass(model=model, mode=mode, num_tokens=min(tokens, context_length),
                  context_length=context_length, way="gpu", num_sequences=num_sequences)  # fmt: skip
-        found = beside + reserved_bytes(p, least_piece_bytes(tokens, largest))
+        found = beside + reserved_bytes(p, least_piece_bytes(tokens, largest, least))
         if found <= PLANNED_SHARE * size:
             break
     return found
@@ -134,20 +135,21 @@ def temporaries(p: Pass, piece_bytes: int = 0) -> PoolBytes:
     return pass_pools(p) + PoolBytes.exactly(piece_bytes) * 2
 
 
-def least_piece_bytes(num_tokens: int, largest: int) -> int:
-    """The least bytes of a piece of streamed weights beside a pass, if the largest layer has so many;
-    0 for passes of too few tokens to stream any."""
-    return next((min(size, largest) for tokens, size in PIECES if num_tokens >= tokens), 0)
+def least_piece_bytes(num_tokens: int, largest: int, least: int = 0) -> int:
+    """The least bytes of a piece of streamed weights beside a pass, if the largest layer has so many,
+    and an expert `least`; 0 for passes of too few tokens to stream any."""
+    sizes = (max(least, min(size, largest)) for tokens, size in PIECES if num_tokens >= tokens)
+    return next(sizes, 0)
 
 
-def largest_layer_bytes(model: ModelFile) -> int:
-    """Bytes of the neurons of the largest layer as streamed, at most; experts are not streamed."""
-    streamed = [
-        layer.neurons.number * layer_bytes(model, index).neuron
-        for index, layer in enumerate(model.spec.layers)
-        if layer.route is None
-    ]
-    return SEGMENT_BYTES + max(streamed) if streamed else 0
+def streamed_bytes(model: ModelFile) -> tuple[int, int]:
+    """Bytes of the neurons or experts of the largest layer as streamed, and of the largest expert, at
+    most; 0 without experts."""
+    units = [placed_units(model, index) for index in range(model.spec.num_layers)]
+    experts = [size for layer, (_, size) in zip(model.spec.layers, units, strict=True)
+               if layer.neurons.are_experts]  # fmt: skip
+    largest = SEGMENT_BYTES + max(number * size for number, size in units)
+    return largest, max(experts) + EXPERT_GAPS if experts else 0
 
 
 def slab_extras(model: ModelFile, num_ids: int) -> int:

@@ -7,6 +7,7 @@ expert, D hidden size."""
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,9 +81,15 @@ class ExpertBlock:
         """D."""
         return self.down.data.shape[1] if self.is_by_output else self.down.width
 
+    @cached_property
+    def places(self) -> np.ndarray:
+        """The place of each expert of the layer, on the host; below 0: it is not in the block."""
+        if self.place_E is None:
+            return np.arange(self.num_experts)
+        return self.place_E.cpu().numpy()
+
     def place_of(self, expert: int) -> int:
-        """Below 0: the expert is not in the block."""
-        return expert if self.place_E is None else int(self.place_E[expert])
+        return int(self.places[expert])
 
     @cached_property
     def id_F(self) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import file_kind
+from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs
 from hotsplit.runtime.kernels.gpu.launch import has_tensor_cores
 from hotsplit.runtime.kernels.stored import MOST_TOGETHER, StoredMatrix
 
@@ -119,6 +120,41 @@ def multiply_down(
     with made_current(sum_TD.device):
         kernels().multiply_down(matrix, left, power_T, sum_TD, is_added=is_added)
     return sum_TD
+
+
+def multiply_experts(
+    matrix: StoredMatrix, bias_N: Tensor | None, x: "Factor", pairs: Pairs, num_rows: int
+) -> Tensor:
+    """f32 [P, N]: for each pair its token times the `num_rows` rows of its expert, of those in
+    `matrix`."""
+    left, power_T = x.rounded(tile_dtype(matrix.kind))
+    out_PN = torch.empty(pairs.number, num_rows, device=left.device)
+    with made_current(left.device):
+        kernels().multiply(
+            matrix, bias_N, left, power_T, out_PN, tile_G3=pairs.tile_G3, row_2P=pairs.in_2P,
+            tile_size=pairs.tile_size,
+        )  # fmt: skip
+    return out_PN
+
+
+def multiply_experts_down(
+    matrix: StoredMatrix, bias_N: Tensor | None, hidden: "Factor", pairs: Pairs, weight_P: Tensor,
+    out_PD: Tensor, *, is_by_output: bool,
+) -> None:  # fmt: skip
+    """Writes each pair's output, times its weight, to its row of `out_PD`; weights and rows are those of
+    all pairs. `is_by_output`: an expert has a row for each output, not for each hidden value."""
+    left, power_P = hidden.rounded(tile_dtype(matrix.kind))
+    given = {"tile_G3": pairs.tile_G3, "row_2P": pairs.out_2P, "factor_P": weight_P}
+    with made_current(out_PD.device):
+        if is_by_output:
+            kernels().multiply(
+                matrix, bias_N, left, power_P, out_PD, **given, tile_size=pairs.tile_size
+            )
+        else:
+            kernels().multiply_down(
+                matrix, left, power_P, out_PD, is_added=False, bias_D=bias_N, **given,
+                tile_size=pairs.tile_size,
+            )  # fmt: skip
 
 
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None) -> None:

@@ -223,9 +223,19 @@ class Multiply(Protocol):
         x_TD: Tensor,
         power_T: Tensor | None,
         out_TN: Tensor,
+        *,
+        tile_G3: Tensor | None = None,
+        row_2P: Tensor | None = None,
+        factor_P: Tensor | None = None,
+        tile_size: int = 0,
     ) -> None:
-        """out = power (x W^T) + bias, for any number of tokens T and a matrix in blocks, whose
-        weights are rounded to f16. `x_TD` is f16; its rows and those of `out_TN` may be strided."""
+        """out = power (x W^T) + bias, for any number of tokens T; weights are rounded to the type of
+        `x_TD`, f16 for a matrix in blocks. Rows of `x_TD` and `out_TN` may be strided.
+
+        With `tile_G3` and `row_2P`, int32: the matrix has the N rows of one expert after those of
+        another, and pair p of a token and an expert multiplies row row_2P[0, p] of `x_TD` and writes
+        row row_2P[1, p] of `out_TN`, times its `factor_P`, of rows of `out_TN`, if given. See
+        expert_pairs.Pairs. Then the matrix may be in the CPU's tiles and groups."""
 
 
 class MultiplyDown(Protocol):
@@ -237,8 +247,14 @@ class MultiplyDown(Protocol):
         out_TD: Tensor,
         *,
         is_added: bool,
+        bias_D: Tensor | None = None,
+        tile_G3: Tensor | None = None,
+        row_2P: Tensor | None = None,
+        factor_P: Tensor | None = None,
+        tile_size: int = 0,
     ) -> None:
-        """out = power (hidden W), or out += that; otherwise as Multiply."""
+        """out = power (hidden W), or out += that; otherwise as Multiply. Experts, of which each has as
+        many rows as `hidden_TN` has columns, may have a bias, and nothing is added to `out_TD`."""
 
 
 class RoundTokens(Protocol):
@@ -358,7 +374,7 @@ def overlapped(kernels: Kernels) -> Kernels:
 
 def reference_kernels() -> Kernels:
     """Reference kernels in float64 with torch, on any device, which define the others' results."""
-    from hotsplit.runtime.kernels.gpu import expert_reference, reference
+    from hotsplit.runtime.kernels.gpu import expert_reference, product_reference, reference
 
     return Kernels(
         dot=reference.dot,
@@ -374,8 +390,8 @@ def reference_kernels() -> Kernels:
         choose_experts=expert_reference.choose_experts,
         expert_gate_up=expert_reference.expert_gate_up,
         expert_down=expert_reference.expert_down,
-        multiply=reference.multiply,
-        multiply_down=reference.multiply_down,
+        multiply=product_reference.multiply,
+        multiply_down=product_reference.multiply_down,
         round_tokens=reference.round_tokens,
         hidden_tokens=reference.hidden_tokens,
     )

@@ -7,26 +7,69 @@ token's result depends neither on the length of its pass nor on the other tokens
 
 Weights are the left factor, because those of Hopper may stay in registers.
 
-Letters: T tokens, D width, N rows; in the kernels R rows of a tile, U units, K terms of a step, C
-columns of a tile."""
+Several experts, each with its own tokens, are one launch: a list of tiles says which expert and which
+pairs of a token and one of its experts a program has, and a list of rows where a pair's input and
+output are. Experts may be in the CPU's tiles and groups of rows, as they are streamed.
+
+Letters: T tokens, D width, N rows, P pairs of a token and an expert, G tiles of pairs; in the kernels
+R rows of a tile, U units, K terms of a step, C columns of a tile."""
+
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.gpu.blocks import columns, rows_at, values
+from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Layout, ceil_div
-from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.kernels.gpu.tiles import tile_values
+from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
 
 # Rows, or units of columns, of a tile; and units, or rows, of a step of its sums. A step unpacks 64
 # values in each thread of a kind with nibbles.
 _ROWS, _STEP_UNITS = 64, 2
 _UNITS, _STEP_ROWS = 4, 32
 # Tokens of a tile: the fewest that hold the pass. Each tile of tokens unpacks the weights anew.
-_TOKENS = (32, 128)
+_TOKENS = (SMALL_TILE, LARGE_TILE)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "x_stride", "out_stride"])
+@triton.jit
+def _pairs_of(tile, row, num_pairs, TOKENS: tl.constexpr):
+    """(the expert's place, [T] whether there is a pair, [T] its row of the input, [T] of the output)
+    for a program's tile of pairs."""
+    own = tile + tl.program_id(0) * 3
+    first = tl.load(own + 1)
+    at_T = tl.arange(0, TOKENS)
+    live_T = at_T < tl.load(own + 2)
+    left_T = tl.load(row + first + at_T, mask=live_T, other=0)
+    right_T = tl.load(row + num_pairs + first + at_T, mask=live_T, other=0)
+    return tl.load(own).to(tl.int64), live_T, left_T, right_T
+
+
+@triton.jit
+def _weights(
+    data, row_R, stride, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, ALIGN: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """f32 [R, U, 16] of each part of some units of rows."""
+    if TOGETHER == 1:
+        row = rows_at(data, row_R, stride, ALIGN)
+        low, high = values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
+    else:
+        tile_R = data + (row_R // TOGETHER).to(tl.int64) * (stride * ALIGN * TOGETHER)
+        is_live = live_R[:, None, None] & in_row_U[None, :, None]
+        low, high = tile_values(
+            tile_R[:, None, None], (row_R % TOGETHER)[:, None, None], unit_U[None, :, None], is_live,
+            KIND, WIDTH, TOGETHER,
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "num_pairs", "x_stride", "out_stride"]
+)
 def _multiply(
     data,
     stride,
@@ -34,6 +77,10 @@ def _multiply(
     x,
     power,
     out,
+    tile,
+    row,
+    factor,
+    num_pairs,
     num_rows,
     num_tokens,
     x_stride,
@@ -42,42 +89,59 @@ def _multiply(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
-    token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live_T, live_R = token_T < num_tokens, row_R < num_rows
-    row = rows_at(data, row_R, stride, ALIGN)
+    live_R = row_R < num_rows
+    at_R = row_R
+    if tile is None:
+        token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        live_T = token_T < num_tokens
+        target_T = token_T
+    else:
+        place, live_T, token_T, target_T = _pairs_of(tile, row, num_pairs, TOKENS)
+        at_R = place * num_rows + row_R
     x += token_T.to(tl.int64)[None, :] * x_stride
     total_RT = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, NUM_UNITS, UNITS):
         unit_U = start + tl.arange(0, UNITS)
         in_row_U = unit_U < NUM_UNITS
-        low, high = values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
+        low, high = _weights(
+            data, at_R, stride, live_R, in_row_U, unit_U, KIND, WIDTH, PARTS, ALIGN, TOGETHER
+        )
         for part in tl.static_range(PARTS):
-            weight_RK = (low if part == 0 else high).to(tl.float16).reshape(ROWS, UNITS * 16)
+            weight_RK = (low if part == 0 else high).to(x.dtype.element_ty)
+            weight_RK = weight_RK.reshape(ROWS, UNITS * 16)
             column_K = columns(unit_U, KIND, part).reshape(UNITS * 16)
             is_live = live_T[None, :] & (column_K < WIDTH)[:, None]
             x_KT = tl.load(x + column_K[:, None], mask=is_live, other=0.0)
-            total_RT = tl.dot(weight_RK, x_KT, total_RT)
+            total_RT = tl.dot(weight_RK, x_KT, total_RT, input_precision="ieee")
     if power is not None:
         total_RT *= tl.load(power + token_T, mask=live_T, other=0.0)[None, :]
     if bias is not None:
-        total_RT += tl.load(bias + row_R, mask=live_R, other=0.0)[:, None]
-    target = out + token_T.to(tl.int64)[None, :] * out_stride + row_R[:, None]
+        total_RT += tl.load(bias + at_R, mask=live_R, other=0.0)[:, None]
+    if factor is not None:
+        total_RT *= tl.load(factor + target_T, mask=live_T, other=0.0)[None, :]
+    target = out + target_T.to(tl.int64)[None, :] * out_stride + row_R[:, None]
     tl.store(target, total_RT, mask=live_R[:, None] & live_T[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "hidden_stride"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pairs", "hidden_stride"])
 def _multiply_down(
     data,
     stride,
+    bias,
     hidden,
     power,
     out,
+    tile,
+    row,
+    factor,
+    num_pairs,
     num_rows,
     num_tokens,
     hidden_stride,
@@ -85,14 +149,20 @@ def _multiply_down(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     TOKENS: tl.constexpr,
     IS_ADDED: tl.constexpr,
 ):
     NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
-    token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    live_T = token_T < num_tokens
+    if tile is None:
+        place = 0
+        token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        live_T = token_T < num_tokens
+        target_T = token_T
+    else:
+        place, live_T, token_T, target_T = _pairs_of(tile, row, num_pairs, TOKENS)
     unit_U = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     in_row_U = unit_U < NUM_UNITS
     hidden += token_T.to(tl.int64)[None, :] * hidden_stride
@@ -101,21 +171,29 @@ def _multiply_down(
     for start in tl.range(0, num_rows, ROWS):
         row_R = start + tl.arange(0, ROWS)
         live_R = row_R < num_rows
-        row = rows_at(data, row_R, stride, ALIGN)
-        low, high = values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
+        low, high = _weights(
+            data, place * num_rows + row_R, stride, live_R, in_row_U, unit_U, KIND, WIDTH, PARTS,
+            ALIGN, TOGETHER,
+        )  # fmt: skip
         is_live = live_R[:, None] & live_T[None, :]
         hidden_RT = tl.load(hidden + row_R[:, None], mask=is_live, other=0.0)
-        low_CT = tl.dot(low.to(tl.float16).reshape(ROWS, UNITS * 16).trans(), hidden_RT, low_CT)
+        low_RC = low.to(hidden.dtype.element_ty).reshape(ROWS, UNITS * 16)
+        low_CT = tl.dot(low_RC.trans(), hidden_RT, low_CT, input_precision="ieee")
         if PARTS == 2:
-            high_RC = high.to(tl.float16).reshape(ROWS, UNITS * 16)
-            high_CT = tl.dot(high_RC.trans(), hidden_RT, high_CT)
-    target = out + token_T.to(tl.int64)[None, :] * WIDTH
+            high_RC = high.to(hidden.dtype.element_ty).reshape(ROWS, UNITS * 16)
+            high_CT = tl.dot(high_RC.trans(), hidden_RT, high_CT, input_precision="ieee")
+    target = out + target_T.to(tl.int64)[None, :] * WIDTH
     for part in tl.static_range(PARTS):
         total_CT = low_CT if part == 0 else high_CT
         column_C = columns(unit_U, KIND, part).reshape(UNITS * 16)
         is_live = (column_C < WIDTH)[:, None] & live_T[None, :]
         if power is not None:
             total_CT *= tl.load(power + token_T, mask=live_T, other=0.0)[None, :]
+        if bias is not None:
+            own_bias = bias + place * WIDTH + column_C
+            total_CT += tl.load(own_bias, mask=column_C < WIDTH, other=0.0)[:, None]
+        if factor is not None:
+            total_CT *= tl.load(factor + target_T, mask=live_T, other=0.0)[None, :]
         if IS_ADDED:
             total_CT += tl.load(target + column_C[:, None], mask=is_live, other=0.0)
         tl.store(target + column_C[:, None], total_CT, mask=is_live)
@@ -132,18 +210,27 @@ def multiply(
     x_TD: Tensor,
     power_T: Tensor | None,
     out_TN: Tensor,
+    *,
+    tile_G3: Tensor | None = None,
+    row_2P: Tensor | None = None,
+    factor_P: Tensor | None = None,
+    tile_size: int = 0,
 ) -> None:
-    layout, tokens = Layout.of(matrix), tokens_of_tile(len(x_TD))
+    layout, together, num_rows = *_layout_of(matrix), out_TN.shape[1]
+    num_tiles, tokens = _tiles_of(len(x_TD), tile_G3, row_2P, tile_size)
     assert x_TD.stride(1) == out_TN.stride(1) == 1, (x_TD.stride(), out_TN.stride())
-    assert matrix.width % (16 * layout.parts) == 0, (matrix.kind, matrix.width)
-    _multiply[(ceil_div(len(x_TD), tokens), ceil_div(matrix.num_rows, _ROWS))](
+    _multiply[(num_tiles, ceil_div(num_rows, _ROWS))](
         matrix.data,
         layout.stride,
         bias_N,
         x_TD,
         power_T,
         out_TN,
-        matrix.num_rows,
+        tile_G3,
+        row_2P,
+        factor_P,
+        0 if row_2P is None else row_2P.shape[1],
+        num_rows,
         len(x_TD),
         x_TD.stride(0),
         out_TN.stride(0),
@@ -151,6 +238,7 @@ def multiply(
         WIDTH=layout.width,
         PARTS=layout.parts,
         ALIGN=layout.align,
+        TOGETHER=together,
         ROWS=_ROWS,
         UNITS=_STEP_UNITS,
         TOKENS=tokens,
@@ -165,26 +253,61 @@ def multiply_down(
     out_TD: Tensor,
     *,
     is_added: bool,
+    bias_D: Tensor | None = None,
+    tile_G3: Tensor | None = None,
+    row_2P: Tensor | None = None,
+    factor_P: Tensor | None = None,
+    tile_size: int = 0,
 ) -> None:
-    layout, tokens = Layout.of(matrix), tokens_of_tile(len(hidden_TN))
+    layout, together, num_rows = *_layout_of(matrix), hidden_TN.shape[1]
+    num_tiles, tokens = _tiles_of(len(hidden_TN), tile_G3, row_2P, tile_size)
     assert hidden_TN.stride(1) == 1 and out_TD.is_contiguous(), (hidden_TN.stride(), out_TD)
-    assert matrix.width % (16 * layout.parts) == 0, (matrix.kind, matrix.width)
-    _multiply_down[(ceil_div(len(hidden_TN), tokens), ceil_div(layout.num_units, _UNITS))](
+    _multiply_down[(num_tiles, ceil_div(layout.num_units, _UNITS))](
         matrix.data,
         layout.stride,
+        bias_D,
         hidden_TN,
         power_T,
         out_TD,
-        matrix.num_rows,
+        tile_G3,
+        row_2P,
+        factor_P,
+        0 if row_2P is None else row_2P.shape[1],
+        num_rows,
         len(hidden_TN),
         hidden_TN.stride(0),
         KIND=layout.kind,
         WIDTH=layout.width,
         PARTS=layout.parts,
         ALIGN=layout.align,
+        TOGETHER=together,
         ROWS=_STEP_ROWS,
         UNITS=_UNITS,
         TOKENS=tokens,
         IS_ADDED=is_added,
         num_warps=NUM_WARPS if tokens == 32 else 2 * NUM_WARPS,
     )
+
+
+def _tiles_of(
+    num_tokens: int, tile_G3: Tensor | None, row_2P: Tensor | None, tile_size: int
+) -> tuple[int, int]:
+    """(number of tiles, tokens of a tile)."""
+    if tile_G3 is None:
+        tokens = tokens_of_tile(num_tokens)
+        return ceil_div(num_tokens, tokens), tokens
+    assert row_2P is not None and tile_G3.is_contiguous() and row_2P.is_contiguous()
+    assert tile_size in _TOKENS, tile_size
+    return len(tile_G3), tile_size
+
+
+def _layout_of(matrix: StoredMatrix) -> tuple[Layout, int]:
+    """(the layout of a matrix, whose kind is that of a file if it is in tiles or groups; rows of
+    such)."""
+    together = rows_together(matrix.kind)
+    if together > 1:
+        assert matrix.data.is_contiguous(), (matrix.kind, matrix.data.stride())
+        matrix = replace(matrix, kind=file_kind(matrix.kind))
+    layout = Layout.of(matrix)
+    assert matrix.width % (16 * layout.parts) == 0, (matrix.kind, matrix.width)
+    return layout, together

@@ -240,31 +240,6 @@ def weighted_sum(
     return hidden_N[index_A].double() @ _rows(down, index_A)
 
 
-def multiply(
-    matrix: StoredMatrix,
-    bias_N: Tensor | None,
-    x_TD: Tensor,
-    power_T: Tensor | None,
-    out_TN: Tensor,
-) -> None:
-    y_TN = x_TD.double() @ _rows(matrix).T
-    y_TN = y_TN if power_T is None else y_TN * power_T[:, None]
-    out_TN.copy_(y_TN if bias_N is None else y_TN + bias_N)
-
-
-def multiply_down(
-    matrix: StoredMatrix,
-    hidden_TN: Tensor,
-    power_T: Tensor | None,
-    out_TD: Tensor,
-    *,
-    is_added: bool,
-) -> None:
-    y_TD = hidden_TN.double() @ _rows(matrix)
-    y_TD = y_TD if power_T is None else y_TD * power_T[:, None]
-    out_TD.copy_(out_TD + y_TD if is_added else y_TD)
-
-
 def round_tokens(
     x_TD: Tensor,
     added_TD: Tensor | None,

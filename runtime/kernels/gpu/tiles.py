@@ -17,6 +17,7 @@ from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, ceil_div
 from hotsplit.runtime.kernels.gpu.small_blocks import (
     exponent_at,
     has_minimum,
+    is_small,
     level_of,
     small_block,
 )
@@ -194,6 +195,44 @@ def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
+def tile_values(
+    tile, row, unit, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """f32 [R, U, 16] of each part of some units of rows that lie in tiles or groups of TOGETHER; kinds
+    with one part return it twice. `tile`: where a row's tile begins."""
+    lane = tl.arange(0, 16)[None, None, :]
+    if KIND == "f16" or KIND == "bf16":
+        TYPE: tl.constexpr = tl.float16 if KIND == "f16" else tl.bfloat16
+        at = unit // 2 * 2048 + row * 32 + unit % 2 * 16 + lane
+        low = tl.load(tile.to(tl.pointer_type(TYPE)) + at, mask=is_live, other=0).to(tl.float32)
+        high = low
+    elif KIND == "q4_k" or KIND == "q5_k":
+        low, high = _minimum_tile(tile, row, unit, lane, is_live, KIND)
+    elif KIND == "q2_k":
+        low, high = _q2_k_tile(tile, row, unit, lane, is_live)
+    elif KIND == "iq4_xs":
+        low, high = _iq4_xs_tile(tile, row, unit, lane, is_live)
+    elif KIND == "q6_k" or KIND == "q3_k":
+        low, high = _scaled_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
+    else:
+        tl.static_assert(is_small(KIND), "an unknown kind")
+        if TOGETHER == 16:
+            low, high, scale, minimum = _small_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
+        else:
+            low, high, scale = _small_group(tile, row, unit, lane, is_live, KIND)
+        if KIND == "q8_0":
+            low = low.to(tl.int8, bitcast=True).to(tl.float32) * scale
+            high = low
+        else:
+            low = level_of(low, KIND) * scale
+            high = level_of(high, KIND) * scale
+        if has_minimum(KIND):
+            low += minimum
+            high += minimum
+    return low, high
+
+
+@triton.jit
 def _unpack_tiles(
     data,
     out,
@@ -208,37 +247,10 @@ def _unpack_tiles(
     number = tl.program_id(0).to(tl.int64)
     row_R = tl.arange(0, ROWS)
     unit_U = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    row, unit, lane = row_R[:, None, None], unit_U[None, :, None], tl.arange(0, 16)[None, None, :]
+    row, unit = row_R[:, None, None], unit_U[None, :, None]
     is_live = unit < WIDTH // (16 * PARTS)
     tile = data + number * unit_bytes
-    if KIND == "f16" or KIND == "bf16":
-        TYPE: tl.constexpr = tl.float16 if KIND == "f16" else tl.bfloat16
-        at = unit // 2 * 2048 + row * 32 + unit % 2 * 16 + lane
-        low = tl.load(tile.to(tl.pointer_type(TYPE)) + at, mask=is_live, other=0)
-        high = low
-    elif KIND == "q4_k" or KIND == "q5_k":
-        low, high = _minimum_tile(tile, row, unit, lane, is_live, KIND)
-    elif KIND == "q2_k":
-        low, high = _q2_k_tile(tile, row, unit, lane, is_live)
-    elif KIND == "iq4_xs":
-        low, high = _iq4_xs_tile(tile, row, unit, lane, is_live)
-    elif KIND == "q6_k" or KIND == "q3_k":
-        low, high = _scaled_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
-    else:
-        tl.static_assert(KIND == "q8_0" or PARTS == 2, "an unknown kind")
-        if ROWS == 16:
-            low, high, scale, minimum = _small_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
-        else:
-            low, high, scale = _small_group(tile, row, unit, lane, is_live, KIND)
-        if KIND == "q8_0":
-            low = low.to(tl.int8, bitcast=True).to(tl.float32) * scale
-            high = low
-        else:
-            low = level_of(low, KIND) * scale
-            high = level_of(high, KIND) * scale
-        if has_minimum(KIND):
-            low += minimum
-            high += minimum
+    low, high = tile_values(tile, row, unit, is_live, KIND, WIDTH, ROWS)
     target = out + (number * ROWS + row_R)[:, None, None] * out_stride
     for part in tl.static_range(PARTS):
         value = low if part == 0 else high

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu import expert_reference, reference
+from hotsplit.runtime.kernels.gpu import expert_reference, product_reference, reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.ranges import range_of
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
@@ -44,7 +44,7 @@ def torch_kernels() -> Kernels:
         choose_experts=expert_reference.choose_experts,
         expert_gate_up=expert_reference.expert_gate_up,
         expert_down=expert_reference.expert_down,
-        multiply=_in_pieces(reference.multiply),
+        multiply=_in_pieces(product_reference.multiply),
         multiply_down=multiply_down,
         round_tokens=reference.round_tokens,
         hidden_tokens=reference.hidden_tokens,
@@ -71,6 +71,8 @@ def _in_pieces(kernel: Callable[Parameters, None]) -> Callable[Parameters, None]
     @wraps(kernel)
     def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
         given = signature.bind(*arguments, **options).arguments
+        if given.get("tile_G3") is not None:  # an expert at a time
+            return kernel(*arguments, **options)
         matrix = next(each for each in given.values() if isinstance(each, StoredMatrix))
         for rows in _pieces(matrix.num_rows):
             words = rows if given.get("id_N") is None else slice(None)  # ids are of the whole layer
@@ -174,9 +176,20 @@ def multiply_down(
     out_TD: Tensor,
     *,
     is_added: bool,
+    bias_D: Tensor | None = None,
+    tile_G3: Tensor | None = None,
+    row_2P: Tensor | None = None,
+    factor_P: Tensor | None = None,
+    tile_size: int = 0,
 ) -> None:
+    if tile_G3 is not None:
+        product_reference.multiply_down(
+            matrix, hidden_TN, power_T, out_TD, is_added=is_added, bias_D=bias_D, tile_G3=tile_G3,
+            row_2P=row_2P, factor_P=factor_P, tile_size=tile_size,
+        )  # fmt: skip
+        return
     sum_TD = out_TD.double() if is_added else torch.zeros_like(out_TD, dtype=torch.float64)
     for rows in _pieces(matrix.num_rows):
         piece, own_TN = _part(matrix, rows), hidden_TN[:, rows]
-        reference.multiply_down(piece, own_TN, power_T, sum_TD, is_added=True)
+        product_reference.multiply_down(piece, own_TN, power_T, sum_TD, is_added=True)
     out_TD.copy_(sum_TD)

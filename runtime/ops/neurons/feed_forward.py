@@ -18,15 +18,15 @@ Except in mode `dense`, limits may silence gates; see hotsplit.artifacts.limits_
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from hotsplit.costs.part_bytes import gpu_part_neurons, part_neurons
+from hotsplit.runtime.ops.neurons import expert_pass
 from hotsplit.runtime.ops.neurons.native import add_neurons
+from hotsplit.runtime.ops.neurons.streams import ColdExpertStream, ColdNeurons
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.ops.route import Routed
@@ -71,23 +71,6 @@ class BlockResult:
     position_A: Tensor | None = None  # None: all neurons of the block
 
 
-class ColdNeurons(Protocol):
-    """Streams neurons on the CPU to a GPU if there are enough tokens: see cold_stream."""
-
-    device: torch.device
-    least_tokens: int
-
-    def has(self, layer: int, block: NeuronBlock) -> bool:
-        """True if these neurons are streamed."""
-
-    def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
-        """Calls `add` with each piece of the neurons on the device; `add` reads `x` and adds to
-        `y`."""
-
-    def abandon(self) -> None:
-        """Ends a pass that failed."""
-
-
 # Tensors of a layer's neurons that observers see, with the value for neurons that are not computed.
 _SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
 
@@ -105,6 +88,7 @@ class FeedForward:
     traffic: Traffic = field(repr=False)
     cold: ColdNeurons | None = field(default=None, repr=False)
     experts: tuple[ExpertBlock, ...] = ()  # hot before cold; every expert is in exactly one
+    cold_experts: ColdExpertStream | None = field(default=None, repr=False)
     is_input_small: bool = False  # see gpu_products.Factor
 
     def forward(
@@ -143,6 +127,14 @@ class FeedForward:
         """Output [T, D] of the experts that each token's router has chosen."""
         first = self.experts[0]
         is_watched = self._is_watched(observers)
+        streams = self.cold_experts if not observers.active else None
+        device = expert_pass.device_of(self.experts, streams, len(x_TD))
+        if device is not None and not is_watched and gpu_products.multiplies_blocks(device):
+            experts = expert_pass.ExpertPass(
+                layer=self.layer, blocks=self.experts, gate=self.gate, cold=streams, device=device,
+                is_input_small=self.is_input_small, run_on_cpu=self._expert_on_cpu,
+            )  # fmt: skip
+            return experts.run(x_TD, routed).to(x_TD.device)
         y_TKD = x_TD.new_zeros(*routed.id_TK.shape, x_TD.shape[1])
         shape = len(x_TD), first.num_experts, len(first.id_F)
         seen_TEF = {name: x_TD.new_full(shape, unknown) for name, unknown in _SHOWN.items()
@@ -150,11 +142,8 @@ class FeedForward:
         for expert in routed.id_TK.unique().tolist():
             token_N, number_N = (routed.id_TK == expert).nonzero(as_tuple=True)
             block = next(each for each in self.experts if each.place_of(expert) >= 0)
-            place, bias_PD = block.place_of(expert), block.down.bias_PN
-            own_TD = x_TD[token_N].to(block.device)
-            result = self._expert(block.expert(place), own_TD, is_watched)
-            y_TD = result.y_TD if bias_PD is None else result.y_TD + bias_PD[place]
-            y_TKD[token_N, number_N] = y_TD.to(x_TD.device)
+            result = self._expert(block, expert, x_TD[token_N].to(block.device), is_watched)
+            y_TKD[token_N, number_N] = result.y_TD.to(x_TD.device)
             for name, values_TEF in seen_TEF.items():
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 assert part is not None
@@ -163,11 +152,20 @@ class FeedForward:
             observers.show(name, self.layer, values_TEF.flatten(1))
         return (routed.weight_TK[..., None] * y_TKD).sum(dim=1)
 
-    def _expert(self, block: NeuronBlock, x_TD: Tensor, is_watched: bool) -> BlockResult:
-        is_on_gpu = gpu_products.is_gpu(block.device) and not is_watched
-        if is_on_gpu and not block.is_by_output:
-            return BlockResult(y_TD=self._on_gpu(block, Factor.of(x_TD), None))
-        return self._run(block, x_TD, None, is_watched)
+    def _expert(
+        self, block: ExpertBlock, expert: int, x_TD: Tensor, is_watched: bool
+    ) -> BlockResult:
+        """One expert of a block, on its device."""
+        place, bias_PD = block.place_of(expert), block.down.bias_PN
+        own = block.expert(place)
+        if gpu_products.is_gpu(block.device) and not (is_watched or block.is_by_output):
+            result = BlockResult(y_TD=self._on_gpu(own, Factor.of(x_TD), None))
+        else:
+            result = self._run(own, x_TD, None, is_watched)
+        return result if bias_PD is None else replace(result, y_TD=result.y_TD + bias_PD[place])
+
+    def _expert_on_cpu(self, block: ExpertBlock, expert: int, x_TD: Tensor) -> Tensor:
+        return self._expert(block, expert, x_TD, False).y_TD
 
     def _is_watched(self, observers: Observers) -> bool:
         return any(observers.want(name, self.layer) for name in _SHOWN)

@@ -55,6 +55,13 @@ def gpu_part_neurons(num_tokens: int) -> int:
     return max(1, GPU_PART_BYTES // (FLOAT_BYTES * num_tokens) // rows) * rows
 
 
+def expert_part_pairs(num_tokens: int, num_neurons: int) -> int:
+    """Pairs of a token and one of its experts, which has so many neurons, that a pass computes at a
+    time on a GPU: as many as keep the f32 values of one matrix within GPU_PART_BYTES, but at least
+    those of one expert."""
+    return max(num_tokens, GPU_PART_BYTES // (FLOAT_BYTES * num_neurons))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
     """Bytes of one layer: its dense block, the predictor, one neuron. `attention` is the dense
