@@ -27,7 +27,7 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import Source
-from hotsplit.runtime.resolved_options import cache_types_of, device_of
+from hotsplit.runtime.resolved_options import cache_types_of, device_of, lacking_on_gpus
 from hotsplit.runtime.resolved_options import context_of as longest_text
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.system.sizes import format_bytes
@@ -89,12 +89,15 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     room = _usable(model, context, room)
     first = sum(room.gpus[:1])
     fits = wishes.engine.kv_offload is None and run_bytes(model, context, first) <= first
-    limited = model.has_limits or model.spec.has_experts
-    budgets = () if fits or limited or not room.gpus else room.gpus
-    predictors, mode_line = choose_predictors(model, wishes, is_on_gpu=fits and bool(room.gpus))
-    device = "cpu" if limited or not room.gpus else wishes.engine.device
+    fits = fits and not model.spec.has_experts  # a mixture is on a GPU by a plan alone
+    why_cpu = _only_on_the_cpu(model, wishes)
+    budgets = () if fits or why_cpu or not room.gpus else room.gpus
+    predictors, mode_line = choose_predictors(
+        model, wishes, is_on_gpu=fits and bool(room.gpus), has_plan=bool(budgets)
+    )
+    device = "cpu" if why_cpu or not room.gpus else wishes.engine.device
     _check_cache(model, wishes, budgets, device)
-    where = _where_line(model, wishes, room, budgets, context)
+    where = why_cpu or _where_line(wishes, room, budgets, context)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
     lines = (type_line, *notes, mode_line, where)
     return Choice(
@@ -162,9 +165,11 @@ def choose_layout(source: Source, outtype: Outtype | None, wishes: Wishes, room:
 
 
 def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
-    """True if the CPU reads every neuron, or every one of the chosen experts, for every token."""
+    """True if every neuron, or every one of the chosen experts, is read for every token, on the CPU or
+    by a plan of whole experts."""
     is_silent = not is_smooth(model) or can_silence(model) or model.predictor is not None
-    return not room.gpus and wishes.engine.mode in (None, "dense") and not is_silent
+    is_covered = not room.gpus or model.spec.has_experts
+    return is_covered and wishes.engine.mode in (None, "dense") and not is_silent
 
 
 # ---- the type -----------------------------------------------------------------------------------
@@ -237,16 +242,17 @@ def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
 
 
 def choose_predictors(
-    model: ModelFile, wishes: Wishes, *, is_on_gpu: bool
+    model: ModelFile, wishes: Wishes, *, is_on_gpu: bool, has_plan: bool = False
 ) -> tuple[bool | None, str]:
     """(whether to train predictors, why); None if a look decides."""
     if wishes.engine.mode in ("dense", "exact"):
         return False, f"mode {wishes.engine.mode}: asked for"
     if model.spec.has_experts:
         what = f"all neurons of the experts that a token's router chooses ({model.activation})"
-        if can_silence(model):
+        if can_silence(model) and not has_plan:
             what = f"neurons that fire ({model.activation}), of the experts that a router chooses"
-        return False, f"mode {mode_meant(model)}: a token computes {what}"
+        mode = "dense" if has_plan else mode_meant(model)
+        return False, f"mode {mode}: a token computes {what}"
     if model.predictor is not None:
         return False, "the file has predictors: the fastest mode by its own record"
     if wishes.engine.mode == "predicted":
@@ -295,13 +301,22 @@ def predictor_share(model: ModelFile) -> float:
 # ---- the place ----------------------------------------------------------------------------------
 
 
-def _where_line(
-    model: ModelFile, wishes: Wishes, room: Room, budgets: tuple[int, ...], context: int
-) -> str:
+def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
+    """Why no GPU can run this model as wished; None if one can."""
     if model.has_limits:
         return "on the CPU: limits run only there so far"
-    if model.spec.has_experts:
-        return "on the CPU: run makes no plans for mixtures of experts so far; solve and generate --split do"
+    if not model.spec.has_experts:
+        return None
+    if wishes.engine.mode == "exact":
+        return "on the CPU: plans of mixtures of experts are for mode dense so far"
+    if wishes.engine.kv_offload is not None:
+        return "on the CPU: plans of mixtures of experts have no --kv-offload so far"
+    lacking = (lacking_on_gpus(layer.attention) for layer in model.spec.layers)
+    what = next((name for name in lacking if name is not None), None)
+    return None if what is None else f"on the CPU: {what} in attention runs only there so far"
+
+
+def _where_line(wishes: Wishes, room: Room, budgets: tuple[int, ...], context: int) -> str:
     if budgets:
         given = " and ".join(map(format_bytes, budgets))
         return (

@@ -14,12 +14,12 @@ from hotsplit.run.cache_folder import VARIABLE
 from hotsplit.run.choice import predictor_share
 from hotsplit.run.rates import encode_bytes_per_s, machine_key, matmul_flops, unpack_values_per_s
 from hotsplit.run.stages import (
-    LOOK_TOKENS,
     Job,
     conversion_name,
     flop_per_token,
     full_key,
     look_key,
+    look_tokens,
     model_key,
     plan_key,
     profile_key,
@@ -203,7 +203,7 @@ def decided(job: Job, is_verified: bool | None) -> Job:
 def _of_look(job: Job) -> list[Work]:
     if not job.choice.needs_look(job.wishes) or job.cache.find("look", look_key(job)):
         return []
-    seconds = LOOK_TOKENS / count_per_s(job)
+    seconds = look_tokens(job) / count_per_s(job)
     return [Work(kind="look", label="look", seconds=seconds, num_bytes=_counts(job))]
 
 
@@ -228,7 +228,8 @@ def _of_plan(job: Job, tokens: int | None) -> list[Work]:
     if not job.choice.budgets:
         return []
     size = sum(entry.num_bytes for entry in job.choice.model.tensors.values())
-    seconds = TRIAL_S + 2 * size / LOADED_BYTES_PER_S
+    loads = 4 if job.choice.model.spec.has_experts else 2
+    seconds = TRIAL_S + loads * size / LOADED_BYTES_PER_S
     trial = Work(kind="trial", label="try the plan", seconds=seconds, num_bytes=0)
     key = plan_key(job, tokens)
     trials = [] if job.cache.find("trial", {"plan": key}) else [trial]

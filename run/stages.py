@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import FILES, Winner
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig, ConvertReport
+from hotsplit.costs.part_bytes import read_share
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
@@ -42,12 +44,13 @@ from hotsplit.solver.prediction import (
     inputs_for,
     parts_of,
     scaled,
-    write_whole_layers,
+    write_obvious,
 )
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.system.progress import Advance, progress
 
 LOOK_TOKENS = 512
+EXPERT_TOKENS = 2048  # whose experts are recorded; more hardly improve a plan (docs/solver.md)
 MODEL, LOOK, PROFILE, MACHINE, PLAN, TRIAL = (
     STAGES[kind].file for kind in ("model", "look", "profile", "machine", "plan", "trial")
 )
@@ -82,8 +85,15 @@ def model_key(job: Job) -> dict[str, Any]:
     return conversion_key(source.identity, job.choice.outtype, job.choice.layout, source.activation)
 
 
+def look_tokens(job: Job) -> int:
+    """The tokens of a look: of a mixture of experts, as many as its plan is priced with."""
+    if not job.choice.model.spec.has_experts:
+        return LOOK_TOKENS
+    return job.wishes.tokens or EXPERT_TOKENS
+
+
 def look_key(job: Job) -> dict[str, Any]:
-    return profile_key(job, LOOK_TOKENS)
+    return profile_key(job, look_tokens(job))
 
 
 def profile_key(job: Job, tokens: int) -> dict[str, Any]:
@@ -153,10 +163,10 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
     """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
     second."""
     texts = texts_of(job.texts, job.cache)
-    tokens = available(model, texts, LOOK_TOKENS)
+    tokens = available(model, texts, look_tokens(job))
     config = ProfileConfig(
         model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
-        device=job.choice.device, force=True,
+        device="cpu" if job.choice.model.spec.has_experts else job.choice.device, force=True,
     )  # fmt: skip
     heard: list[tuple[float, float]] = []  # (time, tokens counted since the last call)
 
@@ -274,34 +284,30 @@ def make_trial(
 ) -> Mapping[str, Any]:
     """Tries a plan, and further ones if it is not what was predicted."""
     plan = Split.load(split)
-    config = _solve_config(job, model, machine, profiled, folder / FILES["the second plan"])
+    paths: dict[Winner, Path] = {name: folder / file for name, file in FILES.items()}
+    config = _solve_config(job, model, machine, profiled, paths["the second plan"])
 
-    def by(path: Path | None) -> Measured:
+    def by(name: Winner) -> Measured:
         own, context = job.wishes.engine, job.choice.context_length
-        if path is None:
+        if name == "the CPU alone":
             return measured_by(model, None, replace(own, device="cpu", context_length=context))
         if not any(own.rope):  # a scaling may follow from the context
             own = replace(own, context_length=None)
+        path = split if name == "the plan" else paths[name]
         return measured_by(model, path, replace(own, device=job.choice.device, mode=None))
 
-    def others(scales: Scales) -> dict[Winner, Measured]:
+    def again(scales: Scales) -> float:
         scaled(inputs.machine, scales).save(folder / MACHINE)
-        again = replace(config, machine=folder / MACHINE)
-        solve(again, workspace_bytes)
-        found: dict[Winner, Measured] = {"the second plan": by(again.output)}
-        whole = replace(again, output=folder / FILES["whole layers"])
-        if write_whole_layers(whole, workspace_bytes) is not None:
-            found["whole layers"] = by(whole.output)
-        return found
+        return solve(replace(config, machine=folder / MACHINE), workspace_bytes).objective_s
 
     inputs = inputs_for(plan, config, workspace_bytes)
     prediction = Prediction(
         token_s=plan.objective_s, parts_s=parts_of(plan, inputs),
-        cpu_alone_s=cpu_alone_seconds(inputs),
+        cpu_alone_s=cpu_alone_seconds(inputs), obvious_s=write_obvious(plan, inputs, paths),
     )  # fmt: skip
-    trial = tried(prediction, lambda: by(split), lambda: by(None), others)
+    trial = tried(prediction, by, again, tries_all=job.choice.model.spec.has_experts)
     trial.save(folder / TRIAL)
-    job.rates.note(cpu_alone_name(plan.model_id), 1 / trial.cpu_s)
+    job.rates.note(cpu_alone_name(plan.model_id), 1 / trial.measured_s["the CPU alone"])
     return {}
 
 
@@ -319,11 +325,12 @@ def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
 
 
 def flop_per_token(model: ModelFile) -> float:
-    """Floating-point operations per token: two per element of all matrices, but of the embedding
-    only if it is also the head."""
-    sizes = [
-        entry.shape[0] * entry.shape[1]
-        for name, entry in model.tensors.items()
-        if len(entry.shape) == 2 and (name != "token_embd.weight" or model.is_tied)
-    ]
-    return 2.0 * sum(sizes)
+    """Floating-point operations per token: two per element of all matrices, of experts as many as a
+    token chooses, but of the embedding only if it is also the head."""
+    found = 0.0
+    for name, entry in model.tensors.items():
+        if len(entry.shape) >= 2 and (name != "token_embd.weight" or model.is_tied):
+            layer = name.split(".")[1] if name.startswith("blk.") else ""
+            share = read_share(model, int(layer), name.split(".", 2)[2]) if layer else 1.0
+            found += 2.0 * share * prod(entry.shape)
+    return found

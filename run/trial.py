@@ -3,11 +3,12 @@ loaded as it would run. What is measured decides, not what was predicted.
 
 A plan that is slower than the CPU alone by SLOWER is not run. If a token takes longer than predicted
 by MISSED, the machine's figures are scaled so that they explain what was measured (`scales_of`), and
-the solver runs once more; that plan and the one by whole layers are tried too. The fastest runs, and
-one line says why."""
+the solver runs once more; that plan and the one by whole layers are tried too. Of a mixture of
+experts, whole layers and everything but the experts on the GPUs are tried in any case. The fastest
+runs, and one line says why."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -33,12 +34,13 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted seconds of a token by the plan, with its parts "cpu", "hand_over" and "gpu", and on
-    the CPU alone."""
+    """Predicted seconds of a token by the plan, with its parts "cpu", "hand_over" and "gpu", on the CPU
+    alone, and by the obvious plans."""
 
     token_s: float
     parts_s: Mapping[str, float]
     cpu_alone_s: float
+    obvious_s: Mapping[Winner, float] = field(default_factory=dict)
 
 
 def measure(engine: Engine) -> Measured:
@@ -75,24 +77,31 @@ def scales_of(prediction: Prediction, first: Measured, cpu_s: float) -> Scales:
 
 def tried(
     prediction: Prediction,
-    plan: Callable[[], Measured],
-    cpu: Callable[[], Measured],
-    others: Callable[[Scales], Mapping[Winner, Measured]],
+    by: Callable[[Winner], Measured],
+    again: Callable[[Scales], float],
+    *,
+    tries_all: bool,
 ) -> Trial:
-    """Measures the plan and the CPU alone; if the prediction was missed, `others` makes and measures
-    further plans by these factors."""
-    first, alone = plan(), cpu()
-    scales = scales_of(prediction, first, alone.token_s)
+    """Measures the plan and the CPU alone; if the prediction was missed, a second plan, which `again`
+    makes by these factors and predicts; then, or if `tries_all`, the obvious ones as well."""
+    first, cpu_s = by("the plan"), by("the CPU alone").token_s
+    scales = scales_of(prediction, first, cpu_s)
     times: dict[Winner, float] = {"the plan": first.token_s}
-    if first.token_s > MISSED * prediction.token_s:
-        times |= {name: other.token_s for name, other in others(scales).items()}
+    predicted: dict[Winner, float] = {"the plan": prediction.token_s}
+    is_missed = first.token_s > MISSED * prediction.token_s
+    if is_missed:
+        predicted["the second plan"] = again(scales)
+        times["the second plan"] = by("the second plan").token_s
+    if is_missed or tries_all:
+        predicted |= prediction.obvious_s
+        times |= {name: by(name).token_s for name in prediction.obvious_s}
     runs = min(times, key=lambda name: times[name])
-    if times[runs] > SLOWER * alone.token_s:
+    if times[runs] > SLOWER * cpu_s:
         runs = "the CPU alone"
     return Trial(
-        runs=runs, predicted_s=prediction.token_s, plan_s=first.token_s, cpu_s=alone.token_s,
-        prompt_s=first.prompt_s, second_s=times.get("the second plan"),
-        layers_s=times.get("whole layers"), parts_s=prediction.parts_s, scales=asdict(scales),
+        runs=runs, predicted_s=predicted | {"the CPU alone": prediction.cpu_alone_s},
+        measured_s=times | {"the CPU alone": cpu_s}, prompt_s=first.prompt_s,
+        parts_s=prediction.parts_s, scales=asdict(scales),
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.kernels.threads import use_default_threads
+from hotsplit.runtime.model.expert_loader import check_routers
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
@@ -252,6 +253,7 @@ class Loaded:
                 num_sequences=self.num_sequences, cache_types=self.cache_types,
                 resident_LN=self.resident_LN, are_slots_joined=self.has_joined_slots,
             )  # fmt: skip
+        check_routers(self.model, self.weights.layers)  # once the uploads are done
         if not library.is_available():
             self.warn("the C++ kernels are not built; torch is used instead and is many"
                       " times slower; run make build")  # fmt: skip

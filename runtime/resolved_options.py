@@ -14,6 +14,7 @@ from hotsplit.costs.default_mode import choose_mode, loss_line
 from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, kv_kind, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
+from hotsplit.model.spec import Attention
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
@@ -146,20 +147,23 @@ def _check_mixture_on_gpus(model: ModelFile, plan: Split) -> None:
     """Raises HotsplitError if a plan puts a part of a mixture on a GPU that its kernels lack."""
     layers = zip(model.spec.layers, plan.dense_on_gpu, strict=True)
     for index, (layer, is_on_gpu) in enumerate(layers):
-        attention = layer.attention
-        lacking = {
-            "attention sinks": attention.has_sinks,
-            "one norm of all heads": attention.norms_all_heads,
-            "a part of each head that does not rotate": (
-                attention.rotary is not None and attention.num_rotated < attention.head_dim
-            ),
-        }
-        what = next((name for name, is_there in lacking.items() if is_there), None)
+        what = lacking_on_gpus(layer.attention)
         if is_on_gpu and what is not None:
             raise HotsplitError(
                 f"{model.path}: the plan puts the attention of layer {index} on a GPU, where {what}"
                 " does not run so far; make a plan with attention on the CPU"
             )
+
+
+def lacking_on_gpus(attention: Attention) -> str | None:
+    """What the kernels of GPUs lack of an attention; None if they cover it."""
+    lacking = {
+        "one norm of all heads": attention.norms_all_heads,
+        "a part of each head that does not rotate": (
+            attention.rotary is not None and attention.num_rotated < attention.head_dim
+        ),
+    }
+    return next((name for name, is_there in lacking.items() if is_there), None)
 
 
 def placement_of(

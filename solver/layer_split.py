@@ -115,12 +115,38 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
     )
 
 
-def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
+def without_experts(inputs: Inputs) -> PipelinePlacement | None:
+    """A plan of ours with everything but a mixture's experts on the GPUs, as llama.cpp's --cpu-moe has
+    it; without the head if that does not fit. None if neither fits, and without experts."""
+    if not inputs.model.spec.has_experts:
+        return None
+    for has_head in (True, False):
+        homes = _homes(inputs, 0, has_head, has_experts=False)
+        if homes is not None:
+            units = ExpertUnits(model=inputs.model, profile=inputs.profile)
+            is_dense_L = ~units.has_experts_L
+            home = homes if has_head else [*homes, homes[-1]]
+            return PipelinePlacement(
+                placement=Placement(
+                    hot_LF=np.repeat(is_dense_L[:, None], units.number, axis=1),
+                    dense_L=np.ones(len(is_dense_L), bool), head=has_head,
+                ),
+                home_I=np.array(home, np.int64),
+            )  # fmt: skip
+    return None
+
+
+def _homes(
+    inputs: Inputs, first: int, has_head: bool, *, has_experts: bool = True
+) -> list[int] | None:
     """The GPU of each layer from `first` on and, with `has_head`, of the head; None if they do not
     fit."""
     model, homes = inputs.model, list[int]()
     layers = range(first, model.spec.num_layers)
-    sizes = [inputs.kv_bytes(layer) + _weight_bytes(inputs, layer) for layer in layers]
+    sizes = [
+        inputs.kv_bytes(layer) + _weight_bytes(inputs, layer, has_experts=has_experts)
+        for layer in layers
+    ]
     sizes += [head_bytes(model)] * has_head
     gpu, room = -1, -1
     for size in sizes:
@@ -155,10 +181,13 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
     return total + (inputs.gpus[homes[0]].cpu_run_s.median if homes and first > 0 else 0.0)
 
 
-def _weight_bytes(inputs: Inputs, layer: int) -> int:
+def _weight_bytes(inputs: Inputs, layer: int, *, has_experts: bool = True) -> int:
     """Bytes of a layer, without its predictor's."""
-    tensors = layer_tensors(inputs.model, layer)
-    return sum(entry.num_bytes for name, entry in tensors.items() if _is_read(name))
+    return sum(
+        entry.num_bytes
+        for name, entry in layer_tensors(inputs.model, layer).items()
+        if _is_read(name) and (has_experts or not is_expert(name))
+    )
 
 
 def _read_bytes(inputs: Inputs, layer: int) -> float:

@@ -14,13 +14,14 @@ from hotsplit.costs.default_mode import refusal, sparse_modes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.solver.inputs import Inputs, Workspace
-from hotsplit.solver.layer_split import as_plan, layer_split
+from hotsplit.solver.layer_split import as_plan, layer_split, without_experts
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
 from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.with_cache import check_host
 
-AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
+Obvious = Literal["whole layers", "experts on the CPU"]
+AlternativeName = Mode | Obvious
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +122,13 @@ def _cached_modes(inputs: Inputs, allowed: list[Mode], max_loss: float) -> list[
 
 
 def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: float) -> Found:
-    known = whole_layers(inputs)
+    known = obvious_plans(inputs)
     others = [
-        Alternative(name="whole layers", seconds=plan_seconds(pipeline, plan))
-        for plan in known
+        Alternative(name=name, seconds=plan_seconds(pipeline, plan))
+        for name, plan in known.items()
         if plan_is_feasible(pipeline, plan)
     ]
-    answer = find_plan(pipeline, time_limit_s=time_limit_s, known=known, beat_s=beat_s)
+    answer = find_plan(pipeline, time_limit_s=time_limit_s, known=[*known.values()], beat_s=beat_s)
     if answer is None:
         raise too_small(inputs, pipeline)
     if inputs.swapped_rows:
@@ -135,9 +136,14 @@ def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: fl
     return Found(inputs=inputs, pipeline=pipeline, answer=answer, others=tuple(others))
 
 
-def whole_layers(inputs: Inputs) -> list[PipelinePlacement]:
-    """The split by whole layers if the mode is dense; it may not fit."""
-    return [as_plan(inputs, layer_split(inputs))] if inputs.mode == "dense" else []
+def obvious_plans(inputs: Inputs) -> dict[Obvious, PipelinePlacement]:
+    """What llama.cpp would be told, if the mode is dense: whole layers, and everything but the experts
+    of a mixture. They may not fit."""
+    if inputs.mode != "dense":
+        return {}
+    found: dict[Obvious, PipelinePlacement] = {"whole layers": as_plan(inputs, layer_split(inputs))}
+    without = without_experts(inputs)
+    return found if without is None else found | {"experts on the CPU": without}
 
 
 def _told(found: Found) -> Alternative:

@@ -9,9 +9,9 @@ import numpy as np
 
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.split_file import Split
-from hotsplit.files.outputs import check_output
+from hotsplit.artifacts.trial_file import Winner
 from hotsplit.solver.inputs import Inputs, Workspace
-from hotsplit.solver.mode_choice import Found, whole_layers
+from hotsplit.solver.mode_choice import Found, obvious_plans
 from hotsplit.solver.multi_gpu import (
     PipelinePlacement,
     cpu_only_plan,
@@ -116,17 +116,22 @@ def cpu_alone_seconds(inputs: Inputs) -> float:
     return plan_seconds(pipeline, cpu_only_plan(pipeline))
 
 
-def write_whole_layers(config: SolveConfig, workspace: Workspace) -> Path | None:
-    """Writes the plan of whole layers to the output of `config`; None if the mode is not dense, or
-    the plan does not fit."""
-    check_output(config.output, force=config.force, inputs=())
-    inputs = inputs_of(config, workspace)
-    pipeline = inputs.pipeline()
-    for plan in whole_layers(inputs):
-        if plan_is_feasible(pipeline, plan):
-            seconds = plan_seconds(pipeline, plan)
-            answer = Answer(status="bounded", plan=plan, objective_s=seconds, bound_s=0.0)
+def _are_equal(one: PipelinePlacement, other: PipelinePlacement) -> bool:
+    a, b = one.placement, other.placement
+    are_there = np.array_equal(a.hot_LF, b.hot_LF) and np.array_equal(a.dense_L, b.dense_L)
+    return are_there and a.head == b.head and np.array_equal(one.home_I, other.home_I)
+
+
+def write_obvious(plan: Split, inputs: Inputs, paths: Mapping[Winner, Path]) -> dict[Winner, float]:
+    """Writes the obvious plans that fit, have anything on a GPU and are not `plan`, each to its path;
+    returns the seconds of a token that they are predicted to take."""
+    pipeline, planned, predicted_s = inputs.pipeline(), placement_of(plan, inputs), {}
+    for name, other in obvious_plans(inputs).items():
+        is_new = other.placement.uses_gpu and not _are_equal(other, planned)
+        if is_new and plan_is_feasible(pipeline, other):
+            seconds = plan_seconds(pipeline, other)
+            answer = Answer(status="bounded", plan=other, objective_s=seconds, bound_s=0.0)
             found = Found(inputs=inputs, pipeline=pipeline, answer=answer, others=())
-            split_of(found, solve_s=0.0).save(config.output)
-            return config.output
-    return None
+            split_of(found, solve_s=0.0).save(paths[name])
+            predicted_s[name] = seconds
+    return predicted_s

@@ -218,7 +218,7 @@ def check(config: SolveConfig) -> Split:
 def split_of(found: Found, *, solve_s: float) -> Split:
     """The answer as the content of a plan file."""
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
-    placement, plan = answer.placement, answer.plan
+    placement, plan, spec = answer.placement, answer.plan, inputs.model.spec
     has_many = len(inputs.budgets) > 1
     hot = hot_ids(inputs, pipeline.model, placement)
     _, profile_path, machine_path = inputs.paths
@@ -244,6 +244,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         cache=planned_cache(inputs, pipeline, placement),
         num_sequences=inputs.num_sequences,
         kv_offload=inputs.kv_offload,
+        num_experts=max(x.neurons.num_experts for x in spec.layers) if spec.has_experts else 0,
     )
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}
@@ -279,7 +280,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         tokens_per_s=1 / split.objective_s,
         num_hot=sum(len(split.hot[layer]) for layer in counted),
         num_neurons=sum(placed_units(inputs.model, layer)[0] for layer in counted),
-        units="experts" if spec.has_experts else "neurons",
+        units=split.units,
         num_dense_on_gpu=sum(split.dense_on_gpu),
         num_layers=pipeline.model.num_layers,
         head_on_gpu=split.head_on_gpu,

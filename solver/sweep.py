@@ -13,7 +13,7 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import advise
 from hotsplit.solver.inputs import Inputs, Workspace
-from hotsplit.solver.mode_choice import allowed_modes, in_mode, whole_layers
+from hotsplit.solver.mode_choice import allowed_modes, in_mode, obvious_plans
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.problem import placement_bytes
@@ -95,7 +95,7 @@ def _best(
         pipeline = of_mode.pipeline()
         beat_s = np.inf if best is None else best[2].objective_s
         answer = find_plan(
-            pipeline, time_limit_s=TIME_LIMIT_S, known=whole_layers(of_mode),
+            pipeline, time_limit_s=TIME_LIMIT_S, known=[*obvious_plans(of_mode).values()],
             beat_s=beat_s if is_proven else 0.0,
         )  # fmt: skip
         if answer is not None and answer.objective_s < beat_s:

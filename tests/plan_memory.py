@@ -18,7 +18,7 @@ from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.device.device_memory import kept_budget
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.inputs import Inputs
-from hotsplit.solver.mode_choice import Found, whole_layers
+from hotsplit.solver.mode_choice import Found, obvious_plans
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.solve import split_of
 
@@ -73,7 +73,9 @@ def solved(
         budget_bytes = least + int(share * (most - least))
     inputs = inputs_for(budget_bytes)
     pipeline = inputs.pipeline()
-    answer = find_plan(pipeline, time_limit_s=1.0, known=whole_layers(inputs), beat_s=0.0)
+    answer = find_plan(
+        pipeline, time_limit_s=1.0, known=[*obvious_plans(inputs).values()], beat_s=0.0
+    )
     assert answer is not None
     return split_of(Found(inputs=inputs, pipeline=pipeline, answer=answer, others=()), solve_s=0.0)
 

@@ -161,7 +161,7 @@ def test_no_rotation(kernels):
 
 
 def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=torch.float16, by=1.0,
-              window=None, scale=None):  # fmt: skip
+              window=None, scale=None, sink=None):  # fmt: skip
     """The output of `attend`, f32 [H, W]. Scratch, the cache after `position` and tiles wholly before
     the window hold NaN."""
     num_heads, num_kv = heads
@@ -179,6 +179,7 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
     which.attend(
         qkv, cache[:, 0], cache[:, 1], at, num_heads, scratch, out,
         scale=width**-0.5 if scale is None else scale, window=window,
+        sink_H=None if sink is None else sink + vector(num_heads, 5),
     )  # fmt: skip
     return out
 
@@ -225,6 +226,23 @@ def test_parts_of_long_contexts_have_several_tiles(kernels, monkeypatch):
     for position in (0, 64, 255, 256, 400):
         for window in (None, 1, 64, 100, 145, 300):
             assert_attention(kernels, position, context=600, window=window)
+
+
+@pytest.mark.parametrize(
+    ("position", "sink", "options"),
+    [
+        (0, 0.0, {}),
+        (63, 2.0, {"heads": (6, 2)}),
+        (130, 100.0, {}),  # nearly all of the weight, above every score by more than e^88
+        (130, -100.0, {}),
+        (199, 3.0, {"window": 65, "heads": (4, 1)}),
+    ],
+)
+def test_a_sink_takes_a_share_of_no_value(kernels, position, sink, options):
+    assert_attention(kernels, position, sink=sink, **options)
+    plain = attention(REFERENCE, position, **options)
+    with_sink = attention(REFERENCE, position, sink=sink, **options)
+    assert torch.equal(plain, with_sink) == (sink < -99)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])

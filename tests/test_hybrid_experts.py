@@ -59,7 +59,7 @@ assert callable(as_on_a_gpu)  # a fixture
 def attends_on_gpus(block: Attention) -> bool:
     """True if the GPUs' kernels cover an attention."""
     is_plain = block.rotary is None or block.num_rotated == block.head_dim
-    return is_plain and not block.has_sinks and not block.norms_all_heads
+    return is_plain and not block.norms_all_heads
 
 
 def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context: int = 32):

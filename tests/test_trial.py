@@ -67,28 +67,56 @@ def test_steps_and_a_prompt_are_timed_and_leave_no_trace(tmp_path, context_lengt
 
 
 def test_the_cpu_alone_wins_by_more_than_a_twentieth_and_others_are_tried_only_if_missed():
-    def others(scales):
+    def again(scales):
         raise AssertionError("not missed")
 
     for cpu_s, runs in ((2.86, "the plan"), (2.85, "the CPU alone"), (9.0, "the plan")):
-        alone = Measured(token_s=cpu_s, prompt_s=1.0)
-        found = tried(PREDICTION, lambda: TIMES, lambda alone=alone: alone, others)
-        assert (found.runs, found.second_s) == (runs, None)
+        times = {"the plan": TIMES, "the CPU alone": Measured(token_s=cpu_s, prompt_s=1.0)}
+        found = tried(PREDICTION, times.__getitem__, again, tries_all=False)
+        assert found.runs == runs and found.measured_s.keys() == times.keys()
         assert "the plan takes 3e+03 ms a token (predicted 2.9e+03 ms), the CPU alone" in found.line
 
 
+@pytest.mark.parametrize(
+    ("experts_s", "layers_s", "cpu_s", "runs"),
+    [
+        (2.9, 2.8, 9.0, "whole layers"),
+        (2.5, 2.8, 9.0, "experts on the CPU"),
+        (3.1, 3.2, 9.0, "the plan"),
+        (2.5, 2.8, 2.3, "the CPU alone"),
+    ],
+)
+def test_the_fastest_of_all_that_is_tried_runs(experts_s, layers_s, cpu_s, runs):
+    prediction = replace(PREDICTION, obvious_s={"experts on the CPU": 4.0, "whole layers": 5.0})
+    times = {"the plan": 3.0, "experts on the CPU": experts_s, "whole layers": layers_s, "the CPU alone": cpu_s}  # fmt: skip
+
+    def by(name):
+        return Measured(token_s=times[name], prompt_s=1.0)
+
+    found = tried(prediction, by, lambda scales: 1.0, tries_all=True)
+    assert (found.runs, found.measured_s) == (runs, times)
+    assert f"all experts on the CPU {1e3 * experts_s:.3g} ms (predicted 4e+03 ms)" in found.line
+    assert f"the CPU alone {1e3 * cpu_s:.3g} ms (predicted 1e+03 ms)" in found.line
+    assert found.line.endswith("runs instead") == (runs in prediction.obvious_s)
+
+
 def test_the_record_is_read_back_and_others_are_refused(tmp_path):
-    trial = Trial(runs="whole layers", predicted_s=1e-3, plan_s=3e-3, cpu_s=9e-3, prompt_s=0.1,
-                  second_s=2.5e-3, layers_s=2e-3, parts_s=PREDICTION.parts_s,
-                  scales={"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0})  # fmt: skip
+    trial = Trial(
+        runs="whole layers", prompt_s=0.1, parts_s=PREDICTION.parts_s,
+        predicted_s={"the plan": 1e-3, "whole layers": 4e-3, "the CPU alone": 5e-3},
+        measured_s={"the plan": 3e-3, "whole layers": 2e-3, "the CPU alone": 9e-3},
+        scales={"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0},
+    )  # fmt: skip
     assert trial.parts_line.startswith(
         "3 times what was predicted: the CPU 2e+03 ms (measured 2 times"
     )
     path = tmp_path / "trial.json"
     trial.save(path)
-    assert Trial.load(path) == trial and "whole layers runs instead, at 2 ms" in trial.line
-    for old, new in (('"runs": "whole', '"runs": "hole'), ('"plan_s": 0.003', '"plan_s": null'),
-                     ('"version": 1', '"version": 2'), ('"hand_over": 6.0', '"hand": 6.0'), ('"cpu_s"', '"cpu"')):  # fmt: skip
+    assert Trial.load(path) == trial and "whole layers 2 ms (predicted 4 ms)" in trial.line
+    for old, new in (('"runs": "whole', '"runs": "hole'), ('"the plan": 0.003', '"the plan": null'),
+                     ('"version": 2', '"version": 1'), ('"hand_over": 6.0', '"hand": 6.0'),
+                     ('"measured_s"', '"cpu"'), ('"the CPU alone": 0.009', '"no": 1'),
+                     ('"runs": "whole layers"', '"runs": "experts on the CPU"')):  # fmt: skip
         path.write_text(path.read_text().replace(old, new))
         with pytest.raises(HotsplitError):
             Trial.load(path)
@@ -101,7 +129,8 @@ def test_doctor_shows_predictions_that_were_missed(tmp_path, monkeypatch):
     for number, plan_s in enumerate((1.2e-3, 3e-3)):
         (tmp_path / f"trial-{number}").mkdir()
         scales = {"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0}
-        Trial(runs="the plan", predicted_s=1e-3, plan_s=plan_s, cpu_s=9e-3, prompt_s=0.1,
+        Trial(runs="the plan", predicted_s={"the plan": 1e-3, "the CPU alone": 8e-3},
+              measured_s={"the plan": plan_s, "the CPU alone": 9e-3}, prompt_s=0.1,
               parts_s=PREDICTION.parts_s, scales=scales).save(tmp_path / f"trial-{number}/trial.json")  # fmt: skip
     (tmp_path / "trial-2").mkdir()
     (tmp_path / "trial-2" / "trial.json").write_text("{}")

@@ -23,7 +23,7 @@ from hotsplit.model.tensors import KEY_NORM, QUERY_NORM, SINKS
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
-from hotsplit.runtime.model.expert_loader import ExpertLoader, check_routers
+from hotsplit.runtime.model.expert_loader import ExpertLoader
 from hotsplit.runtime.model.layers import Layer, Weights, limited
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
@@ -68,7 +68,6 @@ def load_weights(
         cache_types=cache_types, resident_LN=resident_LN, are_slots_joined=are_slots_joined,
     )  # fmt: skip
     weights = builder.weights()
-    check_routers(model, weights.layers)
     builder.neurons.report_transposed(notice)
     return weights
 

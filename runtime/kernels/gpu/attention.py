@@ -268,6 +268,7 @@ def _attend_join(
     weights,
     position,
     out,
+    sink,
     window,
     num_heads,
     WIDTH: tl.constexpr,
@@ -297,7 +298,10 @@ def _attend_join(
     column_W = tl.arange(0, BLOCK)
     in_head_W = column_W < WIDTH
     peak_S = tl.load(peaks + at_S, mask=is_live_S, other=float("-inf"))
-    share_S = tl.exp(peak_S - tl.max(peak_S, axis=0))
+    peak = tl.max(peak_S, axis=0)
+    if sink is not None:
+        peak = tl.maximum(peak, tl.load(sink + head))
+    share_S = tl.exp(peak_S - peak)
     weight_S = tl.load(weights + at_S, mask=is_live_S, other=0.0)
     sum_SW = tl.load(
         sums + at_S[:, None] * WIDTH + column_W[None, :],
@@ -305,9 +309,10 @@ def _attend_join(
         other=0.0,
     )
     sum_W = tl.sum(sum_SW * share_S[:, None], axis=0)
-    tl.store(
-        out + head * WIDTH + column_W, sum_W / tl.sum(weight_S * share_S, axis=0), mask=in_head_W
-    )
+    weight = tl.sum(weight_S * share_S, axis=0)
+    if sink is not None:  # a score of no key
+        weight += tl.exp(tl.load(sink + head) - peak)
+    tl.store(out + head * WIDTH + column_W, sum_W / weight, mask=in_head_W)
 
 
 def rotate_append(
@@ -372,6 +377,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> None:
     cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
@@ -418,6 +424,7 @@ def attend(
         weights,
         position_1,
         out_HW,
+        sink_H,
         window,
         num_heads,
         WIDTH=width,

@@ -138,9 +138,10 @@ class Attend(Protocol):
         *,
         scale: float,
         window: int | None = None,
+        sink_H: Tensor | None = None,
     ) -> None:
         """softmax(scale q k) v over the positions up to `position_1` inclusive: the last `window` of
-        them, or all. Triton reads no tile of 64 keys before the window. `scratch` is f32 with at least `attend_scratch` values per row."""
+        them, or all. `sink_H`, f32: for each head one more score, whose share is dropped. Triton reads no tile of 64 keys before the window. `scratch` is f32 with at least `attend_scratch` values per row."""
 
 
 class AttendTokens(Protocol):
@@ -159,8 +160,7 @@ class AttendTokens(Protocol):
     ) -> None:
         """`attend` for the tokens of a prompt, of one sequence at ascending positions: `sequence_1`
         may have several values, which are equal. Queries are scaled and have the type of keys and
-        values, to which shares are rounded, too; sums are f32. `sink_H`, f32: for each head one more
-        score, whose share is dropped. A token's result has the same bits in every pass."""
+        values, to which shares are rounded, too; sums are f32. A token's result has the same bits in every pass."""
 
 
 class Predict(Protocol):

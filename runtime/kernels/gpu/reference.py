@@ -129,6 +129,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> None:
     if table_SN is not None and sequence_1 is not None:
         key_CKW, value_CKW = (
@@ -140,7 +141,10 @@ def attend(
     read = slice(0 if window is None else max(0, count - window), count)
     query_KGW = qkv[: num_heads * width].double().view(num_kv, -1, width)
     key_KWC = key_CKW[read].double().permute(1, 2, 0)
-    share_KGC = (query_KGW @ key_KWC * scale).softmax(dim=-1)
+    score_KGC = query_KGW @ key_KWC * scale
+    if sink_H is not None:
+        score_KGC = torch.cat([score_KGC, sink_H.double().view(num_kv, -1, 1)], dim=-1)
+    share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
     out_HW.copy_((share_KGC @ value_CKW[read].double().transpose(0, 1)).view_as(out_HW))
 
 

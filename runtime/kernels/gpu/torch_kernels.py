@@ -120,16 +120,19 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
     group = num_heads // num_kv
     out = out_HW.view(-1)
     for head in range(num_kv):
         heads = slice(head * group * width, (head + 1) * group * width)
+        kept_heads = slice(head * group, (head + 1) * group)
         kept = slice(head, head + 1)
         reference.attend(
             qkv[heads], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, group, scratch,
             out[heads], sequence_1, table_SN, scale=scale, window=window,
+            sink_H=None if sink_H is None else sink_H[kept_heads],
         )  # fmt: skip
 
 

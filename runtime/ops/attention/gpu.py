@@ -56,6 +56,7 @@ def launch_attend(
         lambda: on.kernels.attend(
             qkv, keys, values, at.position_T, num_heads, scratch, heads, at.sequence_T,
             at.table_SN, scale=attention.score_scale, window=attention.window,
+            sink_H=attention.sink_H,
         ),
-        [qkv, keys, values, *at.tensors], [scratch, heads],
+        [qkv, keys, values, attention.sink_H, *at.tensors], [scratch, heads],
     )  # fmt: skip

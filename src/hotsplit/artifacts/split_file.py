@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -67,6 +67,12 @@ class Split:
     # If set, keys and values are in main memory, and a token reads those that this rule selects.
     # None: they are where their layer's attention runs, and all are read.
     kv_offload: KeySelection | None = None
+    num_experts: int = 0  # of a layer of a mixture, of which `hot` lists experts; 0: neurons
+
+    @property
+    def units(self) -> Literal["neurons", "experts"]:
+        """What `hot` lists."""
+        return "experts" if self.num_experts else "neurons"
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -119,6 +125,7 @@ class Split:
                 kv_offload=KeySelection.parse(read.line(_OFFLOAD))
                 if _OFFLOAD in read.values
                 else None,
+                num_experts=read.count(_EXPERTS, least=2) if _EXPERTS in read.values else 0,
             )
             split.validate()
             if counts != [len(ids) for ids in hot]:
@@ -141,6 +148,8 @@ class Split:
             keys[_PREFIX + _SEQUENCES] = np.uint32(self.num_sequences)
         if self.kv_offload is not None:
             keys[_PREFIX + _OFFLOAD] = str(self.kv_offload)
+        if self.num_experts:
+            keys[_PREFIX + _EXPERTS] = np.uint32(self.num_experts)
         for side in ("gpu_bytes", "cpu_bytes"):
             for item, count in getattr(self, side).items():
                 keys[f"{_PREFIX}{side}.{item}"] = np.uint64(count)
@@ -309,11 +318,12 @@ _SCALARS: dict[str, tuple[Callable[[Any], Value], Callable[[Fields, str], Any]]]
     "profile_sha256": (str, Fields.text),
     "machine_sha256": (str, Fields.text),
 }
-# Keys that are stored only with several GPUs, with several texts, and with keys and values in main
-# memory.
+# Keys that are stored only with several GPUs, with several texts, with keys and values in main memory,
+# and of a mixture of experts.
 _OF_GPUS = {"home", "gpu_budget_bytes"}
 _SEQUENCES = "num_sequences"
 _OFFLOAD = "kv_offload"
+_EXPERTS = "num_experts"
 
 
 def held_in(model: ModelFile, mode: Mode) -> ModelFile:
@@ -345,7 +355,7 @@ def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
     known |= {
         f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in _items_of(version)
     }
-    known |= {*KEYS, _SEQUENCES, _OFFLOAD} if version == VERSION else set()
+    known |= {*KEYS, _SEQUENCES, _OFFLOAD, _EXPERTS} if version == VERSION else set()
     own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}
     if not own <= known:
         raise HotsplitError(f"key {shown(min(own - known))} is unknown")

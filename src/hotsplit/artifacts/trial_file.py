@@ -6,21 +6,28 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import Fields, shown
 
-FORMAT, VERSION = "hotsplit.trial", 1
+FORMAT, VERSION = "hotsplit.trial", 2
 MISSED = 1.3  # times what was predicted, from which on a prediction was missed
 PARTS = {"cpu": "the CPU", "hand_over": "hand-overs", "gpu": "the GPU"}
-Winner = Literal["the plan", "the second plan", "whole layers", "the CPU alone"]
+Winner = Literal[
+    "the plan", "the second plan", "experts on the CPU", "whole layers", "the CPU alone"
+]
 # The plans beside trial.json.
 FILES: Mapping[Winner, str] = {
     "the second plan": "second.split.gguf",
+    "experts on the CPU": "experts.split.gguf",
     "whole layers": "layers.split.gguf",
+}
+_NAMES: Mapping[Winner, str] = {
+    "the second plan": "one by what was measured",
+    "experts on the CPU": "all experts on the CPU",
 }
 
 
@@ -29,14 +36,11 @@ class Trial:
     """The result for one plan, model and machine, which `run` keeps in its cache."""
 
     runs: Winner
-    predicted_s: float  # of the plan
-    plan_s: float
-    cpu_s: float
+    predicted_s: Mapping[Winner, float]  # of a token, of all that was tried
+    measured_s: Mapping[Winner, float]
     prompt_s: float  # by the plan
-    parts_s: Mapping[str, float]  # of the predicted seconds, by PARTS
+    parts_s: Mapping[str, float]  # of the plan's predicted seconds, by PARTS
     scales: Mapping[str, float]  # of these parts, which explain what was measured
-    second_s: float | None = None  # None: not tried
-    layers_s: float | None = None
 
     @classmethod
     def load(cls, path: Path) -> "Trial":
@@ -48,19 +52,17 @@ class Trial:
         if read.values["runs"] not in get_args(Winner):
             raise HotsplitError(f"{path}: runs is {shown(read.values['runs'])}")
 
-        def time(name: str) -> float | None:
-            return None if read.values[name] is None else read.number(name)
-
+        tried = read.values["measured_s"]
+        names = set(tried) if isinstance(tried, dict) else set()
+        if not {"the plan", "the CPU alone", read.values["runs"]} <= names <= {*get_args(Winner)}:
+            raise HotsplitError(f"{path}: measured_s is {shown(tried)}")
         return cls(
             runs=read.values["runs"],
-            predicted_s=read.number("predicted_s"),
-            plan_s=read.number("plan_s"),
-            cpu_s=read.number("cpu_s"),
+            predicted_s=_by_name(read, "predicted_s", names),
+            measured_s=_by_name(read, "measured_s", names),
             prompt_s=read.number("prompt_s"),
-            parts_s=_by_part(read, "parts_s"),
-            scales=_by_part(read, "scales"),
-            second_s=time("second_s"),
-            layers_s=time("layers_s"),
+            parts_s=_by_name(read, "parts_s", set(PARTS)),
+            scales=_by_name(read, "scales", set(PARTS)),
         )
 
     def save(self, path: Path) -> None:
@@ -69,34 +71,39 @@ class Trial:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @property
+    def ratio(self) -> float:
+        """How many times as long the plan takes as was predicted."""
+        return self.measured_s["the plan"] / self.predicted_s["the plan"]
+
+    @property
     def parts_line(self) -> str:
         """The predicted parts, and how many times as long they take by what was measured."""
         parts = ", ".join(
             f"{words} {milliseconds(self.parts_s[name])} (measured {self.scales[name]:.2g} times as long)"
             for name, words in PARTS.items()
         )
-        return f"{self.plan_s / self.predicted_s:.2g} times what was predicted: {parts}"
+        return f"{self.ratio:.2g} times what was predicted: {parts}"
 
     @property
     def line(self) -> str:
         """What was measured, and what runs."""
-        plan = (
-            f"the plan takes {milliseconds(self.plan_s)} a token (predicted {milliseconds(self.predicted_s)}), the CPU"
-            f" alone {milliseconds(self.cpu_s)}"
-        )
+        times = [
+            f"{_NAMES.get(name, name)}{' takes' if name == 'the plan' else ''} {milliseconds(seconds)}"
+            f"{' a token' if name == 'the plan' else ''} (predicted {milliseconds(self.predicted_s[name])})"
+            for name, seconds in self.measured_s.items()
+        ]
+        line = ", ".join(times)
         if self.runs == "the plan":
-            return plan
+            return line
         if self.runs == "the CPU alone":
-            return f"{plan}: everything runs on the CPU"
-        seconds = self.second_s if self.runs == "the second plan" else self.layers_s
-        assert seconds is not None
-        what = "one by what was measured" if self.runs == "the second plan" else "whole layers"
-        return f"{plan}: {what} runs instead, at {milliseconds(seconds)}"
+            return f"{line}: everything runs on the CPU"
+        return f"{line}: {_NAMES.get(self.runs, self.runs)} runs instead"
 
 
-def _by_part(read: Fields, key: str) -> dict[str, float]:
-    part = read.part(key, set(PARTS))
-    return {name: part.number(name) for name in PARTS}
+def _by_name(read: Fields, key: str, names: set[Any]) -> dict[Any, float]:
+    """Numbers by name, in the file's order."""
+    part = read.part(key, names)
+    return {name: part.number(name) for name in part.values}
 
 
 def milliseconds(seconds: float) -> str:

@@ -111,7 +111,7 @@ class SplitSummary(Summary):
             ("predicted", speed),
             ("bound", f"{split.bound_s:.6g} s a token, gap {split.gap:.2%}"),
             ("solved in", f"{split.solve_s:.2f} s"),
-            ("hot neurons", f"{sum(self.num_hot_L):,}"),
+            (f"{split.units} on GPUs", f"{sum(self.num_hot_L):,}"),
             ("dense blocks on GPUs", f"{sum(split.dense_on_gpu)} of {len(split.dense_on_gpu)}"),
             ("output head", head if split.head_on_gpu else "CPU"),
         ]
@@ -137,7 +137,7 @@ class SplitSummary(Summary):
                 f"{own[0]} to {own[-1]}" if own else "none",
                 gpu.num_dense, f"{gpu.num_hot:,}", "here" if gpu.has_head else "",
             ))  # fmt: skip
-        columns = ["GPU", "budget", "layers", "dense blocks", "hot neurons", "head"]
+        columns = ["GPU", "budget", "layers", "dense blocks", self.split.units, "head"]
         return columns_table("GPUs", columns, rows)
 
     def _has_any(self, layer: int) -> bool:
@@ -149,12 +149,16 @@ class SplitSummary(Summary):
         pairs.append(("all", sum(on_gpu.values()), sum(on_cpu.values())))
         columns = ["", "GPUs" if self.split.home else "GPU", "", "CPU", ""]
         return columns_table("bytes", columns, [
-            (item, f"{gpu:,}", format_bytes(gpu), f"{cpu:,}", format_bytes(cpu))
+            (self._name(item), f"{gpu:,}", format_bytes(gpu), f"{cpu:,}", format_bytes(cpu))
             for item, gpu, cpu in pairs
         ])  # fmt: skip
 
+    def _name(self, item: str) -> str:
+        """An item of bytes; the rows of experts count as neurons in the file."""
+        return self.split.units if item == "neurons" else item
+
     def _layers_table(self) -> Table:
-        return columns_table("layers", ["layer", "home", "hot neurons", "dense block"], [
+        return columns_table("layers", ["layer", "home", f"{self.split.units} on GPUs", "dense block"], [
             (layer, f"GPU {home}" if self._has_any(layer) else "CPU", f"{num_hot:,}",
              f"GPU {home}" if is_on_gpu else "CPU")
             for layer, (home, num_hot, is_on_gpu) in enumerate(

@@ -1,0 +1,129 @@
+"""`hotsplit run` of mixtures of experts: the look that records routings, the plan, and the trial of all
+that is obvious; on fake CUDA devices, too."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_cuda import library as fake_library
+from fake_cuda.torch_cuda import fake_cuda
+from models import byte_level_keys, make_machine, make_model, make_sizes, mixture_spec
+from run_fixtures import MIB
+from test_run import made, timed
+
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.cli import main
+from hotsplit.run import choice, housekeeping, prepare, stages
+from hotsplit.run.choice import Wishes, choose
+from hotsplit.run.default_budgets import Room
+from hotsplit.run.source import look_at
+from hotsplit.run.trial import Measured, measured_by
+
+pytest_plugins = ("run_fixtures",)
+pytestmark = pytest.mark.usefixtures("cache")
+VRAM = "2730KiB"  # 2,560 of temporaries
+
+
+def saved(path: Path) -> Path:
+    keys, vocab_size = byte_level_keys()
+    sizes = make_sizes(num_layers=3, width=64, num_neurons=64, vocab_size=vocab_size,
+                       context_length=64)  # fmt: skip
+    make_model(spec=mixture_spec(sizes, num_neurons=64), kind="q8_0", extra_keys=keys).save(path)
+    return path
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """The figures of a machine with a slow CPU."""
+
+    def calibrate(config, on_probe):
+        machine = make_machine(launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9,
+                               cpu_gb_per_s=0.01)  # fmt: skip
+        machine.save(config.output)
+        return machine
+
+    monkeypatch.setattr(stages, "calibrate", calibrate)
+
+
+def run(capsys, *words: object) -> tuple[dict, list[str]]:
+    """The report, and the lines for the user."""
+    argv = ["run", *map(str, words), "-c", "64", "-p", "the", "-n", "3", "--seed", "0", "--json", "-t", "1"]  # fmt: skip
+    code = main(argv)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    return json.loads(shown.out), shown.err.splitlines()
+
+
+@pytest.mark.parametrize("fastest", ["model", "experts", "layers", "cpu"])
+def test_whatever_is_fastest_runs(capsys, monkeypatch, card, tmp_path, text, cache, fastest):
+    """Nothing is converted; the look records the experts of as many tokens as there are, at most."""
+    monkeypatch.setattr(prepare, "room_here", lambda vram, _: Room(main=1 << 34, gpus=vram or ()))
+    monkeypatch.setattr(stages, "EXPERT_TOKENS", 700)
+    names = ("model", "experts", "layers", "cpu")
+    tried = timed(monkeypatch, **{name: 1.0 if name == fastest else 1.2 for name in names})
+    path = saved(tmp_path / "m.gguf")
+    report, lines = run(capsys, path, "--corpus", text, "--vram", VRAM)
+    assert made(report) == ["look", "machine", "plan", "trial"] and report["mode"] == "dense"
+    assert sorted(tried) == sorted(names)
+    assert ("gpu" in report["bytes"]) == (fastest != "cpu")
+    (line,) = [line for line in lines if "the plan takes" in line]
+    assert "all experts on the CPU" in line and "whole layers" in line and line.count("predicted") == 4  # fmt: skip
+    found = {each.kind: cache / each.name / each.file for each in housekeeping.list_cache(cache)}
+    routing_LTK = Profile.load(found["look"]).routing_LTK
+    assert routing_LTK is not None and routing_LTK.shape[1] == 700
+    plan, obvious = Split.load(found["plan"]), found["trial"].parent
+    assert plan.objective_s <= Split.load(obvious / "experts.split.gguf").objective_s
+    assert plan.objective_s <= Split.load(obvious / "layers.split.gguf").objective_s
+    assert 0 < sum(len(ids) for ids in plan.hot) < 18
+    again, _ = run(capsys, path, "--corpus", text, "--vram", VRAM)
+    assert made(again) == [] and again["text"] == report["text"]
+
+
+@pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
+def test_plans_are_tried_and_run_on_a_device(capsys, monkeypatch, card, tmp_path, text):
+    """Each way is loaded and run; the text is that of the CPU."""
+    monkeypatch.setattr(stages, "EXPERT_TOKENS", 64)
+    tried = []
+
+    def timed_as_predicted(model, split, config):
+        tried.append("cpu" if split is None else split.name.partition(".")[0])
+        measured = measured_by(model, split, config)
+        assert 0 < measured.token_s < 60
+        return Measured(token_s=1.0 if split is None else Split.load(split).objective_s,
+                        prompt_s=measured.prompt_s)  # fmt: skip
+
+    monkeypatch.setattr(stages, "measured_by", timed_as_predicted)
+    path = saved(tmp_path / "m.gguf")
+    want, lines = run(capsys, path, "--vram", "0")
+    assert "on the CPU, without a plan: torch sees no GPU here" in lines or made(want) == []
+    with fake_cuda():
+        report, lines = run(capsys, path, "--corpus", text, "--vram", VRAM)
+    assert sorted(tried) == ["cpu", "experts", "layers", "model"]
+    assert any("by a plan for 2.67 MiB of VRAM" in line for line in lines)
+    assert report["bytes"]["gpu"]["neurons"] > 0 and report["text"] == want["text"]
+
+
+@pytest.mark.parametrize(
+    ("options", "lacking", "words"),
+    [
+        ({}, "one norm of all heads", "one norm of all heads in attention runs only there so far"),
+        ({"mode": "exact"}, None, "plans of mixtures of experts are for mode dense so far"),
+        ({"kv_offload": "on"}, None, "plans of mixtures of experts have no --kv-offload so far"),
+    ],
+)
+def test_what_plans_lack_runs_on_the_cpu(monkeypatch, tmp_path, options, lacking, words):
+    monkeypatch.setattr(choice, "lacking_on_gpus", lambda attention: lacking)
+    given = look_at(saved(tmp_path / "m.gguf"), None, tmp_path / "none.gguf")
+    wishes = Wishes(engine=choice.EngineConfig(**options))
+    found = choose(given, wishes, Room(main=1 << 40, gpus=(4 * MIB,)))
+    assert (found.budgets, found.device) == ((), "cpu") and found.lines[
+        -1
+    ] == f"on the CPU: {words}"
+
+
+def test_a_mixture_that_fits_has_a_plan_too(tmp_path):
+    given = look_at(saved(tmp_path / "m.gguf"), None, tmp_path / "none.gguf")
+    found = choose(given, Wishes(), Room(main=1 << 40, gpus=(1 << 40,)))
+    assert found.budgets == (1 << 40,) and found.device is None
+    assert found.lines[1].startswith("mode dense: a token computes all neurons of the experts")
