@@ -19,13 +19,20 @@ WANTED_NAMES = tuple(_WANTED)
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One token of a step. Rows of a sequence are consecutive, without gaps in position. A row with
-    a `source` is not computed: it copies the keys and values of the row with that index."""
+    a `source` is not computed: it copies the keys and values of the row with that index.
+
+    With recurrent states: the first row of a sequence begins with the state in slot `reads`, -1 for
+    zeros; the state after a row is stored in its slot `writes`, unless that is -1. `saves`: the state
+    before the row is to be saved, so that the sequence can be rolled back to it."""
 
     token: int
     position: int
     sequence: int = 0
     has_logits: bool = False
     source: int | None = None
+    saves: bool = False
+    reads: int = -1
+    writes: int = -1
 
 
 def rows_of(

@@ -145,7 +145,7 @@ class NativeLayers:
             raise IndexError(f"positions {start} to {start + count - 1} have no block in the cache")
         if self._place == (sequence, start, count):
             return
-        rows = (RowStruct(0, start + t, sequence, False, -1) for t in range(count))
+        rows = (RowStruct(0, start + t, sequence, False, -1, -1, -1) for t in range(count))
         self._rows = (RowStruct * count)(*rows)
         self._place = (sequence, start, count)
 

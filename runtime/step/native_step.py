@@ -64,7 +64,8 @@ class StepStruct(Structure):
 
 class RowStruct(Structure):
     _fields_ = [("token", c_int64), ("position", c_int64), ("sequence", c_int32),
-                ("has_logits", c_int32), ("source", c_int32), ("unused", c_int32)]  # fmt: skip
+                ("has_logits", c_int32), ("source", c_int32), ("reads", c_int32),
+                ("writes", c_int32), ("unused", c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ class NativeStep:
     def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token."""
         logits_V = self.logits.take_row()
-        self._run((RowStruct * 1)(RowStruct(token, position, sequence, True, -1)), logits_V, [True])
+        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
+        self._run((RowStruct * 1)(_struct_of(row)), logits_V, [True])
         return logits_V
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
@@ -123,7 +125,9 @@ def take_traffic(step: StepStruct, traffic: Traffic) -> None:
 
 def _struct_of(row: Row) -> RowStruct:
     source = -1 if row.source is None else row.source
-    return RowStruct(row.token, row.position, row.sequence, row.has_logits, source)
+    return RowStruct(
+        row.token, row.position, row.sequence, row.has_logits, source, row.reads, row.writes
+    )
 
 
 def build(

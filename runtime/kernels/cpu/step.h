@@ -245,6 +245,9 @@ struct HsRow {
     int64_t token, position;
     int32_t sequence, has_logits;
     int32_t source;  // below 0: the row is computed
+    // Slots of the recurrent states of delta nets, below 0: none. The first row of a sequence begins with
+    // the state in slot `reads`, or with zeros; the state after a row is stored in its slot `writes`.
+    int32_t reads, writes;
     int32_t unused;
 };
 

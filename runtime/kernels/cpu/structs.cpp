@@ -95,7 +95,7 @@ const StructField FIELDS[] = {
     FIELD(HsStep, is_value_rotated), FIELD(HsStep, embedding_scale),
     STRUCT(HsRow),
     FIELD(HsRow, token), FIELD(HsRow, position), FIELD(HsRow, sequence), FIELD(HsRow, has_logits),
-    FIELD(HsRow, source), FIELD(HsRow, unused),
+    FIELD(HsRow, source), FIELD(HsRow, reads), FIELD(HsRow, writes), FIELD(HsRow, unused),
     STRUCT(HsPart),
     FIELD(HsPart, step), FIELD(HsPart, row), FIELD(HsPart, num_rows), FIELD(HsPart, named),
     FIELD(HsPart, logits), FIELD(HsPart, begin), FIELD(HsPart, end),
