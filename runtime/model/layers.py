@@ -8,6 +8,7 @@ import torch
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
+from hotsplit.runtime.cache.state_slots import StateSlots
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
@@ -46,6 +47,7 @@ class Weights:
     output_norm: Norm | None
     head: Linear
     head_device: torch.device
+    states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
 
     @property
     def embedding_scale(self) -> float:

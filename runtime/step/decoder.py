@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.spec import LayerSpec, Neurons
+from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.model.layers import Layer, Weights
@@ -23,7 +24,7 @@ from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
-from hotsplit.runtime.step.batch import Row, rows_of, runs_of
+from hotsplit.runtime.step.batch import Row, rows_of, runs_of, slots_of, with_slots
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import HybridStep
@@ -74,10 +75,11 @@ class Decoder:
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, by the decode step if there is one and no active
         observer, else in torch. The two paths differ in the order of summation."""
-        if isinstance(self.native, str) or self.observers.active:
-            row = Row(token=token, position=position, sequence=sequence, has_logits=True)
-            return self._run_in_torch([row])[0]
-        return self.native.run(token, position, sequence)
+        has_step = not isinstance(self.native, str) and not self.observers.active
+        if has_step and self.weights.states is None:
+            return self.native.run(token, position, sequence)
+        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
+        return self.run([row])[0]
 
     @property
     def _native_rows(self) -> NativeStep | None:
@@ -102,7 +104,8 @@ class Decoder:
         (KVCache.reserve)."""
         native = self._native_rows
         if native is not None:
-            return native.run_rows(rows)
+            with with_slots(self.weights.states, rows) as slotted:
+                return native.run_rows(slotted)
         if isinstance(self.native, HybridStep) and not self.observers.active:
             return self._run_hybrid(self.native, rows)
         return self._run_in_torch(rows)
@@ -155,7 +158,8 @@ class Decoder:
         """Logits of consecutive rows of one sequence, computed in one pass; None if it does not fit
         into a GPU's memory. Then it may be repeated: it rewrites the same positions."""
         try:
-            return self._computed(rows)
+            with with_slots(self.weights.states, rows) as slotted:
+                return self._computed(slotted)
         except RuntimeError as error:
             if len(rows) == 1 or not is_out_of_memory(error):
                 raise
@@ -166,7 +170,7 @@ class Decoder:
 
     def _computed(self, rows: Sequence[Row]) -> Tensor:
         ids_T = torch.tensor([row.token for row in rows])
-        hidden_TD = self.forward(ids_T, rows[0].position, rows[0].sequence)
+        hidden_TD = self.forward(ids_T, rows[0].position, rows[0].sequence, slots_of(rows))
         wanted_T = torch.tensor([row.has_logits for row in rows])
         if not wanted_T.any():
             return self._no_logits()
@@ -178,12 +182,16 @@ class Decoder:
         logits of the last ones. Overwrites the first sequence, which must be empty."""
         rows = rows_of([0] * num_tokens, context_length - num_tokens)
         last = [replace(row, has_logits=True) for row in rows[-LOGITS_CHUNK:]]
-        cache = self.weights.cache
+        cache, states = self.weights.cache, self.weights.states
         cache.reserve(0, 0, context_length)
+        if states is not None and rows[0].position:
+            states.take(0, [rows[0].position])
         try:
             return self._tried([*rows[:-LOGITS_CHUNK], *last]) is not None
         finally:
             cache.table.shrink(0, 0)
+            if states is not None:
+                states.release(0)
 
     def _copy(self, source: Row, target: Row) -> None:
         """Copies a row's keys and values to the same position of another sequence."""
@@ -191,10 +199,13 @@ class Decoder:
             cache, start = layer.attention.cache, source.position
             cache.write(target.sequence, start, *cache.read(source.sequence, start, start + 1))
 
-    def forward(self, ids_T: Tensor, start: int, sequence: int = 0) -> Tensor:
+    def forward(
+        self, ids_T: Tensor, start: int, sequence: int = 0, slots: StateRun | None = None
+    ) -> Tensor:
         """Hidden states [T, D] before the head, for tokens of a sequence at positions from `start`.
 
-        Takes at most `most_tokens` tokens; appends keys and values to the cache."""
+        Takes at most `most_tokens` tokens; appends keys and values to the cache. `slots`: of recurrent
+        states, if the model has any."""
         assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
         weights = self.weights
         x: Tensor | HiddenState = embed(

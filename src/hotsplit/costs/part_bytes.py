@@ -18,6 +18,7 @@ Items = dict[str, int]
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
 BLOCK_LENGTH = 64  # positions per block of the KV cache if an engine has several sequences
 FLOAT_BYTES = 4
+SAVED_STATES = 2  # recurrent states that a sequence has at most besides its current one
 # A dense product unpacks its weights to f32 one tile of rows at a time. A tile has at most
 # UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.
 UNPACK_TILE_BYTES = 2 << 20
@@ -231,6 +232,12 @@ def kv_positions(context_length: int, num_sequences: int) -> int:
     if num_sequences == 1:
         return context_length
     return num_sequences * -(-context_length // BLOCK_LENGTH) * BLOCK_LENGTH
+
+
+def num_slots(num_sequences: int) -> int:
+    """Recurrent states of a layer: of each sequence the current one, that which a pass stores, and
+    saved ones."""
+    return num_sequences * (2 + SAVED_STATES)
 
 
 def head_bytes(model: ModelFile) -> int:
