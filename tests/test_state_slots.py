@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from hotsplit.costs.part_bytes import SAVED_STATES, num_slots
+from hotsplit.costs.state_bytes import SAVED_STATES, num_slots
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.state_slots import NO_SLOT, LayerState, StateSlots, Stretch
 from hotsplit.runtime.step.batch import Row, rows_of, with_slots

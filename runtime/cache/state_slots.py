@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hotsplit.costs.part_bytes import SAVED_STATES, num_slots
+from hotsplit.costs.state_bytes import SAVED_STATES, num_slots
 from hotsplit.errors import HotsplitError
 
 Saves = Literal["briefly", "lasting"]

@@ -3,7 +3,7 @@
 Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain, groupby
@@ -34,10 +34,10 @@ from hotsplit.runtime.step.program import (
     LayerPlace,
     Op,
     ffn_in,
-    last_reads,
     layer_ops,
     name_of,
 )
+from hotsplit.runtime.step.value_order import last_reads
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.gpu_products import Factor
 
@@ -75,9 +75,9 @@ class Decoder:
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, by the decode step if there is one and no active
         observer, else in torch. The two paths differ in the order of summation."""
-        has_step = not isinstance(self.native, str) and not self.observers.active
-        if has_step and self.weights.states is None:
-            return self.native.run(token, position, sequence)
+        native = None if self.observers.active or self.weights.states else self.native
+        if native is not None and not isinstance(native, str):
+            return native.run(token, position, sequence)
         row = Row(token=token, position=position, sequence=sequence, has_logits=True)
         return self.run([row])[0]
 
@@ -195,9 +195,9 @@ class Decoder:
 
     def _copy(self, source: Row, target: Row) -> None:
         """Copies a row's keys and values to the same position of another sequence."""
-        for layer in self.weights.layers:
-            cache, start = layer.attention.cache, source.position
-            cache.write(target.sequence, start, *cache.read(source.sequence, start, start + 1))
+        start = source.position
+        for layer in self.weights.cache.layers:
+            layer.write(target.sequence, start, *layer.read(source.sequence, start, start + 1))
 
     def forward(
         self, ids_T: Tensor, start: int, sequence: int = 0, slots: StateRun | None = None
@@ -234,6 +234,7 @@ class Decoder:
                 sequence=sequence,
                 start=start,
                 turns=turns,
+                slots=slots,
                 predictor_input=before,
                 observers=self.observers,
                 attend=None
@@ -300,6 +301,7 @@ def run_layer(
     sequence: int = 0,
     start: int,
     turns: Turns,
+    slots: StateRun | None = None,
     predictor_input: Tensor | Factor | None,
     observers: Observers,
     attend: Attend | None = None,
@@ -307,9 +309,9 @@ def run_layer(
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
 
-    This is the reference for the operations of a layer; its spec has their order. The layer's cache
-    holds the tokens before `start`. `predictor_input`: the previous layer's feed-forward input, if
-    the layer's predictor reads that. All blocks of neurons are one operation: see FeedForward.
+    This is the reference for the operations of a layer; its spec has their order. The layer's cache,
+    or its slots, hold the tokens before `start`. `predictor_input`: the previous layer's feed-forward
+    input, if the layer's predictor reads that. All blocks of neurons are one: see FeedForward.
 
     On a GPU, unless observers see the values, sums and norms are left to the products that read
     them: see HiddenState and Normed."""
@@ -320,6 +322,7 @@ def run_layer(
     if predictor_input is not None:
         values[ffn_in(index - 1)] = _moved(predictor_input, layer.device, is_lazy)
     del x, moved, predictor_input
+    mix = _mixing(layer, sequence, start, turns, slots, attend)
 
     def run(op: Op, read: list[Any]) -> Any:
         if op.kind in ("norm", "add", "route", "shared"):
@@ -327,17 +330,16 @@ def run_layer(
         read = [x.values() if isinstance(x, HiddenState) else x for x in read]
         if layer.router is not None and op.kind == "neurons":
             read[0] = as_tensor(read[0])
-        if op.kind == "attention":
+        if op.kind in ("attention", "delta"):
             observers.show("attn_norm", index, read[0])
             on_heads = partial(observers.show, "attn_heads", index)
-            out_TD = layer.attention.forward(read[0], sequence, start, turns, on_heads, attend)
+            out_TD = mix(read[0], on_heads)
             observers.show("attn_out", index, out_TD)
             return out_TD
-        if op.kind == "predict":
+        if op.kind == "predict" or layer.spec.predict is None:  # once, before any scores
             observers.show("ffn_norm", index, values[ffn_in(index)])
+        if op.kind == "predict":
             return layer.ffn.named(read[0], observers=observers)
-        if layer.spec.predict is None:  # else shown before the predictor's scores
-            observers.show("ffn_norm", index, read[0])
         forward = layer.ffn.forward if layer.router is None else layer.ffn.routed
         out_TD = forward(*read, observers=observers)
         observers.show("ffn_out", index, out_TD)
@@ -351,6 +353,19 @@ def run_layer(
         values[written] = run(op, read)
     observers.show("layer_out", index, values["x"])
     return values["x"], values[ffn_in(index)]
+
+
+def _mixing(
+    layer: Layer, sequence: int, start: int, turns: Turns, slots: StateRun | None,
+    attend: Attend | None,
+) -> Callable[[Tensor | Factor, Callable[[Tensor], None]], Tensor]:  # fmt: skip
+    """Attention, or the delta net, as a function of its input and of the receiver of heads."""
+    if layer.delta is None:
+        return partial(
+            layer.attention.forward, sequence=sequence, start=start, turns=turns, attend=attend
+        )
+    assert slots is not None
+    return partial(layer.delta.forward, slots=slots)
 
 
 def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool) -> Any:

@@ -157,7 +157,9 @@ def shows_all(wanted: Collection[str]) -> bool:
 
 
 def _is_supported(layer: Layer) -> bool:
-    """Layers with experts are not: torch shows their tensors."""
-    return layer.router is None and all(
-        d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks))
+    """Layers with experts or delta nets are not: torch shows their tensors."""
+    return (
+        layer.router is None
+        and layer.delta is None
+        and all(d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks)))
     )

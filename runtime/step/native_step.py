@@ -204,8 +204,9 @@ class StepBuilder(Structs):
     ) -> StepStruct:
         """`frame` without learned positions. The structs are of some of the layers, which share a
         block table and the types of the cache."""
-        (table,) = {layer.attention.cache.table for layer in layers}
-        (types,) = {layer.attention.cache.types for layer in layers}
+        caches = [layer.attention.cache for layer in layers if layer.delta is None]
+        (table,) = {cache.table for cache in caches}
+        (types,) = {cache.types for cache in caches}
         return StepStruct(
             layer=self.array(LayerStruct, layer_structs),
             rotary=self.rotaries.structs(self),
@@ -225,6 +226,8 @@ class StepBuilder(Structs):
 
     def layer(self, layer: Layer, *, has_neurons: bool = True) -> LayerStruct:
         """The struct of a layer, with its blocks of neurons or experts unless others compute them."""
+        if layer.delta is not None:
+            raise NotNative("it has gated delta nets")
         ffn, norms = layer.ffn, [norm_struct(self, norm) for norm in layer.norms.values()]
         struct = LayerStruct(
             norm=self.array(NormStruct, norms),

@@ -45,7 +45,7 @@ PIECES = ((128, 16 << 20), (64, 8 << 20), (32, 4 << 20))
 def pass_pools(p: Pass) -> PoolBytes:
     """Bytes at the peak of a pass; on a GPU, of any pass of up to so many tokens."""
     spec, width = p.spec, p.floats(p.spec.hidden_size)
-    turned = {(a.rotary, a.num_rotated) for a in (x.attention for x in spec.layers) if a.rotary}
+    turned = {(a.rotary, a.num_rotated) for a in spec.attentions if a.rotary}
     tables = sum((p.floats(head_dim / 2) * 2 for _, head_dim in turned), PoolBytes())
     tables = PoolBytes() if p.is_on_gpu else tables
     # An embedding's rows as stored, unpacked, scaled, with positions.

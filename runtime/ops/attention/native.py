@@ -10,7 +10,7 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotaries
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
-from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.ops.structs import MatrixStruct, NotNative, Structs
 
 _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
 
@@ -46,6 +46,8 @@ def attention_struct(
     structs: Structs, attention: Attention, rotaries: Rotaries, *, projects: bool
 ) -> AttentionStruct:
     """`projects`: with its matrices; else a GPU projects, and only the heads attend on the host."""
+    if attention.is_gated:
+        raise NotNative("its attention has output gates")
     cache = attention.cache
     tables = () if cache.tables is None else cache.tables.tensors
     struct = AttentionStruct(

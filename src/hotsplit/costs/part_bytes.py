@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.state_bytes import num_slots, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
@@ -18,7 +19,6 @@ Items = dict[str, int]
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
 BLOCK_LENGTH = 64  # positions per block of the KV cache if an engine has several sequences
 FLOAT_BYTES = 4
-SAVED_STATES = 2  # recurrent states that a sequence has at most besides its current one
 # A dense product unpacks its weights to f32 one tile of rows at a time. A tile has at most
 # UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.
 UNPACK_TILE_BYTES = 2 << 20
@@ -201,7 +201,7 @@ def kv_kind(model: ModelFile) -> str:
     kinds = {
         model.tensors[f"blk.{index}.{name}.weight"].kind
         for index, layer in enumerate(model.spec.layers)
-        for name in layer.attention.projections
+        for name in layer.mixer.projections
     }
     return "f32" if kinds == {"f32"} else "f16"
 
@@ -209,9 +209,11 @@ def kv_kind(model: ModelFile) -> str:
 def kv_bytes(
     model: ModelFile, layer: int, context_length: int, types: CacheTypes | None = None
 ) -> int:
-    """Bytes of the keys and values of `context_length` tokens in a layer, and of the tables that
-    select keys; by default in the type `kv_kind`."""
+    """Bytes of the keys and values of `context_length` tokens in a layer that attends, and of the
+    tables that select keys; by default in the type `kv_kind`."""
     types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
+    if attention is None:
+        return 0
     return attention.num_kv_heads * types.head_bytes(context_length, attention.head_dim)
 
 
@@ -219,8 +221,10 @@ def kv_read(
     model: ModelFile, layer: int, context_length: int, types: CacheTypes | None = None
 ) -> float:
     """Bytes of a layer's keys, values and tables that a token reads when half of the context is
-    filled."""
+    filled, or of its recurrent state."""
     types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
+    if attention is None:
+        return state_bytes(model, layer)
     positions = context_length / 2
     if attention.window is not None:
         positions = min(positions, attention.window)
@@ -232,12 +236,6 @@ def kv_positions(context_length: int, num_sequences: int) -> int:
     if num_sequences == 1:
         return context_length
     return num_sequences * -(-context_length // BLOCK_LENGTH) * BLOCK_LENGTH
-
-
-def num_slots(num_sequences: int) -> int:
-    """Recurrent states of a layer: of each sequence the current one, that which a pass stores, and
-    saved ones."""
-    return num_sequences * (2 + SAVED_STATES)
 
 
 def head_bytes(model: ModelFile) -> int:
@@ -383,6 +381,7 @@ def plan_bytes(
         keys_side["attention"] += sizes.head_norms
         side["predictor"] += sizes.predictor
         keys_side["kv_cache"] += kv_bytes(model, layer, positions, cache_types)
+        side["kv_cache"] += num_slots(num_sequences) * state_bytes(model, layer)
         number, unit_bytes = placed_units(model, layer)
         gpu["neurons"] += hot * unit_bytes
         cpu["neurons"] += (number - hot) * unit_bytes

@@ -13,8 +13,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.files.typed import shown
-from hotsplit.model.rope import NO_SCALING, RopeScaling
-from hotsplit.model.spec import Activation, Pairing, Rotary
+from hotsplit.model.rope import NO_SCALING, Pairing, RopeScaling
+from hotsplit.model.spec import Activation, Rotary
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_WORDS = {

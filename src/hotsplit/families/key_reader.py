@@ -13,8 +13,8 @@ from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
-from hotsplit.model.rope import KINDS, NO_SCALING, RopeScaling
-from hotsplit.model.spec import Activation, NormKind, Pairing, Rotary
+from hotsplit.model.rope import KINDS, NO_SCALING, Pairing, RopeScaling
+from hotsplit.model.spec import Activation, NormKind, Rotary
 from hotsplit.model.unsupported import why_key, why_not_run
 
 VERSION = 1
