@@ -22,6 +22,7 @@ from hotsplit.runtime.ops.attention.native import (
     table_struct,
 )
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
+from hotsplit.runtime.ops.delta.native import DeltaStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import (
     FeedForwardStruct,
@@ -40,7 +41,8 @@ from hotsplit.runtime.step.program import step_program
 
 class LayerStruct(Structure):
     _fields_ = [("norm", POINTER(NormStruct)), ("num_norms", c_int64),
-                ("attention", AttentionStruct), ("predictor", PredictorStruct),
+                ("attention", AttentionStruct), ("delta", DeltaStruct),
+                ("predictor", PredictorStruct),
                 ("feed_forward", FeedForwardStruct), ("route", RouteStruct),
                 ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct)]  # fmt: skip
 

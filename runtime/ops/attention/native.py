@@ -23,7 +23,7 @@ class AttentionStruct(Structure):
                 ("code_factor", c_void_p), ("sink", c_void_p),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("window", c_int64), ("scale", c_float), ("rotary", c_int32),
-                ("norms_all_heads", c_int32), ("unused", c_int32)]  # fmt: skip
+                ("norms_all_heads", c_int32), ("is_gated", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
