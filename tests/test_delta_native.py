@@ -37,6 +37,13 @@ class Sizes:
     N: int
     M: int
     J: int = 4
+    is_grouped: bool = False
+
+    @property
+    def keys(self):
+        """The key head of each value head."""
+        head_V = np.arange(self.V)
+        return head_V // (self.V // self.G) if self.is_grouped else head_V % self.G
 
     @property
     def C(self):
@@ -44,7 +51,12 @@ class Sizes:
 
 
 # The last one has whole vectors at all levels, the others remainders of columns or of rows.
-SIZES = (Sizes(1, 1, 5, 3), Sizes(2, 6, 20, 37, J=2), Sizes(3, 3, 33, 24), Sizes(2, 4, 48, 64))
+SIZES = (
+    Sizes(1, 1, 5, 3),
+    Sizes(2, 6, 20, 37, J=2),
+    Sizes(3, 3, 33, 24),
+    Sizes(2, 4, 48, 64, is_grouped=True),
+)
 
 
 def softplus(x):
@@ -94,10 +106,10 @@ class Net:
         S, states, y = np.zeros((s.V, s.N, s.M)), [], []
         for t in range(T):
             for h in range(s.V):
-                own_N = k[t, h % s.G]
+                own_N = k[t, s.keys[h]]
                 S[h] *= decay_TV[t, h]
                 S[h] += np.outer(own_N, beta_TV[t, h] * (v[t, h] - own_N @ S[h]))
-            o = np.stack([q[t, h % s.G] @ S[h] for h in range(s.V)])
+            o = np.stack([q[t, s.keys[h]] @ S[h] for h in range(s.V)])
             o = o / np.sqrt((o**2).mean(-1, keepdims=True) + EPSILON) * w["norm"]
             z = z_TY[t].reshape(s.V, s.M)
             y.append(w["out"] @ (o * z * sigmoid(z)).reshape(-1))
@@ -121,7 +133,7 @@ class Net:
             conv=structs.vector(tensors["conv"]), decay=structs.vector(tensors["decay"]),
             step_bias=structs.vector(tensors["step_bias"]), state=self.state_SVNM.data_ptr(),
             inputs=self.inputs_SJC.data_ptr(), num_key_heads=s.G, num_value_heads=s.V,
-            key_width=s.N, value_width=s.M, num_taps=s.J, num_slots=SLOTS,
+            key_width=s.N, value_width=s.M, num_taps=s.J, num_slots=SLOTS, is_grouped=s.is_grouped,
         )  # fmt: skip
         op = Op(
             kind="delta", layer=0, device="host", reads=("attn_in", "state.0"),

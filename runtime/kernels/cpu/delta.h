@@ -35,7 +35,10 @@ inline void run_delta(const HsDelta& l, const HsRow* row, const Attention& place
         if (scratch.size() < static_cast<size_t>(delta_scratch(N, M) + 16))
             scratch.resize(delta_scratch(N, M) + 16);
         DeltaHead head = {};
-        head.value_head = h, head.G = l.num_key_heads, head.V = V, head.N = N, head.M = M;
+        const int64_t of_key = V / l.num_key_heads;  // value heads
+        head.value_head = h, head.key_head = l.is_grouped ? h / of_key : h % l.num_key_heads;
+        head.stores_key = l.is_grouped ? h % of_key == 0 : h < l.num_key_heads;
+        head.G = l.num_key_heads, head.V = V, head.N = N, head.M = M;
         head.J = l.num_taps, head.x_stride = delta_inputs(l), head.y_stride = out.size;
         head.conv = l.conv, head.decay = l.decay, head.step_bias = l.step_bias;
         head.norm = l.norm.weight, head.epsilon = l.norm.epsilon;

@@ -67,13 +67,26 @@ struct DeltaUpdate {
     }
 };
 
+// Prefetches state that is read next, half as many bytes as V vectors have with every call.
+template <int V>
+struct StateAhead {
+    const float* next;  // or null
+
+    inline void ask() {
+        if (!next) return;
+        for (int i = 0; i < V * LANES / 32; ++i, next += 16) __builtin_prefetch(next);
+    }
+};
+
 template <int V>
 inline void sum_state(const float* state, int64_t stride, int64_t N, const float* q, const float* k,
-                      DeltaSums<V>& sums) {
+                      DeltaSums<V>& sums, StateAhead<V> ahead = {nullptr}) {
     sums.clear();
-    for (int64_t n = 0; n < N; ++n)
+    for (int64_t n = 0; n < N; ++n) {
+        ahead.ask();
         for (int v = 0; v < V; ++v)
             sums.add(v, load_floats(state + n * stride + v * LANES), q[n], k[n]);
+    }
 }
 
 // The same for the row after `update`, which it applies to the state.
@@ -108,12 +121,14 @@ struct SlotStore {
 // to = the state after `update`, in a slot with rows of M values
 template <int V>
 inline void copy_updated(const float* state, int64_t stride, int64_t N, const DeltaUpdate<V>& update,
-                         float* to, int64_t M) {
+                         float* to, int64_t M, StateAhead<V> ahead) {
     const SlotStore slot(to, M);
-    for (int64_t n = 0; n < N; ++n)
+    for (int64_t n = 0; n < N; ++n) {
+        ahead.ask();
         for (int v = 0; v < V; ++v)
             slot.store(to + n * M + v * LANES,
                        update.apply(v, load_floats(state + n * stride + v * LANES), n));
+    }
 }
 
 // Rows of a head, at most DELTA_ROWS, after the convolution.
@@ -143,13 +158,17 @@ inline DeltaUpdate<V> delta_of(const DeltaChunk& c, int64_t t, int64_t m, const 
     return update;
 }
 
-// The only row of a head, from state to state; whole vectors of columns from m on.
+// The only row of a head, from state to state; whole vectors of columns from m on. `then`: state that is read next.
 template <int V>
-inline void run_row(const DeltaChunk& c, int64_t m, const float* state, int64_t stride, float* after) {
+inline void run_row(const DeltaChunk& c, int64_t m, const float* state, int64_t stride, float* after,
+                    const float* then) {
     DeltaSums<V> sums;
-    sum_state<V>(state + (stride ? m : 0), stride, c.N, c.q, c.k, sums);
+    const int64_t half = V * LANES * c.N / 2;
+    const StateAhead<V> first = {then ? then + m * c.N : nullptr},
+                        second = {then ? first.next + half : nullptr};
+    sum_state<V>(state + (stride ? m : 0), stride, c.N, c.q, c.k, sums, first);
     const DeltaUpdate<V> update = delta_of<V>(c, 0, m, sums);
-    if (after) copy_updated<V>(state + (stride ? m : 0), stride, c.N, update, after + m, c.M);
+    if (after) copy_updated<V>(state + (stride ? m : 0), stride, c.N, update, after + m, c.M, second);
 }
 
 // A block of columns [N, V * LANES] through all rows, in place.
@@ -202,8 +221,9 @@ inline void run_columns(const DeltaHead& d, const DeltaChunk& c, float* blocks, 
     if (d.T == 1 && c.M % LANES == 0) {
         alignas(64) static constexpr float nothing[DELTA_VECTORS_OF_ROW * LANES] = {};
         const float* state = d.state ? d.state : nothing;
+        const float* then = d.state && d.value_head + 1 < d.V ? d.state + c.N * c.M : nullptr;
         in_steps<DELTA_VECTORS_OF_ROW, 2, 1>(0, vectors, [&](auto count, int64_t v) {
-            run_row<count>(c, v * LANES, state, d.state ? c.M : 0, d.next_state);
+            run_row<count>(c, v * LANES, state, d.state ? c.M : 0, d.next_state, then);
         });
         return;
     }
@@ -245,9 +265,9 @@ inline void norm_to(float factor, int64_t n, float* x) {
     for (int64_t i = 0; i < n; ++i) x[i] *= factor;
 }
 
-// Copies this head's inputs of the last J - 1 rows of the text; of a key head's, the first value head does.
+// Stores the inputs of the last J - 1 rows of the text that this head is to store.
 inline void keep_inputs(const DeltaHead& d) {
-    const int64_t h = d.value_head, key = 2 * d.G * d.N;
+    const int64_t g = d.key_head, values = 2 * d.G * d.N + d.value_head * d.M;
     for (int64_t j = 0; d.next_inputs && j < d.J - 1; ++j) {
         const float* inputs = delta_inputs(d, d.T - d.J + 1 + j);
         float* to = d.next_inputs + j * d.channels();
@@ -257,8 +277,8 @@ inline void keep_inputs(const DeltaHead& d) {
             else
                 __builtin_memset(to + first, 0, n * sizeof(float));
         };
-        keep(key + h * d.M, d.M);
-        if (h < d.G) keep(h * d.N, d.N), keep((d.G + h) * d.N, d.N);
+        keep(values, d.M);
+        if (d.stores_key) keep(g * d.N, d.N), keep((d.G + g) * d.N, d.N);
     }
 }
 
@@ -273,7 +293,7 @@ inline void norm_and_gate(const DeltaHead& d, const float* z, float* y) {
 }
 
 void delta_head(const DeltaHead& d) {
-    const int64_t padded = padded_delta(d.M), h = d.value_head, g = h % d.G;
+    const int64_t padded = padded_delta(d.M), h = d.value_head, g = d.key_head;
     const int64_t channels = d.channels(), gates = channels + d.V * d.M;
     float *q = d.scratch, *k = q + DELTA_ROWS * d.N, *v = k + DELTA_ROWS * d.N,
           *blocks = v + DELTA_ROWS * padded;

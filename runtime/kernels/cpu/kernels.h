@@ -288,7 +288,8 @@ struct SelectScores {
 // A value head of a gated delta net, over T consecutive rows of a sequence (delta_template.h). Letters: G key heads,
 // V value heads, N and M values of a key and of a value head, J taps, C channels: q [G, N], k [G, N], v [V, M].
 struct DeltaHead {
-    int64_t value_head;  // it reads key head value_head % G
+    int64_t value_head, key_head;
+    bool stores_key;  // the key head's inputs too; one value head of a key head does
     int64_t G, V, N, M, J, T;
     int64_t earlier;  // rows of the same pass before row 0
     // Row t begins at x + t * x_stride: C inputs of the convolution, z [V, M], beta [V] and alpha [V] before their

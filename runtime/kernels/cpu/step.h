@@ -123,6 +123,8 @@ struct HsDelta {
     float* inputs;                           // [num_slots, J - 1, C], of the last tokens, oldest first
     int64_t num_key_heads, num_value_heads;  // without value heads: the layer attends
     int64_t key_width, value_width, num_taps, num_slots;
+    int32_t is_grouped;  // value head h reads key head h / (V / G), else h % G
+    int32_t unused;
 };
 
 struct HsPredictor {

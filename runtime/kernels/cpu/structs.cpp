@@ -52,6 +52,7 @@ const StructField FIELDS[] = {
     FIELD(HsDelta, decay), FIELD(HsDelta, step_bias), FIELD(HsDelta, state), FIELD(HsDelta, inputs),
     FIELD(HsDelta, num_key_heads), FIELD(HsDelta, num_value_heads), FIELD(HsDelta, key_width),
     FIELD(HsDelta, value_width), FIELD(HsDelta, num_taps), FIELD(HsDelta, num_slots),
+    FIELD(HsDelta, is_grouped), FIELD(HsDelta, unused),
     STRUCT(HsPredictor),
     FIELD(HsPredictor, down),
     FIELD(HsPredictor, up),
