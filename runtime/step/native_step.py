@@ -22,7 +22,7 @@ from hotsplit.runtime.ops.attention.native import (
     table_struct,
 )
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
-from hotsplit.runtime.ops.delta.native import DeltaStruct
+from hotsplit.runtime.ops.delta.native import DeltaStruct, delta_struct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import (
     FeedForwardStruct,
@@ -228,13 +228,14 @@ class StepBuilder(Structs):
 
     def layer(self, layer: Layer, *, has_neurons: bool = True) -> LayerStruct:
         """The struct of a layer, with its blocks of neurons or experts unless others compute them."""
-        if layer.delta is not None:
-            raise NotNative("it has gated delta nets")
         ffn, norms = layer.ffn, [norm_struct(self, norm) for norm in layer.norms.values()]
         struct = LayerStruct(
             norm=self.array(NormStruct, norms),
             num_norms=len(norms),
-            attention=attention_struct(self, layer.attention, self.rotaries, projects=True),
+            attention=AttentionStruct()
+            if layer.delta
+            else attention_struct(self, layer.attention, self.rotaries, projects=True),
+            delta=delta_struct(self, layer.delta),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
             feed_forward=mixture_struct(self, ffn.gate, ffn.experts)

@@ -10,7 +10,7 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotaries
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
-from hotsplit.runtime.ops.structs import MatrixStruct, NotNative, Structs
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 
 _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
 
@@ -45,9 +45,8 @@ def rounded_scale(scale: float) -> float:
 def attention_struct(
     structs: Structs, attention: Attention, rotaries: Rotaries, *, projects: bool
 ) -> AttentionStruct:
-    """`projects`: with its matrices; else a GPU projects, and only the heads attend on the host."""
-    if attention.is_gated:
-        raise NotNative("its attention has output gates")
+    """`projects`: with its matrices; else others project, and only the heads attend here, without
+    the gates of their output."""
     cache = attention.cache
     tables = () if cache.tables is None else cache.tables.tensors
     struct = AttentionStruct(
@@ -62,6 +61,7 @@ def attention_struct(
         scale=rounded_scale(attention.score_scale),
         rotary=rotaries.index(attention.rotary),
         norms_all_heads=attention.norms_all_heads,
+        is_gated=attention.is_gated and projects,
         sink=structs.vector(attention.sink_H),
         **{
             name: structs.pointer(tensor, tensor.dtype)

@@ -2,8 +2,11 @@
 
 from ctypes import Structure, c_int32, c_int64, c_void_p
 
-from hotsplit.runtime.ops.norm import NormStruct
-from hotsplit.runtime.ops.structs import MatrixStruct
+import torch
+
+from hotsplit.runtime.ops.delta.block import DeltaNet
+from hotsplit.runtime.ops.norm import NormStruct, norm_struct
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 
 
 class DeltaStruct(Structure):
@@ -13,3 +16,27 @@ class DeltaStruct(Structure):
                 ("num_key_heads", c_int64), ("num_value_heads", c_int64), ("key_width", c_int64),
                 ("value_width", c_int64), ("num_taps", c_int64), ("num_slots", c_int64),
                 ("is_grouped", c_int32), ("unused", c_int32)]  # fmt: skip
+
+
+def delta_struct(structs: Structs, delta: DeltaNet | None) -> DeltaStruct:
+    """Has a copy of the convolution's weights, tap by tap."""
+    if delta is None:
+        return DeltaStruct()
+    spec, state = delta.spec, delta.state
+    return DeltaStruct(
+        input=(MatrixStruct * 4)(*map(structs.linear, delta.inputs)),
+        output=structs.linear(delta.output),
+        norm=norm_struct(structs, delta.norm),
+        conv=structs.vector(delta.conv_CJ.t().contiguous()),
+        decay=structs.vector(delta.decay_V),
+        step_bias=structs.vector(delta.decay_bias_V),
+        state=structs.pointer(state.state_SVNM, torch.float32),
+        inputs=structs.pointer(state.conv_SJC, torch.float32),
+        num_key_heads=spec.num_key_heads,
+        num_value_heads=spec.num_value_heads,
+        key_width=spec.key_head_dim,
+        value_width=spec.value_head_dim,
+        num_taps=spec.num_taps,
+        num_slots=len(state.state_SVNM),
+        is_grouped=spec.is_grouped,
+    )
