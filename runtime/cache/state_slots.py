@@ -126,6 +126,12 @@ class StateSlots:
         is not among them can still be rolled back to it."""
         return self._states[sequence]
 
+    def lasting(self, sequence: int) -> tuple[State, ...]:
+        """The states worth keeping for longer, the current one included."""
+        *saved, current = self._states[sequence]
+        states = (*(state for state in saved if not state.is_brief), current)
+        return tuple(state for state in states if state.position)
+
     def nearest(self, sequence: int, length: int) -> int:
         """The latest position with a state among the first `length` tokens; 0 always has one."""
         return _until(self._states[sequence], length)[-1].position

@@ -8,7 +8,7 @@ import torch
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
-from hotsplit.runtime.cache.state_slots import StateSlots
+from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
@@ -63,6 +63,12 @@ class Weights:
     @property
     def embedding_scale(self) -> float:
         return self.spec.embedding_scale
+
+    @cached_property
+    def layer_states(self) -> tuple[LayerState, ...]:
+        """The recurrent states of each layer that has them."""
+        nets = (getattr(layer, "delta", None) for layer in self.layers)
+        return tuple(net.state for net in nets if net is not None)
 
     @cached_property
     def cache(self) -> KVCache:

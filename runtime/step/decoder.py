@@ -89,6 +89,11 @@ class Decoder:
         return native if isinstance(native, NativeStep) and not self.observers.active else None
 
     @property
+    def has_hybrid_steps(self) -> bool:
+        """True if decode steps are hybrid, and prompts are computed otherwise."""
+        return isinstance(self.native, HybridStep) and not self.observers.active
+
+    @property
     def most_tokens(self) -> int:
         """Maximum tokens per pass."""
         if self._native_rows is not None:
@@ -122,7 +127,7 @@ class Decoder:
         """`run` with a hybrid step, which computes consecutive runs of decoded rows together; each
         other run is a pass of its own."""
         pieces: list[Tensor] = []
-        for is_step, runs in groupby(runs_of(rows), key=_is_decoded):
+        for is_step, runs in groupby(runs_of(rows), key=is_decoded):
             if is_step:
                 pieces.append(hybrid.run_rows(list(chain.from_iterable(runs))))
             else:
@@ -268,7 +273,7 @@ class Decoder:
         return logits(hidden_TD, weights.output_norm, weights.head, self.observers)
 
 
-def _is_decoded(run: Sequence[Row]) -> bool:
+def is_decoded(run: Sequence[Row]) -> bool:
     """True if all rows have logits, as in decoding (drafts included), and none is a copy. A run too
     long for a step is a text whose logits are all wanted, for instance by `eval`: a pass reads each
     weight once for all of it."""
