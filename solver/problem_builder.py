@@ -81,6 +81,7 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
                 of_attention[layer]
                 + sizes[layer].predictor * has_predictor
                 + inputs.kv_bytes(layer) * (not is_offloaded)
+                + inputs.state_bytes(layer)
                 for layer in layers
             ]
         ),
