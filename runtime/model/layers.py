@@ -67,8 +67,7 @@ class Weights:
     @cached_property
     def layer_states(self) -> tuple[LayerState, ...]:
         """The recurrent states of each layer that has them."""
-        nets = (getattr(layer, "delta", None) for layer in self.layers)
-        return tuple(net.state for net in nets if net is not None)
+        return tuple(layer.delta.state for layer in self.layers if layer.delta is not None)
 
     @cached_property
     def cache(self) -> KVCache:

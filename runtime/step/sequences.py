@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.costs.part_bytes import SAVED_STATES
+from hotsplit.costs.state_bytes import SAVED_STATES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.options.kinds import check_kind

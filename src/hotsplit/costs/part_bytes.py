@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.state_bytes import num_slots, state_bytes
+from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
@@ -141,6 +141,12 @@ def placed_units(model: ModelFile, layer: int) -> tuple[int, int]:
     return neurons.num_experts, total // neurons.num_experts
 
 
+def counted_layers(model: ModelFile) -> list[int]:
+    """The layers whose units reports count: in a mixture, those with experts."""
+    spec = model.spec
+    return [n for n, x in enumerate(spec.layers) if not spec.has_experts or x.route is not None]
+
+
 def layer_units(model: ModelFile, layer: int, number: int) -> dict[str, float]:
     """Bytes of one expert of a layer by type or, without experts, of one of `number` equal parts
     of its neurons."""
@@ -221,10 +227,10 @@ def kv_read(
     model: ModelFile, layer: int, context_length: int, types: CacheTypes | None = None
 ) -> float:
     """Bytes of a layer's keys, values and tables that a token reads when half of the context is
-    filled, or of its recurrent state."""
+    filled; of a recurrent state, those that it reads and those that it writes."""
     types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
     if attention is None:
-        return state_bytes(model, layer)
+        return 2 * state_bytes(model, layer)
     positions = context_length / 2
     if attention.window is not None:
         positions = min(positions, attention.window)
@@ -381,7 +387,7 @@ def plan_bytes(
         keys_side["attention"] += sizes.head_norms
         side["predictor"] += sizes.predictor
         keys_side["kv_cache"] += kv_bytes(model, layer, positions, cache_types)
-        side["kv_cache"] += num_slots(num_sequences) * state_bytes(model, layer)
+        side["kv_cache"] += slots_bytes(model, layer, num_sequences)
         number, unit_bytes = placed_units(model, layer)
         gpu["neurons"] += hot * unit_bytes
         cpu["neurons"] += (number - hot) * unit_bytes

@@ -11,6 +11,11 @@ def state_bytes(model: ModelFile, layer: int) -> int:
     return 0 if delta is None else 4 * delta.num_state_values
 
 
+def slots_bytes(model: ModelFile, layer: int, num_sequences: int) -> int:
+    """Bytes of all slots of a layer."""
+    return num_slots(num_sequences) * state_bytes(model, layer)
+
+
 def num_slots(num_sequences: int) -> int:
     """Recurrent states of a layer: of each sequence the current one, that which a pass stores, and
     saved ones."""
