@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 
-from hotsplit.families.blueprint import Blueprint, gguf_names
+from hotsplit.families.blueprint import ADD_ONE, Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import whole_sizes
@@ -36,7 +36,7 @@ def gemma3(read: ConfigReader) -> Blueprint:
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.GEMMA3, sizes.num_layers),
-        added={"norm.weight": 1.0},
+        changes={"norm.weight": ADD_ONE},
     )  # fmt: skip
 
 
