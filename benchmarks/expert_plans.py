@@ -6,15 +6,14 @@ No weights exist: a model file is its spec and the types and shapes of its tenso
 drawn: in each layer the expert of rank r has the weight r^-skew in an order of its own, and a token
 chooses as many of them as the model's do, without replacement. The machine is an RTX 4060 by its
 datasheet (examples/machines) beside a CPU that reads 60 GB/s. Times are the solver's predictions, of
-tokens that were not used to plan; only the solver's own seconds are measured.
-
-Qwen3.6's gated attention and its linear attention stand in as attention that reads as many bytes:
-of 24 heads over 2 of 256 values in every fourth layer, else of 63 over one of 128."""
+tokens that were not used to plan; only the solver's own seconds are measured."""
 
 import argparse
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -23,14 +22,14 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 from machine import RESULTS, result_of, write_result
-from random_mixture import SHAPES, _qwen3, _type_of
+from random_model import CONV, SHAPES
 
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
-from hotsplit.families.sizes import Sizes
+from hotsplit.convert.mixtures import Roles
 from hotsplit.files.gguf_file import TensorEntry
-from hotsplit.model.spec import Attention, Layer, ModelSpec, Route
+from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import NAMES
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.inputs import Inputs
@@ -49,6 +48,8 @@ CONTEXT, PLANNED, SEED = 4096, 2048, 0
 CPU_GB_PER_S, LAYER_S, TOKEN_S, LOGIT_S = 60.0, 8e-6, 5e-5, 1e-10
 CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "expert-plans.svg"
+# Layers and words.
+FULL = {"qwen3-30b-a3b": (48, 151_936), "qwen3.6-35b-a3b": (40, 248_320)}
 WAYS = {
     "plan": "this plan",
     "hottest_first": "hottest experts first",
@@ -83,15 +84,6 @@ def main() -> None:
 # ---- models, routings and a machine ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Attention in place of another that reads as many bytes."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 def model_of(name: str) -> ModelFile:
     """A model file without weights."""
     spec = _spec_of(name)
@@ -101,39 +93,19 @@ def model_of(name: str) -> ModelFile:
     )  # fmt: skip
     shapes, _ = model.expected_shapes()
     shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
-    return replace(model, tensors={n: _entry(n, dims) for n, dims in shapes.items()})
+    type_of = partial(Roles.of(spec, is_tied=False).type_in, "q4_k_m")
+    return replace(model, tensors={n: _entry(type_of, n, dims) for n, dims in shapes.items()})
 
 
 def _spec_of(name: str) -> ModelSpec:
-    if name == "qwen3-30b-a3b":
-        shape = SHAPES[name]
-        sizes = replace(shape.sizes, num_layers=48, vocab_size=151_936)
-        return shape.spec_of(sizes, shape.route)
-    sizes = Sizes(
-        num_layers=40, hidden_size=2048, num_neurons=512, num_heads=24, num_kv_heads=2,
-        head_dim=256, vocab_size=248_320, context_length=CONTEXT, epsilon=1e-6,
-    )  # fmt: skip
-    spec = _qwen3(sizes, Route(num_experts=256, num_used=8))
-    linear = Heads(num_heads=63, num_kv_heads=1, head_dim=128)
-    return spec.with_layers(
-        [x if n % 4 == 3 else _with_heads(x, linear) for n, x in enumerate(spec.layers)]
-    )
+    shape, (num_layers, vocab_size) = SHAPES[name], FULL[name]
+    sizes = replace(shape.sizes, num_layers=num_layers, vocab_size=vocab_size)
+    return shape.spec_of(sizes, shape.route)
 
 
-def _with_heads(layer: Layer, heads: Heads) -> Layer:
-    def changed(block: object) -> object:
-        if not isinstance(block, Attention):
-            return block
-        norm = block.head_norm and replace(block.head_norm, size=heads.head_dim)
-        return replace(block, **vars(heads), head_norm=norm)
-
-    return replace(layer, blocks=tuple(map(changed, layer.blocks)))
-
-
-def _entry(name: str, dims: tuple[int, ...]) -> TensorEntry:
-    is_f32 = len(dims) == 1 or "gate_inp" in name
-    kind = "f32" if is_f32 else _type_of(name, "q4_k_m")
-    return TensorEntry(shape=dims, kind=kind, read_rows=_no_weights)
+def _entry(type_of: Callable[[str], str], name: str, dims: tuple[int, ...]) -> TensorEntry:
+    is_f32 = len(dims) == 1 or "gate_inp" in name or name.endswith(CONV)
+    return TensorEntry(shape=dims, kind="f32" if is_f32 else type_of(name), read_rows=_no_weights)
 
 
 def _no_weights(first: int, last: int) -> np.ndarray:

@@ -6,7 +6,9 @@ The models are random, in the shapes that random_model.py lists; files missing i
 first, and nothing is measured in that run. Both sides run the stock layout as it is. What is
 measured, and how, is described in chat_model.py. The limit of decode is that of the bytes of the
 experts that were chosen. With --sequences 8, steps with one token of each of eight texts are
-measured instead, as in batch.py.
+measured instead, as in batch.py. With --positions 100,4096,32768, our tokens after texts of these
+lengths are measured instead, without the rival: whole, and the part of each kind of layer that is
+not its products (attention, or a gated delta net).
 
 A model whose experts have silent neurons is in our layout and is measured in modes `dense` and
 `exact` instead, without a rival: seconds and bytes a token of both, and of the experts in it,
@@ -18,6 +20,7 @@ import argparse
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +35,7 @@ from hotsplit import Engine
 from hotsplit.measure.bench.bandwidth import cpu_bandwidth
 from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.step_times import PARTS, timed_parts
 
@@ -58,6 +62,8 @@ def main() -> None:
 def _reports(arguments: argparse.Namespace, path: Path) -> dict[str, object]:
     """What a run measures, by number of threads."""
     threads, counts = numbers(arguments.threads), numbers(arguments.sequences)
+    if positions := numbers(arguments.positions):
+        return {str(count): _after_texts(path, count, positions) for count in threads}
     if counts:
         return {str(count): _batches(arguments, path, count, counts) for count in threads}
     if SHAPES[arguments.model].layout == "sparse":
@@ -82,6 +88,36 @@ def _batches(
         model=path, stock=path, rival=arguments.rival, threads=threads, rounds=arguments.rounds
     )
     return {"batches": batch.measure(asked, ["dense"], counts)}
+
+
+def _after_texts(path: Path, threads: int, positions: tuple[int, ...]) -> dict[str, object]:
+    """Seconds of STEPS tokens after texts of these lengths, each of which continues the one before."""
+    library.set_threads(threads)
+    generator, report, done = random.Random(0), {}, 0
+    length = positions[-1] + STEPS
+    with Engine.load(path, mode="dense", device="cpu", context_length=length) as engine:
+        native, layers = engine._live.native, engine.model.spec.layers
+        assert isinstance(native, NativeStep), engine.not_native
+        attends_L = torch.tensor([layer.delta is None for layer in layers])
+        ids = [generator.randrange(3, engine.model.spec.vocab_size) for _ in range(length)]
+        for position in positions:
+            while done < position:
+                rows = rows_of(ids[done : min(done + native.max_rows, position)], done)
+                engine._live.run(rows)
+                done += len(rows)
+            with timed_parts(native) as counts_LP2:
+                began = time.perf_counter()
+                for done in range(position, position + STEPS):
+                    engine._step(ids[done], done)
+                seconds, done = (time.perf_counter() - began) / STEPS, done + 1
+            mixing_L = counts_LP2[:-1, PARTS.index("attend"), 0] / (1e9 * STEPS)
+            report[str(position)] = {
+                "s": seconds,
+                "attention_s": float(mixing_L[attends_L].sum()),
+                "delta_s": float(mixing_L[~attends_L].sum()),
+            }
+            print(f"{path.stem}, {threads} threads, after {position}: {report[str(position)]}")
+    return {"after_texts": report}
 
 
 def _modes(path: Path, threads: int, rounds: int) -> dict[str, object]:
@@ -131,6 +167,9 @@ def _arguments() -> argparse.Namespace:
         "--sequences",
         default="",
         help="measure steps of so many texts instead of decode and prompts",
+    )
+    parser.add_argument(
+        "--positions", default="", help="measure our tokens after texts of these lengths instead"
     )
     return parser.parse_args()
 

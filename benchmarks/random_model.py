@@ -25,6 +25,7 @@ from hotsplit.convert.encode import encode
 from hotsplit.convert.mixtures import NAMES as MIXTURES
 from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.families.delta_nets import PERIOD, delta_spec
 from hotsplit.families.experts import Experts
 from hotsplit.families.family import PROJECTION_BIASES
 from hotsplit.families.gpt_oss import EXPERT_BIASES, gpt_oss_spec
@@ -32,8 +33,8 @@ from hotsplit.families.llama import llama_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.smallthinker import STOCK_WINDOW, smallthinker_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
-from hotsplit.model.spec import ModelSpec, Rotary, Route
-from hotsplit.model.tensors import Layout, is_down
+from hotsplit.model.spec import DeltaNet, ModelSpec, Rotary, Route
+from hotsplit.model.tensors import CONV, DECAY, Layout, is_down
 
 PIECE = 1536  # rows of random values, encoded once and repeated
 COMMON = 1.0  # of all embeddings, relative to their random part
@@ -78,6 +79,20 @@ def _smallthinker(sizes: Sizes, route: Route) -> ModelSpec:
     )  # fmt: skip
 
 
+def _qwen3_6(sizes: Sizes, route: Route) -> ModelSpec:
+    delta = DeltaNet(
+        num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128,
+        epsilon=sizes.epsilon,
+    )  # fmt: skip
+    experts = Experts(
+        route=route, num_neurons=sizes.num_neurons, num_shared=512, has_shared_gate=True
+    )
+    return delta_spec(
+        "qwen35moe", "random", sizes, Rotary(theta=1e7, pairing="halves", num_values=64), "silu",
+        delta, [(layer + 1) % PERIOD == 0 for layer in range(sizes.num_layers)], experts,
+    )  # fmt: skip
+
+
 SHAPES = {
     "qwen3-30b-a3b": Shape(
         sizes=Sizes(
@@ -86,6 +101,14 @@ SHAPES = {
         ),
         route=Route(num_experts=128, num_used=8),
         spec_of=_qwen3,
+    ),
+    "qwen3.6-35b-a3b": Shape(
+        sizes=Sizes(
+            num_layers=8, hidden_size=2048, num_neurons=512, num_heads=16, num_kv_heads=2,
+            head_dim=256, vocab_size=32_000, context_length=40_960, epsilon=1e-6,
+        ),
+        route=Route(num_experts=256, num_used=8),
+        spec_of=_qwen3_6,
     ),
     "gpt-oss-20b": Shape(
         sizes=Sizes(
@@ -114,25 +137,26 @@ Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and 
 
 
 def make_mixture(path: Path, name: str, kind: str) -> None:
-    """Writes a model of one type, or of llama.cpp's mixtures: Q4_K_M has some of attn_v and
-    ffn_down in q6_k; MXFP4 has experts in that type and all else in q8_0."""
+    """Writes a model of one type, or of one of llama.cpp's mixtures, MXFP4 among them: experts in that
+    type and all else in q8_0."""
     shape = SHAPES[name]
     spec = shape.spec_of(shape.sizes, shape.route)
-    entry = partial(_entry, kind, shape.route, spec.activation, np.random.default_rng(0))
+    type_of = partial(_type_of, Roles.of(spec, is_tied=False), kind)
+    entry = partial(_entry, type_of, shape.route, spec.activation, np.random.default_rng(0))
     _make(path, spec, shape.layout, entry)
 
 
 def make_dense(path: Path, kind: str) -> None:
     """Writes a Llama in TinyLlama's shape, all matrices of one type, or of llama.cpp's mixture."""
     spec = llama_spec(TINYLLAMA, Rotary(theta=1e4, pairing="adjacent"), "silu")
-    roles, random = Roles.of(spec, is_tied=False), np.random.default_rng(0)
+    type_of = partial(_type_of, Roles.of(spec, is_tied=False), kind)
+    random = np.random.default_rng(0)
 
     def entry(name: str, dims: tuple[int, ...]) -> TensorEntry:
         if len(dims) == 1:
             return array_entry(np.ones(dims), "f32")
-        own = roles.type_in(kind, name) if kind in MIXTURES else kind
         values = 0.02 * random.standard_normal((min(PIECE, dims[0]), dims[1]), np.float32)
-        return _encoded(values, own, name, dims)
+        return _encoded(values, type_of(name), name, dims)
 
     _make(path, spec, "stock", entry)
 
@@ -153,24 +177,22 @@ def _make(path: Path, spec: ModelSpec, layout: Layout, entry: Entry) -> None:
     replace(model, tensors=tensors).save(path)
 
 
-def _type_of(name: str, kind: str) -> str:
+def _type_of(roles: Roles, kind: str, name: str) -> str:
     if kind == "mxfp4":
         return kind if "_exps" in name else "q8_0"
-    if kind != "q4_k_m":
-        return kind
-    layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
-    is_finer = name.startswith("output") or (
-        ("attn_v" in name or is_down(name)) and layer % 2 == 0
-    )  # fmt: skip
-    return "q6_k" if is_finer else "q4_k"
+    return roles.type_in(kind, name) if kind in MIXTURES else kind
 
 
 def _entry(
-    kind: str, route: Route, activation: str, random: np.random.Generator, name: str,
-    dims: tuple[int, ...],
+    type_of: Callable[[str], str], route: Route, activation: str, random: np.random.Generator,
+    name: str, dims: tuple[int, ...],
 ) -> TensorEntry:  # fmt: skip
     if name.endswith(".bias") or "sinks" in name:
         return array_entry(0.1 * random.standard_normal(dims), "f32")
+    if name.endswith(DECAY):
+        return array_entry(-np.exp(random.standard_normal(dims)), "f32")
+    if name.endswith(CONV):
+        return array_entry(random.standard_normal(dims) / dims[1] ** 0.5, "f32")
     if len(dims) == 1:
         return array_entry(np.ones(dims), "f32")
     width = dims[-1]
@@ -178,13 +200,14 @@ def _entry(
         mean = COMMON if route.reads == "x" else MEAN
         return array_entry(_router(random, dims, mean), "f32")
     values = random.standard_normal((min(PIECE, prod(dims[:-1])), width), np.float32)
-    is_output = is_down(name) or "attn_output" in name  # small, so that the common part lasts
+    # Outputs are small, so that the common part lasts.
+    is_output = is_down(name) or "attn_output" in name or "ssm_out" in name
     values *= 0.1 / width**0.5 if is_output else width**-0.5
     if activation == "relu" and "ffn_gate_exps" in name:
         values -= NormalDist().inv_cdf(SILENT) / (width * MEAN)
     if name == "token_embd.weight":
         values = values * width**0.5 + COMMON
-    return _encoded(values, _type_of(name, kind), name, dims)
+    return _encoded(values, type_of(name), name, dims)
 
 
 def _encoded(values: np.ndarray, kind: str, name: str, dims: tuple[int, ...]) -> TensorEntry:

@@ -32,6 +32,7 @@ from hotsplit.convert.predictors import add_predictors
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.table import ARCHITECTURES, read_blueprint
 from hotsplit.files.outputs import check_output
 from hotsplit.files.written import Restored, Written
@@ -172,7 +173,8 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         },
         model_id=checkpoint.model_id(),  # last: it reads samples of all tensors
     )
-    notes = [*plan.notes, *check_and_note(types.importances, model.tensors)]
+    notes = [*plan.notes, *_left_out(checkpoint, plan)]
+    notes += check_and_note(types.importances, model.tensors)
     if (fallen := types.fallen_note(model.tensors)) is not None:
         notes.append(fallen)
     if model.is_tied and plan.is_tied is None:
@@ -186,6 +188,16 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         restored=lambda written: tensors.restored(checkpoint, plan, types, written),
         notes=(*notes, *tokenizer.notes),
     )
+
+
+def _left_out(checkpoint: Checkpoint, plan: Blueprint) -> list[str]:
+    """A note on the tensors of parts that the model's next tokens do not depend on."""
+    found = [n for n in checkpoint.tensors if n.startswith(plan.ignored_prefixes)]
+    if not plan.ignored_prefixes or not found:
+        return []
+    return [
+        f"{len(found)} tensors left out, on which the next token does not depend, such as {found[0]}"
+    ]
 
 
 def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:

@@ -31,7 +31,7 @@ class Roles:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, is_tied: bool) -> "Roles":
-        heads = spec.layers[0].attention
+        heads = spec.attentions[0]
         is_grouped = heads.num_heads != heads.num_kv_heads
         has_70b = spec.architecture == "qwen2" or (spec.architecture == "llama" and is_grouped)
         return cls(

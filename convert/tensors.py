@@ -4,6 +4,7 @@ its blueprint."""
 import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from hotsplit.convert.experts import (
 )
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Blueprint
+from hotsplit.families.blueprint import SAME, Blueprint, Change
 from hotsplit.families.row_order import Rows
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.written import Restored
@@ -33,6 +34,8 @@ from hotsplit.model.tensors import (
     outer_shapes,
     transposed_shape,
 )
+
+V = TypeVar("V")
 
 
 def tensor_entries(
@@ -69,11 +72,9 @@ def tensor_entries(
             assert name == "output.weight", name
             continue
         kind = types.kind(target, target_shape)
-        order = rows.order if rows else None
-        added = _by_end(plan.added, name) or 0.0
         importance = types.importance(target, target_shape)
         read = partial(
-            _read_rows, checkpoint, source, order, len(shape) == 1, is_transposed, kind, added,
+            _read_rows, checkpoint, source, _order_of(plan, name, shape), is_transposed, kind,
             None if importance is None else importance[0],
         )  # fmt: skip
         entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
@@ -97,18 +98,19 @@ def restored(
         source = sources.get(rows.source if rows else name)
         if source is None or _by_end(plan.constants, name) is not None:
             continue
-        order = rows.order if rows else None
         target = in_layout(name, written.layout)
         is_transposed = target != name
-        tensor = checkpoint.read(source)
-        tensor = tensor.flatten() if len(wanted[name]) == 1 else tensor
-        tensor = tensor if order is None else tensor[torch.from_numpy(order)]
-        added = _by_end(plan.added, name) or 0.0
-        want = (tensor.T if is_transposed else tensor).to(torch.float32).numpy() + added
+        order = _order_of(plan, name, wanted[name])
+        tensor = order.rows_of(checkpoint.read(source)).to(torch.float32)
+        want = order.change.apply((tensor.T if is_transposed else tensor).numpy())
         entry, what = written.tensors[target], f"{checkpoint.folder}: tensor {source!r}"
         importance = types.importance(target, entry.shape)
-        values = restore(entry, want, what, None if importance is None else importance[0]) - added
-        yield Restored(source=source, rows=order, values=values.T if is_transposed else values)
+        values = restore(entry, want, what, None if importance is None else importance[0])
+        values = order.change.undo(values)
+        if order.columns is not None:
+            values = values[:, np.argsort(order.columns)]
+        values = values.T if is_transposed else values
+        yield Restored(source=source, rows=order.rows, values=values)
 
 
 def _restored_experts(
@@ -130,35 +132,63 @@ def _restored_experts(
         )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Order:
+    """How a tensor of a model file is made of the checkpoint's, which may have further dimensions of
+    one. `width`: of a matrix's rows; None for a vector."""
+
+    width: int | None
+    rows: np.ndarray | None
+    columns: np.ndarray | None
+    change: Change
+
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All rows, with values as in the checkpoint."""
+        shaped = self.shaped(tensor)
+        shaped = shaped if self.rows is None else shaped[torch.from_numpy(self.rows)]
+        return shaped if self.columns is None else shaped[:, torch.from_numpy(self.columns)]
+
+    def shaped(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1) if self.width is None else tensor.reshape(-1, self.width)
+
+
+def _order_of(plan: Blueprint, name: str, shape: tuple[int, ...]) -> _Order:
+    rows, inner = _rows(plan, name), name.split(".", 2)[2] if name.startswith("blk.") else name
+    return _Order(
+        width=None if len(shape) == 1 else shape[-1],
+        rows=rows.order if rows else None,
+        columns=plan.columns.get(inner),
+        change=_by_end(plan.changes, name) or SAME,
+    )
+
+
 def _read_rows(
     checkpoint: Checkpoint,
     source: str,
-    order: np.ndarray | None,
-    is_vector: bool,
+    order: _Order,
     is_transposed: bool,
     kind: str,
-    added: float,
     importance_M: np.ndarray | None,
     start: int,
     stop: int,
 ) -> np.ndarray:
-    """The encoded bytes of some rows of a tensor, which does not stay in memory. `is_vector`: it is
-    one in the model file, so a matrix of one row is taken as its row."""
-    whole, rows = checkpoint.read(source), None  # held to the end: its mapping is shared
-    whole = whole.flatten() if is_vector else whole
-    tensor = whole
+    """The encoded bytes of some rows of a tensor, which does not stay in memory."""
+    whole = order.shaped(checkpoint.read(source))  # held to the end: its mapping is shared
+    rows, tensor = None, whole
     if is_transposed:
         columns = whole[:, start:stop]
-        tensor = (columns if order is None else columns[torch.from_numpy(order)]).T
-    elif order is not None and whole.dim() == 2:
-        rows = order[start:stop]
-    elif order is not None:
-        tensor = whole[torch.from_numpy(order[start:stop])]
+        tensor = (columns if order.rows is None else columns[torch.from_numpy(order.rows)]).T
+    elif order.rows is not None and whole.dim() == 2:
+        rows = order.rows[start:stop]
+    elif order.rows is not None:
+        tensor = whole[torch.from_numpy(order.rows[start:stop])]
     else:
         tensor = whole[start:stop]
+    if order.columns is not None:
+        tensor = tensor[:, torch.from_numpy(order.columns)]
     what = f"{checkpoint.tensors[source].file}: tensor {source!r}"
-    if added:
-        tensor = tensor.to(torch.float32) + added
+    if order.change is not SAME:
+        tensor = torch.from_numpy(order.change.apply(tensor.to(torch.float32).numpy()))
     return encode(tensor, kind, what, rows=rows, importance=importance_M)
 
 
@@ -180,7 +210,7 @@ def _rows(plan: Blueprint, name: str) -> Rows | None:
     return None if rows is None else dataclasses.replace(rows, source=prefix + rows.source)
 
 
-def _by_end(values: Mapping[str, float], name: str) -> float | None:
+def _by_end(values: Mapping[str, V], name: str) -> V | None:
     """The value for a name that ends with one of the keys."""
     return next((value for end, value in values.items() if name.endswith(end)), None)
 
@@ -201,7 +231,7 @@ def _sources(
             shapes[rows.source if rows else name] = (rows.num_rows, *shape[1:]) if rows else shape
     sources: dict[str, str] = {}
     for source, tensor in checkpoint.tensors.items():
-        is_ignored = source.endswith(plan.ignored) or source.startswith(plan.ignored_layers)
+        is_ignored = source.endswith(plan.ignored) or source.startswith(plan.ignored_prefixes)
         if is_ignored or source in of_experts:
             continue
         place = plan.name_of(source)
@@ -220,8 +250,9 @@ def _sources(
 
 
 def _of_one_row(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shape of the matrix of one row in which a checkpoint may have a vector."""
-    return ((1, *shape),) if len(shape) == 1 else ()
+    """The shape of the matrix of one row in which a checkpoint may have a vector, and that of a
+    convolution of channels by themselves, whose taps are a matrix."""
+    return ((1, *shape),) if len(shape) == 1 else ((shape[0], 1, *shape[1:]),)
 
 
 def _tied(

@@ -16,6 +16,7 @@ from hotsplit.artifacts.changed_model import with_rope_scaling, with_thresholds
 from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.context_bytes import text_words
 from hotsplit.costs.default_mode import mode_meant
 from hotsplit.costs.part_bytes import stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
@@ -51,6 +52,7 @@ from hotsplit.runtime.resolved_options import (
     context_of,
     device_of,
     for_experts,
+    for_states,
     gpus_of,
     mode_of,
     placement_of,
@@ -141,8 +143,11 @@ class Loaded:
         self.load_s = time.perf_counter() - began  # from an open file
 
     def _check_devices(self) -> None:
-        """If a device fails its check, everything runs on the CPU; so does a mixture of experts."""
+        """If a device fails its check, everything runs on the CPU; so do a mixture of experts and a
+        model with recurrent states."""
         plan = self.plan
+        if self.model.spec.has_states:
+            self.config = for_states(self.model, plan, self.config, self.notice)
         if self.model.spec.has_experts:
             self.config = for_experts(self.model, plan, self.config, self.notice)
         gpus = gpus_of(plan, device_of(self.config.device))
@@ -168,6 +173,11 @@ class Loaded:
             planned=None if plan is None else plan.kv_offload,
         )  # fmt: skip
         selection = self.cache_types.selection
+        if selection is not None and (kept := text_words(model)) is not None:
+            self.notice(
+                "--kv-offload is for keys and values alone; recurrent states stay with the weights of"
+                f" their layers (a text keeps {kept})"
+            )
         self.context_length = context_of(model, plan, config.context_length, selection)
         if selection is not None and self.context_length > max(selection.longest, selection.full):
             after = f"after {selection.full:,} positions " if selection.full else ""
@@ -320,6 +330,8 @@ class Loaded:
             )  # fmt: skip
         finally:
             cache.table.shrink(0, 0)
+            if self.weights.states is not None:
+                self.weights.states.release(0)
 
     def _decoder_with(self, step: DecodeStep | str, chunk: int = SHORT_CHUNK) -> Decoder:
         return Decoder(

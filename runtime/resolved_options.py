@@ -143,11 +143,31 @@ def for_experts(
     return replace(config, device="cpu")
 
 
+def for_states(
+    model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
+) -> EngineConfig:
+    """The options of a model with gated delta nets, which runs on the CPU. Raises HotsplitError if a
+    GPU or a plan is asked for."""
+    if plan is not None:
+        raise HotsplitError(
+            f"{model.path}: plans do not run gated delta nets so far; leave the plan out, and the model"
+            " runs on the CPU"
+        )
+    if device_of(config.device).type == "cpu":
+        return config
+    if config.device is not None:
+        raise HotsplitError(
+            f"{model.path}: GPUs do not run gated delta nets so far; use device cpu"
+        )
+    notice("a model with gated delta nets runs on the CPU; --device cpu says so")
+    return replace(config, device="cpu")
+
+
 def _check_mixture_on_gpus(model: ModelFile, plan: Split) -> None:
     """Raises HotsplitError if a plan puts a part of a mixture on a GPU that its kernels lack."""
     layers = zip(model.spec.layers, plan.dense_on_gpu, strict=True)
     for index, (layer, is_on_gpu) in enumerate(layers):
-        what = lacking_on_gpus(layer.attention)
+        what = None if layer.attention is None else lacking_on_gpus(layer.attention)
         if is_on_gpu and what is not None:
             raise HotsplitError(
                 f"{model.path}: the plan puts the attention of layer {index} on a GPU, where {what}"
@@ -329,8 +349,8 @@ def cache_types_of(
             else f"a cache in {types} asked for, which runs only on the CPU so far; use device cpu"
         )
     for kind in (types.key, types.value):
-        for layer in model.spec.layers:
-            kind.check(layer.attention.head_dim)
+        for attention in model.spec.attentions:
+            kind.check(attention.head_dim)
     if has_plan and selection is not None and selection.is_capped:
         raise HotsplitError(
             "positions=capped asked for, which does not work with a plan; leave one of the two out"
@@ -359,13 +379,13 @@ def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) 
         raise HotsplitError(
             "positions=capped asked for, but this model has learned positions; leave it out"
         )
-    rotaries = {layer.attention.rotary for layer in model.spec.layers}
+    rotaries = {attention.rotary for attention in model.spec.attentions}
     if len(rotaries) > 1 or None in rotaries:
         raise HotsplitError(
             "positions=capped asked for, but the layers of this model do not all have the same rotary"
             " embedding; leave it out"
         )
-    if any(layer.attention.num_rotated < layer.attention.head_dim for layer in model.spec.layers):
+    if any(attention.num_rotated < attention.head_dim for attention in model.spec.attentions):
         raise HotsplitError(
             "positions=capped asked for, but a part of each head of this model does not rotate; leave"
             " it out"

@@ -5,6 +5,9 @@ It takes over the place of a kept text if it continues all of it (the next turn 
 if no other place is left, else it gets a copy-on-write fork of the shared prefix. If no place is
 empty, the least recently used kept text is dropped.
 
+With recurrent states, a text can only be continued from a position whose state is kept (see
+runtime.cache.state_slots). Where two texts part, the later one keeps its state, for the third.
+
 The longest common prefix is found by comparing token lists: 32 kept texts of 4,096 tokens take
 0.1 ms if one matches entirely and the others differ from the start, and 2 ms if all match (shared
 Zen 4 core), once per text; a step of a small model takes 30 ms. A radix tree would save that time,
@@ -42,7 +45,7 @@ class PrefixCache:
         """A sequence with the longest known prefix of a prompt; an empty one if there is none or
         `reuses` is false. At least one place must not be in use."""
         assert len(self._used) < self.num_places, "every place is in use"
-        found, count = self._nearest(ids) if reuses else (None, 0)
+        found, count, shared = self._nearest(ids) if reuses else (None, 0, 0)
         if found is None:
             self._make_room()
             sequence = self._engine.sequence()
@@ -57,6 +60,7 @@ class PrefixCache:
             sequence = found.fork()
             sequence.rollback(count)
         self._used.append(sequence)
+        sequence.mark(shared)
         return sequence
 
     def keep(self, sequence: TextSequence) -> None:
@@ -88,16 +92,18 @@ class PrefixCache:
         assert len(set(numbers)) == len(numbers) <= self.num_places, numbers
         assert all(sequence.is_open for sequence in (*self._kept, *self._used))
 
-    def _nearest(self, ids: Sequence[int]) -> tuple[TextSequence | None, int]:
-        """(the sequence that shares the longest prefix with a prompt, length of that prefix); (None,
-        0) if none shares any. The prompt's last token does not count."""
+    def _nearest(self, ids: Sequence[int]) -> tuple[TextSequence | None, int, int]:
+        """(the sequence with the longest reusable prefix of a prompt, length of that prefix, and of the
+        longest that any shares); (None, 0, ...) if none is reusable. The prompt's last token does not
+        count."""
         can_fork = self.num_places > 1
-        best, most, ids = None, 0, ids[:-1]
+        best, most, longest, ids = None, 0, 0, ids[:-1]
         for sequence in (*self._kept, *self._used) if can_fork else self._kept:
-            count = common(sequence.ids, ids)
+            shared = common(sequence.ids, ids)
+            count, longest = sequence.reusable(shared), max(longest, shared)
             if count >= max(most, 1):
                 best, most = sequence, count
-        return best, most
+        return best, most, longest
 
     def _has_other(self, kept: TextSequence) -> bool:
         """True if, besides the place of `kept`, one is empty or holds a text that may be

@@ -226,14 +226,18 @@ class Scheduler:
         return False
 
     def _is_being_read(self, ids: Sequence[int]) -> bool:
-        """True if waiting will make many more tokens of the prompt reusable than are now."""
-        coming = 0
+        """True if waiting will make many more tokens of the prompt reusable than are now; the text that
+        computes them is then asked to keep its state there."""
+        coming, best = 0, None
         for other in self._running:
             if other.sequence is not None and not other.is_writing and other.job.reuses:
                 shared = common(other.job.ids, ids[:-1])
-                if other.sequence.length < shared:
-                    coming = max(coming, shared)
-        return coming >= WORTH_WAITING and coming >= self.prefix_cache.known(ids) + WORTH_WAITING
+                if other.sequence.length < shared and shared > coming:
+                    coming, best = shared, other.sequence
+        if best is None or coming < self.prefix_cache.known(ids) + WORTH_WAITING:
+            return False
+        best.mark(coming)
+        return True
 
     def _compute(self, parts: list[tuple[Text, Part]]) -> None:
         began = time.perf_counter()

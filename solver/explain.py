@@ -13,6 +13,7 @@ from hotsplit.costs.part_bytes import (
     layer_bytes,
     placed_units,
 )
+from hotsplit.costs.state_bytes import slots_bytes
 from hotsplit.solver.solve import SolveConfig
 from hotsplit.system.sizes import format_bytes
 
@@ -24,7 +25,7 @@ class LayerUse:
     layer: int
     gpu: int
     dense_bytes: int  # attention, norms, predictor
-    kv_bytes: int
+    kv_bytes: int  # of keys and values, or of recurrent states
     neuron_bytes: int  # or of experts, which are counted below
     num_hot: int
     num_neurons: int
@@ -67,7 +68,8 @@ def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
         gpu=split.home[layer] if split.home else 0,
         dense_bytes=(sizes.attention + sizes.predictor - sizes.head_norms * is_offloaded)
         * is_there,
-        kv_bytes=kv_bytes(model, layer, positions) * (is_there and not is_offloaded),
+        kv_bytes=kv_bytes(model, layer, positions) * (is_there and not is_offloaded)
+        + slots_bytes(model, layer, split.num_sequences) * is_there,
         neuron_bytes=num_hot * unit_bytes,
         num_hot=num_hot,
         num_neurons=number,

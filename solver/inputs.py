@@ -19,6 +19,7 @@ from hotsplit.costs.part_bytes import (
     kv_positions,
     layer_bytes,
 )
+from hotsplit.costs.state_bytes import slots_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
@@ -97,6 +98,10 @@ class Inputs:
         positions = kv_positions(self.context_length, self.num_sequences)
         return kv_bytes(self.model, layer, positions)
 
+    def state_bytes(self, layer: int) -> int:
+        """Bytes of the slots of a layer's recurrent states, of all texts, wherever keys are."""
+        return slots_bytes(self.model, layer, self.num_sequences)
+
     @property
     def cache_size(self) -> CacheSize | None:
         if not self.swapped_rows:
@@ -113,13 +118,16 @@ class Inputs:
     def offloaded_bytes(self) -> int:
         if self.kv_offload is None:
             return 0
+        layers = range(self.model.spec.num_layers)
+        norms = sum(layer_bytes(self.model, layer).head_norms for layer in layers)
+        return self.all_kv_bytes + norms
+
+    @property
+    def all_kv_bytes(self) -> int:
+        """Bytes of the keys and values of all layers and texts, with the tables of a selection."""
         positions = kv_positions(self.context_length, self.num_sequences)
-        types = self.cache_types
-        return sum(
-            kv_bytes(self.model, layer, positions, types)
-            + layer_bytes(self.model, layer).head_norms
-            for layer in range(self.model.spec.num_layers)
-        )
+        layers, types = range(self.model.spec.num_layers), self.cache_types
+        return sum(kv_bytes(self.model, layer, positions, types) for layer in layers)
 
 
 def load_inputs(

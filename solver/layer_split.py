@@ -76,7 +76,7 @@ def cpu_moe(inputs: Inputs) -> tuple[int, float] | None:
     if not model.spec.has_experts or not any(inputs.budgets):
         return None
     room -= head_bytes(model)
-    room -= sum(inputs.kv_bytes(n) + _weight_bytes(inputs, n) for n in range(num_layers))
+    room -= sum(_kept_bytes(inputs, layer, has_experts=True) for layer in range(num_layers))
     total = token_seconds(model, machine) + head_seconds(model, gpu) + gpu.token_s.median
     for layer in range(num_layers):
         kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
@@ -143,10 +143,7 @@ def _homes(
     fit."""
     model, homes = inputs.model, list[int]()
     layers = range(first, model.spec.num_layers)
-    sizes = [
-        inputs.kv_bytes(layer) + _weight_bytes(inputs, layer, has_experts=has_experts)
-        for layer in layers
-    ]
+    sizes = [_kept_bytes(inputs, layer, has_experts=has_experts) for layer in layers]
     sizes += [head_bytes(model)] * has_head
     gpu, room = -1, -1
     for size in sizes:
@@ -188,6 +185,12 @@ def _weight_bytes(inputs: Inputs, layer: int, *, has_experts: bool = True) -> in
         for name, entry in layer_tensors(inputs.model, layer).items()
         if _is_read(name) and (has_experts or not is_expert(name))
     )
+
+
+def _kept_bytes(inputs: Inputs, layer: int, *, has_experts: bool) -> int:
+    """Bytes of a layer's weights, keys, values and states."""
+    kept = inputs.kv_bytes(layer) + inputs.state_bytes(layer)
+    return kept + _weight_bytes(inputs, layer, has_experts=has_experts)
 
 
 def _read_bytes(inputs: Inputs, layer: int) -> float:

@@ -4,7 +4,9 @@ import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.context_bytes import context_words
 from hotsplit.costs.default_mode import choose_mode, loss_line
+from hotsplit.costs.part_bytes import counted_layers, placed_units
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs
@@ -34,6 +36,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         if gpu.source not in ("measured", NO_GPU.source):
             line = f"the figures of {gpu.name} were not measured here: {gpu.source}"
             notes += [] if line in notes else [line]
+    notes += _context_notes(inputs, split)
     notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)
     if unused > 0:
@@ -61,6 +64,20 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     return notes
 
 
+def _context_notes(inputs: Inputs, split: Split) -> list[str]:
+    """What the context of a model with recurrent states takes, and what that leaves."""
+    model, types = inputs.model, split.cache_types(inputs.model)
+    words = context_words(model, split.context_length, split.num_sequences, types)
+    if words is None:
+        return []
+    left = format_bytes(split.gpu_bytes["neurons"])
+    layers, what = counted_layers(model), "experts" if model.spec.has_experts else "neurons"
+    number = sum(placed_units(model, layer)[0] for layer in layers)
+    placed = f"{sum(len(split.hot[layer]) for layer in layers):,} of {number:,}"
+    there = f"; the budget leaves {left} to {what}, {placed}" if any(split.budgets) else ""
+    return [words + there]
+
+
 def _memory_notes(inputs: Inputs, split: Split) -> list[str]:
     """Notes on budgets above a GPU's memory, or above what was free when it was measured, and on a
     plan that takes more main memory than was free."""
@@ -85,7 +102,7 @@ def _offload_notes(inputs: Inputs, split: Split) -> list[str]:
     if rule is None:
         return []
     return [
-        f"keys and values take {format_bytes(split.cpu_bytes['kv_cache'])} of main memory and none of the"
+        f"keys and values take {format_bytes(inputs.all_kv_bytes)} of main memory and none of the"
         f" GPU's; a token reads at most {min(rule.longest, inputs.context_length):,} positions, on the"
         " CPU"
     ]

@@ -49,8 +49,10 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
     attend_s_L = np.zeros(spec.num_layers)
     if is_offloaded:
         attend_s_L += [
-            attend_seconds(spec.layers[layer].attention, machine, gpu, read_kv_L[layer])
-            for layer in layers
+            attend_seconds(attention, machine, gpu, read_kv) if attention else 0.0
+            for attention, read_kv in zip(
+                [x.attention for x in spec.layers], read_kv_L, strict=True
+            )
         ]
     has_predictor = runs_predictors(mode)
     read_L = np.array(of_attention) + read_kv_L * (not is_offloaded)
@@ -79,6 +81,7 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
                 of_attention[layer]
                 + sizes[layer].predictor * has_predictor
                 + inputs.kv_bytes(layer) * (not is_offloaded)
+                + inputs.state_bytes(layer)
                 for layer in layers
             ]
         ),

@@ -14,7 +14,7 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import Items, placed_units
+from hotsplit.costs.part_bytes import Items, counted_layers, placed_units
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
@@ -263,9 +263,8 @@ def hot_ids(inputs: Inputs, problem: Problem, placement: Placement) -> tuple[np.
 def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     hot_touched = float((pipeline.model.touched_LF * answer.placement.hot_LF).sum())
-    advice, spec = advise(inputs, pipeline, answer.plan), inputs.model.spec
-    is_counted = [not spec.has_experts or layer.route is not None for layer in spec.layers]
-    counted = [layer for layer, is_one in enumerate(is_counted) if is_one]
+    advice = advise(inputs, pipeline, answer.plan)
+    counted = counted_layers(inputs.model)
     return SolveReport(
         output=str(config.output),
         status=split.status,

@@ -189,7 +189,7 @@ def _dense_seconds(
         if is_dense(name) or (is_predictor(name) and runs_predictors(split.mode))
     }
     is_predicted = runs_predictors(split.mode)
-    if split.dense_on_gpu[layer] and types.selection is not None:
+    if attention and split.dense_on_gpu[layer] and types.selection is not None:
         gpu, heads = machine.gpus[home], attention.num_heads + attention.num_kv_heads
         there = {n: e for n, e in read.items() if not n.startswith(("attn_q_norm", "attn_k_norm"))}
         kernels = dense_kernels(model, layer, has_predictor=is_predicted, has_cache=False)

@@ -60,8 +60,7 @@ def num_trained(spec: ModelSpec, config: SparsifyConfig) -> int:
 def needs_of(spec: ModelSpec, config: SparsifyConfig, dtype: torch.dtype, tied: bool) -> Needs:
     size = dtype.itemsize
     feed_forward = 3 * spec.num_neurons * spec.hidden_size
-    attentions = [layer.attention for layer in spec.layers]
-    heads = sum(a.query_size + a.qkv_size for a in attentions) * spec.hidden_size
+    heads = sum(a.query_size + a.qkv_size for a in spec.attentions) * spec.hidden_size
     outer = (1 if tied else 2) * spec.vocab_size * spec.hidden_size
     trained = num_trained(spec, config)
     kept = spec.num_layers * KEPT_WIDTHS * spec.hidden_size

@@ -132,7 +132,7 @@ def _config(model: ModelFile) -> dict[str, object]:
     }  # fmt: skip
     if name == "LlamaForCausalLM":
         config |= {
-            "attention_bias": any(layer.attention.biases for layer in spec.layers),
+            "attention_bias": any(attention.biases for attention in spec.attentions),
             "mlp_bias": any(layer.neurons.biases for layer in spec.layers),
         }
     assert spec.rotary is not None
@@ -197,6 +197,7 @@ def _values(model: ModelFile, name: str, entry: TensorEntry) -> Tensor:
     inner = name.split(".")[2] if name.startswith("blk.") else ""
     if model.architecture in TURNED_IN_PAIRS and inner in ("attn_q", "attn_k"):
         attention = model.bare_spec.layers[int(name.split(".")[1])].attention
+        assert attention is not None
         heads = attention.num_heads if inner == "attn_q" else attention.num_kv_heads
         pairs = values.reshape(heads, attention.head_dim // 2, 2, -1)
         return pairs.transpose(1, 2).reshape(values.shape).contiguous()

@@ -17,7 +17,8 @@ from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
 from hotsplit.runtime.step.plain_backend import plain_backend
-from hotsplit.runtime.step.program import HOST, edges, step_program
+from hotsplit.runtime.step.program import HOST, step_program
+from hotsplit.runtime.step.value_order import edges
 
 ORDERS = 3  # tried for each pair whose order is no longer enforced
 

@@ -475,6 +475,70 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
            is_refused(layer.route.router.num_rows, E - 1);
 }
 
+// True if a step of several rows gives each the bits of a step of its own, in a layer with a gated delta net and one
+// whose attention has gates, and if rows that would write a slot that is read, or two rows the same one, are refused.
+bool deltas(int32_t kind, int64_t M) {
+    constexpr int64_t D = 256, R = 19, V = 33, G = 2, N = 24, HEADS = 4, H = 2, W = 32, SLOTS = 4,
+                      J = 4;
+    HsLayer layer[2] = {};
+    for (HsLayer& each : layer) each.norm = norms(D, false), each.num_norms = 2;
+    HsDelta& delta = layer[0].delta;
+    const int64_t C = 2 * G * N + HEADS * M, outputs[] = {C, HEADS * M, HEADS, HEADS};
+    for (int m = 0; m < 4; ++m) delta.input[m] = matrix(kind, outputs[m], D, false);
+    delta.output = matrix(block_values(kind) > 1 ? KIND_F32 : kind, D, HEADS * M, false);
+    delta.norm = norm(M, false), delta.conv = floats(J * C), delta.decay = floats(HEADS, -1.0f);
+    delta.step_bias = floats(HEADS), delta.state = floats(SLOTS * HEADS * N * M);
+    delta.inputs = floats(SLOTS * (J - 1) * C), delta.num_key_heads = G, delta.num_value_heads = HEADS;
+    delta.key_width = N, delta.value_width = M, delta.num_taps = J, delta.num_slots = SLOTS;
+    HsAttention& attention = layer[1].attention;
+    attention.input[0] = matrix(kind, 2 * H * W, D, true);
+    for (int m : {1, 2}) attention.input[m] = matrix(kind, W, D, true);
+    attention.output = matrix(block_values(kind) > 32 ? KIND_F32 : kind, D, H * W, true);
+    attention.key = bytes(R * W * 2), attention.value = bytes(R * W * 2), attention.is_gated = 1;
+    attention.num_heads = H, attention.num_kv_heads = 1, attention.head_width = W;
+    attention.scale = 0.2f, attention.rotary = -1;
+    HsStep step = {};
+    step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
+    step.output_norm = norm(D, false), step.layer = layer, step.num_layers = 2;
+    step.width = D, step.num_neurons = 1, step.context_length = R, step.max_rows = R;
+    const int32_t one_block[] = {0}, none = VALUE_NONE;
+    step.table = {one_block, 1, 1, R, 1}, step.embedding_scale = 3.0f;
+    step.key_kind = step.value_kind = KIND_F16;
+    const HsOp ops[] = {
+        {OP_EMBED, 2, 0, none, none, VALUE_X},
+        {OP_NORM, 0, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
+        {OP_DELTA, 0, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT},
+        {OP_ADD, 0, 0, VALUE_X, VALUE_ATTN_OUT, VALUE_X},
+        {OP_NORM, 1, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
+        {OP_ATTENTION, 1, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT},
+        {OP_ADD, 1, 0, VALUE_X, VALUE_ATTN_OUT, VALUE_X},
+        {OP_HEAD_NORM, 2, 0, VALUE_X, none, VALUE_ATTN_IN},
+        {OP_HEAD, 2, 0, VALUE_ATTN_IN, none, none},
+    };
+    step.op = ops, step.num_ops = sizeof ops / sizeof *ops;
+    const int64_t size = hs_step_bytes(&step);
+    if (size < 0) return false;
+    step.workspace = aligned(size);
+    float *logits = floats(R * V), *together = floats(R * V);
+    HsRow rows[R];
+    for (int32_t t = 0; t < R; ++t) {
+        rows[t] = {t, t, 0, 1, -1, t ? (t - 1) % 2 : -1, t % 2, 0};
+        if (hs_step(&step, &rows[t], 1, logits + t * V)) return false;
+    }
+    for (HsRow& row : rows) row.writes = -1;
+    rows[4].writes = 2, rows[R - 1].writes = 3;
+    if (hs_step(&step, rows, R, together)) return false;
+    if (std::memcmp(together, logits, R * V * sizeof(float))) return false;
+    auto is_refused = [&](int32_t HsRow::* field, int32_t value) {
+        HsRow wrong[R];
+        std::copy_n(rows, R, wrong);
+        wrong[0].*field = value;
+        return hs_step(&step, wrong, R, together) == STATUS_BAD_ARGUMENT;
+    };
+    return is_refused(&HsRow::reads, 2) && is_refused(&HsRow::reads, SLOTS) &&
+           is_refused(&HsRow::writes, 3) && is_refused(&HsRow::writes, SLOTS);
+}
+
 // A model of one layer whose tokens read selected keys, in a cache for two sequences.
 struct Selecting {
     static constexpr int64_t D = 32, F = 5, H = 4, K = 2, V = 7, ROWS = 9;
@@ -649,6 +713,9 @@ const std::vector<Step> FEW_STEPS = {
     {true, false, true, 0}, {false, true, true, 32}, {false, false, false, 0}, {true, true, false, 256}};
 
 bool level(const std::vector<Step>& which) {
+    for (int32_t kind : {KIND_F32, KIND_Q8_0, KIND_Q4_K_TILED})
+        for (int64_t M : {20, 32})
+            if (!deltas(kind, M)) return false;
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         const int64_t values = block_values(kind);
         for (int64_t D : {32, 96, 128, 160, 512, 576, 768})

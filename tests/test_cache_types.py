@@ -102,7 +102,7 @@ def test_cpp_and_torch_store_the_same_rows(tmp_path, name, width):
     for each in ("f32", name):
         with load(tmp_path / "m.gguf", (each, each)) as engine, engine.sequence() as text:
             text.extend(IDS)
-            kept[each] = text.read_state()[0]
+            kept[each] = text.read_state().keys_values[0]
     kind = CacheType(name)
     for plain, rows in zip(kept["f32"], kept[name], strict=True):
         turned = turn_by_hadamard(plain) if kind.is_rotated else plain

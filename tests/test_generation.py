@@ -337,7 +337,7 @@ def keep_state(engine, path, ids=(1, 2, 3)) -> torch.Tensor:
     with engine.sequence() as text:
         text.extend(list(ids))
         save_prompt(text, path, engine.prompt_key())
-        return text.read_state()[-1][0].clone()
+        return text.read_state().keys_values[-1][0].clone()
 
 
 def restored(engine, path, key=None) -> int:

@@ -84,11 +84,12 @@ def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequen
 
 
 def change_texts(
-    engine: Engine, texts: list[Sequence], chance: random.Random, deed: float, begin: float
-) -> None:
+    engine: Engine, texts: list[Sequence], chance: random.Random, deed: float, begin: float,
+    room: int = ROOM,
+) -> None:  # fmt: skip
     """Begins or forks a text if `deed` is less than `begin`, or ends one if it is less by a tenth
     more, or rolls one back if it is less by another 0.15."""
-    if deed < begin and len(texts) < ROOM:
+    if deed < begin and len(texts) < room:
         texts.append(chance.choice(texts).fork() if chance.random() < 0.6 else engine.sequence())
     elif deed < begin + 0.1 and len(texts) > 1:
         texts.pop(chance.randrange(len(texts))).close()

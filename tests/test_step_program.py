@@ -28,13 +28,12 @@ from hotsplit.runtime.step.program import (
     HOST,
     LayerPlace,
     StepForm,
-    edges,
     gpu,
-    last_reads,
     layer_ops,
     step_program,
 )
 from hotsplit.runtime.step.program_summary import lines_of, summarise_program
+from hotsplit.runtime.step.value_order import edges, last_reads
 
 needs_kernels = pytest.mark.skipif(
     not library.is_available(), reason="the C++ kernels are not built"

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import head_bytes, is_dense, is_predictor, layer_bytes, layer_tensors
+from hotsplit.costs.part_bytes import (
+    head_bytes,
+    is_dense,
+    is_predictor,
+    layer_bytes,
+    layer_tensors,
+    state_bytes,
+)
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -171,8 +178,11 @@ def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str 
     if types.selection is not None and last > types.selection.longest - types.selection.block:
         return "the keys that a token reads with --kv-offload are not counted"
     positions = steps.start + (steps.num_steps + 1) / 2
-    for layer, side in zip(engine.model.spec.layers, sides.layers, strict=True):
-        attention = layer.attention
+    for layer, side in enumerate(sides.layers):
+        attention = engine.model.spec.layers[layer].attention
+        if attention is None:
+            found[CACHE, side] += state_bytes(engine.model, layer)
+            continue
         read = min(positions, attention.window or positions)
         found[CACHE, side] += read * attention.num_kv_heads * types.row_bytes(attention.head_dim)
     return None

@@ -262,7 +262,7 @@ class Conversation:
     def _computed(self, generation: Generation, said: list[str]) -> Generator[Token, None, None]:
         """Yields the answer's tokens and appends their texts to `said`."""
         sequence, ids = self._sequence, generation.ids
-        known = num_common(sequence.ids, ids[:-1])
+        known = sequence.reusable(num_common(sequence.ids, ids[:-1]))
         sequence.rollback(known)
         seconds = 0.0
         with out_of_memory_as_error():

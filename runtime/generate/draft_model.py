@@ -43,8 +43,9 @@ class DraftModel:
         sequence = self._sequence
         if self._logits_V is not None and sequence.ids == ids:
             return
-        common = min(num_common(sequence.ids, ids), len(ids) - 1)
+        common = sequence.reusable(min(num_common(sequence.ids, ids), len(ids) - 1))
         sequence.rollback(common)
+        sequence.mark(len(ids))  # a draft is usually wrong somewhere, and dropped from there
         missing = ids[common:]
         fits = len(missing) <= sequence.room and (
             self._num_ids is None or max(missing) < self._num_ids

@@ -18,6 +18,10 @@ from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.text.codec import TextCodec
 
 NOT_STOPPED = "not started"
+# Tokens at the end of a prompt without which a recurrent state is kept. The next turn of a
+# conversation has others there (a template begins an answer otherwise than it repeats it), and the
+# same prompt once more computes at least the last one again.
+TURN_TAIL = 8
 LEAST_SHIFTED = 4  # tokens; a shorter context cannot be shifted
 
 
@@ -67,7 +71,7 @@ class Run:
 
 class Generation:
     """The generation of one text. `sequence` may hold tokens already; their common prefix with
-    `ids` is not computed again. In the end, unless the context was shifted, it holds all yielded
+    `ids` is not computed again, or with recurrent states what is `reusable` of it. In the end, unless the context was shifted, it holds all yielded
     tokens, except perhaps the last.
 
     Until it `is_over`, the caller computes `part()` and passes the logits to `take()`, unless the
@@ -103,6 +107,7 @@ class Generation:
         self._right = 0
         self._step_s = 0.0
         self._kept = 0  # length of the sequence before that step
+        sequence.mark(len(self.ids) - TURN_TAIL)
         self._length = 0  # length it must have before the next step
 
     @property
@@ -194,7 +199,7 @@ class Generation:
 
     def _new_of_prompt(self) -> list[int]:
         """The prompt's tokens after its common prefix with the sequence, at least one."""
-        known = num_common(self.sequence.ids, self.ids[:-1])
+        known = self.sequence.reusable(num_common(self.sequence.ids, self.ids[:-1]))
         self.sequence.rollback(known)
         self._length = len(self.ids)
         self.run.cached_tokens = known

@@ -1,4 +1,5 @@
-"""Saves the state of a text to a file: its tokens, and the keys and values of every layer.
+"""Saves the state of a text to a file: its tokens, the keys and values of every layer that attends,
+and the recurrent states of every other layer, after the last token and at positions that were saved.
 
 A text with the same prefix then need not compute it again. The state depends on the model, the
 mode, the arithmetic of the processor and the plan; a file made under other conditions is refused,
@@ -15,10 +16,13 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
-from hotsplit.runtime.step.sequences import Sequence
+from hotsplit.runtime.step.sequences import Sequence, TextState
 
 FORMAT, VERSION = "hotsplit.prompt", 4
 MAX_HEADER_BYTES = 1 << 20  # of a file, searched for the format's name
+# Names of the tensors of a layer, with the number of the layer among those of its kind.
+_ATTENDS, _RECURS = ("key", "value"), ("state", "conv")
+_POSITIONS = "positions"  # numbers of tokens after which the recurrent states are
 SHOWN_DIGITS, MAX_SHOWN = 12, 120  # characters of digests and of other values in errors
 
 
@@ -69,9 +73,13 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
     if not sequence.length:
         raise HotsplitError(f"{path}: not written: the text has no tokens yet")
     arrays = {"ids": np.asarray(sequence.ids, dtype=np.int64)}
-    for number, (key_TKW, value_TKW) in enumerate(sequence.read_state()):
-        arrays[f"key.{number}"] = key_TKW.cpu().numpy()
-        arrays[f"value.{number}"] = value_TKW.cpu().numpy()
+    state = sequence.read_state()
+    for names, pairs in ((_ATTENDS, state.keys_values), (_RECURS, state.recurrent)):
+        for number, pair in enumerate(pairs):
+            for name, tensor in zip(names, pair, strict=True):
+                arrays[f"{name}.{number}"] = tensor.cpu().numpy()
+    if state.recurrent:
+        arrays[_POSITIONS] = np.asarray(state.positions, dtype=np.int64)
     metadata = {**asdict(key), "sha256": _digest(arrays)}
     save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
@@ -98,22 +106,34 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
         raise HotsplitError(
             f"{path}: damaged, its content does not match its checksum; make it again"
         )
-    count = (len(arrays) - 1) // 2
-    names = {"ids", *(f"{kind}.{n}" for kind in ("key", "value") for n in range(count))}
-    if arrays.keys() != names or arrays["ids"].dtype != np.int64 or arrays["ids"].ndim != 1:
+    keys_values, recurrent = _pairs(arrays, _ATTENDS), _pairs(arrays, _RECURS)
+    lists = ["ids", *([_POSITIONS] if recurrent else [])]
+    if len(arrays) != len(lists) + 2 * (len(keys_values) + len(recurrent)) or not all(
+        name in arrays and arrays[name].dtype == np.int64 and arrays[name].ndim == 1
+        for name in lists
+    ):
         raise HotsplitError(f"{path}: its tensors are not those of a prompt's state; make it again")
     ids = arrays["ids"].tolist()
     if not all(0 <= token < key.vocab_size for token in ids):
         raise HotsplitError(f"{path}: has tokens that the model does not have; make it again")
-    state = [
-        (torch.from_numpy(arrays[f"key.{n}"]), torch.from_numpy(arrays[f"value.{n}"]))
-        for n in range(count)
-    ]
+    positions = arrays[_POSITIONS].tolist() if recurrent else []
+    state = TextState(keys_values=keys_values, positions=positions, recurrent=recurrent)
     try:
         sequence.write_state(ids, state)
     except HotsplitError as error:
         raise HotsplitError(f"{path}: {error}") from error
     return len(ids)
+
+
+def _pairs(
+    arrays: Mapping[str, np.ndarray], names: tuple[str, str]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of these names of the first, second, ... layer, as many as there are."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    while all(f"{name}.{len(pairs)}" in arrays for name in names):
+        first, second = (torch.from_numpy(arrays[f"{name}.{len(pairs)}"]) for name in names)
+        pairs.append((first, second))
+    return pairs
 
 
 _OTHER = {

@@ -8,7 +8,9 @@ import torch
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
+from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.ops.attention.block import Attention
+from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
@@ -23,10 +25,20 @@ class Layer:
     spec: LayerSpec  # without a predictor that is not run
     device: torch.device  # of attention's matrices, norms, predictor, and cache unless offloaded
     norms: dict[str, Norm]  # those of the spec, by name
-    attention: Attention
+    mixer: Attention | DeltaNet
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
     shared: SharedExperts | None = None
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of a layer that has it."""
+        assert isinstance(self.mixer, Attention), self.spec.mixer
+        return self.mixer
+
+    @property
+    def delta(self) -> DeltaNet | None:
+        return self.mixer if isinstance(self.mixer, DeltaNet) else None
 
     def with_threshold(self, threshold: float) -> "Layer":
         """The layer with another activation threshold."""
@@ -46,15 +58,27 @@ class Weights:
     output_norm: Norm | None
     head: Linear
     head_device: torch.device
+    states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
 
     @property
     def embedding_scale(self) -> float:
         return self.spec.embedding_scale
 
     @cached_property
+    def layer_states(self) -> tuple[LayerState, ...]:
+        """The recurrent states of each layer that has them."""
+        return tuple(layer.delta.state for layer in self.layers if layer.delta is not None)
+
+    @cached_property
     def cache(self) -> KVCache:
-        caches = tuple(layer.attention.cache for layer in self.layers)
+        """The cache of the layers that attend."""
+        caches = tuple(layer.attention.cache for layer in self.attending)
         return KVCache(table=caches[0].table, layers=caches)
+
+    @cached_property
+    def attending(self) -> tuple[Layer, ...]:
+        """The layers with attention, of which a model has one at least."""
+        return tuple(layer for layer in self.layers if layer.delta is None)
 
 
 def limited(layer: Layer, limits: LayerLimits) -> Layer:

@@ -13,22 +13,33 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import kv_kind
-from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.files.gguf_file import TensorEntry, chosen_rows
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.spec import Attention as AttentionSpec
+from hotsplit.model.spec import DeltaNet as DeltaSpec
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
-from hotsplit.model.tensors import KEY_NORM, QUERY_NORM, SINKS
+from hotsplit.model.tensors import (
+    CONV,
+    DECAY,
+    DECAY_BIAS,
+    DELTA_NORM,
+    KEY_NORM,
+    QUERY_NORM,
+    SINKS,
+)
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
+from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.model.expert_loader import ExpertLoader
 from hotsplit.runtime.model.layers import Layer, Weights, limited
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
+from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, Traffic
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
@@ -135,6 +146,7 @@ class Builder:
             output_norm=self.output_norm(head_device, "head"),
             head=Linear(weight=head),
             head_device=head_device,
+            states=StateSlots(self.num_sequences) if self.spec.has_states else None,
         )
 
     def positions(self) -> Matrix | None:
@@ -156,7 +168,7 @@ class Builder:
             spec=spec,
             device=device,
             norms=self.norms(index, device),
-            attention=self.attention(index, device),
+            mixer=self.mixer(index, device),
             ffn=FeedForward(
                 layer=index,
                 num_neurons=self.model.spec.layers[index].neurons.number,
@@ -252,11 +264,56 @@ class Builder:
             self.rotaries[key] = Rotary.of(block.rotary, block.num_rotated, factors, device)
         return self.rotaries[key]
 
-    def attention(self, index: int, device: torch.device) -> Attention:
-        block, attends_on = (
-            self.spec.layers[index].attention,
-            self.placement.cache_device(index),
+    def mixer(self, index: int, device: torch.device) -> Attention | DeltaNet:
+        block = self.spec.layers[index].mixer
+        if isinstance(block, AttentionSpec):
+            return self.attention(index, block, device)
+        return self.delta(index, block, device)
+
+    def delta(self, index: int, block: DeltaSpec, device: torch.device) -> DeltaNet:
+        vectors = [self.vector(f"blk.{index}.{name}", device) for name in (CONV, DECAY, DECAY_BIAS)]
+        conv_CJ, decay_V, bias_V = (vector for vector in vectors if vector is not None)
+        beta, alpha = self.delta_gates(index, block, device)
+        norm = NormSpec(
+            name=DELTA_NORM, kind="rms", size=block.value_head_dim, epsilon=block.epsilon
         )
+        return DeltaNet(
+            spec=block,
+            qkv=self.linear(index, "attn_qkv", device),
+            gate=self.linear(index, "attn_gate", device),
+            beta=beta,
+            alpha=alpha,
+            output=self.linear(index, "ssm_out", device),
+            conv_CJ=conv_CJ,
+            decay_V=decay_V,
+            decay_bias_V=bias_V,
+            norm=self.norm(norm, f"blk.{index}.{DELTA_NORM}", device),
+            state=LayerState.of(
+                self.num_sequences,
+                block.state_shape,
+                block.conv_shape,
+                self.stores.on(device).cache,
+            ),
+            on_bytes=self.count_attention,
+        )
+
+    def delta_gates(
+        self, index: int, block: DeltaSpec, device: torch.device
+    ) -> tuple[Linear, Linear]:
+        """The matrices of beta and alpha, perhaps of rows of the one that has both."""
+        if not block.is_grouped:
+            return self.linear(index, "ssm_beta", device), self.linear(index, "ssm_alpha", device)
+        both = self.model.tensors[f"blk.{index}.ssm_ba.weight"]
+        rows_G2R = np.arange(both.shape[0]).reshape(block.num_key_heads, 2, -1)
+
+        def of(part: int) -> Linear:
+            rows = rows_G2R[:, part].flatten()
+            return Linear(weight=self.matrix(chosen_rows(both, rows), device))
+
+        return of(0), of(1)
+
+    def attention(self, index: int, block: AttentionSpec, device: torch.device) -> Attention:
+        attends_on = self.placement.cache_device(index)
         norms = [
             None
             if (norm := block.head_norm) is None
@@ -264,7 +321,7 @@ class Builder:
             for name in (QUERY_NORM, KEY_NORM)
         ]
         return Attention(
-            inputs=self.attention_inputs(index, device),
+            inputs=self.attention_inputs(index, block, device),
             output=self.linear(index, "attn_output", device),
             query_norm=norms[0],
             key_norm=norms[1],
@@ -278,6 +335,7 @@ class Builder:
                 self.stores.on(attends_on).cache,
             ),
             num_heads=block.num_heads,
+            is_gated=block.is_gated,
             rotary=self.rotary(block, attends_on),
             window=block.window,
             score_scale=block.score_scale,
@@ -287,11 +345,12 @@ class Builder:
     def count_attention(self, num_bytes: int) -> None:
         self.traffic.attention += num_bytes
 
-    def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
+    def attention_inputs(
+        self, index: int, block: AttentionSpec, device: torch.device
+    ) -> tuple[Linear, ...]:
         """The matrices of query, key and value, or the model's fused one; one for all if they are of
         one kind, have biases all or none, and are copied anyway, to a GPU."""
-        is_fused = self.model.spec.layers[index].attention.is_fused
-        names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
+        is_fused, names = block.is_fused, tuple(block.projections)
         entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
         store, joined = self.stores.on(device), None
         biases = [self.model.tensors.get(f"blk.{index}.{name}.bias") for name in names]
@@ -329,7 +388,9 @@ def _with_small_inputs(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     return tuple(
         replace(
             layer,
-            attention=replace(layer.attention, is_input_small=True),
+            mixer=replace(layer.mixer, is_input_small=True)
+            if isinstance(layer.mixer, Attention)
+            else layer.mixer,
             ffn=replace(layer.ffn, is_input_small=True),
         )
         for layer in layers

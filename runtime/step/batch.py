@@ -3,13 +3,16 @@
 Letters: R rows that want logits, V vocabulary."""
 
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hotsplit.runtime.cache.state_slots import Saves, StateRun, StateSlots, Stretch
 
 Wanted = Literal["none", "last", "all"]  # tokens whose logits are wanted
 _WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
@@ -19,13 +22,20 @@ WANTED_NAMES = tuple(_WANTED)
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One token of a step. Rows of a sequence are consecutive, without gaps in position. A row with
-    a `source` is not computed: it copies the keys and values of the row with that index."""
+    a `source` is not computed: it copies the keys and values of the row with that index.
+
+    With recurrent states: the first row of a sequence begins with the state in slot `reads`, -1 for
+    zeros; the state after a row is stored in its slot `writes`, unless that is -1. `saves`: whether
+    the state before the row is saved, see cache.state_slots."""
 
     token: int
     position: int
     sequence: int = 0
     has_logits: bool = False
     source: int | None = None
+    saves: Saves | None = None
+    reads: int = -1
+    writes: int = -1
 
 
 def rows_of(
@@ -49,6 +59,36 @@ def runs_of(rows: Iterable[Row]) -> list[list[Row]]:
         else:
             runs.append([row])
     return runs
+
+
+@contextmanager
+def with_slots(states: StateSlots | None, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Yields the rows of a pass with the slots of their states; if the block does not raise, the
+    states that the pass has stored are those of its sequences from then on. Without recurrent
+    states, yields the rows themselves."""
+    if states is None:
+        yield rows
+        return
+    runs = runs_of(rows)
+    with states.passing([_stretch_of(run) for run in runs]) as slots:
+        yield [
+            replace(row, reads=own.reads if number == 0 else row.reads, writes=own.writes[number])
+            for run, own in zip(runs, slots, strict=True)
+            for number, row in enumerate(run)
+        ]
+
+
+def _stretch_of(run: Sequence[Row]) -> Stretch:
+    assert all(row.source is None for row in run), "a row with a state cannot be a copy"
+    return Stretch(
+        sequence=run[0].sequence, start=run[0].position, stop=run[-1].position + 1,
+        saves={row.position: row.saves for row in run if row.saves is not None},
+    )  # fmt: skip
+
+
+def slots_of(run: Sequence[Row]) -> StateRun:
+    """The slots of consecutive rows of one sequence."""
+    return StateRun(run[0].reads, tuple(row.writes for row in run))
 
 
 _MOST_KEPT = 4  # buffers, so that a caller can hold the logits of the latest steps

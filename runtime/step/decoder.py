@@ -3,7 +3,7 @@
 Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain, groupby
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.spec import LayerSpec, Neurons
+from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.model.layers import Layer, Weights
@@ -23,7 +24,7 @@ from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
-from hotsplit.runtime.step.batch import Row, rows_of, runs_of
+from hotsplit.runtime.step.batch import Row, rows_of, runs_of, slots_of, with_slots
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import HybridStep
@@ -33,10 +34,10 @@ from hotsplit.runtime.step.program import (
     LayerPlace,
     Op,
     ffn_in,
-    last_reads,
     layer_ops,
     name_of,
 )
+from hotsplit.runtime.step.value_order import last_reads
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.gpu_products import Factor
 
@@ -74,10 +75,11 @@ class Decoder:
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, by the decode step if there is one and no active
         observer, else in torch. The two paths differ in the order of summation."""
-        if isinstance(self.native, str) or self.observers.active:
-            row = Row(token=token, position=position, sequence=sequence, has_logits=True)
-            return self._run_in_torch([row])[0]
-        return self.native.run(token, position, sequence)
+        native = None if self.observers.active or self.weights.states else self.native
+        if native is not None and not isinstance(native, str):
+            return native.run(token, position, sequence)
+        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
+        return self.run([row])[0]
 
     @property
     def _native_rows(self) -> NativeStep | None:
@@ -85,6 +87,11 @@ class Decoder:
         used."""
         native = self.native
         return native if isinstance(native, NativeStep) and not self.observers.active else None
+
+    @property
+    def has_hybrid_steps(self) -> bool:
+        """True if decode steps are hybrid, and prompts are computed otherwise."""
+        return isinstance(self.native, HybridStep) and not self.observers.active
 
     @property
     def most_tokens(self) -> int:
@@ -102,7 +109,8 @@ class Decoder:
         (KVCache.reserve)."""
         native = self._native_rows
         if native is not None:
-            return native.run_rows(rows)
+            with with_slots(self.weights.states, rows) as slotted:
+                return native.run_rows(slotted)
         if isinstance(self.native, HybridStep) and not self.observers.active:
             return self._run_hybrid(self.native, rows)
         return self._run_in_torch(rows)
@@ -119,7 +127,7 @@ class Decoder:
         """`run` with a hybrid step, which computes consecutive runs of decoded rows together; each
         other run is a pass of its own."""
         pieces: list[Tensor] = []
-        for is_step, runs in groupby(runs_of(rows), key=_is_decoded):
+        for is_step, runs in groupby(runs_of(rows), key=is_decoded):
             if is_step:
                 pieces.append(hybrid.run_rows(list(chain.from_iterable(runs))))
             else:
@@ -155,7 +163,8 @@ class Decoder:
         """Logits of consecutive rows of one sequence, computed in one pass; None if it does not fit
         into a GPU's memory. Then it may be repeated: it rewrites the same positions."""
         try:
-            return self._computed(rows)
+            with with_slots(self.weights.states, rows) as slotted:
+                return self._computed(slotted)
         except RuntimeError as error:
             if len(rows) == 1 or not is_out_of_memory(error):
                 raise
@@ -167,7 +176,7 @@ class Decoder:
 
     def _computed(self, rows: Sequence[Row]) -> Tensor:
         ids_T = torch.tensor([row.token for row in rows])
-        hidden_TD = self.forward(ids_T, rows[0].position, rows[0].sequence)
+        hidden_TD = self.forward(ids_T, rows[0].position, rows[0].sequence, slots_of(rows))
         wanted_T = torch.tensor([row.has_logits for row in rows])
         if not wanted_T.any():
             return self._no_logits()
@@ -179,23 +188,30 @@ class Decoder:
         logits of the last ones. Overwrites the first sequence, which must be empty."""
         rows = rows_of([0] * num_tokens, context_length - num_tokens)
         last = [replace(row, has_logits=True) for row in rows[-LOGITS_CHUNK:]]
-        cache = self.weights.cache
+        cache, states = self.weights.cache, self.weights.states
         cache.reserve(0, 0, context_length)
+        if states is not None and rows[0].position:
+            states.take(0, [rows[0].position])
         try:
             return self._tried([*rows[:-LOGITS_CHUNK], *last]) is not None
         finally:
             cache.table.shrink(0, 0)
+            if states is not None:
+                states.release(0)
 
     def _copy(self, source: Row, target: Row) -> None:
         """Copies a row's keys and values to the same position of another sequence."""
-        for layer in self.weights.layers:
-            cache, start = layer.attention.cache, source.position
-            cache.write(target.sequence, start, *cache.read(source.sequence, start, start + 1))
+        start = source.position
+        for layer in self.weights.cache.layers:
+            layer.write(target.sequence, start, *layer.read(source.sequence, start, start + 1))
 
-    def forward(self, ids_T: Tensor, start: int, sequence: int = 0) -> Tensor:
+    def forward(
+        self, ids_T: Tensor, start: int, sequence: int = 0, slots: StateRun | None = None
+    ) -> Tensor:
         """Hidden states [T, D] before the head, for tokens of a sequence at positions from `start`.
 
-        Takes at most `most_tokens` tokens; appends keys and values to the cache."""
+        Takes at most `most_tokens` tokens; appends keys and values to the cache. `slots`: of recurrent
+        states, if the model has any."""
         assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
         weights = self.weights
         x: Tensor | HiddenState = embed(
@@ -224,6 +240,7 @@ class Decoder:
                 sequence=sequence,
                 start=start,
                 turns=turns,
+                slots=slots,
                 predictor_input=before,
                 observers=self.observers,
                 attend=None
@@ -257,7 +274,7 @@ class Decoder:
         return logits(hidden_TD, weights.output_norm, weights.head, self.observers)
 
 
-def _is_decoded(run: Sequence[Row]) -> bool:
+def is_decoded(run: Sequence[Row]) -> bool:
     """True if all rows have logits, as in decoding (drafts included), and none is a copy. A run too
     long for a step is a text whose logits are all wanted, for instance by `eval`: a pass reads each
     weight once for all of it."""
@@ -290,6 +307,7 @@ def run_layer(
     sequence: int = 0,
     start: int,
     turns: Turns,
+    slots: StateRun | None = None,
     predictor_input: Tensor | Factor | None,
     observers: Observers,
     attend: Attend | None = None,
@@ -297,9 +315,9 @@ def run_layer(
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
 
-    This is the reference for the operations of a layer; its spec has their order. The layer's cache
-    holds the tokens before `start`. `predictor_input`: the previous layer's feed-forward input, if
-    the layer's predictor reads that. All blocks of neurons are one operation: see FeedForward.
+    This is the reference for the operations of a layer; its spec has their order. The layer's cache,
+    or its slots, hold the tokens before `start`. `predictor_input`: the previous layer's feed-forward
+    input, if the layer's predictor reads that. All blocks of neurons are one: see FeedForward.
 
     On a GPU, unless observers see the values, sums and norms are left to the products that read
     them: see HiddenState and Normed."""
@@ -310,6 +328,7 @@ def run_layer(
     if predictor_input is not None:
         values[ffn_in(index - 1)] = _moved(predictor_input, layer.device, is_lazy)
     del x, moved, predictor_input
+    mix = _mixing(layer, sequence, start, turns, slots, attend)
 
     def run(op: Op, read: list[Any]) -> Any:
         if op.kind in ("norm", "add", "route", "shared"):
@@ -317,17 +336,16 @@ def run_layer(
         read = [x.values() if isinstance(x, HiddenState) else x for x in read]
         if layer.router is not None and op.kind == "neurons":
             read[0] = as_tensor(read[0])
-        if op.kind == "attention":
+        if op.kind in ("attention", "delta"):
             observers.show("attn_norm", index, read[0])
             on_heads = partial(observers.show, "attn_heads", index)
-            out_TD = layer.attention.forward(read[0], sequence, start, turns, on_heads, attend)
+            out_TD = mix(read[0], on_heads)
             observers.show("attn_out", index, out_TD)
             return out_TD
-        if op.kind == "predict":
+        if op.kind == "predict" or layer.spec.predict is None:  # once, before any scores
             observers.show("ffn_norm", index, values[ffn_in(index)])
+        if op.kind == "predict":
             return layer.ffn.named(read[0], observers=observers)
-        if layer.spec.predict is None:  # else shown before the predictor's scores
-            observers.show("ffn_norm", index, read[0])
         forward = layer.ffn.forward if layer.router is None else layer.ffn.routed
         out_TD = forward(*read, observers=observers)
         observers.show("ffn_out", index, out_TD)
@@ -341,6 +359,19 @@ def run_layer(
         values[written] = run(op, read)
     observers.show("layer_out", index, values["x"])
     return values["x"], values[ffn_in(index)]
+
+
+def _mixing(
+    layer: Layer, sequence: int, start: int, turns: Turns, slots: StateRun | None,
+    attend: Attend | None,
+) -> Callable[[Tensor | Factor, Callable[[Tensor], None]], Tensor]:  # fmt: skip
+    """Attention, or the delta net, as a function of its input and of the receiver of heads."""
+    if layer.delta is None:
+        return partial(
+            layer.attention.forward, sequence=sequence, start=start, turns=turns, attend=attend
+        )
+    assert slots is not None
+    return partial(layer.delta.forward, slots=slots)
 
 
 def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool) -> Any:

@@ -13,7 +13,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.native import NeuronsStruct, block_struct
-from hotsplit.runtime.ops.structs import MAX_ROWS, Structs
+from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative, Structs
 from hotsplit.runtime.step.native_step import StepBuilder
 from hotsplit.runtime.weights.store import CPU
 
@@ -50,7 +50,10 @@ def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> 
     if not library.is_available():
         return 0
     builder = StepBuilder()  # keeps the structs' memory alive
-    step = builder.without_workspace(hollow.weights())
+    try:
+        step = builder.without_workspace(hollow.weights())
+    except NotNative:
+        return 0
     length = context_length if num_sequences == 1 else BLOCK_LENGTH
     step.table.num_sequences, step.table.block_length = num_sequences, length
     step.table.blocks_per_sequence = -(-context_length // length)

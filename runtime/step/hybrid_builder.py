@@ -340,7 +340,7 @@ def _spared(weights: Weights) -> Iterator[None]:
         finally:
             table.shrink(0, 0)
         return
-    caches = [layer.attention.cache for layer in weights.layers]
+    caches = weights.cache.layers
     kept = [each.read(0, 0, 1) for each in caches]
     try:
         yield

@@ -156,7 +156,7 @@ class DeviceBuffers:
         if has_cache:
             scratch = max(
                 attend_scratch(table.context_length, a.num_heads, a.head_dim)
-                for a in (layer.attention for layer in spec.layers)
+                for a in spec.attentions
             )
         has_table = has_cache and not table.is_whole
 

@@ -20,7 +20,8 @@ from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
 from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
-from hotsplit.runtime.step.program import HOST, Op, at, device_of, edges, name_of
+from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of
+from hotsplit.runtime.step.value_order import edges
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 

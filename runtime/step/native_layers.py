@@ -145,7 +145,7 @@ class NativeLayers:
             raise IndexError(f"positions {start} to {start + count - 1} have no block in the cache")
         if self._place == (sequence, start, count):
             return
-        rows = (RowStruct(0, start + t, sequence, False, -1) for t in range(count))
+        rows = (RowStruct(0, start + t, sequence, False, -1, -1, -1) for t in range(count))
         self._rows = (RowStruct * count)(*rows)
         self._place = (sequence, start, count)
 
@@ -157,7 +157,9 @@ def shows_all(wanted: Collection[str]) -> bool:
 
 
 def _is_supported(layer: Layer) -> bool:
-    """Layers with experts are not: torch shows their tensors."""
-    return layer.router is None and all(
-        d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks))
+    """Layers with experts or delta nets are not: torch shows their tensors."""
+    return (
+        layer.router is None
+        and layer.delta is None
+        and all(d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks)))
     )

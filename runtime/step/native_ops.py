@@ -9,7 +9,7 @@ from hotsplit.runtime.step.program import Op, name_of
 # In the order of the enums in step.h.
 OP_KINDS = (
     "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head",
-    "attend", "route", "shared",
+    "attend", "route", "shared", "delta",
 )  # fmt: skip
 VALUES = (
     "x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out", "qkv",
@@ -46,7 +46,7 @@ def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[
         elif op.kind == "neurons":
             named = names[1] if len(names) > 1 else None
             yield [_op("neurons", layer, names[0], named, out, part=int(op.part == "cold"))]
-        elif op.kind in ("attention", "attend", "predict", "route", "shared"):
+        elif op.kind in ("attention", "delta", "attend", "predict", "route", "shared"):
             yield [_op(op.kind, layer, names[0], out=out)]
         elif op.kind == "embed":
             yield [_op("embed", layer, out=out)]

@@ -80,7 +80,9 @@ class HostBuffers:
             return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
 
         rows = max_rows
-        structs = (RowStruct * rows)(*[RowStruct(has_logits=True, source=-1) for _ in range(rows)])
+        structs = (RowStruct * rows)(
+            *[RowStruct(has_logits=True, source=-1, reads=-1, writes=-1) for _ in range(rows)]
+        )
         return cls(
             token_T=zeros(rows, dtype=torch.int64),
             position_T=zeros(rows, dtype=torch.int64),

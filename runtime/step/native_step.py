@@ -22,6 +22,7 @@ from hotsplit.runtime.ops.attention.native import (
     table_struct,
 )
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
+from hotsplit.runtime.ops.delta.native import DeltaStruct, delta_struct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import (
     FeedForwardStruct,
@@ -40,7 +41,8 @@ from hotsplit.runtime.step.program import step_program
 
 class LayerStruct(Structure):
     _fields_ = [("norm", POINTER(NormStruct)), ("num_norms", c_int64),
-                ("attention", AttentionStruct), ("predictor", PredictorStruct),
+                ("attention", AttentionStruct), ("delta", DeltaStruct),
+                ("predictor", PredictorStruct),
                 ("feed_forward", FeedForwardStruct), ("route", RouteStruct),
                 ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct)]  # fmt: skip
 
@@ -64,7 +66,8 @@ class StepStruct(Structure):
 
 class RowStruct(Structure):
     _fields_ = [("token", c_int64), ("position", c_int64), ("sequence", c_int32),
-                ("has_logits", c_int32), ("source", c_int32), ("unused", c_int32)]  # fmt: skip
+                ("has_logits", c_int32), ("source", c_int32), ("reads", c_int32),
+                ("writes", c_int32), ("unused", c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,8 @@ class NativeStep:
     def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token."""
         logits_V = self.logits.take_row()
-        self._run((RowStruct * 1)(RowStruct(token, position, sequence, True, -1)), logits_V, [True])
+        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
+        self._run((RowStruct * 1)(_struct_of(row)), logits_V, [True])
         return logits_V
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
@@ -123,7 +127,9 @@ def take_traffic(step: StepStruct, traffic: Traffic) -> None:
 
 def _struct_of(row: Row) -> RowStruct:
     source = -1 if row.source is None else row.source
-    return RowStruct(row.token, row.position, row.sequence, row.has_logits, source)
+    return RowStruct(
+        row.token, row.position, row.sequence, row.has_logits, source, row.reads, row.writes
+    )
 
 
 def build(
@@ -200,8 +206,9 @@ class StepBuilder(Structs):
     ) -> StepStruct:
         """`frame` without learned positions. The structs are of some of the layers, which share a
         block table and the types of the cache."""
-        (table,) = {layer.attention.cache.table for layer in layers}
-        (types,) = {layer.attention.cache.types for layer in layers}
+        caches = [layer.attention.cache for layer in layers if layer.delta is None]
+        (table,) = {cache.table for cache in caches}
+        (types,) = {cache.types for cache in caches}
         return StepStruct(
             layer=self.array(LayerStruct, layer_structs),
             rotary=self.rotaries.structs(self),
@@ -225,7 +232,10 @@ class StepBuilder(Structs):
         struct = LayerStruct(
             norm=self.array(NormStruct, norms),
             num_norms=len(norms),
-            attention=attention_struct(self, layer.attention, self.rotaries, projects=True),
+            attention=AttentionStruct()
+            if layer.delta
+            else attention_struct(self, layer.attention, self.rotaries, projects=True),
+            delta=delta_struct(self, layer.delta),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
             feed_forward=mixture_struct(self, ffn.gate, ffn.experts)

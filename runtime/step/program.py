@@ -6,7 +6,7 @@ GPU streams, and `decoder` runs one layer of it in torch. No executor has an ord
 take that of the list, and streams wait for each other where reads and writes require it.
 
 A value is a name and a device, `x@host`, and stands for a buffer: a later operation may overwrite
-it, but only after all earlier reads (`edges`).
+it, but only after all earlier reads (`value_order.edges`).
 
     x           the hidden state
     attn_in     the input of attention, if it has a norm of its own
@@ -23,11 +23,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict, Route
+from hotsplit.model.spec import (
+    Add,
+    Attention,
+    DeltaNet,
+    LayerSpec,
+    ModelSpec,
+    Neurons,
+    Norm,
+    Predict,
+    Route,
+)
 from hotsplit.model.spec import Block as SpecBlock
 
 Kind = Literal[
-    "embed", "norm", "attention", "project", "attend", "predict", "route", "neurons", "shared",
+    "embed", "norm", "attention", "delta", "project", "attend", "predict", "route", "neurons", "shared",
     "bias", "add", "copy", "head",
 ]  # fmt: skip
 Block = Literal["all", "hot", "cold"]
@@ -144,6 +154,10 @@ class _LayerWriter:
                 yield self._op("norm", [read], [written], block.name)
             case Attention():
                 yield from self._attention(self._value(block.reads), block.writes)
+            case DeltaNet():
+                state = f"state.{self.index}"
+                reads, writes = [self._value(block.reads), state], [block.writes, state]
+                yield self._op("delta", reads, writes, "attention")
             case Predict():
                 is_of_previous = bool(block.input_layer_offset and self.index)
                 read = ffn_in(self.index - 1) if is_of_previous else self._value(block.reads)
@@ -361,32 +375,3 @@ class _StepWriter:
             if not self.form.attends_on_host:
                 self._copy("position", HOST, op.home, op.home, None)
         self.ops.append(op)
-
-
-def last_reads(ops: Sequence[Op], kept: Sequence[str]) -> list[tuple[str, ...]]:
-    """For each operation, the names of the values that it is the last to read, except those in
-    `kept`."""
-    seen, found = set(kept), []
-    for op in reversed(ops):
-        names = dict.fromkeys(map(name_of, op.reads))
-        found.append(tuple(name for name in names if name not in seen))
-        seen |= names.keys()
-    return found[::-1]
-
-
-def edges(ops: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[tuple[int, int]]:
-    """Pairs (earlier, later) of indices of `ops`, given as (reads, writes), that must keep their
-    order: read after write, write after read, write after write."""
-    found: set[tuple[int, int]] = set()
-    written: dict[str, int] = {}
-    read: dict[str, list[int]] = {}
-    for number, (reads, writes) in enumerate(ops):
-        for value in reads:
-            found |= {(written[value], number)} if value in written else set()
-        for value in writes:
-            found |= {(before, number) for before in read.pop(value, ())}
-            found |= {(written[value], number)} if value in written else set()
-            written[value] = number
-        for value in reads:
-            read.setdefault(value, []).append(number)
-    return sorted((a, b) for a, b in found if a != b)

@@ -112,7 +112,7 @@ def _norm(p: Pass, index: int) -> PoolBytes:
     """A norm's result on a GPU, where it is made in the types that read it: here is only the one for
     f32; the products count the others."""
     layer, predictor = p.spec.layers[index], f"blk.{index}.ffn_pred"
-    kinds = {p.kind(f"blk.{index}.{each}") for each in layer.attention.projections}
+    kinds = {p.kind(f"blk.{index}.{each}") for each in layer.mixer.projections}
     kinds |= {p.kind(f"blk.{index}.{layer.neurons.gate_name}")}
     if layer.predict:
         kinds |= {p.kind(f"{predictor}_{'down' if layer.predict.rank else 'up'}")}
@@ -132,27 +132,36 @@ def kept_norm(p: Pass, index: int) -> PoolBytes:
 def attention(p: Pass, index: int) -> PoolBytes:
     """Projections, then norms and rotation of the heads (on a GPU in one kernel), the heads, and the
     output's projection."""
-    a, width = p.spec.layers[index].attention, p.spec.hidden_size
+    a, width = _attention_of(p, index), p.spec.hidden_size
     qkv, query, key = p.floats(a.qkv_size), p.floats(a.query_size), p.floats(a.key_size)
     heads = _heads(p, a)
+    gates = PoolBytes()
+    if a.is_gated:  # as projected, and apart; then the heads' output before and after them
+        gates = p.floats(a.qkv_size + 2 * a.gate_size) + p.floats(a.gate_size) * 3
     after = qkv + heads + p.floats(width) * (1 + ("attn_output" in a.biases))
     if p.is_on_gpu:
         kinds = [p.kind(f"blk.{index}.{each}") for each in a.projections]
         rounded = reduce(or_, [p.rounded(kind, width) for kind in kinds])
         after += p.product(p.kind(f"blk.{index}.attn_output"), a.query_size, width)
-        return _projected(p, index) | qkv + rounded + _attend(p, a) | after + rounded
+        return gates + (_projected(p, index) | qkv + rounded + _attend(p, a) | after + rounded)
     normed = query + key if a.head_norm else PoolBytes()
     turned = qkv + normed + (query * 2 | query + key * 2 | p.floats(a.head_dim) * 4)
     kept = query + key if a.rotary else normed
-    return _projected(p, index) | turned | qkv + kept + _attend(p, a) | after
+    return gates + (_projected(p, index) | turned | qkv + kept + _attend(p, a) | after)
+
+
+def _attention_of(p: Pass, index: int) -> Attention:
+    attention = p.spec.layers[index].attention
+    assert attention is not None
+    return attention
 
 
 def _projected(p: Pass, index: int) -> PoolBytes:
     """Queries, keys and values, from one product or from several that are joined."""
-    a, width = p.spec.layers[index].attention, p.spec.hidden_size
+    a, width = _attention_of(p, index), p.spec.hidden_size
     kinds = {p.kind(f"blk.{index}.{each}") for each in a.projections}
     is_joined = len(kinds if p.is_on_gpu else a.projections) == 1 and not a.biases
-    qkv = p.floats(a.qkv_size)
+    qkv = p.floats(a.qkv_size + a.gate_size)
     found = qkv if is_joined else qkv * 2
     for kind in kinds if p.is_on_gpu else ():
         found |= qkv + p.product(kind, width, a.qkv_size)
@@ -186,6 +195,24 @@ def _attend(p: Pass, a: Attention) -> PoolBytes:
         out += p.tensor(5 * mask + FLOAT_BYTES * scores)
     used = unpacked if unpacked.total else gathered * 2
     return appended + gathered * 3 | gathered * 2 + unpacked | used + out
+
+
+def delta(p: Pass, index: int) -> PoolBytes:
+    """Projections; inputs of the convolution with earlier ones, its sums and activations, queries and
+    keys of each value head, their norms, values, outputs; some states; the gated output and its
+    projection."""
+    d, width = p.spec.layers[index].delta, p.spec.hidden_size
+    assert d is not None
+    projected = p.floats(sum(d.projections.values()))
+    repeated = p.floats(d.num_value_heads * d.key_head_dim)
+    states = p.tensor(FLOAT_BYTES * (4 * d.value_size * d.key_head_dim + d.num_state_values))
+    convolved = p.floats(d.num_channels) * 4 + repeated * 4 + p.floats(d.key_size) * 4
+    found = projected + convolved + states + p.floats(d.value_size) * 5 + p.floats(width)
+    if p.is_on_gpu:
+        for name, rows in d.projections.items():
+            found += p.product(p.kind(f"blk.{index}.{name}"), width, rows)
+        found += p.product(p.kind(f"blk.{index}.ssm_out"), d.value_size, width)
+    return found
 
 
 def predict(p: Pass, index: int) -> PoolBytes:
@@ -361,6 +388,6 @@ def head(p: Pass) -> PoolBytes:
 SCRATCH: dict[Kind, Callable[[Pass, int], PoolBytes]] = {
     "norm": lambda p, index: p.floats(p.spec.hidden_size) * 2 + p.floats(1),
     "add": lambda p, index: p.floats(p.spec.hidden_size),
-    "attention": attention, "predict": predict, "neurons": neurons, "route": route,
+    "attention": attention, "delta": delta, "predict": predict, "neurons": neurons, "route": route,
     "shared": shared,
 }  # fmt: skip

@@ -10,20 +10,23 @@ stored."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from numbers import Integral
+from operator import lt
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hotsplit.costs.state_bytes import SAVED_STATES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.options.kinds import check_kind
 from hotsplit.runtime.cache.kv_cache import KVCache
+from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, rows_of
-from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.decoder import Decoder, is_decoded
 
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
@@ -35,6 +38,17 @@ class Part:
     sequence: "Sequence"
     tokens: Several[int]
     wanted: Wanted = "last"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextState:
+    """What an engine keeps of a text: the keys and values [T, K, X] of each layer that has them, as
+    stored, and of each layer with recurrent states [P, V, N, M], and the inputs [P, J, C] of their
+    convolutions, those after the first `positions` tokens."""
+
+    keys_values: list[tuple[Tensor, Tensor]]
+    positions: list[int] = field(default_factory=list)
+    recurrent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class Sequences:
@@ -54,6 +68,16 @@ class Sequences:
     @property
     def cache(self) -> KVCache:
         return self.live.weights.cache
+
+    @property
+    def states(self) -> StateSlots | None:
+        """The slots of recurrent states, if the model has any."""
+        return self.live.weights.states
+
+    @property
+    def layer_states(self) -> tuple[LayerState, ...]:
+        """The states of each layer that has any."""
+        return self.live.weights.layer_states
 
     def open(self, *, yields: bool = False, beside: "Sequence | None" = None) -> "Sequence":
         """Opens an empty sequence. If no place is free, closes the oldest sequence that `yields`,
@@ -79,6 +103,8 @@ class Sequences:
         del self._open[number]
         if self.decoder is not None:
             self.cache.table.shrink(number, 0)
+            if self.states is not None:
+                self.states.release(number)
 
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
         """Computes tokens of several sequences, in shared steps where the decoder has them; returns
@@ -92,14 +118,31 @@ class Sequences:
         decoder = self.live
         size = decoder.most_tokens  # a pass may shorten later ones
         pieces = [decoder.run(rows[start : start + size]) for start in range(0, len(rows), size)]
-        for part in parts:
-            part.sequence.ids.extend(part.tokens)
         if not pieces:
             return []
         logits_RV = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        starts = {part.sequence.number: part.sequence.length for part in parts}
+        is_new = [row.position >= starts[row.sequence] for row in rows if row.has_logits]
+        for part in parts:
+            part.sequence.add(part.tokens)
+        if not all(is_new):
+            logits_RV = logits_RV[torch.tensor(is_new)]
         if len(parts) == 1:
             return [logits_RV]
         return list(logits_RV.split([_num_logits(part) for part in parts]))
+
+    def check_recurrent(self, count: int, state: TextState) -> None:
+        """Raises HotsplitError unless the recurrent states of a text of `count` tokens are of this
+        model's layers and shapes, and no more than a sequence can have."""
+        layers, positions = self.layer_states, state.positions
+        are_known = len(state.recurrent) == len(layers) and all(
+            layer.takes(len(positions), given)
+            for layer, given in zip(layers, state.recurrent, strict=True)
+        )
+        are_ascending = all(map(lt, [0, *positions], [*positions, count + 1]))
+        most = 1 + SAVED_STATES if layers else 0
+        if not are_known or not are_ascending or len(positions) > most:
+            raise HotsplitError("recurrent states are not of this model's shape, type and number")
 
     def _check(self, parts: Several[Part]) -> None:
         for part in parts:
@@ -118,10 +161,24 @@ class Sequences:
             raise HotsplitError("a sequence is in two parts of one step; join them into one part")
 
     def _rows(self, part: Part) -> list[Row]:
-        sequence, count = part.sequence, len(part.tokens)
-        start = sequence.length
-        self.cache.reserve(sequence.number, start, start + count)
-        return rows_of(part.tokens, start, part.wanted, sequence.number)
+        """The rows of a part. With recurrent states, rows before them repeat the tokens after the
+        sequence's latest state; on a GPU those are decode steps again, if necessary one of their own,
+        because only those are bit-identical."""
+        sequence, start = part.sequence, part.sequence.length
+        number, states = sequence.number, self.states
+        first = start if states is None else states.rollback(number, start)
+        self.cache.reserve(number, first, start + len(part.tokens))
+        rows = rows_of(part.tokens, start, part.wanted, number)
+        if states is None:
+            return rows
+        if len(rows) > 1:
+            rows[0] = replace(rows[0], saves="briefly")
+        has_steps = self.live.has_hybrid_steps
+        again = rows_of(sequence.ids[first:], first, "all" if has_steps else "none", number)
+        if again and has_steps and not is_decoded([*again, *rows]):
+            self.live.run(sequence.marked(again))
+            again = []
+        return sequence.marked([*again, *rows])
 
 
 def _are_tokens(tokens: object) -> bool:
@@ -153,6 +210,7 @@ class Sequence:
         self._owner: Sequences | None = owner
         self.number, self.yields = number, yields
         self.ids: list[int] = []  # the tokens whose keys and values are kept
+        self._marks = set[int]()  # coming positions whose states are worth keeping
 
     @property
     def length(self) -> int:
@@ -163,6 +221,30 @@ class Sequence:
         """Number of tokens that still fit into the context."""
         return self._live.context_length - self.length
 
+    def reusable(self, length: int) -> int:
+        """How many of the first `length` tokens need not be computed again after a rollback to there:
+        all of them, unless the model has recurrent states."""
+        states = self._live.states
+        return length if states is None else states.nearest(self.number, length)
+
+    def mark(self, position: int) -> None:
+        """Asks for the state after the first `position` tokens to be kept, once they are computed. For
+        a model without recurrent states, every position is kept."""
+        if self._live.states is not None and position > 0:
+            self._marks.add(position)
+
+    def marked(self, rows: list[Row]) -> list[Row]:
+        """The rows, of which those at marked positions save the state before them."""
+        start = rows[0].position
+        for position in self._marks.intersection(range(start, start + len(rows))):
+            rows[position - start] = replace(rows[position - start], saves="lasting")
+        return rows
+
+    def add(self, tokens: Several[int]) -> None:
+        """Notes that tokens have been computed."""
+        self.ids.extend(tokens)
+        self._marks = {position for position in self._marks if position >= self.length}
+
     def extend(self, tokens: Several[int], wanted: Wanted = "last") -> Tensor:
         """Appends and computes tokens; returns the logits f32 [R, V] after the last token, after
         each token, or none.
@@ -171,7 +253,9 @@ class Sequence:
         return self._live.run([Part(sequence=self, tokens=tokens, wanted=wanted)])[0]
 
     def rollback(self, length: int) -> None:
-        """Forgets all but the first `length` tokens. Raises HotsplitError if there are fewer."""
+        """Forgets all but the first `length` tokens. Raises HotsplitError if there are fewer.
+
+        With recurrent states, those after `reusable(length)` are computed again in the next pass."""
         is_count = isinstance(length, Integral) and not isinstance(length, bool)
         if not is_count or not 0 <= length <= self.length:
             raise HotsplitError(
@@ -179,35 +263,52 @@ class Sequence:
                 " keep, 0 for none"
             )
         self._live.cache.table.shrink(self.number, length)
+        if self._live.states is not None:
+            self._live.states.rollback(self.number, length)
         del self.ids[length:]
 
     def fork(self) -> "Sequence":
-        """Opens a sequence with the same tokens; keys and values are shared copy-on-write."""
+        """Opens a sequence with the same tokens; keys and values are shared copy-on-write, and states
+        as they are."""
         other = self._live.open(yields=self.yields, beside=self)
         self._live.cache.table.share(self.number, other.number, self.length)
+        if self._live.states is not None:
+            self._live.states.share(self.number, other.number)
         other.ids = list(self.ids)
         return other
 
-    def read_state(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies of each layer's keys and values [T, K, X], as stored."""
-        cache = self._live.cache
-        return [layer.read(self.number, 0, self.length) for layer in cache.layers]
+    def read_state(self) -> TextState:
+        """Copies of what the engine keeps of this text."""
+        live = self._live
+        found = [] if live.states is None else live.states.lasting(self.number)
+        slots = [state.slot for state in found]
+        return TextState(
+            keys_values=[layer.read(self.number, 0, self.length) for layer in live.cache.layers],
+            positions=[state.position for state in found],
+            recurrent=[layer.read(slots) for layer in live.layer_states],
+        )
 
-    def write_state(self, ids: Several[int], state: Several[tuple[Tensor, Tensor]]) -> None:
-        """Fills this empty sequence with the tokens `ids` and their keys and values `state`.
+    def write_state(self, ids: Several[int], state: TextState) -> None:
+        """Fills this empty sequence with the tokens `ids` and what `read_state` returned for them.
 
         Raises HotsplitError if the state does not have this model's shapes and types, or the
         tokens do not fit into the context."""
         assert not self.length, "only an empty sequence can take a state over"
-        cache = self._live.cache
+        live, cache = self._live, self._live.cache
         self.check_room(len(ids))
-        if len(state) != len(cache.layers) or not all(
-            layer.takes(len(ids), *pair) for layer, pair in zip(cache.layers, state, strict=True)
+        if len(state.keys_values) != len(cache.layers) or not all(
+            layer.takes(len(ids), *pair)
+            for layer, pair in zip(cache.layers, state.keys_values, strict=True)
         ):
             raise HotsplitError("keys and values are not of this model's shape and type")
+        live.check_recurrent(len(ids), state)
         cache.reserve(self.number, 0, len(ids))
-        for layer, (key_TKX, value_TKX) in zip(cache.layers, state, strict=True):
+        for layer, (key_TKX, value_TKX) in zip(cache.layers, state.keys_values, strict=True):
             layer.write(self.number, 0, key_TKX, value_TKX)
+        if live.states is not None:
+            slots = live.states.take(self.number, state.positions)
+            for own, given in zip(live.layer_states, state.recurrent, strict=True):
+                own.write(slots, given)
         self.ids = list(ids)
 
     def check_room(self, count: int) -> None:

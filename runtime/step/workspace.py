@@ -46,7 +46,7 @@ EXPERT_GAPS = 6 * 256  # between its matrices and biases in a piece
 def pass_pools(p: Pass) -> PoolBytes:
     """Bytes at the peak of a pass; on a GPU, of any pass of up to so many tokens."""
     spec, width = p.spec, p.floats(p.spec.hidden_size)
-    turned = {(a.rotary, a.num_rotated) for a in (x.attention for x in spec.layers) if a.rotary}
+    turned = {(a.rotary, a.num_rotated) for a in spec.attentions if a.rotary}
     tables = sum((p.floats(head_dim / 2) * 2 for _, head_dim in turned), PoolBytes())
     tables = PoolBytes() if p.is_on_gpu else tables
     # An embedding's rows as stored, unpacked, scaled, with positions.

@@ -31,6 +31,7 @@ class Attention {
     Attention(const HsStep& step, Arena& arena) : s(step), rows_at_once(s.max_rows), selector(step) {
         int64_t most_parts = 0, most_queries = 0, most_sums = 0, most_heads = 0;
         for (const HsLayer* layer = s.layer; layer < s.layer + s.num_layers; ++layer) {
+            if (!layer->attention.num_heads) continue;
             use(layer->attention);
             const int64_t own = parts_of_row(layer->attention) * H;
             const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(own * padded * sizeof(float));
@@ -84,8 +85,10 @@ class Attention {
             if (copies[i].row == t) append(l, copies[i], key, value);
     }
 
-    // Attends with the heads of qkv [T, stride]; writes `out` [T, H * W].
-    void run(const HsAttention& l, const float* qkv, int64_t stride, Operand& out) {
+    // Attends with the heads of qkv [T, stride]; writes `out` [T, H * W], multiplied by the sigmoids of `gates` of
+    // the same shape, if any.
+    void run(const HsAttention& l, const float* qkv, int64_t stride, const float* gates, Operand& out) {
+        gate = gates;
         summarise(l);
         for (int64_t t = 0; t < T; t += rows_at_once)
             run(l, qkv, stride, out, t, std::min(t + rows_at_once, T));
@@ -352,12 +355,13 @@ class Attention {
         }
         for (int64_t i = 0; i < W; ++i) out[i] /= sum;
         if (s.is_value_rotated) turn_by_hadamard(out, W);
+        if (gate) kernels().gate_by(out, gate + (t * H + head) * W, W);
     }
 
     const HsStep& s;
     int64_t W = 0, H = 0, K = 0, G = 0, padded = 0, key_bytes = 0, value_bytes = 0, chunk_rows = 0;
     int64_t window = 0;
-    const float* sink = nullptr;
+    const float *sink = nullptr, *gate = nullptr;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // most parts of a row in this batch
     float *query, *far_query, *top, *total, *mixed;
     Selector selector;

@@ -285,6 +285,36 @@ struct SelectScores {
     float* score;
 };
 
+// A value head of a gated delta net, over T consecutive rows of a sequence (delta_template.h). Letters: G key heads,
+// V value heads, N and M values of a key and of a value head, J taps, C channels: q [G, N], k [G, N], v [V, M].
+struct DeltaHead {
+    int64_t value_head, key_head;
+    bool stores_key;  // the key head's inputs too; one value head of a key head does
+    int64_t G, V, N, M, J, T;
+    int64_t earlier;  // rows of the same pass before row 0
+    // Row t begins at x + t * x_stride: C inputs of the convolution, z [V, M], beta [V] and alpha [V] before their
+    // functions.
+    const float* x;
+    int64_t x_stride;
+    const float *conv, *decay, *step_bias;  // [J, C], oldest first; [V], which is -exp(A); [V]
+    const float* norm;                      // [M], of the output
+    float epsilon;
+    const float *inputs,
+        *state;  // before the `earlier` rows, [J - 1, C], and before row 0, [N, M]; or null: zeros
+    float *next_inputs, *next_state;  // the same after the last row; other memory; or null
+    float* y;                         // [M] of row t begins at y + t * y_stride
+    int64_t y_stride;
+    float* scratch;  // delta_scratch(N, M), 64-aligned
+
+    int64_t channels() const { return 2 * G * N + V * M; }
+};
+constexpr int64_t DELTA_ROWS = 16;  // rows taken at a time
+constexpr int64_t MAX_TAPS = 16;
+inline int64_t padded_delta(int64_t M) { return (M + 15) / 16 * 16; }
+inline int64_t delta_scratch(int64_t N, int64_t M) {
+    return DELTA_ROWS * (2 * N + padded_delta(M)) + N * padded_delta(M);
+}
+
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];                // null for the grouped kinds
     AccumulateRows* accumulate_rows[NUM_KINDS];  // null for the tiled kinds
@@ -316,6 +346,10 @@ struct Kernels {
     // place; cos and sin: [width / 2].
     void (*rotate)(float* x, int64_t heads, const float* cos, const float* sin, int64_t width,
                    bool is_adjacent);
+    // y[i] *= sigmoid(gate[i])
+    void (*gate_by)(float* y, const float* gate, int64_t n);
+    // Writes y, next_inputs and next_state; reads C, and reads and writes M * N, values of state once.
+    void (*delta_head)(const DeltaHead& head);
     // y[i] = x[i], rounded as by to_f16()
     void (*store_f16)(const float* x, int64_t n, uint16_t* y);
     void (*dot_bytes)(const SelectDots& dots);

@@ -249,6 +249,38 @@ bool rows_of_floats_alike() {
            std::memcmp(y[0], y[1], 64 * sizeof(float)) == 0;
 }
 
+// A head of a gated delta net with whole vectors of columns and with a remainder, in one row and in three.
+bool deltas_alike() {
+    constexpr int64_t N = 12, J = 3;
+    float scratch[delta_scratch(N, 48) + 16], after[2][J * 128 + N * 48];
+    float* aligned = scratch + (16 - reinterpret_cast<uintptr_t>(scratch) / 4 % 16);
+    const float* from = x + D;  // of small values
+    for (int64_t M : {int64_t{48}, int64_t{37}})
+        for (int64_t T : {1, 3}) {
+            for (int which = 0; which < 2; ++which) {
+                DeltaHead head = {};
+                head.stores_key = true, head.G = head.V = 1, head.N = N, head.M = M, head.J = J,
+                head.T = T;
+                head.x = from, head.x_stride = D, head.conv = from + 1, head.step_bias = from + 2;
+                head.decay = from + 3, head.norm = from + 4, head.epsilon = 1e-6f,
+                head.scratch = aligned;
+                head.inputs = from + 5, head.state = from + 6;
+                head.next_inputs = after[which], head.next_state = after[which] + J * 128;
+                head.y = y[which], head.y_stride = D;
+                both[which]->delta_head(head);
+                for (int64_t t = 0; t < T; ++t) both[which]->gate_by(y[which] + t * D, from + 7, M);
+                for (int64_t t = 0; t < T; ++t)
+                    for (int64_t m = 0; m < M; ++m) y[which][t * D + m] *= 100.0f;  // see are_close
+            }
+            for (int64_t t = 0; t < T; ++t)
+                if (!are_close(y[0] + t * D, y[1] + t * D, M)) return false;
+            if (!are_close(after[0], after[1], (J - 1) * (2 * N + M)) ||
+                !are_close(after[0] + J * 128, after[1] + J * 128, N * M))
+                return false;
+        }
+    return true;
+}
+
 // Norms, the rotary embedding, halves and sums of parts have the same bits at all levels.
 bool vectors_alike() {
     for (int which = 0; which < 2; ++which) {
@@ -289,7 +321,7 @@ bool agree() {
     for (int32_t kind : {KIND_F32, KIND_F16, KIND_BF16})
         if (!adds_in_order(kind)) return false;
     return attend_alike() && choose_alike() && dots_alike() && selection_alike() &&
-           rows_of_floats_alike() && vectors_alike();
+           rows_of_floats_alike() && deltas_alike() && vectors_alike();
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "delta.h"
 #include "experts.h"
 #include "step_clock.h"
 
@@ -22,7 +23,9 @@ uint32_t forms_of(const HsStep& step) {
     for (int64_t i = 0; i < step.num_layers; ++i) {
         const HsLayer& l = step.layer[i];
         for (const HsMatrix& m : l.attention.input) forms |= form_bit(m);
-        forms |= form_bit(l.attention.output) | form_bit(l.predictor.down) | form_bit(l.predictor.up);
+        for (const HsMatrix& m : l.delta.input) forms |= form_bit(m);
+        forms |= form_bit(l.attention.output) | form_bit(l.delta.output) | form_bit(l.predictor.down) |
+                 form_bit(l.predictor.up);
         forms |= form_bit(l.route.router) | form_bit(l.shared_gate);
         for (const HsFeedForward* f : {&l.feed_forward, &l.shared}) {
             for (int64_t b = 0; b < f->num_blocks; ++b)
@@ -55,13 +58,24 @@ int64_t most_used(const HsStep& step) {
 }
 
 int64_t heads_size(const HsAttention& a) { return a.num_heads * a.head_width; }
-int64_t qkv_size(const HsAttention& a) { return heads_size(a) + 2 * a.num_kv_heads * a.head_width; }
+int64_t gates_size(const HsAttention& a) { return a.is_gated ? heads_size(a) : 0; }
+int64_t qkv_size(const HsAttention& a) {
+    return heads_size(a) + gates_size(a) + 2 * a.num_kv_heads * a.head_width;
+}
 
 // The largest size(attention) of a layer.
 template <class Size>
 int64_t most(const HsStep& s, const Size& size) {
     int64_t found = 0;
     for (int64_t i = 0; i < s.num_layers; ++i) found = std::max(found, size(s.layer[i].attention));
+    return found;
+}
+
+// The largest size(delta net) of a layer.
+template <class Size>
+int64_t most_of_delta(const HsStep& s, const Size& size) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < s.num_layers; ++i) found = std::max(found, size(s.layer[i].delta));
     return found;
 }
 
@@ -78,8 +92,8 @@ int64_t most_pairs(const HsStep& s) {
 
 // Operations whose input is multiplied by matrices, and those that process each row separately.
 bool is_product(const HsOp& op) {
-    return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS ||
-           op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD;
+    return op.kind == OP_ATTENTION || op.kind == OP_DELTA || op.kind == OP_PREDICT ||
+           op.kind == OP_NEURONS || op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD;
 }
 bool is_of_rows(const HsOp& op) {
     return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
@@ -95,9 +109,11 @@ struct Work {
         const uint32_t forms = forms_of(step);
         for (int32_t value = 0; value < NUM_VALUES; ++value) take(step, value, forms);
         learned = arena.take<float>(step.positions.data ? R * D : 0);
-        heads_out = arena.operand(size_of(step, VALUE_HEADS), R, forms);
+        const int64_t heads = std::max(most(step, heads_size), most_of_delta(step, delta_outputs));
+        heads_out = arena.operand(heads, R, forms);
         inner = arena.operand(largest_rank(step), R, forms);
-        qkv = arena.take<float>(R * size_of(step, VALUE_QKV));
+        qkv = arena.take<float>(R * std::max(most(step, qkv_size), most_of_delta(step, delta_inputs)));
+        gates = arena.take<float>(R * most(step, gates_size));
         num_pairs = most_pairs(step);
         cos = arena.take<float>(step.num_rotaries * R * num_pairs);
         sin = arena.take<float>(step.num_rotaries * R * num_pairs);
@@ -126,16 +142,17 @@ struct Work {
     Attention attention;
     int64_t num_pairs;               // of the widest head
     float *qkv, *cos, *sin, *named;  // cos, sin: [num_rotaries, max_rows, num_pairs]
+    float* gates;                    // [max_rows, H W]
     float* learned;                  // positions
     float *logits, *choice;          // [max_rows, E] of a router
     float* shared_gate;              // [max_rows]
     Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
 
-// y [T, stride] = W x + bias of T rows, for up to three matrices with concatenated outputs.
+// y [T, stride] = W x + bias of T rows, for up to four matrices with concatenated outputs.
 void multiply(const HsMatrix* matrix, int count, Operand& x, int64_t T, float* y, int64_t stride) {
-    Input input[3];
-    int64_t first[4] = {0}, bytes = 0;
+    Input input[4];
+    int64_t first[5] = {0}, bytes = 0;
     for (int m = 0; m < count; ++m) {
         input[m] = x.as(matrix[m].kind, T);
         first[m + 1] = first[m] + matrix[m].num_rows;
@@ -213,6 +230,8 @@ class Step {
                 return clock.ended(TIMED_OTHER);
             case OP_ATTENTION:
                 return attention(s.layer[op.layer].attention, in, out.f32);
+            case OP_DELTA:
+                return delta(s.layer[op.layer].delta, row, in, out.f32);
             case OP_ATTEND:
                 turn(s.layer[op.layer].attention);
                 clock.ended(TIMED_OTHER);
@@ -349,14 +368,25 @@ class Step {
         clock.ended(TIMED_OUTPUT);
     }
 
+    void delta(const HsDelta& l, const HsRow* row, Operand& input, float* out) {
+        clock.ended(TIMED_OTHER);
+        project(l.input, 4, input, w.qkv, delta_inputs(l));
+        clock.ended(TIMED_INPUTS);
+        run_delta(l, row, w.attention, w.qkv, w.heads_out);
+        clock.ended(TIMED_ATTEND);
+        project(&l.output, 1, w.heads_out, out, D);
+        clock.ended(TIMED_OUTPUT);
+    }
+
     // Norms and rotates queries and keys of qkv [T, (H + 2 K) W] in place (and values, if the cache stores
-    // them rotated), appends keys and values, and attends.
+    // them rotated), appends keys and values, and attends. With gates, rows of qkv have (2 H + 2 K) W values.
     void attend(const HsAttention& l, float* qkv, Operand& heads) {
         const int64_t W = l.head_width, H = l.num_heads, K = l.num_kv_heads, num_values = qkv_size(l);
         w.attention.use(l);
         heads.size = heads_size(l);
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
+            if (l.is_gated) take_gates(l, values, w.gates + t * H * W);
             norm_heads(l, values);
             if (is_rotated(l)) rotate_heads(l, t, values);
             for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
@@ -364,9 +394,19 @@ class Step {
                 turn_by_hadamard(values + (H + K + k) * W, W);
             w.attention.append(l, t, values + H * W, values + (H + K) * W);
         });
-        w.attention.run(l, qkv, num_values, heads);
+        w.attention.run(l, qkv, num_values, l.is_gated ? w.gates : nullptr, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
+    }
+
+    // Moves each head's gates to `gates` [H, W], and the queries, keys and values of the row together.
+    static void take_gates(const HsAttention& l, float* values, float* gates) {
+        const int64_t W = l.head_width, H = l.num_heads;
+        for (int64_t h = 0; h < H; ++h) {
+            std::copy_n(values + (2 * h + 1) * W, W, gates + h * W);
+            std::copy_n(values + 2 * h * W, h ? W : 0, values + h * W);
+        }
+        std::copy_n(values + 2 * H * W, 2 * l.num_kv_heads * W, values + H * W);
     }
 
     // Rotates the queries and keys of a row in place, or the first values of each head.
@@ -507,13 +547,26 @@ bool fits(const HsAttention& l, const HsStep& s) {
     if (l.rotary >= s.num_rotaries) return false;
     const int64_t rotated = l.rotary < 0 ? 0 : s.rotary[l.rotary].head_width;
     if (rotated > l.head_width || (s.select.cos && rotated != l.head_width)) return false;
-    const int64_t q = heads_size(l), kv = l.num_kv_heads * l.head_width;
+    const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
     for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 3); ++m)
         if (!fits(l.input[m], outputs[m], s.width)) return false;
-    if (l.input[0].data && !fits(l.output, s.width, q)) return false;
+    if (l.input[0].data && !fits(l.output, s.width, heads_size(l))) return false;
     return l.key && l.value;
+}
+
+bool fits(const HsDelta& l, const HsStep& s) {
+    for (int64_t size : {l.num_key_heads, l.num_value_heads, l.num_slots})
+        if (size < 1 || size > INT32_MAX) return false;
+    for (int64_t width : {l.key_width, l.value_width})
+        if (width < 1 || width > MAX_HEAD_WIDTH) return false;
+    if (l.num_value_heads % l.num_key_heads || l.num_taps < 1 || l.num_taps > MAX_TAPS) return false;
+    const int64_t V = l.num_value_heads, outputs[] = {delta_channels(l), delta_outputs(l), V, V};
+    for (int m = 0; m < 4; ++m)
+        if (!fits(l.input[m], outputs[m], s.width)) return false;
+    return fits(l.output, s.width, delta_outputs(l)) && l.norm.weight && !l.norm.bias && l.conv &&
+           l.decay && l.step_bias && l.state && (l.inputs || l.num_taps == 1);
 }
 
 bool fits(const HsPredictor& p, int64_t num_neurons, const HsStep& s) {
@@ -546,7 +599,8 @@ bool fits_experts(const HsLayer& l, const HsStep& s) {
 }
 
 bool fits(const HsLayer& l, const HsStep& s) {
-    return fits(l.attention, s) && fits(l.feed_forward, s) && fits(l.shared, s) && fits_experts(l, s) &&
+    return (is_delta(l) ? fits(l.delta, s) : fits(l.attention, s)) && fits(l.feed_forward, s) &&
+           fits(l.shared, s) && fits_experts(l, s) &&
            (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) &&
            fits(l.predictor, l.feed_forward.num_neurons, s);
 }
@@ -578,8 +632,10 @@ bool fits(const HsOp& op, const HsStep& s) {
             return l->feed_forward.down_bias;
         case OP_ATTENTION:
             return l->attention.input[0].data;
+        case OP_DELTA:
+            return is_delta(*l);
         case OP_ATTEND:
-            return op.in == VALUE_QKV && op.out == VALUE_HEADS;
+            return op.in == VALUE_QKV && op.out == VALUE_HEADS && !is_delta(*l);
         case OP_PREDICT:
             return l->predictor.up.data;
         case OP_ROUTE:
@@ -615,6 +671,7 @@ bool fits(const HsSelect& c, const HsStep& s) {
     if (s.table.blocks_per_sequence > 1 && s.table.block_length % c.block) return false;
     for (int64_t i = 0; i < s.num_layers; ++i) {
         const HsAttention& l = s.layer[i].attention;
+        if (is_delta(s.layer[i])) continue;
         if (l.window || (c.cos && l.rotary != 0)) return false;
         if (!l.summary || !l.summary_unit || (c.is_coded && (!l.code || !l.code_factor))) return false;
     }
@@ -661,10 +718,33 @@ EXPORT void hs_part(void* data) {
 
 namespace {
 
-// Checks tokens, positions, sources and cache blocks of the rows, and that the computed rows of
+// Slots of the delta nets' states; 0 without delta nets.
+int64_t num_slots(const HsStep& s) {
+    int64_t found = 0;
+    for (const HsLayer* l = s.layer; l < s.layer + s.num_layers; ++l)
+        if (is_delta(*l)) found = found ? std::min(found, l->delta.num_slots) : l->delta.num_slots;
+    return found;
+}
+
+// True if rows are all computed, and what they write is read by none of them and written once.
+bool slots_fit(const HsRow* row, int64_t count, int64_t slots) {
+    auto begins = [=](int64_t i) { return i == 0 || row[i - 1].sequence != row[i].sequence; };
+    for (int64_t i = 0; i < count; ++i) {
+        const HsRow& r = row[i];
+        if (r.source >= 0 || r.writes >= slots || (begins(i) && r.reads >= slots)) return false;
+        for (int64_t j = 0; j < count && r.writes >= 0; ++j)
+            if ((begins(j) && row[j].reads == r.writes) || (j != i && row[j].writes == r.writes))
+                return false;
+    }
+    return true;
+}
+
+// Checks tokens, positions, sources, cache blocks and slots of the rows, and that the computed rows of
 // each sequence are consecutive.
 int32_t check_rows(const HsStep& s, const HsRow* row, int64_t count) {
     if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
+    const int64_t slots = num_slots(s);
+    if (slots && !slots_fit(row, count, slots)) return STATUS_BAD_ARGUMENT;
     int64_t num_computed = 0;
     const HsRow* last = nullptr;          // the last computed row
     std::array<int32_t, MAX_ROWS> begun;  // the sequences seen so far

@@ -26,8 +26,8 @@ enum Gating : int32_t { GATING_SOFTMAX, GATING_SIGMOID, GATING_SOFTMAX_OF_CHOSEN
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
 // The parts of a step that are timed. The clock is read between parts, so they sum to the whole.
 enum Timed : int32_t {
-    TIMED_INPUTS,  // query, key and value projection
-    TIMED_ATTEND,  // norms and rotation of heads, the cache, scores and sums
+    TIMED_INPUTS,  // query, key and value projection, or those of a delta net
+    TIMED_ATTEND,  // norms and rotation of heads, the cache, scores and sums; or the delta net
     TIMED_OUTPUT,  // output projection
     TIMED_PREDICTOR,
     TIMED_NEURONS,    // of the layer's first block
@@ -107,6 +107,23 @@ struct HsAttention {
     float scale;              // of the scores
     int32_t rotary;           // index in HsStep's `rotary`; below 0: queries and keys are not rotated
     int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
+    // attn_q has for each head its query, then as many gates: the head's output is multiplied by their sigmoids
+    int32_t is_gated;
+};
+
+// A gated delta net; model/spec.py (DeltaNet) has the formula. Letters: G key heads, V value heads, N and M values of a
+// key and of a value head, J taps, C = 2 G N + V M channels.
+struct HsDelta {
+    // [C, D] of the convolution's inputs, [V M, D] of the output's gates, [V, D] of beta, [V, D] of the decay
+    HsMatrix input[4];
+    HsMatrix output;                         // [D, V M]
+    HsNorm norm;                             // [M]
+    const float *conv, *decay, *step_bias;   // [J, C], oldest first; [V]; [V]
+    float* state;                            // [num_slots, V, N, M]
+    float* inputs;                           // [num_slots, J - 1, C], of the last tokens, oldest first
+    int64_t num_key_heads, num_value_heads;  // without value heads: the layer attends
+    int64_t key_width, value_width, num_taps, num_slots;
+    int32_t is_grouped;  // value head h reads key head h / (V / G), else h % G
     int32_t unused;
 };
 
@@ -155,6 +172,7 @@ struct HsLayer {
     const HsNorm* norm;  // [num_norms] of the hidden size, which OP_NORM has the index of
     int64_t num_norms;
     HsAttention attention;
+    HsDelta delta;  // instead of attention
     HsPredictor predictor;
     HsFeedForward feed_forward;
     HsRoute route;
@@ -179,6 +197,7 @@ enum OpKind : int32_t {
     OP_ATTEND,  // out = the heads' outputs for in, the queries, keys and values; appends to the cache
     OP_ROUTE,   // out = VALUE_ROUTED, the experts that the router chooses from in
     OP_SHARED,  // out = the shared experts of in
+    OP_DELTA,   // out = the gated delta net of in; moves the state from slot to slot
     NUM_OP_KINDS
 };
 enum Value : int32_t {
@@ -190,7 +209,7 @@ enum Value : int32_t {
     VALUE_FFN_OUT,
     VALUE_HOT_OUT,  // in layers with divided neurons
     VALUE_COLD_OUT,
-    VALUE_QKV,     // [(H + 2 K) W] queries, keys and values, if a GPU has projected them; overwritten
+    VALUE_QKV,  // [(H + 2 K) W, or (2 H + 2 K) W with gates] queries, keys and values, if a GPU has projected them; overwritten
     VALUE_HEADS,   // [H W]
     VALUE_NAMED,   // [F] scores; a neuron is named if its score is above the predictor's threshold
     VALUE_ROUTED,  // [2 K] experts, as numbers, and their weights
@@ -245,6 +264,9 @@ struct HsRow {
     int64_t token, position;
     int32_t sequence, has_logits;
     int32_t source;  // below 0: the row is computed
+    // Slots of the recurrent states of delta nets, below 0: none. The first row of a sequence begins with
+    // the state in slot `reads`, or with zeros; the state after a row is stored in its slot `writes`.
+    int32_t reads, writes;
     int32_t unused;
 };
 

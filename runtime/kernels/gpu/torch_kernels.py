@@ -72,7 +72,8 @@ def _in_pieces(kernel: Callable[Parameters, None]) -> Callable[Parameters, None]
     def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
         given = signature.bind(*arguments, **options).arguments
         if given.get("tile_G3") is not None:  # an expert at a time
-            return kernel(*arguments, **options)
+            kernel(*arguments, **options)
+            return
         matrix = next(each for each in given.values() if isinstance(each, StoredMatrix))
         for rows in _pieces(matrix.num_rows):
             words = rows if given.get("id_N") is None else slice(None)  # ids are of the whole layer

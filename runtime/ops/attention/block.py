@@ -6,6 +6,7 @@ keys and values together, N outputs of a projection."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -25,7 +26,8 @@ Attend = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all."""
+    """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all;
+    `is_gated`: each head's query is followed by a gate of its output."""
 
     inputs: tuple[Linear, ...]
     output: Linear
@@ -35,6 +37,7 @@ class Attention:
     sink_H: Tensor | None  # a score of each head, of no key
     cache: LayerCache
     num_heads: int
+    is_gated: bool
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
     window: int | None
     score_scale: float
@@ -43,25 +46,27 @@ class Attention:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of values per token: of queries, keys and values together, and of queries
-        alone."""
+        """Numbers of values per token: of queries, keys and values together, without gates, and of
+        queries alone."""
         of_heads = self.num_heads * self.cache.head_width
         return of_heads + 2 * self.cache.num_kv_heads * self.cache.head_width, of_heads
 
     def forward(
         self,
         x: Tensor | gpu_products.Factor,
+        on_heads: Callable[[Tensor], None],
+        *,
         sequence: int,
         start: int,
         turns: Turns,
-        on_heads: Callable[[Tensor], None],
         attend: Attend | None = None,
     ) -> Tensor:
         """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
         the cache, which must have room and may be on another device than the weights. `attend`, if
         given, appends and attends instead of torch. `on_heads` receives the heads' output,
         [T, H * W]."""
-        joined_TQ = self._project(self.inputs, x, is_small=self.is_input_small)
+        projected = self._project(self.inputs, x, is_small=self.is_input_small)
+        joined_TQ, gate_TH = self._without_gate(projected)
         joined_TQ = joined_TQ.to(self.cache.device)
         if attend is None and gpu_products.is_gpu(self.cache.device):
             heads_TH = attend_tokens(self, joined_TQ, sequence, start, turns)
@@ -70,8 +75,19 @@ class Attention:
         else:
             heads_TH = attend(joined_TQ)
         heads_TH = heads_TH.to(x.device)
+        if gate_TH is not None:
+            heads_TH = heads_TH * gate_TH.sigmoid()
         on_heads(heads_TH)
         return self._project((self.output,), heads_TH)
+
+    def _without_gate(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values [T, Q], and the gates of the heads' output [T, H * W], if any."""
+        if not self.is_gated:
+            return projected, None
+        size, width = self.widths[1], self.cache.head_width
+        of_heads = projected[:, : 2 * size].unflatten(1, (-1, 2, width))
+        query, gate = (of_heads[:, :, part].flatten(1) for part in range(2))
+        return torch.cat([query, projected[:, 2 * size :]], dim=1), gate
 
     def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turns: Turns) -> Tensor:
         """The heads' output [T, H * W] for queries, keys and values [T, Q] on the CPU; appends to

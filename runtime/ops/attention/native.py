@@ -23,7 +23,7 @@ class AttentionStruct(Structure):
                 ("code_factor", c_void_p), ("sink", c_void_p),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("window", c_int64), ("scale", c_float), ("rotary", c_int32),
-                ("norms_all_heads", c_int32), ("unused", c_int32)]  # fmt: skip
+                ("norms_all_heads", c_int32), ("is_gated", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -45,7 +45,8 @@ def rounded_scale(scale: float) -> float:
 def attention_struct(
     structs: Structs, attention: Attention, rotaries: Rotaries, *, projects: bool
 ) -> AttentionStruct:
-    """`projects`: with its matrices; else a GPU projects, and only the heads attend on the host."""
+    """`projects`: with its matrices; else others project, and only the heads attend here, without
+    the gates of their output."""
     cache = attention.cache
     tables = () if cache.tables is None else cache.tables.tensors
     struct = AttentionStruct(
@@ -60,6 +61,7 @@ def attention_struct(
         scale=rounded_scale(attention.score_scale),
         rotary=rotaries.index(attention.rotary),
         norms_all_heads=attention.norms_all_heads,
+        is_gated=attention.is_gated and projects,
         sink=structs.vector(attention.sink_H),
         **{
             name: structs.pointer(tensor, tensor.dtype)

@@ -313,11 +313,12 @@ def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:
 
 def _save(engine: "Engine", sequence: Any, num_prompt: int, wanted: Wanted) -> None:
     """Saves the prompt's state, unless the file has it already or a context shift has dropped it."""
+    from hotsplit.runtime.generate.generation import TURN_TAIL
     from hotsplit.runtime.generate.prompt_cache import save_prompt
 
     assert wanted.prompt_cache is not None
-    run = engine.last_run
-    if run.shifts or run.cached_tokens + 1 >= num_prompt > 1:
+    run, tail = engine.last_run, TURN_TAIL if engine.model.spec.has_states else 1
+    if run.shifts or run.cached_tokens + tail >= num_prompt > tail:
         return
     sequence.rollback(num_prompt)
     save_prompt(sequence, wanted.prompt_cache, engine.prompt_key())

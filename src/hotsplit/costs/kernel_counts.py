@@ -5,10 +5,12 @@ before it; `Gpu.kernels_seconds` has their time. Each matrix product is one kern
 block is one (which also adds the sum before it), and the groups below have as many as stated. The kernels of the embedding and of the neuron cache are not counted."""
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.spec import Attention, Block, Neurons, Norm, Predict, Route
+from hotsplit.model.spec import Attention, Block, DeltaNet, Neurons, Norm, Predict, Route
 
 # Norm and rotate heads, append keys and values; attend to parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
+# The convolution with the norms of queries and keys; the states with the norm of their outputs.
+DELTA_KERNELS = 2
 # At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the sum
 # of down's parts, which is left to the next norm if that is on the same GPU.
 HOT_KERNELS = 3
@@ -35,6 +37,8 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
         case Attention():
             products = len(block.projections) + 1
             return products + (ATTENTION_KERNELS if has_cache else 0)
+        case DeltaNet():
+            return len(block.projections) + 1 + DELTA_KERNELS
         case Predict():
             return 2 if block.rank else 1
         case Route():  # the logits, and the choice

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
@@ -147,6 +148,12 @@ def placed_units(model: ModelFile, layer: int) -> tuple[int, int]:
     return neurons.num_experts, total // neurons.num_experts
 
 
+def counted_layers(model: ModelFile) -> list[int]:
+    """The layers whose units reports count: in a mixture, those with experts."""
+    spec = model.spec
+    return [n for n, x in enumerate(spec.layers) if not spec.has_experts or x.route is not None]
+
+
 def layer_units(model: ModelFile, layer: int, number: int) -> dict[str, float]:
     """Bytes of one expert of a layer by type or, without experts, of one of `number` equal parts
     of its neurons."""
@@ -207,7 +214,7 @@ def kv_kind(model: ModelFile) -> str:
     kinds = {
         model.tensors[f"blk.{index}.{name}.weight"].kind
         for index, layer in enumerate(model.spec.layers)
-        for name in layer.attention.projections
+        for name in layer.mixer.projections
     }
     return "f32" if kinds == {"f32"} else "f16"
 
@@ -215,9 +222,11 @@ def kv_kind(model: ModelFile) -> str:
 def kv_bytes(
     model: ModelFile, layer: int, context_length: int, types: CacheTypes | None = None
 ) -> int:
-    """Bytes of the keys and values of `context_length` tokens in a layer, and of the tables that
-    select keys; by default in the type `kv_kind`."""
+    """Bytes of the keys and values of `context_length` tokens in a layer that attends, and of the
+    tables that select keys; by default in the type `kv_kind`."""
     types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
+    if attention is None:
+        return 0
     return attention.num_kv_heads * types.head_bytes(context_length, attention.head_dim)
 
 
@@ -225,8 +234,10 @@ def kv_read(
     model: ModelFile, layer: int, context_length: int, types: CacheTypes | None = None
 ) -> float:
     """Bytes of a layer's keys, values and tables that a token reads when half of the context is
-    filled."""
+    filled; of a recurrent state, those that it reads and those that it writes."""
     types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
+    if attention is None:
+        return 2 * state_bytes(model, layer)
     positions = context_length / 2
     if attention.window is not None:
         positions = min(positions, attention.window)
@@ -383,6 +394,7 @@ def plan_bytes(
         keys_side["attention"] += sizes.head_norms
         side["predictor"] += sizes.predictor
         keys_side["kv_cache"] += kv_bytes(model, layer, positions, cache_types)
+        side["kv_cache"] += slots_bytes(model, layer, num_sequences)
         number, unit_bytes = placed_units(model, layer)
         gpu["neurons"] += hot * unit_bytes
         cpu["neurons"] += (number - hot) * unit_bytes

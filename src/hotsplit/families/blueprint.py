@@ -18,6 +18,19 @@ ExpertForm = Literal["rows", "columns"]
 IGNORED = ("rotary_emb.inv_freq",)
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change of values, and its inverse, of f32 arrays."""
+
+    apply: Callable[[np.ndarray], np.ndarray]
+    undo: Callable[[np.ndarray], np.ndarray]
+
+
+SAME = Change(lambda x: x, lambda x: x)
+ADD_ONE = Change(lambda x: x + 1.0, lambda x: x - 1.0)
+NEGATED_EXP = Change(lambda x: -np.exp(x), lambda x: np.log(-x))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
     """The plan of a conversion. `name_of` maps the name of a checkpoint's tensor to its name in the
@@ -25,7 +38,9 @@ class Blueprint:
 
     `rows` has an entry for each tensor whose rows are reordered, by its name within a layer or, for
     tensors outside the layers, by its full name. Tensors whose names end with one of `constants` are not in the
-    checkpoint and have this value everywhere; to those with an end in `added`, that is added."""
+    checkpoint and have this value everywhere; the values of those with an end in `changes`, the first
+    that matches, are changed. `columns`: as `rows`, the order of the columns of a matrix: column c of
+    the model file is the checkpoint's column `columns[name][c]`."""
 
     spec: ModelSpec
     name_of: NameOf
@@ -35,9 +50,10 @@ class Blueprint:
     rope_factors: np.ndarray | None = None  # f32 [head_dim / 2]
     rows: Mapping[str, Rows] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
-    added: Mapping[str, float] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     ignored: tuple[str, ...] = IGNORED  # suffixes of the names of tensors that are left out
-    ignored_layers: tuple[str, ...] = ()  # prefixes of such names
+    ignored_prefixes: tuple[str, ...] = ()  # of such names, which are noted
     expert_form: ExpertForm = "rows"
     notes: tuple[str, ...] = ()
 

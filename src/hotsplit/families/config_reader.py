@@ -13,8 +13,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.files.typed import shown
-from hotsplit.model.rope import NO_SCALING, RopeScaling
-from hotsplit.model.spec import Activation, Pairing, Rotary
+from hotsplit.model.rope import NO_SCALING, Pairing, RopeScaling
+from hotsplit.model.spec import Activation, Rotary
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_WORDS = {
@@ -229,15 +229,19 @@ class ConfigReader:
         return read.rotary(sizes, "halves", ("default", "linear"), default_theta)
 
     def layers_with_window(self, num_layers: int, period: int) -> list[bool]:
-        """Whether each layer has the window, by `layer_types`, or else all layers but each last one
-        of a period."""
+        """Whether each layer has the window."""
+        return self.other_layers(num_layers, "sliding_attention", "sliding_window_pattern", period)
+
+    def other_layers(self, num_layers: int, other: str, key: str, period: int) -> list[bool]:
+        """Whether each layer is of the type `other`, by `layer_types`, or else all layers but each
+        last one of a period, which is the value of a key."""
         types = self.values.get("layer_types")
         if not isinstance(types, list) and types is not None:
             types = [types]
         if types is None:
-            period = self.count("sliding_window_pattern", period)
+            period = self.count(key, period)
             return [(layer + 1) % period != 0 for layer in range(num_layers)]
-        known = ("full_attention", "sliding_attention")
+        known = ("full_attention", other)
         if len(types) != num_layers or not all(name in known for name in types):
             raise HotsplitError(
                 f"{self.path}: layer_types is {shown(types)}, wanted {num_layers} of"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 
-from hotsplit.families.blueprint import Blueprint, gguf_names
+from hotsplit.families.blueprint import ADD_ONE, Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import whole_sizes
@@ -36,7 +36,7 @@ def gemma3(read: ConfigReader) -> Blueprint:
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.GEMMA3, sizes.num_layers),
-        added={"norm.weight": 1.0},
+        changes={"norm.weight": ADD_ONE},
     )  # fmt: skip
 
 
@@ -82,10 +82,10 @@ def _stock_scale(num_layers: int, hidden_size: int, num_heads: int, head_dim: in
 
 def not_in_stock(spec: ModelSpec) -> str | None:
     """What llama.cpp has no key for."""
-    is_local_L = [layer.attention.window is not None for layer in spec.layers]
+    is_local_L = [attention.window is not None for attention in spec.attentions]
     if is_local_L != [(layer + 1) % PERIOD != 0 for layer in range(spec.num_layers)]:
         return f"has windows in all layers but each {PERIOD}th, this model in others"
-    attention = spec.layers[-1].attention
+    attention = spec.attentions[-1]
     stock = _stock_scale(spec.num_layers, spec.hidden_size, attention.num_heads, attention.head_dim)
     if not math.isclose(attention.score_scale, stock, rel_tol=1e-6):
         return f"multiplies scores by {stock:g}, this model by {attention.score_scale:g}"
@@ -93,7 +93,7 @@ def not_in_stock(spec: ModelSpec) -> str | None:
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    attentions = [layer.attention for layer in spec.layers]
+    attentions = spec.attentions
     local = next((a for a in attentions if a.window is not None), None)
     found: dict[str, Value] = {
         "attention.scale": np.float32(attentions[-1].score_scale),

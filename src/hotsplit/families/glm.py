@@ -57,7 +57,7 @@ def glm4(read: ConfigReader) -> Blueprint:
         ),
         name_of=_with_choice_bias(gguf_names(gguf.MODEL_ARCH.GLM4_MOE, sizes.num_layers)),
         rope_factors=factors,
-        ignored_layers=(f"model.layers.{sizes.num_layers}.",),
+        ignored_prefixes=(f"model.layers.{sizes.num_layers}.",),
         notes=notes,
     )  # fmt: skip
 

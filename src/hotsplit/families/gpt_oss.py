@@ -119,7 +119,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    windows = [layer.attention.window for layer in spec.layers]
+    windows = [attention.window for attention in spec.attentions]
     window = next((each for each in windows if each is not None), spec.context_length)
     return {
         **expert_keys(spec),
@@ -129,7 +129,7 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
-    has_window_L = [layer.attention.window is not None for layer in spec.layers]
+    has_window_L = [attention.window is not None for attention in spec.attentions]
     if has_window_L != [(layer + 1) % PERIOD != 0 for layer in range(spec.num_layers)]:
         return "has windows in every other layer, this model in others"
     return None

@@ -120,10 +120,10 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
     layer = spec.layers[0]
     residual = next(block.factor for block in layer.blocks if isinstance(block, Add))
     values = (
-        spec.embedding_scale, residual, layer.attention.score_scale, 1.0 / spec.logit_scale,
+        spec.embedding_scale, residual, spec.attentions[0].score_scale, 1.0 / spec.logit_scale,
     )  # fmt: skip
     own = {name: np.float32(v) for name, v in zip(FACTOR_KEYS, values, strict=True)}
-    finetuned = {} if layer.attention.rotary else {"rope.scaling.finetuned": False}
+    finetuned = {} if spec.attentions[0].rotary else {"rope.scaling.finetuned": False}
     return {**expert_keys(spec), **own, **finetuned}
 
 

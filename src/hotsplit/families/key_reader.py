@@ -13,8 +13,8 @@ from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
-from hotsplit.model.rope import KINDS, NO_SCALING, RopeScaling
-from hotsplit.model.spec import Activation, NormKind, Pairing, Rotary
+from hotsplit.model.rope import KINDS, NO_SCALING, Pairing, RopeScaling
+from hotsplit.model.spec import Activation, NormKind, Rotary
 from hotsplit.model.unsupported import why_key, why_not_run
 
 VERSION = 1
@@ -259,7 +259,7 @@ class KeyReader:
         return Sizes(
             num_layers=count("block_count") - self.num_skipped,
             hidden_size=hidden_size,
-            num_neurons=count("feed_forward_length"),
+            num_neurons=count("feed_forward_length", self._of_expert()),
             num_heads=heads,
             num_kv_heads=count("attention.head_count_kv", heads),
             head_dim=head_dim,
@@ -267,6 +267,11 @@ class KeyReader:
             context_length=count("context_length"),
             epsilon=self.positive(f"{name}.{NORM_EPSILON[norm]}"),
         )
+
+    def _of_expert(self) -> float | None:
+        """The neurons of an expert: a file whose layers all have experts need not say more."""
+        key = f"{self.graph.name}.expert_feed_forward_length"
+        return self.number(key) if key in self.keys else None
 
     def options(self, num_layers: int) -> frozenset[str]:
         """The optional tensors of the layers, of those that the architecture has.
@@ -286,18 +291,26 @@ class KeyReader:
         return first
 
     def layers_with_window(self, num_layers: int, period: int) -> list[bool]:
-        """Whether each layer has the window: by a key with a value for each or with a period, or
-        else all layers but each last one of `period`."""
-        key = f"{self.graph.name}.attention.sliding_window_pattern"
+        """Whether each layer has the window."""
+        key = "attention.sliding_window_pattern"
+        return self.other_layers(num_layers, key, key, period)
+
+    def other_layers(
+        self, num_layers: int, list_key: str, period_key: str, period: int
+    ) -> list[bool]:
+        """Whether each layer is of another kind than the last of a period: by a key with a value for
+        each, or by one with the period, or else by `period`."""
+        key = f"{self.graph.name}.{list_key}"
         found = self.keys.get(key)
         if isinstance(found, list):
+            found = found[: -self.num_skipped] if self.num_skipped else found
             if len(found) != num_layers or not all(isinstance(value, bool) for value in found):
                 raise HotsplitError(
                     f"{self.path}: key {key!r} is {shown(found)}, wanted {num_layers} of true or"
                     " false"
                 )
             return [bool(value) for value in found]
-        period = self.count("attention.sliding_window_pattern", period)
+        period = self.count(period_key, period)
         return [(layer + 1) % period != 0 for layer in range(num_layers)]
 
     def rotary(self, pairing: Pairing, head_dim: int | None = None) -> Rotary:

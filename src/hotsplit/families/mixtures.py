@@ -141,7 +141,7 @@ def _of_keys(
 
 def _not_in_olmoe(spec: ModelSpec) -> str | None:
     """llama.cpp's norm of keys has the hidden size."""
-    attention = spec.layers[0].attention
+    attention = spec.attentions[0]
     if attention.key_size != spec.hidden_size:
         return f"has norms of {spec.hidden_size} keys, this model of {attention.key_size}"
     return other_in_stock(spec, renormalises=False)

@@ -102,7 +102,7 @@ class Sizes:
 def sizes_of(spec: ModelSpec) -> Sizes:
     """The numbers of a model whose layers are all alike."""
     (layer,) = set(spec.layers)
-    attention, (norm, *_) = layer.attention, layer.norms.values()
+    attention, (norm, *_) = spec.attentions[0], layer.norms.values()
     return Sizes(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,

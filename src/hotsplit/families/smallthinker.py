@@ -114,7 +114,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    attentions = [layer.attention for layer in spec.layers]
+    attentions = spec.attentions
     window = next((a.window for a in attentions if a.window is not None), None)
     own: dict[str, Value] = {}
     if window is not None:
@@ -124,7 +124,7 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
-    windows = [layer.attention.window for layer in spec.layers]
+    windows = [attention.window for attention in spec.attentions]
     if not any(windows):
         return None
     wanted = [STOCK_WINDOW if layer % PERIOD else None for layer in range(spec.num_layers)]

@@ -15,7 +15,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
     """The keys from which the architecture makes this spec again.
 
     Raises HotsplitError if it does not write all that differs between layers."""
-    attentions = [layer.attention for layer in spec.layers]
+    attentions = spec.attentions
     norm = next(norm for layer in spec.layers for norm in layer.norms.values())
     keys: dict[str, Value] = {
         "block_count": np.uint32(spec.num_layers),

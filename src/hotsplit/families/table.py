@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families import (
+    delta_nets,
     falcon,
     gemma,
     glm,
@@ -48,6 +49,9 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": glm.GLM4,
     "GptOssForCausalLM": gpt_oss.GPT_OSS,
     "SmallThinkerForCausalLM": smallthinker.SMALLTHINKER,
+    "Qwen3NextForCausalLM": delta_nets.QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": delta_nets.QWEN3_5,
+    "Qwen3_5MoeForCausalLM": delta_nets.QWEN3_5_MOE,
 }
 
 # By llama.cpp's or PowerInfer's name.
@@ -68,6 +72,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         glm.GRAPH,
         gpt_oss.GRAPH,
         smallthinker.GRAPH,
+        *delta_nets.GRAPHS,
     )  # fmt: skip
 }
 

@@ -74,6 +74,15 @@ class TensorEntry:
         return prod(self.shape[:-1]) * self.row_bytes
 
 
+def chosen_rows(entry: TensorEntry, rows: np.ndarray) -> TensorEntry:
+    """A matrix of some rows of another, in this order."""
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return entry.read()[rows[start:stop]]
+
+    return replace(entry, shape=(len(rows), *entry.shape[1:]), read_rows=read_rows)
+
+
 def type_of(kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind.upper()]
 

@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass, replace
 
-from hotsplit.model.spec import Add, Attention, Block, LayerSpec, Neurons, Norm, NormKind, Route
+from hotsplit.model.spec import (
+    Add,
+    Attention,
+    Block,
+    LayerSpec,
+    Mixer,
+    Neurons,
+    Norm,
+    NormKind,
+    Route,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +39,10 @@ class Arrangement:
         )  # fmt: skip
 
     def pre_norm(
-        self, attention: Attention, neurons: Neurons | Mixture, *, second: str = "ffn_norm",
+        self, mixer: Mixer, neurons: Neurons | Mixture, *, second: str = "ffn_norm",
         factor: float = 1.0,
     ) -> LayerSpec:  # fmt: skip
-        """Norms before attention and feed-forward (Llama). `second`: the name of the latter.
+        """Norms before attention, or a delta net, and feed-forward (Llama). `second`: the name of the latter.
         `factor`: of both outputs, in the residual sums (Granite)."""
         first: tuple[Block, ...] = ()
         blocks: tuple[Block, ...] = (neurons,) if isinstance(neurons, Neurons) else ()
@@ -46,7 +56,7 @@ class Arrangement:
             blocks=(
                 *first,
                 self._norm("attn_norm", "x", "attn_in"),
-                attention,
+                mixer,
                 Add(terms=("x", "attn_out"), factor=factor),
                 self._norm(second, "x", "ffn_in"),
                 *blocks,

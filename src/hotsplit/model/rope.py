@@ -1,4 +1,4 @@
-"""Scaling of rotary embeddings, for texts longer than those a model was trained on.
+"""Rotary embeddings and their scaling, for texts longer than those a model was trained on.
 
 linear  all positions are divided by a factor (Chen et al. 2023, arXiv 2306.15595)
 yarn    fast frequencies stay, slow ones are divided by the factor, and those between are
@@ -16,6 +16,7 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 
 RopeKind = Literal["none", "linear", "yarn"]
+Pairing = Literal["adjacent", "halves"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 MOST = 1e4  # the largest factor: a context of 4,096 tokens becomes one of 41 million
 
@@ -114,3 +115,17 @@ def check_scaling(kind: str | None, factor: float | None) -> None:
         raise HotsplitError(
             f"a rope scale of {factor:g} and --rope-scaling none; leave one of the two out"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head, or of its first
+    `num_values` values. `pairing` says which values rotate together: adjacent ones, or those half of
+    these apart. `has_factors`: the file divides each frequency by a number of its own
+    (rope_freqs.weight)."""
+
+    theta: float
+    pairing: Pairing
+    scaling: RopeScaling = NO_SCALING
+    has_factors: bool = False
+    num_values: int | None = None

@@ -4,8 +4,8 @@ everything. All other facts of a layer (names and shapes of tensors, bytes, kern
 operations of a step) are folds over these blocks.
 
 A block reads and writes named values of its layer: `x` is the hidden state, from layer to layer;
-`attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say; `named` are the neurons that
-a predictor selects, `routed` the experts that a router chooses, `shared_out` is the output of
+`attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say, also where a gated delta net
+is in the place of attention; `named` are the neurons that a predictor selects, `routed` the experts that a router chooses, `shared_out` is the output of
 shared experts. A norm may write the value that it reads.
 
 Letters: D hidden size, F neurons of a layer, E experts, H heads, K key-value heads, W head dim, R
@@ -15,15 +15,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Literal
 
+from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, runs_predictors
-from hotsplit.model.rope import NO_SCALING, RopeScaling
+from hotsplit.model.rope import NO_SCALING, RopeScaling, Rotary
 
 Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"]
 PredictorKind = Literal["linear", "relu", "gate"]
 NormKind = Literal["rms", "layer"]
-Pairing = Literal["adjacent", "halves"]
 Gating = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 # What the names of the tensors of neurons end with: of a layer's own, of its experts, of experts
 # that always fire.
@@ -46,26 +46,13 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head, or of its first
-    `num_values` values. `pairing` says which values rotate together: adjacent ones, or those half of
-    these apart. `has_factors`: the file divides each frequency by a number of its own
-    (rope_freqs.weight)."""
-
-    theta: float
-    pairing: Pairing
-    scaling: RopeScaling = NO_SCALING
-    has_factors: bool = False
-    num_values: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Attention:
     """Causal grouped-query attention. `window`: how many of the latest tokens a token attends to,
     itself included; None for all. `head_norm`: the norm of each head of queries and keys, before
     they rotate; of all heads together if `norms_all_heads` (OLMoE). `biases`: names of the
     projections that have one. `has_sinks`: each head has one more score, whose share is of no value
-    (arXiv 2309.17453)."""
+    (arXiv 2309.17453). `is_gated`: attn_q has a gate after each head's query, whose sigmoid multiplies
+    the head's output (Qwen3-Next)."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,6 +63,7 @@ class Attention:
     head_norm: Norm | None = None
     norms_all_heads: bool = False
     has_sinks: bool = False
+    is_gated: bool = False
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
     biases: frozenset[str] = frozenset()
     reads: str = "attn_in"
@@ -102,15 +90,20 @@ class Attention:
 
     @property
     def qkv_size(self) -> int:
-        """Values of queries, keys and values of a token."""
+        """Values of queries, keys and values of a token, without gates."""
         return self.query_size + 2 * self.key_size
+
+    @property
+    def gate_size(self) -> int:
+        return self.query_size if self.is_gated else 0
 
     @property
     def projections(self) -> dict[str, int]:
         """Rows of each input projection, by name."""
         if self.is_fused:
             return {"attn_qkv": self.qkv_size}
-        return {"attn_q": self.query_size, "attn_k": self.key_size, "attn_v": self.key_size}
+        query_rows = self.query_size + self.gate_size
+        return {"attn_q": query_rows, "attn_k": self.key_size, "attn_v": self.key_size}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +210,8 @@ class Add:
     factor: float = 1.0
 
 
-Block = Norm | Attention | Predict | Route | Neurons | Add
-B = TypeVar("B", Norm, Attention, Predict, Route, Neurons, Add)
+Mixer = Attention | DeltaNet
+Block = Norm | Attention | DeltaNet | Predict | Route | Neurons | Add
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +219,18 @@ class LayerSpec:
     blocks: tuple[Block, ...]
 
     @cached_property
-    def attention(self) -> Attention:
-        return self._one(Attention)
+    def mixer(self) -> Mixer:
+        """The block that reads other tokens."""
+        (found,) = (block for block in self.blocks if isinstance(block, Mixer))
+        return found
+
+    @property
+    def attention(self) -> Attention | None:
+        return self.mixer if isinstance(self.mixer, Attention) else None
+
+    @property
+    def delta(self) -> DeltaNet | None:
+        return self.mixer if isinstance(self.mixer, DeltaNet) else None
 
     @cached_property
     def neurons(self) -> Neurons:
@@ -256,19 +259,15 @@ class LayerSpec:
 
     @cached_property
     def input_norms(self) -> tuple[Norm | None, Norm | None]:
-        """The norms whose results are the inputs of attention and of the neurons; None: the input is
-        no norm's result."""
-        return self._norm_before(self.attention), self._norm_before(self.neurons)
+        """The norms whose results are the inputs of attention or the delta net, and of the neurons;
+        None: the input is no norm's result."""
+        return self._norm_before(self.mixer), self._norm_before(self.neurons)
 
-    def _norm_before(self, reader: Attention | Neurons) -> Norm | None:
+    def _norm_before(self, reader: Mixer | Neurons) -> Norm | None:
         """The last block before `reader` that writes its input, if that is a norm."""
         before = self.blocks[: self.blocks.index(reader)]
         writer = next((b for b in reversed(before) if b.writes == reader.reads), None)
         return writer if isinstance(writer, Norm) else None
-
-    def _one(self, kind: type[B]) -> B:
-        (found,) = (block for block in self.blocks if isinstance(block, kind))
-        return found
 
     def with_predict(self, predict: Predict | None) -> "LayerSpec":
         """The layer with this predictor instead of its own, before its neurons."""
@@ -332,8 +331,18 @@ class ModelSpec:
     def rotary(self) -> Rotary | None:
         """The rotary embedding of the layers without a window, or else of those with one; None if
         the model has none."""
-        found = [layer.attention for layer in self.layers if layer.attention.rotary is not None]
+        found = [attention for attention in self.attentions if attention.rotary is not None]
         return min(found, key=lambda a: a.window is not None).rotary if found else None
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The attention blocks, of the layers that have one."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers have a recurrent state."""
+        return any(layer.delta is not None for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -353,12 +362,12 @@ class ModelSpec:
     @cached_property
     def most_query_size(self) -> int:
         """H * W of the widest layer."""
-        return max(layer.attention.query_size for layer in self.layers)
+        return max((attention.query_size for attention in self.attentions), default=0)
 
     @cached_property
     def most_qkv_size(self) -> int:
         """Values of queries, keys and values of a token, in the widest layer."""
-        return max(layer.attention.qkv_size for layer in self.layers)
+        return max((attention.qkv_size for attention in self.attentions), default=0)
 
     @property
     def rope_scaling(self) -> RopeScaling:
@@ -377,9 +386,9 @@ class ModelSpec:
         """The model with this scaling of the rotary embeddings of layers without a window."""
 
         def scaled(layer: LayerSpec) -> LayerSpec:
-            rotary, window = layer.attention.rotary, layer.attention.window
-            if rotary is None or window is not None:
+            attention = layer.attention
+            if attention is None or attention.rotary is None or attention.window is not None:
                 return layer
-            return layer.with_rotary(replace(rotary, scaling=scaling))
+            return layer.with_rotary(replace(attention.rotary, scaling=scaling))
 
         return self.with_layers([scaled(layer) for layer in self.layers])

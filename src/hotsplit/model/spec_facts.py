@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from hotsplit.model.spec import Attention, LayerSpec, ModelSpec
+from hotsplit.model.spec import Attention, DeltaNet, LayerSpec, ModelSpec
 
 
 def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
@@ -19,6 +19,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("experts", each(_experts)),
         ("shared experts", each(_shared)),
         ("heads", each(lambda layer: _heads(layer.attention))),
+        ("delta nets", each(lambda layer: _delta(spec, layer.delta))),
         ("vocabulary", f"{spec.vocab_size:,}"),
         ("context", f"{spec.context_length:,}"),
         ("window", each(lambda layer: _window(spec, layer.attention))),
@@ -43,19 +44,33 @@ def _shared(layer: LayerSpec) -> str | None:
     return None if layer.shared is None else f"{layer.shared.number:,} neurons"
 
 
-def _heads(attention: Attention) -> str:
+def _heads(attention: Attention | None) -> str | None:
+    if attention is None:
+        return None
     return (
         f"{attention.num_heads} of {attention.head_dim}, {attention.num_kv_heads} for keys and"
         " values"
     )
 
 
-def _window(spec: ModelSpec, attention: Attention) -> str | None:
-    if attention.window is None:
+def _delta(spec: ModelSpec, delta: DeltaNet | None) -> str | None:
+    if delta is None:
         return None
-    count = sum(layer.attention.window == attention.window for layer in spec.layers)
+    count = sum(layer.delta == delta for layer in spec.layers)
+    return (
+        f"{delta.num_value_heads} states of {delta.key_head_dim} x {delta.value_head_dim},"
+        f" {delta.num_key_heads} for keys, in {count} layers"
+    )
+
+
+def _window(spec: ModelSpec, attention: Attention | None) -> str | None:
+    if attention is None or attention.window is None:
+        return None
+    count = sum(each.window == attention.window for each in spec.attentions)
     return f"{attention.window:,} tokens in {count} layers"
 
 
-def _theta(attention: Attention) -> str | None:
-    return None if attention.rotary is None else f"{attention.rotary.theta:g}"
+def _theta(attention: Attention | None) -> str | None:
+    if attention is None or attention.rotary is None:
+        return None
+    return f"{attention.rotary.theta:g}"

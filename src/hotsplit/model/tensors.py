@@ -7,11 +7,22 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict, Route
+from hotsplit.model.spec import (
+    Add,
+    Attention,
+    DeltaNet,
+    LayerSpec,
+    ModelSpec,
+    Neurons,
+    Norm,
+    Predict,
+    Route,
+)
 
 Layout = Literal["sparse", "stock"]
 Shapes = dict[str, tuple[int, ...]]
 QUERY_NORM, KEY_NORM, SINKS = "attn_q_norm", "attn_k_norm", "attn_sinks.weight"
+CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
 ROUTER, CHOICE_BIAS, OUTPUT_GATE = "ffn_gate_inp", "exp_probs_b.bias", "ffn_gate_inp_shexp.weight"
 
 
@@ -24,6 +35,8 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
                 shapes |= _norm(block)
             case Attention():
                 shapes |= _attention(block, spec.hidden_size)
+            case DeltaNet():
+                shapes |= _delta(block, spec.hidden_size)
             case Neurons():
                 shapes |= _neurons(block, spec.hidden_size, layout)
             case Route():
@@ -57,7 +70,7 @@ def optional_outer_shapes(spec: ModelSpec) -> Shapes:
     """The shapes of an output matrix, without which the head is the embedding, and of the divisors
     of rotary frequencies."""
     shapes: Shapes = {"output.weight": (spec.vocab_size, spec.hidden_size)}
-    rotating = [layer.attention.num_rotated for layer in spec.layers if layer.attention.rotary]
+    rotating = [attention.num_rotated for attention in spec.attentions if attention.rotary]
     return shapes | ({"rope_freqs.weight": (max(rotating) // 2,)} if rotating else {})
 
 
@@ -115,6 +128,19 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
         shapes[SINKS] = (block.num_heads,)
     sizes = {"attn_output": hidden_size, **rows}
     return shapes | {f"{n}.bias": (size,) for n, size in sizes.items() if n in block.biases}
+
+
+def _delta(block: DeltaNet, hidden_size: int) -> Shapes:
+    shapes: Shapes = {
+        f"{name}.weight": (rows, hidden_size) for name, rows in block.projections.items()
+    }
+    return shapes | {
+        "ssm_out.weight": (hidden_size, block.value_size),
+        CONV: (block.num_channels, block.num_taps),
+        DECAY: (block.num_value_heads,),
+        DECAY_BIAS: (block.num_value_heads,),
+        f"{DELTA_NORM}.weight": (block.value_head_dim,),
+    }
 
 
 def _route(block: Route, hidden_size: int) -> Shapes:

@@ -10,7 +10,7 @@ _BY_NAME = (
     (("moe", "dbrx", "deepseek", "grok", "arctic", "llama4",
       "minimax", "kimi"), "this mixture of experts is not supported"),
     (("mamba", "rwkv", "jamba", "recurrentgemma", "plamo2", "lfm2", "bamba", "nemotron_h",
-      "nemotronh", "qwen3next"), "recurrent layers (Mamba, RWKV and the like) are not supported"),
+      "nemotronh"), "recurrent layers (Mamba, RWKV and the like) are not supported"),
     (("t5", "bart", "marian", "whisper", "pegasus"),
      "encoder-decoder models are not supported"),
     (("bert", "electra", "modernbert", "nomic"),
@@ -61,7 +61,7 @@ _BY_KEY = {
 CHECKPOINTS = (
     "Llama, Mistral, Qwen 2, Qwen 3, Phi-3, Gemma 3, SmolLM3, Falcon and OPT, sparse variants of"
     " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE,"
-    " Qwen 2 and Qwen 3, Granite, GLM-4.5, gpt-oss and SmallThinker"
+    " Qwen 2 and Qwen 3, Granite, GLM-4.5, gpt-oss and SmallThinker, and Qwen3-Next, Qwen 3.5 and 3.6"
 )
 
 

@@ -74,7 +74,7 @@ class KeySelection:
 
     def check_windows(self, path: Path, spec: ModelSpec) -> None:
         """Raises HotsplitError if a layer's own window already limits which keys it reads."""
-        windows = [w for layer in spec.layers if (w := layer.attention.window) is not None]
+        windows = [a.window for a in spec.attentions if a.window is not None]
         if windows:
             raise HotsplitError(
                 f"{path}: --kv-offload {self} asked for, but {len(windows)} of {spec.num_layers}"

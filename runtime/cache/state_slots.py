@@ -1,0 +1,251 @@
+"""The slots of recurrent states: which slot holds the state of a sequence after which token.
+
+A recurrent state (of a gated delta net) has a fixed size whatever the text's length, and what a token
+adds to it cannot be taken away again. So a pass never changes a state in place: it begins with the
+slot of each sequence's current state and stores the new ones in free slots. If the pass fails, is
+cancelled or is repeated, nothing has changed. A fork shares slots; nothing is ever copied.
+
+Besides its current state a sequence has up to SAVED_STATES earlier ones, to which it can be rolled
+back: "lasting" ones at positions that its users mark (near the end of a prompt, where texts part),
+and a "brief" one before each pass of several rows, for rejected drafts and failing passes. Of too
+many, brief ones go first, then the oldest. A rollback to any other position goes to the nearest state
+before it, perhaps to the beginning; the tokens after that are computed again, which gives the same
+bits because a row's bits do not depend on how a text is divided into passes.
+
+Which positions are worth a state: Pan et al. 2024, Marconi (arXiv 2411.19379).
+
+Letters: S slots, V value heads, N width of a key, M width of a value, J earlier tokens that the
+convolution reads, C channels of the convolution."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hotsplit.costs.state_bytes import SAVED_STATES, num_slots
+from hotsplit.errors import HotsplitError
+
+Saves = Literal["briefly", "lasting"]
+NO_SLOT = -1  # zeros: the state before the first token
+
+
+@dataclass(frozen=True)
+class State:
+    """The state after the first `position` tokens of a sequence."""
+
+    position: int
+    slot: int
+    is_brief: bool = False
+
+
+BEGINNING = State(0, NO_SLOT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Consecutive tokens start .. stop-1 of a sequence in a pass. `saves`: positions among them, in
+    ascending order, whose states are to be saved, and for how long."""
+
+    sequence: int
+    start: int
+    stop: int
+    saves: Mapping[int, Saves] = field(default_factory=dict)
+
+    @property
+    def inner(self) -> dict[int, Saves]:
+        """The last ones of `saves` that the pass itself stores."""
+        return dict([item for item in self.saves.items() if item[0] > self.start][-SAVED_STATES:])
+
+
+@dataclass(frozen=True)
+class StateRun:
+    """Slots of the rows of a stretch: the one that they begin with, and for each row the one that
+    stores the state after it; NO_SLOT: zeros, and none."""
+
+    reads: int
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerState:
+    """The slots of one layer."""
+
+    state_SVNM: Tensor  # f32
+    conv_SJC: Tensor  # f32, inputs of the convolution, the oldest first
+
+    @classmethod
+    def of(
+        cls, num_sequences: int, state_VNM: tuple[int, int, int], conv_JC: tuple[int, int],
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    ) -> "LayerState":  # fmt: skip
+        """`zeros` allocates, on a GPU from reserved memory."""
+        slots = num_slots(num_sequences)
+        return cls(
+            state_SVNM=zeros((slots, *state_VNM), torch.float32),
+            conv_SJC=zeros((slots, *conv_JC), torch.float32),
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.state_SVNM, self.conv_SJC
+
+    def read(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Copies of the tensors of these slots."""
+        return self.state_SVNM[list(slots)], self.conv_SJC[list(slots)]
+
+    def write(self, slots: Sequence[int], state: Sequence[Tensor]) -> None:
+        """Stores what `read` returned."""
+        for own, given in zip(self.tensors, state, strict=True):
+            own[list(slots)] = given.to(own.device)
+
+    def takes(self, count: int, state: Sequence[Tensor]) -> bool:
+        """True if `write` accepts these tensors for `count` slots."""
+        return all(
+            given.shape == (count, *own.shape[1:]) and given.dtype == own.dtype
+            for own, given in zip(self.tensors, state, strict=True)
+        )
+
+
+class StateSlots:
+    """Assigns slots to the states of sequences and counts the users of each slot."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self._states: list[tuple[State, ...]] = [(BEGINNING,)] * num_sequences  # by position
+        self._num_users = [0] * num_slots(num_sequences)
+        self._free = list(reversed(range(len(self._num_users))))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def states(self, sequence: int) -> tuple[State, ...]:
+        """The states of a sequence by position, the current one last. A sequence whose beginning
+        is not among them can still be rolled back to it."""
+        return self._states[sequence]
+
+    def lasting(self, sequence: int) -> tuple[State, ...]:
+        """The states worth keeping for longer, the current one included."""
+        *saved, current = self._states[sequence]
+        states = (*(state for state in saved if not state.is_brief), current)
+        return tuple(state for state in states if state.position)
+
+    def nearest(self, sequence: int, length: int) -> int:
+        """The latest position with a state among the first `length` tokens; 0 always has one."""
+        return _until(self._states[sequence], length)[-1].position
+
+    def rollback(self, sequence: int, length: int) -> int:
+        """Makes the state nearest before `length` the current one; returns its position."""
+        self._set(sequence, _until(self._states[sequence], length))
+        return self._states[sequence][-1].position
+
+    def share(self, source: int, target: int) -> None:
+        """Gives `target` the states of `source`."""
+        self._set(target, self._states[source])
+
+    def release(self, sequence: int) -> None:
+        self._set(sequence, (BEGINNING,))
+
+    def take(self, sequence: int, positions: Sequence[int]) -> list[int]:
+        """Gives a sequence states at these ascending positions; returns their slots, whose content
+        the caller writes."""
+        self.release(sequence)
+        self._make_room(len(positions))
+        slots = [self._free[-1 - n] for n in range(len(positions))]
+        self._set(sequence, tuple(map(State, positions, slots)) or (BEGINNING,))
+        return slots
+
+    @contextmanager
+    def passing(self, stretches: Sequence[Stretch]) -> Iterator[list[StateRun]]:
+        """Yields the slots of a pass over these stretches; afterwards the states that it has stored
+        are those of its sequences, unless the block raises.
+
+        Raises HotsplitError if a sequence has no state where its stretch begins."""
+        for stretch in stretches:
+            self._begin(stretch)
+        self._make_room(sum(1 + len(stretch.inner) for stretch in stretches))
+        free = reversed(self._free)
+        planned = [self._planned(stretch, free) for stretch in stretches]
+        yield [run for run, _ in planned]
+        for stretch, (_, states) in zip(stretches, planned, strict=True):
+            self._set(stretch.sequence, _fewer(states))
+
+    def _begin(self, stretch: Stretch) -> None:
+        """Rolls the sequence back to where the stretch begins."""
+        found = self.nearest(stretch.sequence, stretch.start)
+        if found != stretch.start:
+            raise HotsplitError(
+                f"a text is to be continued after {stretch.start} tokens, but its state is known"
+                f" after {found}; compute the tokens between them first"
+            )
+        self.rollback(stretch.sequence, found)
+
+    def _planned(self, stretch: Stretch, free: Iterator[int]) -> tuple[StateRun, tuple[State, ...]]:
+        """(slots of its rows, the sequence's states after them)."""
+        *saved, current = self._states[stretch.sequence]
+        if current.position and (first := stretch.saves.get(stretch.start)):
+            saved.append(replace(current, is_brief=first == "briefly"))
+        writes = [NO_SLOT] * (stretch.stop - stretch.start)
+        for position, how in (*stretch.inner.items(), (stretch.stop, "lasting")):
+            writes[position - stretch.start - 1] = slot = next(free)
+            saved.append(State(position, slot, how == "briefly"))
+        return StateRun(current.slot, tuple(writes)), tuple(saved)
+
+    @contextmanager
+    def trial(self, sequences: Sequence[int]) -> Iterator[None]:
+        """Forgets afterwards what passes inside have done to these sequences, of which only the
+        current states are kept."""
+        for sequence in sequences:
+            self._set(sequence, self._states[sequence][-1:])
+        before = {sequence: self._states[sequence] for sequence in sequences}
+        for states in before.values():
+            self._use(states, 1)
+        try:
+            yield
+        finally:
+            for sequence, states in before.items():
+                self._set(sequence, states)
+                self._use(states, -1)
+
+    def _make_room(self, count: int) -> None:
+        """Drops saved states until so many slots are free."""
+        while len(self._free) < count:
+            saved = [
+                (not state.is_brief, state.position, number)
+                for number, states in enumerate(self._states)
+                for state in states[:-1]
+                if state.slot != NO_SLOT
+            ]
+            _, position, number = min(saved)  # two slots a sequence suffice without any
+            left = tuple(s for s in self._states[number] if s.position != position)
+            self._set(number, left)
+
+    def _set(self, sequence: int, states: tuple[State, ...]) -> None:
+        before, self._states[sequence] = self._states[sequence], states
+        self._use(states, 1)
+        self._use(before, -1)
+
+    def _use(self, states: Sequence[State], more: int) -> None:
+        for state in states:
+            if state.slot == NO_SLOT:
+                continue
+            users = self._num_users[state.slot] = self._num_users[state.slot] + more
+            if not users:
+                self._free.append(state.slot)
+            elif users == more:
+                self._free.remove(state.slot)
+
+
+def _until(states: tuple[State, ...], length: int) -> tuple[State, ...]:
+    """The states of the first `length` tokens, at least that of the beginning."""
+    return tuple(state for state in states if state.position <= length) or (BEGINNING,)
+
+
+def _fewer(states: tuple[State, ...]) -> tuple[State, ...]:
+    """At most SAVED_STATES of them and the current one."""
+    *saved, current = states
+    while len(saved) > SAVED_STATES:
+        saved.remove(min(saved, key=lambda state: (not state.is_brief, state.position)))
+    return (*saved, current)

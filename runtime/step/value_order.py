@@ -1,0 +1,34 @@
+"""The order that values impose on the operations of a step program."""
+
+from collections.abc import Sequence
+
+from hotsplit.runtime.step.program import Op, name_of
+
+
+def last_reads(ops: Sequence[Op], kept: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each operation, the names of the values that it is the last to read, except those in
+    `kept`."""
+    seen, found = set(kept), []
+    for op in reversed(ops):
+        names = dict.fromkeys(map(name_of, op.reads))
+        found.append(tuple(name for name in names if name not in seen))
+        seen |= names.keys()
+    return found[::-1]
+
+
+def edges(ops: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[tuple[int, int]]:
+    """Pairs (earlier, later) of indices of `ops`, given as (reads, writes), that must keep their
+    order: read after write, write after read, write after write."""
+    found: set[tuple[int, int]] = set()
+    written: dict[str, int] = {}
+    read: dict[str, list[int]] = {}
+    for number, (reads, writes) in enumerate(ops):
+        for value in reads:
+            found |= {(written[value], number)} if value in written else set()
+        for value in writes:
+            found |= {(before, number) for before in read.pop(value, ())}
+            found |= {(written[value], number)} if value in written else set()
+            written[value] = number
+        for value in reads:
+            read.setdefault(value, []).append(number)
+    return sorted((a, b) for a, b in found if a != b)

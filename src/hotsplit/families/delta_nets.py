@@ -1,0 +1,325 @@
+"""Models whose layers have gated delta nets in three of four places, and gated attention with a rotary
+embedding of a part of each head in the fourth: Qwen3-Next, a mixture, and Qwen 3.5 and 3.6, dense and
+mixtures. Their norms multiply by 1 + weight; a model file has that sum.
+
+A checkpoint has the value heads of a key head side by side. llama.cpp's files of Qwen 3.5 have the
+first of each key head before the second of each (DeltaNet.is_grouped)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+
+from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import ADD_ONE, NEGATED_EXP, SAME, Blueprint, NameOf, gguf_names
+from hotsplit.families.config_reader import ConfigReader
+from hotsplit.families.experts import (
+    COUNTS,
+    KEYS,
+    Experts,
+    check_experts,
+    config_count,
+    dense_layers,
+    expert_keys,
+    experts_of_keys,
+    other_in_stock,
+    with_dense_layers,
+)
+from hotsplit.families.family import Architecture, Family
+from hotsplit.families.glm import SECOND_NORM
+from hotsplit.families.llama import whole_sizes
+from hotsplit.families.row_order import Rows
+from hotsplit.families.sizes import Sizes
+from hotsplit.files.gguf_file import Value
+from hotsplit.model.spec import Activation, DeltaNet, ModelSpec, Rotary, Route
+
+if TYPE_CHECKING:
+    from hotsplit.families.key_reader import KeyReader
+
+PERIOD, SHARE, MOST_TAPS = 4, 0.25, 16
+MTP = "mtp."  # layers that only predict tokens further ahead
+# Sections of positions in images, which a text does not have; llama.cpp wants the key.
+SECTIONS = [np.int32(number) for number in (11, 11, 10, 0)]
+_ARCHES = {
+    "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "qwen35": gguf.MODEL_ARCH.QWEN35,
+    "qwen35moe": gguf.MODEL_ARCH.QWEN35MOE,
+}
+
+
+def qwen3_next(read: ConfigReader) -> Blueprint:
+    """Qwen3NextForCausalLM."""
+    return _blueprint(read, "qwen3next", renormalises=read.flag("norm_topk_prob"))
+
+
+def qwen3_5(read: ConfigReader) -> Blueprint:
+    """Qwen3_5ForCausalLM."""
+    return _blueprint(read, "qwen35")
+
+
+def qwen3_5_moe(read: ConfigReader) -> Blueprint:
+    """Qwen3_5MoeForCausalLM, which has no number of neurons of a layer without experts."""
+    return _blueprint(read, "qwen35moe")
+
+
+def _blueprint(read: ConfigReader, name: str, *, renormalises: bool = True) -> Blueprint:
+    read.refuse("attention_bias", False, why="its attention has no biases here")
+    sizes = whole_sizes(read, read.count("max_position_embeddings"))
+    delta = _delta(read, sizes, is_grouped=name == "qwen3next")
+    experts = None
+    if name != "qwen35":
+        experts = _experts(read, sizes, name, renormalises=renormalises)
+        if not experts.num_dense:
+            sizes = replace(sizes, num_neurons=experts.num_neurons)
+    sizes, rotary, factors = read.rotary(sizes, "halves", default_share=SHARE)
+    attends_L = [not has_other for has_other in read.other_layers(
+        sizes.num_layers, "linear_attention", "full_attention_interval", PERIOD
+    )]  # fmt: skip
+    names = gguf_names(_ARCHES[name], sizes.num_layers)
+    names = names if name == "qwen35" else with_dense_layers(names, sizes.num_layers)
+    spec = delta_spec(
+        name, str(read.path), sizes, rotary, read.activation("hidden_act", {"silu": "silu"}), delta,
+        attends_L, experts,
+    )  # fmt: skip
+    tiled = (
+        {} if delta.is_grouped else {"ssm_out.weight": _value_order(delta, delta.value_head_dim)}
+    )
+    return Blueprint(
+        spec=spec,
+        name_of=_with_decay_bias(names),
+        rope_factors=factors,
+        rows=_joined_rows(delta) if delta.is_grouped else _tiled_rows(delta),
+        columns=tiled,
+        changes={"ssm_norm.weight": SAME, "norm.weight": ADD_ONE, ".ssm_a": NEGATED_EXP},
+        ignored_prefixes=(MTP,),
+    )
+
+
+def _delta(read: ConfigReader, sizes: Sizes, *, is_grouped: bool) -> DeltaNet:
+    delta = DeltaNet(
+        num_key_heads=read.count("linear_num_key_heads"),
+        num_value_heads=read.count("linear_num_value_heads"),
+        key_head_dim=read.count("linear_key_head_dim"),
+        value_head_dim=read.count("linear_value_head_dim"),
+        num_taps=read.count("linear_conv_kernel_dim"),
+        epsilon=sizes.epsilon,
+        is_grouped=is_grouped,
+    )
+    if delta.num_channels > read.max_rows:
+        raise HotsplitError(
+            f"{read.path}: the delta nets have {delta.num_channels} channels, but the largest dimension"
+            f" of a tensor is {read.max_rows}; config and weights belong to different models"
+        )
+    return check_delta(str(read.path), delta)
+
+
+def check_delta(where: str, delta: DeltaNet) -> DeltaNet:
+    """Raises HotsplitError, which begins with `where`, for numbers that do not fit together."""
+    if delta.num_value_heads % delta.num_key_heads:
+        raise HotsplitError(
+            f"{where}: {delta.num_value_heads} value heads of delta nets do not divide among"
+            f" {delta.num_key_heads} key heads: no such model; get the model again"
+        )
+    if not 2 <= delta.num_taps <= MOST_TAPS:
+        raise HotsplitError(
+            f"{where}: a convolution of {delta.num_taps} taps, wanted 2 to {MOST_TAPS}: this model is"
+            " not supported"
+        )
+    return delta
+
+
+def _experts(read: ConfigReader, sizes: Sizes, name: str, *, renormalises: bool) -> Experts:
+    route = Route(
+        num_experts=config_count(read), num_used=read.count("num_experts_per_tok"),
+        renormalises=renormalises,
+    )  # fmt: skip
+    experts = Experts(
+        route=route,
+        num_neurons=read.count("moe_intermediate_size"),
+        num_shared=read.count("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        num_dense=dense_layers(read, sizes.num_layers) if name == "qwen3next" else 0,
+    )
+    return check_experts(str(read.path), experts, sizes.num_layers)
+
+
+def _with_decay_bias(name_of: NameOf) -> NameOf:
+    """The names, with that of the bias of decays, whose name is no tensor's with a suffix."""
+
+    def name(source: str) -> str | None:
+        stem, found, _ = source.partition(".dt_bias")
+        return name_of(f"{stem}.dt_proj.bias" if found else source)
+
+    return name
+
+
+def _value_order(delta: DeltaNet, width: int) -> np.ndarray:
+    """The order of rows, `width` for each value head, in llama.cpp's files of Qwen 3.5."""
+    rows_GRW = np.arange(delta.num_value_heads * width).reshape(delta.num_key_heads, -1, width)
+    return rows_GRW.swapaxes(0, 1).reshape(-1)
+
+
+def _tiled_rows(delta: DeltaNet) -> dict[str, Rows]:
+    """The rows of value heads, and of what they share a tensor with."""
+    keys, one = np.arange(2 * delta.key_size), _value_order(delta, 1)
+    values = _value_order(delta, delta.value_head_dim)
+    channels = np.concatenate([keys, len(keys) + values])
+    orders = {
+        "attn_qkv.weight": channels, "ssm_conv1d.weight": channels, "attn_gate.weight": values,
+        "ssm_beta.weight": one, "ssm_alpha.weight": one, "ssm_a": one, "ssm_dt.bias": one,
+    }  # fmt: skip
+    return {n: Rows(source=n, order=order, num_rows=len(order)) for n, order in orders.items()}
+
+
+def _joined_rows(delta: DeltaNet) -> dict[str, Rows]:
+    """The rows of queries, keys and values, and those of gates, in one tensor that has them of each
+    key head in turn."""
+    of_values = delta.value_size // delta.num_key_heads
+    sizes = (delta.key_head_dim, delta.key_head_dim, of_values, of_values)
+    rows_GR = np.arange(delta.num_key_heads * sum(sizes)).reshape(delta.num_key_heads, -1)
+    query, key, value, gate = np.split(rows_GR, np.cumsum(sizes)[:-1], axis=1)
+    orders = {"attn_qkv.weight": (query, key, value), "attn_gate.weight": (gate,)}
+    return {
+        name: Rows(
+            source="ssm_in.weight", num_rows=rows_GR.size,
+            order=np.concatenate([part.reshape(-1) for part in parts]),
+        )
+        for name, parts in orders.items()
+    }  # fmt: skip
+
+
+def delta_spec(
+    name: str, where: str, sizes: Sizes, rotary: Rotary, activation: Activation, delta: DeltaNet,
+    attends_L: Sequence[bool], experts: Experts | None,
+) -> ModelSpec:  # fmt: skip
+    """`where` begins the error for a model without any attention."""
+    if not any(attends_L):
+        raise HotsplitError(
+            f"{where}: none of {sizes.num_layers} layers has attention: this model is not supported"
+        )
+    attention = replace(sizes.attention(rotary, has_head_norms=True), is_gated=True)
+    arrange, neurons = sizes.arrangement(), sizes.neurons(activation)
+    num_dense = sizes.num_layers if experts is None else experts.num_dense
+    mixture = experts and experts.mixture(activation)
+    layers = [
+        arrange.pre_norm(
+            attention if attends else delta,
+            neurons if mixture is None or index < num_dense else mixture,
+            second=SECOND_NORM,
+        )
+        for index, attends in enumerate(attends_L)
+    ]
+    return sizes.model(name, layers)
+
+
+def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
+    sizes, name = read.sizes(is_partly_rotated=True), read.graph.name
+    heads = read.count("ssm.time_step_rank")
+    inner = read.count("ssm.inner_size")
+    if inner % heads:
+        raise HotsplitError(
+            f"{read.path}: {name}.ssm.inner_size is {inner}, which does not divide among {heads} heads"
+        )
+    delta = DeltaNet(
+        num_key_heads=read.count("ssm.group_count"),
+        num_value_heads=heads,
+        key_head_dim=read.count("ssm.state_size"),
+        value_head_dim=inner // heads,
+        num_taps=read.count("ssm.conv_kernel"),
+        epsilon=sizes.epsilon,
+        is_grouped=name == "qwen3next",
+    )
+    attends_L = [not has_state for has_state in read.other_layers(
+        sizes.num_layers, "attention.recurrent_layers", "full_attention_interval", PERIOD
+    )]  # fmt: skip
+    experts = None
+    if has_experts:
+        experts = experts_of_keys(read, has_shared=True, has_shared_gate=True)
+        if not experts.num_shared:  # as in llama.cpp
+            experts = replace(experts, num_shared=sizes.num_neurons)
+    return delta_spec(
+        name, str(read.path), sizes, read.rotary("halves", sizes.head_dim), read.activation(),
+        check_delta(str(read.path), delta), attends_L, experts,
+    )  # fmt: skip
+
+
+def keys(spec: ModelSpec) -> Mapping[str, Value]:
+    """The keys that `of_keys` reads: which layers attend as llama.cpp says it, by a period where
+    there is one."""
+    attends_L = [layer.delta is None for layer in spec.layers]
+    period = attends_L.index(True) + 1
+    is_periodic = attends_L == [(layer + 1) % period == 0 for layer in range(len(attends_L))]
+    found: dict[str, Value] = {"full_attention_interval": np.uint32(period)}
+    if not is_periodic:
+        found = {"attention.recurrent_layers": [not attends for attends in attends_L]}
+    delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
+    if delta is not None:
+        found |= {
+            "ssm.conv_kernel": np.uint32(delta.num_taps),
+            "ssm.state_size": np.uint32(delta.key_head_dim),
+            "ssm.group_count": np.uint32(delta.num_key_heads),
+            "ssm.time_step_rank": np.uint32(delta.num_value_heads),
+            "ssm.inner_size": np.uint32(delta.value_size),
+        }
+    if spec.architecture != "qwen3next":
+        found["rope.dimension_sections"] = SECTIONS
+    return {**expert_keys(spec), **found}
+
+
+def _not_in_stock(spec: ModelSpec) -> str | None:
+    delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
+    if delta is not None and delta.key_head_dim != delta.value_head_dim:
+        return (
+            f"has values of {delta.key_head_dim} in delta nets, as wide as keys, this model of"
+            f" {delta.value_head_dim}"
+        )
+    return other_in_stock(spec, renormalises=True)
+
+
+_LINEAR = {
+    "tie_word_embeddings": False, "attention_bias": False, "head_dim": 256,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+_MIXTURE = _LINEAR | {
+    "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+QWEN3_NEXT = Family(
+    blueprint=qwen3_next,
+    model_types=("qwen3_next",),
+    read_keys=COUNTS,
+    defaults=_MIXTURE
+    | {"num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True,
+       "decoder_sparse_step": 1},
+)  # fmt: skip
+QWEN3_5 = Family(
+    blueprint=qwen3_5,
+    model_types=("qwen3_5_text",),
+    defaults=_LINEAR | {"num_key_value_heads": 4},
+)
+QWEN3_5_MOE = Family(
+    blueprint=qwen3_5_moe,
+    model_types=("qwen3_5_moe_text",),
+    read_keys=COUNTS,
+    defaults=_MIXTURE | {"num_experts_per_tok": 8, "num_experts": 256, "intermediate_size": 1},
+)
+_KEYS = (
+    "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
+    "rope.dimension_sections", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
+    "ssm.time_step_rank", "ssm.inner_size",
+)  # fmt: skip
+GRAPHS = tuple(
+    Architecture(
+        name=name,
+        of_keys=partial(of_keys, has_experts=name != "qwen35"),
+        keys=keys,
+        known_keys=_KEYS if name == "qwen35" else (*KEYS, *_KEYS),
+        stock_activations=("silu",),
+        not_in_stock=_not_in_stock,
+    )
+    for name in _ARCHES
+)

@@ -1,0 +1,68 @@
+"""The gated delta net as a block of a layer (hotsplit.model.spec)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """A gated delta net (Yang et al. 2024, arXiv 2412.06464) as in Qwen3-Next and Qwen 3.5: a state
+    S_NM of each value head, which a token changes and reads, instead of keys and values of all tokens.
+
+        u_C = silu(sum over taps j of conv_CJ[j] * (attn_qkv x)_C of the token num_taps - 1 - j before)
+        q_GN, k_GN, v_VM = u_C;  q = q / |q| / sqrt(N);  k = k / |k|, with |q| = sqrt(sum q^2 + 1e-6)
+        beta_V = sigmoid(ssm_beta x);  decay_V = exp(ssm_a * softplus(ssm_alpha x + ssm_dt.bias))
+        S = decay * S;  S = S + k (beta * (v - S^T k))^T;  o_VM = S^T q, of each value head
+        y_D = ssm_out (RMSnorm_M(o; ssm_norm, epsilon) * silu(attn_gate x))
+
+    Inputs before the first token, and the first state, are zeros. Value head h reads key head h % G or,
+    if `is_grouped`, h // (V / G); the latter files (Qwen3-Next's) have one matrix ssm_ba instead of
+    ssm_beta and ssm_alpha, with of each key head in turn the rows of beta, then those of alpha.
+
+    Letters: G key heads, V value heads, N key width, M value width, C channels, J taps."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    epsilon: float  # of the norm of the output
+    num_taps: int = 4
+    is_grouped: bool = False
+    reads: str = "attn_in"
+    writes: str = "attn_out"
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Values of queries, keys and values of a token, which the convolution mixes."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_value_heads, self.key_head_dim, self.value_head_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """The inputs of the convolution that later tokens read: taps, channels."""
+        return self.num_taps - 1, self.num_channels
+
+    @property
+    def num_state_values(self) -> int:
+        """Values of the state after a token, the convolution's inputs included."""
+        return self.value_size * self.key_head_dim + (self.num_taps - 1) * self.num_channels
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Rows of each input projection, by name."""
+        sizes = {"attn_qkv": self.num_channels, "attn_gate": self.value_size}
+        count = self.num_value_heads
+        gates = (
+            {"ssm_ba": 2 * count} if self.is_grouped else {"ssm_beta": count, "ssm_alpha": count}
+        )
+        return sizes | gates

@@ -1,0 +1,72 @@
+"""Small random models of which most layers are gated delta nets, as in Qwen3-Next, 3.5 and 3.6."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from models import _without_tensors, changed, family_spec, make_model, mixture_spec, required_shapes
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.families.sizes import Sizes
+from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.model.delta_net import DeltaNet
+from hotsplit.model.spec import Attention, ModelSpec, Rotary, Route
+from hotsplit.model.tensors import DECAY, is_router
+
+PERIOD = 4  # the last of so many layers attends
+TINY = DeltaNet(
+    num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, epsilon=1e-6
+)  # fmt: skip
+
+
+def with_delta_nets(spec: ModelSpec, delta: DeltaNet = TINY, period: int = PERIOD) -> ModelSpec:
+    """The model with delta nets instead of attention in all layers but every `period`-th, where heads
+    have gates."""
+    layers = []
+    for index, layer in enumerate(changed(spec, Attention, is_gated=True).layers):
+        if (index + 1) % period:
+            blocks = (delta if isinstance(block, Attention) else block for block in layer.blocks)
+            layer = replace(layer, blocks=tuple(blocks))
+        layers.append(layer)
+    return spec.with_layers(layers)
+
+
+def delta_model(sizes: Sizes, *, delta: DeltaNet = TINY, period: int = PERIOD, **more) -> ModelFile:
+    """A random model in memory, dense; `more`: as for make_model."""
+    spec = with_delta_nets(family_spec("qwen3", sizes, "silu"), delta, period)
+    model = make_model(spec=spec, activation="silu", **more)
+    decays = {
+        name: array_entry(-np.abs(entry.read()), "f32")
+        for name, entry in model.tensors.items()
+        if name.endswith(DECAY)
+    }
+    return replace(model, tensors=model.tensors | decays)
+
+
+def full_shape(kind: str = "q4_k") -> ModelFile:
+    """Qwen3.6-35B-A3B without its weights: every matrix in this type."""
+    route = Route(num_experts=256, num_used=8)
+    sizes = Sizes(
+        num_layers=40, hidden_size=2048, num_neurons=512, num_heads=16, num_kv_heads=2, head_dim=256,
+        vocab_size=248320, context_length=262144, epsilon=1e-6,
+    )  # fmt: skip
+    spec = mixture_spec(sizes, route=route, num_neurons=512, num_shared=512, has_shared_gate=True)
+    spec = changed(spec, Rotary, num_values=64, theta=1e7)
+    delta = DeltaNet(
+        num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, epsilon=1e-6
+    )
+    spec = with_delta_nets(spec, delta)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        raise AssertionError("this model has no weights to read")
+
+    def kind_of(name: str, dims: tuple[int, ...]) -> str:
+        return "f32" if len(dims) == 1 or dims[-1] % 256 or is_router(name) else kind
+
+    model = _without_tensors(spec, str(spec), Path("shape-only.gguf"), 0)
+    shapes = required_shapes(model)
+    tensors = {
+        name: TensorEntry(shape=dims, kind=kind_of(name, dims), read_rows=read)
+        for name, dims in shapes.items()
+    }
+    return replace(model, tensors=tensors)

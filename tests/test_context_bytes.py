@@ -1,0 +1,129 @@
+"""What the recurrent states of a text take is counted in plans, and said in words."""
+
+import numpy as np
+import pytest
+from delta_models import delta_model, full_shape, with_delta_nets
+from models import make_inputs, make_machine, make_model, make_sizes, mixture_spec
+from test_solver_experts import profile_of, random_choices
+
+from hotsplit.costs.context_bytes import context_words, text_words
+from hotsplit.costs.part_bytes import kv_bytes, plan_bytes
+from hotsplit.costs.state_bytes import num_slots, slots_bytes, state_bytes
+from hotsplit.options.key_selection import KeySelection
+from hotsplit.runtime.cache.state_slots import LayerState
+from hotsplit.solver import solve
+from hotsplit.solver.advice import advise
+from hotsplit.solver.mode_choice import find
+from hotsplit.solver.notes import notes_of
+from hotsplit.solver.solve import split_of
+from hotsplit.solver.verify import verify
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _no_files(monkeypatch):
+    """The inputs of these plans are in memory."""
+    monkeypatch.setattr(solve, "sha256_of", lambda path: "0" * 64)
+
+
+def items(model, num_sequences=1, context_length=64, on_gpu=(), **more):
+    count = model.spec.num_layers
+    return plan_bytes(
+        model, context_length=context_length, num_hot=[0] * count,
+        dense_on_gpu=[layer in on_gpu for layer in range(count)], head_on_gpu=False,
+        num_sequences=num_sequences, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_the_bytes_of_states_are_those_of_their_tensors(num_sequences):
+    model = delta_model(make_sizes(num_layers=4))
+    taken = []
+
+    def zeros(shape, dtype):
+        taken.append(int(np.prod(shape)) * dtype.itemsize)
+
+    for layer, spec in enumerate(model.spec.layers):
+        taken.clear()
+        if spec.delta is not None:
+            LayerState.of(num_sequences, spec.delta.state_shape, spec.delta.conv_shape, zeros)
+        assert slots_bytes(model, layer, num_sequences) == sum(taken)
+        assert (kv_bytes(model, layer, 10) > 0) == (spec.delta is None)
+    every = sum(slots_bytes(model, layer, num_sequences) for layer in range(4))
+    (short,), _ = items(model, num_sequences, 64, range(4))
+    (long,), _ = items(model, num_sequences, 128, range(4))
+    assert long["kv_cache"] - short["kv_cache"] == kv_bytes(model, 3, 64) * num_sequences
+    assert short["kv_cache"] == every + kv_bytes(model, 3, 64) * num_sequences
+
+
+def test_states_are_where_their_layer_is_wherever_keys_are():
+    model = delta_model(make_sizes(num_layers=4, context_length=4096))
+    types = make_inputs(model, None, None, 0, kv_offload=KeySelection.parse("on")).cache_types
+    (gpu,), cpu = items(model, on_gpu=(1, 3), cache_types=types)
+    assert gpu["kv_cache"] == slots_bytes(model, 1, 1)
+    assert cpu["kv_cache"] == slots_bytes(model, 0, 1) * 2 + kv_bytes(model, 3, 64, types)
+
+
+def planned(model, budget, context_length, machine, id_LTK, **more):
+    """(the plan, its notes about the context)."""
+    inputs = make_inputs(
+        model, profile_of(model, id_LTK), machine, budget, mode="dense",
+        context_length=context_length, **more,
+    )  # fmt: skip
+    found = find(inputs, time_limit_s=10)
+    split = split_of(found, solve_s=0.0)
+    verify(split, model=model, profile=inputs.profile, machine=machine)
+    notes = notes_of(inputs, advise(inputs, found.pipeline, found.answer.plan), split)
+    return split, [note for note in notes if note.startswith("the context of")]
+
+
+def test_a_plan_of_a_small_mixture_counts_and_says_it():
+    sizes = make_sizes(num_layers=4, context_length=4096, num_kv_heads=1)
+    model = make_model(spec=with_delta_nets(mixture_spec(sizes)))
+    chance = np.random.default_rng(0)
+    route = model.spec.layers[0].route
+    id_LTK = random_choices(chance, 4, 30, route, 1.0)
+    (whole,), _ = items(model, context_length=64, on_gpu=range(4))
+    budget = sum(whole.values()) + (1 << 18)
+    machine = make_machine(cpu_gb_per_s=0.01, layer_s=1e-9)
+    split, notes = planned(model, budget, 64, machine, id_LTK)
+    assert split.gpu_bytes["kv_cache"] == whole["kv_cache"] and all(split.dense_on_gpu)
+    placed = sum(map(len, split.hot))
+    assert 0 < placed < 24 and len(notes) == 1
+    assert f"{placed} of 24" in notes[0] and "which do not grow with it" in notes[0]
+    longer, _ = planned(model, budget, 1024, machine, id_LTK)
+    grown = longer.gpu_bytes["kv_cache"] - split.gpu_bytes["kv_cache"]
+    assert grown == kv_bytes(model, 3, 1024 - 64)
+
+
+def test_models_without_states_say_nothing():
+    model = make_model()
+    assert text_words(model) is None and context_words(model, 64, 1) is None
+    assert state_bytes(model, 0) == slots_bytes(model, 0, 2) == 0 and num_slots(2) == 8
+
+
+@pytest.mark.slow
+def test_a_plan_of_the_full_shape_with_short_and_long_contexts():
+    """Qwen3.6-35B-A3B in 8 GiB: a context of 4,096 tokens takes a twentieth of it, and 31 times as
+    many take 1,469 experts, a quarter of what they would take if all layers attended."""
+    model, chance = full_shape(), np.random.default_rng(0)
+    id_LTK = random_choices(chance, 40, 256, model.spec.layers[0].route, 1.0)
+    machine = make_machine(cpu_gb_per_s=50.0, memory_bytes=8 * GIB)
+    found = [
+        planned(model, 8 * GIB, n, machine, id_LTK, workspace=300 << 20) for n in (4096, 131072)
+    ]
+    (short, (short_note,)), (long, (long_note,)) = found
+    assert short_note == (
+        "the context of 4,096 tokens takes 331.25 MiB: 251.25 MiB of recurrent states (4 of 62.81 MiB a"
+        " text), which do not grow with it, and 80.00 MiB of keys and values, 20.00 MiB for each further"
+        " 1,024 tokens, as much as 12 experts; the budget leaves 6.30 GiB to experts, 3,820 of 10,240"
+    )
+    assert long_note.startswith(
+        "the context of 131,072 tokens takes 2.75 GiB: 251.25 MiB of recurrent"
+    )
+    assert long_note.endswith("the budget leaves 3.87 GiB to experts, 2,351 of 10,240")
+    for split in (short, long):
+        assert all(split.dense_on_gpu) and sum(split.gpu_bytes.values()) <= 8 * GIB
+    grown = long.gpu_bytes["kv_cache"] - short.gpu_bytes["kv_cache"]
+    assert grown == 20480 * (131072 - 4096)

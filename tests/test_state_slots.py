@@ -1,0 +1,226 @@
+"""The slots of recurrent states, with states that are hashes of the tokens so far: whatever forks,
+rollbacks, failing and forgotten passes do, every slot in use holds the state of exactly its tokens."""
+
+import random
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from hotsplit.costs.state_bytes import SAVED_STATES, num_slots
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.cache.state_slots import NO_SLOT, LayerState, StateSlots, Stretch
+from hotsplit.runtime.step.batch import Row, rows_of, with_slots
+
+
+class Cancelled(Exception):
+    pass
+
+
+def fold(ids: list[int], state: int = 0) -> int:
+    for token in ids:
+        state = hash((state, token))
+    return state
+
+
+@dataclass
+class Folded:
+    """Texts of sequences, and what the slots hold."""
+
+    num_sequences: int
+    slots: StateSlots = field(init=False)
+    content: dict[int, int] = field(default_factory=dict)
+    texts: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = StateSlots(self.num_sequences)
+
+    def compute(self, rows: list[Row]) -> None:
+        """What an executor does: reads slots, then writes others."""
+        runs: dict[int, list[Row]] = {}
+        for row in rows:
+            runs.setdefault(row.sequence, []).append(row)
+        read = {run[0].reads for run in runs.values()}
+        written = [row.writes for row in rows if row.writes != NO_SLOT]
+        assert len(set(written)) == len(written) and not read & set(written), (read, written)
+        new = {}
+        for run in runs.values():
+            state = 0 if run[0].reads == NO_SLOT else self.content[run[0].reads]
+            for row in run:
+                state = fold([row.token], state)
+                if row.writes != NO_SLOT:
+                    new[row.writes] = state
+        self.content |= new
+
+    def run(self, tokens: dict[int, list[int]], chance: random.Random, *, fails: bool) -> None:
+        """Appends tokens to sequences in one pass, after those that a rollback left uncomputed."""
+        rows = []
+        for number, more in tokens.items():
+            text = self.texts[number]
+            start = self.slots.rollback(number, len(text))
+            for row in rows_of([*text[start:], *more], start, "last", number):
+                how = chance.choice((None, None, None, "briefly", "lasting"))
+                rows.append(Row(token=row.token, position=row.position, sequence=number, saves=how))
+        with suppress(Cancelled), with_slots(self.slots, rows) as planned:
+            self.compute(list(planned))
+            if fails:
+                raise Cancelled
+            for number, more in tokens.items():
+                self.texts[number] += more
+
+    def check(self) -> None:
+        """Counts of users and contents of slots are right."""
+        users: Counter[int] = Counter()
+        for number in range(self.num_sequences):
+            states = self.slots.states(number)
+            assert 1 <= len(states) <= 1 + SAVED_STATES
+            assert [s.position for s in states] == sorted({s.position for s in states})
+            for state in states:
+                ids = self.texts.get(number, [])[: state.position]
+                assert (state.slot == NO_SLOT) == (state.position == 0)
+                if state.position:
+                    assert len(ids) == state.position and self.content[state.slot] == fold(ids)
+                    users[state.slot] += 1
+        assert [users[n] for n in range(len(self.slots._num_users))] == self.slots._num_users
+        assert sorted([*users, *self.slots._free]) == list(range(num_slots(self.num_sequences)))
+
+
+def change(texts: Folded, chance: random.Random) -> None:
+    """Opens, forks, closes a text, rolls one back, or tries something that is forgotten."""
+    slots, free = texts.slots, [n for n in range(texts.num_sequences) if n not in texts.texts]
+    deed = chance.random()
+    number = chance.choice(list(texts.texts)) if texts.texts else None
+    if free and (number is None or deed < 0.2):
+        texts.texts[free[0]] = []
+    elif number is None:
+        return
+    elif free and deed < 0.45:
+        texts.texts[free[0]] = list(texts.texts[number])
+        slots.share(number, free[0])
+    elif deed < 0.6:
+        del texts.texts[number]
+        slots.release(number)
+    elif deed < 0.8:
+        length = chance.randint(0, len(texts.texts[number]))
+        assert slots.nearest(number, length) == slots.rollback(number, length) <= length
+        del texts.texts[number][length:]
+    elif slots.nearest(number, len(texts.texts[number])) == len(texts.texts[number]):
+        before, length = slots.states(number)[-1], len(texts.texts[number])
+        for _ in range(2):  # one by one, then together
+            with slots.trial([number]):
+                for token in range(chance.randint(1, 3)):
+                    texts.run({number: [token]}, chance, fails=chance.random() < 0.2)
+            del texts.texts[number][length:]
+            assert slots.states(number) == (before,)
+
+
+def schedule(seed: object, steps: int) -> None:
+    chance = random.Random(str(seed))
+    texts = Folded(chance.randint(1, 5))
+    for _ in range(steps):
+        change(texts, chance)
+        texts.check()
+        numbers = chance.sample(list(texts.texts), chance.randint(0, len(texts.texts)))
+        if numbers:
+            more = {n: [chance.randrange(9) for _ in range(chance.choice((1, 1, 2, 5)))]
+                    for n in numbers}  # fmt: skip
+            texts.run(more, chance, fails=chance.random() < 0.2)
+        texts.check()
+
+
+def test_random_schedules():
+    for seed in range(40):
+        schedule(seed, 40)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_schedules():
+    for seed in range(1000):
+        schedule(f"slow {seed}", 60)
+
+
+def test_the_check_finds_a_state_of_other_tokens():
+    texts = Folded(2, texts={0: []})
+    texts.run({0: [1, 2]}, random.Random(0), fails=False)
+    texts.check()
+    texts.texts[0][1] = 3
+    with pytest.raises(AssertionError):
+        texts.check()
+
+
+def test_a_failed_pass_changes_nothing():
+    texts = Folded(1, texts={0: []})
+    texts.run({0: [1, 2]}, random.Random(0), fails=False)
+    before = texts.slots.states(0)
+    with pytest.raises(Cancelled), with_slots(texts.slots, rows_of([3, 4], 2)) as rows:
+        texts.compute(list(rows))
+        raise Cancelled
+    assert texts.slots.states(0) == before
+
+
+def rows_that_save(tokens: list[int], start: int, **saves: str) -> list[Row]:
+    return [
+        Row(token=row.token, position=row.position, saves=saves.get(f"at_{row.position}"))
+        for row in rows_of(tokens, start)
+    ]
+
+
+def test_of_too_many_states_brief_ones_go_first_then_the_oldest():
+    slots = StateSlots(1)
+
+    def positions() -> list[int]:
+        return [state.position for state in slots.states(0)]
+
+    def run(count: int, **saves: str) -> None:
+        with with_slots(slots, rows_that_save([7] * count, positions()[-1], **saves)):
+            pass
+
+    run(10, at_4="lasting")
+    assert positions() == [4, 10]
+    run(3, at_10="briefly")
+    assert positions() == [4, 10, 13]
+    run(3, at_13="briefly")
+    assert positions() == [4, 13, 16]
+    run(10, at_20="lasting")
+    assert positions() == [4, 20, 26]
+    run(10, at_30="lasting")
+    assert positions() == [20, 30, 36]
+    assert slots.num_free == 1
+    slots.rollback(0, 29)
+    assert positions() == [20] and slots.num_free == 3
+    slots.release(0)
+    assert slots.num_free == 4
+
+
+def test_rows_that_do_not_begin_at_a_state_are_refused():
+    slots = StateSlots(1)
+    with with_slots(slots, rows_of([1, 2, 3], 0)):
+        pass
+    wrong = pytest.raises(HotsplitError, match="continued after 2 tokens, but its state is known")
+    with wrong, with_slots(slots, rows_of([3], 2)):
+        pass
+    wrong = pytest.raises(AssertionError, match="cannot be a copy")
+    with wrong, with_slots(slots, [Row(token=1, position=3, source=0)]):
+        pass
+
+
+def test_a_wish_for_more_states_than_slots_keeps_the_last():
+    stretch = Stretch(sequence=0, start=0, stop=9, saves=dict.fromkeys(range(9), "lasting"))
+    slots = StateSlots(1)
+    with slots.passing([stretch]) as (run,):
+        written = {p + 1 for p, slot in enumerate(run.writes) if slot != NO_SLOT}
+    assert run.reads == NO_SLOT and written == {7, 8, 9}
+
+
+def test_tensors_of_slots_are_read_and_written():
+    state = LayerState.of(2, (2, 3, 4), (3, 5), lambda size, kind: torch.zeros(size, dtype=kind))
+    assert state.state_SVNM.shape == (num_slots(2), 2, 3, 4)
+    assert state.conv_SJC.shape == (num_slots(2), 3, 5)
+    new = torch.randn(2, 2, 3, 4), torch.randn(2, 3, 5)
+    assert state.takes(2, new) and not state.takes(1, new)
+    assert not state.takes(2, (new[0].double(), new[1])) and not state.takes(2, new[::-1])
+    state.write([5, 1], new)
+    read = state.read([5, 1])
+    assert all(torch.equal(a, b) for a, b in zip(read, new, strict=True))
