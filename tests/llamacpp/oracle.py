@@ -58,8 +58,27 @@ def encode(vocab, line: str, add_special: bool, parse_special: bool) -> list[int
 def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str) -> dict:
     """`count` tokens, each the most probable, and the logits [count, V] that each was taken
     from."""
+    decode = decoder(model, len(prompt) + count, kv_kind)
+    ids, rows, batch = [], [], prompt
+    for _ in range(count):
+        (row_V,) = decode(batch, 1)
+        rows.append(row_V)
+        ids.append(int(row_V.argmax()))
+        batch = ids[-1:]
+    np.save(logits, np.stack(rows))
+    return {"ids": ids}
+
+
+def follow(model: str, ids: list[int], count: int, kv_kind: str, logits: str) -> dict:
+    """The logits [count, V] after the last `count` tokens of a text, computed in one batch."""
+    np.save(logits, np.stack(decoder(model, len(ids), kv_kind)(ids, count)))
+    return {}
+
+
+def decoder(model: str, length: int, kv_kind: str):  # type: ignore[no-untyped-def]
+    """A function of further tokens and a number of rows that gives the logits of the last ones."""
     params = llama.llama_context_default_params()
-    params.n_ctx = len(prompt) + count
+    params.n_ctx = length
     params.n_threads = params.n_threads_batch = 1
     params.type_k = params.type_v = {"f32": llama.GGML_TYPE_F32, "f16": llama.GGML_TYPE_F16}[
         kv_kind
@@ -68,17 +87,27 @@ def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str)
     loaded = load(model)
     context = llama.llama_init_from_model(loaded, params)
     size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(loaded))
-    ids, rows, batch = [], [], prompt
-    for _ in range(count):
-        tokens = (llama.llama_token * len(batch))(*batch)
-        status = llama.llama_decode(context, llama.llama_batch_get_one(tokens, len(batch)))
+    position = 0
+
+    def decode(ids: list[int], count: int) -> list[np.ndarray]:
+        nonlocal position
+        batch = llama.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for t, token in enumerate(ids):
+            batch.token[t], batch.pos[t], batch.logits[t] = (
+                token,
+                position + t,
+                t >= len(ids) - count,
+            )
+            batch.n_seq_id[t], batch.seq_id[t][0] = 1, 0
+        status = llama.llama_decode(context, batch)
         assert status == 0, status
-        row_V = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (size,)).copy()
-        rows.append(row_V)
-        ids.append(int(row_V.argmax()))
-        batch = ids[-1:]
-    np.save(logits, np.stack(rows))
-    return {"ids": ids}
+        llama.llama_batch_free(batch)
+        position += len(ids)
+        rows = (llama.llama_get_logits_ith(context, t) for t in range(len(ids) - count, len(ids)))
+        return [np.ctypeslib.as_array(row, (size,)).copy() for row in rows]
+
+    return decode
 
 
 def quantize(source: str, target: str, kind: str, importances: str | None = None) -> dict:
@@ -101,7 +130,7 @@ def quantize(source: str, target: str, kind: str, importances: str | None = None
     return {}
 
 
-ACTIONS = {f.__name__: f for f in (about, why_not, tokenize, ends, greedy, quantize)}
+ACTIONS = {f.__name__: f for f in (about, why_not, tokenize, ends, greedy, follow, quantize)}
 
 if __name__ == "__main__":
     llama.llama_log_set(keep, ctypes.c_void_p(0))
