@@ -311,7 +311,7 @@ def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
         return "on the CPU: plans of mixtures of experts are for mode dense so far"
     if wishes.engine.kv_offload is not None:
         return "on the CPU: plans of mixtures of experts have no --kv-offload so far"
-    lacking = (lacking_on_gpus(layer.attention) for layer in model.spec.layers)
+    lacking = map(lacking_on_gpus, model.spec.attentions)
     what = next((name for name in lacking if name is not None), None)
     return None if what is None else f"on the CPU: {what} in attention runs only there so far"
 
