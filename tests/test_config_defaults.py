@@ -34,7 +34,8 @@ FIRST = {
     "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
     "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",
     "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM", "Glm4MoeConfig": "Glm4MoeForCausalLM",
-    "GptOssConfig": "GptOssForCausalLM",
+    "GptOssConfig": "GptOssForCausalLM", "Qwen3NextConfig": "Qwen3NextForCausalLM",
+    "Qwen3_5TextConfig": "Qwen3_5ForCausalLM", "Qwen3_5MoeTextConfig": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
 
 
@@ -48,8 +49,11 @@ def facts(values: dict) -> object:
     # The key's default gives True; a missing key gives None, with which a head is allowed.
     is_tied = plan.is_tied is not False
     factors = None if plan.rope_factors is None else np.asarray(plan.rope_factors).tolist()
-    kept = dataclasses.replace(plan, rows={}, rope_factors=None, name_of=str, is_tied=is_tied)
-    return kept, rows, factors
+    columns = {name: order.tolist() for name, order in plan.columns.items()}
+    kept = dataclasses.replace(
+        plan, rows={}, columns={}, rope_factors=None, name_of=str, is_tied=is_tied
+    )
+    return kept, rows, columns, factors
 
 
 class Recorder(dict):

@@ -30,8 +30,11 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -44,6 +47,7 @@ from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.tensors import is_neuron_major
+from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 
@@ -76,6 +80,18 @@ OSS = GATED | {
 }  # fmt: skip
 GLM = MOE | {"n_routed_experts": 7, "routed_scaling_factor": 1.8}
 del GLM["num_experts"]
+# Key heads that are shared by three value heads each, and values wider than keys.
+DELTA = {
+    "num_hidden_layers": 5, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 20, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+# As llama.cpp has them. It adds nothing to the squared lengths of queries and keys, so these are far
+# above the 1e-6 of transformers.
+EQUAL = DELTA | {
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-6,
+    "initializer_range": 0.2,
+}  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 43}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 CASES = {
@@ -166,6 +182,21 @@ CASES = {
         **OSS | TIED, attention_bias=False, layer_types=["full_attention"] * 2 + ["sliding_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "qwen3nextmoe": Qwen3NextConfig(
+        **MOE | ODD | DELTA | SHARED | TIED, norm_topk_prob=False, mlp_only_layers=[0],
+        linear_conv_kernel_dim=3,
+    ),
+    "qwen3nextmoe-stock": Qwen3NextConfig(**MOE | EQUAL | SHARED),
+    "qwen35": Qwen3_5TextConfig(**GATED | ODD | DELTA | TIED, linear_conv_kernel_dim=3),
+    "qwen35-stock": Qwen3_5TextConfig(
+        **GATED | MQA | EQUAL | {"linear_num_value_heads": 2},
+        layer_types=["full_attention", *["linear_attention"] * 3, "full_attention"],
+        rope_parameters={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+            "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        },
+    ),
+    "qwen35moe": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
     "qwen3moe-first-dense": Qwen3MoeConfig(
         **MOE | TIED, head_dim=16, mlp_only_layers=[0, 1], attention_bias=True
     ),
@@ -216,7 +247,7 @@ def converted(folder: Path, output: Path, **options) -> Path:
 def decoded(engine: Engine, ids: list[int]) -> torch.Tensor:
     """Logits after the last of `ids`, which are decoded one at a time after a prefill of two."""
     with torch.inference_mode():
-        engine._live.forward(torch.tensor(ids[:2]), 0)
+        engine._live._run_in_torch(rows_of(ids[:2], 0))
         for position, token in enumerate(ids[2:], start=2):
             logits_V = engine._step(token, position)
         return logits_V
@@ -257,6 +288,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
     "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",
+    "qwen3nextmoe-stock", "qwen35-stock", "qwen35moe",
 ]  # fmt: skip
 
 
@@ -284,6 +316,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("olmoe-grouped", "has norms of 64 keys, this model of 32"),
         ("qwen2moe-plain", "computes SiLU, this model is relu"),
         ("qwen3moe-first-dense", "has experts in every layer"),
+        ("qwen35", "has values of 12 in delta nets, as wide as keys, this model of 20"),
     ],
 )
 def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
@@ -379,6 +412,15 @@ REFUSED = {
     "7 experts for 'blk.0.ffn_down_exps.weight'": ("qwen3moe", {"num_experts": 6}),
     "supported only before all others": ("qwen3moe", {"mlp_only_layers": [1]}),
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}),
+    "5 value heads of delta nets do not divide among 2": ("qwen35", {"linear_num_value_heads": 5}),
+    "a convolution of 1 taps": ("qwen35", {"linear_conv_kernel_dim": 1}),
+    r"conv1d.weight' is \[168, 1, 3\], wanted \[168, 4\]": (
+        "qwen35",
+        {"linear_conv_kernel_dim": 4},
+    ),
+    "the delta nets have 6024 channels": ("qwen35", {"linear_value_head_dim": 996}),
+    "none of 5 layers has attention": ("qwen35", {"layer_types": ["linear_attention"] * 5}),
+    "hidden_act 'relu' is unknown": ("qwen35", {"hidden_act": "relu"}),
 }
 
 

@@ -190,6 +190,7 @@ def _silent_transformers() -> Iterator[None]:
 
 def _renamed(name: str) -> str:
     """A name as transformers 5 has it (conversion_mapping.py), for all models alike."""
+    name = name.replace(".language_model.", ".")  # of a text model beside one for images
     return name.replace(".block_sparse_moe.", ".mlp.").replace(".router.layer.", ".router.")
 
 
@@ -220,11 +221,12 @@ def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
         names = [n for n in state if _renamed(n) == source or _renamed(n).endswith("." + source)]
         if len(names) != 1:
             raise Skipped(f"transformers has another name for the tensor {item.source!r}")
-        values = torch.from_numpy(item.values)
+        target = state[names[0]]
+        values = torch.from_numpy(item.values).reshape(-1, *target.shape[1:])
         if item.rows is None:
-            state[names[0]].copy_(values)
+            target.copy_(values)
         else:
-            state[names[0]][torch.from_numpy(item.rows)] = values
+            target[torch.from_numpy(item.rows)] = values
 
 
 def _refuse_too_large(folder: Path) -> None:

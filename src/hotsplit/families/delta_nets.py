@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
 PERIOD, SHARE, MOST_TAPS = 4, 0.25, 16
-MTP = "mtp."  # layers that only predict tokens further ahead
-# Sections of positions in images, which a text does not have; llama.cpp wants the key.
-SECTIONS = [np.int32(number) for number in (11, 11, 10, 0)]
+# Layers that only predict tokens further ahead, and the model for images.
+LEFT_OUT = ("mtp.", "model.visual.", "visual.")
 _ARCHES = {
     "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen35": gguf.MODEL_ARCH.QWEN35,
@@ -56,12 +55,13 @@ def qwen3_next(read: ConfigReader) -> Blueprint:
 
 
 def qwen3_5(read: ConfigReader) -> Blueprint:
-    """Qwen3_5ForCausalLM."""
+    """Qwen3_5ForCausalLM, and the text model of Qwen3_5ForConditionalGeneration."""
     return _blueprint(read, "qwen35")
 
 
 def qwen3_5_moe(read: ConfigReader) -> Blueprint:
-    """Qwen3_5MoeForCausalLM, which has no number of neurons of a layer without experts."""
+    """Qwen3_5MoeForCausalLM, which has no number of neurons of a layer without experts, and the text
+    model of Qwen3_5MoeForConditionalGeneration."""
     return _blueprint(read, "qwen35moe")
 
 
@@ -94,7 +94,7 @@ def _blueprint(read: ConfigReader, name: str, *, renormalises: bool = True) -> B
         rows=_joined_rows(delta) if delta.is_grouped else _tiled_rows(delta),
         columns=tiled,
         changes={"ssm_norm.weight": SAME, "norm.weight": ADD_ONE, ".ssm_a": NEGATED_EXP},
-        ignored_prefixes=(MTP,),
+        ignored_prefixes=LEFT_OUT,
     )
 
 
@@ -147,9 +147,11 @@ def _experts(read: ConfigReader, sizes: Sizes, name: str, *, renormalises: bool)
 
 
 def _with_decay_bias(name_of: NameOf) -> NameOf:
-    """The names, with that of the bias of decays, whose name is no tensor's with a suffix."""
+    """The names, also where a model for images is beside, with that of the bias of decays, whose name
+    is no tensor's with a suffix."""
 
     def name(source: str) -> str | None:
+        source = source.replace("model.language_model.", "model.")
         stem, found, _ = source.partition(".dt_bias")
         return name_of(f"{stem}.dt_proj.bias" if found else source)
 
@@ -265,8 +267,15 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
             "ssm.inner_size": np.uint32(delta.value_size),
         }
     if spec.architecture != "qwen3next":
-        found["rope.dimension_sections"] = SECTIONS
+        found["rope.dimension_sections"] = _sections(spec)
     return {**expert_keys(spec), **found}
+
+
+def _sections(spec: ModelSpec) -> list[Value]:
+    """Pairs of values that rotate by a place in time, two in an image, and none, which are all the same
+    in a text; llama.cpp wants the key."""
+    pairs = spec.attentions[0].num_rotated // 2
+    return [*(np.int32((pairs + more) // 3) for more in (2, 1, 0)), np.int32(0)]
 
 
 def _not_in_stock(spec: ModelSpec) -> str | None:
@@ -307,6 +316,8 @@ QWEN3_5_MOE = Family(
     read_keys=COUNTS,
     defaults=_MIXTURE | {"num_experts_per_tok": 8, "num_experts": 256, "intermediate_size": 1},
 )
+QWEN3_5_WITH_IMAGES = replace(QWEN3_5, model_types=("qwen3_5",), text_key="text_config")
+QWEN3_5_MOE_WITH_IMAGES = replace(QWEN3_5_MOE, model_types=("qwen3_5_moe",), text_key="text_config")
 _KEYS = (
     "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
     "rope.dimension_sections", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",

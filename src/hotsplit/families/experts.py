@@ -224,7 +224,7 @@ _MATRICES = {
     "w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down",
     "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
 }  # fmt: skip
-_LAYER = r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\."
+_LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\."
 _ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")
 _ALL = re.compile(
     _LAYER + r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"

@@ -41,9 +41,11 @@ class Family:
     key that is not listed here is refused, unless transformers' default for it is null or the
     reader has its own (as for rope_theta). `model_types`: what a config says it is; () for a class
     that transformers does not have, whose configs say various things. `read_keys`: of the keys that
-    other families refuse (CONFIG_KEYS), those that this one reads."""
+    other families refuse (CONFIG_KEYS), those that this one reads. `text_key`: the key of the config
+    of the text model, if the checkpoint has others beside it."""
 
     blueprint: Callable[["ConfigReader"], "Blueprint"]
     defaults: Mapping[str, object] = field(default_factory=dict)
     model_types: tuple[str, ...] = ()
     read_keys: tuple[str, ...] = ()
+    text_key: str = ""

@@ -52,6 +52,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": delta_nets.QWEN3_NEXT,
     "Qwen3_5ForCausalLM": delta_nets.QWEN3_5,
     "Qwen3_5MoeForCausalLM": delta_nets.QWEN3_5_MOE,
+    "Qwen3_5ForConditionalGeneration": delta_nets.QWEN3_5_WITH_IMAGES,
+    "Qwen3_5MoeForConditionalGeneration": delta_nets.QWEN3_5_MOE_WITH_IMAGES,
 }
 
 # By llama.cpp's or PowerInfer's name.
@@ -90,6 +92,9 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     if family is None:
         why = why_not_run(name, config) or "is unknown"
         raise HotsplitError(f"{path}: architecture {shown(name)}: {why}; supported: {CHECKPOINTS}")
+    model_type = config.get("model_type")
+    if family.text_key:
+        config = _text_config(path, config, family.text_key)
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
     if "quantization_config" not in family.read_keys:
@@ -101,8 +106,17 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
             read.refuse(key, *plain, why=why)
     found = family.blueprint(read)
     threshold = read.threshold(found.spec.activation)
-    notes = (*found.notes, *_type_notes(path, config.get("model_type"), family, str(name)))
+    notes = (*found.notes, *_type_notes(path, model_type, family, str(name)))
     return replace(found, threshold=threshold, is_tied=read.is_tied(), notes=notes)
+
+
+def _text_config(path: Path, config: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """The config of the text model, with what that of the whole says of it."""
+    own = config.get(key)
+    if not isinstance(own, dict):
+        raise HotsplitError(f"{path}: {key} is {shown(own)}, wanted the text model's config")
+    of_all = ("tie_word_embeddings", "quantization_config")
+    return {**own, **{name: config[name] for name in of_all if name in config}}
 
 
 def _type_notes(path: Path, said: object, family: Family, name: str) -> tuple[str, ...]:

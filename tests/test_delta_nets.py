@@ -1,0 +1,205 @@
+"""Models with gated delta nets: long texts against transformers, the layer against transformers' in
+float64, checkpoints with parts that are left out, and files that are refused in one line."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import edit_config, random_model, save_tokenizer
+from reference import rel_error
+from safetensors.torch import load_file, save_file
+from test_families import CASES
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_gguf import read_model_gguf
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry, write_gguf
+from hotsplit.model.spec import DeltaNet
+from hotsplit.runtime.ops.delta.block import heads_of, key_heads, mixed, token
+
+LONG = 300
+DELTA_CASES = ["qwen3nextmoe", "qwen35", "qwen35moe"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A function that returns the folder of a case's checkpoint, with states that last for many
+    tokens; made on first use."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            folder = random_model(tmp_path_factory.mktemp(case) / "hf", CASES[case])
+            weights = load_file(folder / "model.safetensors")
+            for name, values in weights.items():
+                if name.endswith("A_log"):
+                    weights[name] = values - 3  # decays of about 0.97 a token
+            save_file(weights, folder / "model.safetensors", {"format": "pt"})
+            edit_config(folder, lambda config: config.update(max_position_embeddings=LONG))
+            save_tokenizer(folder, 320)
+            made[case] = folder
+        return made[case]
+
+    return get
+
+
+def converted(folder, output, **options):
+    convert(ConvertConfig(source=folder, output=output, outtype="f32", **options))
+    return output
+
+
+@pytest.mark.parametrize("case", DELTA_CASES)
+def test_a_long_text_has_the_logits_of_transformers(checkpoints, tmp_path, case):
+    """At once, in passes of all sizes, and the last tokens one at a time."""
+    ids = torch.randint(0, 320, (LONG,), generator=torch.Generator().manual_seed(1)).tolist()
+    folder = checkpoints(case)
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
+    with torch.no_grad():
+        want_TV = model(torch.tensor([ids])).logits[0]
+    with Engine.load(converted(folder, tmp_path / "m.gguf"), mode="dense") as engine:
+        assert engine.not_native is None
+        with engine.sequence() as text:
+            assert rel_error(text.extend(ids, "all"), want_TV) < 1e-5
+        with engine.sequence() as text:
+            bounds = [0, 1, 2, 4, 7, 64, 128, 255, 290]
+            pieces = [
+                text.extend(ids[start:stop], "all")
+                for start, stop in zip(bounds, bounds[1:], strict=False)
+            ]
+            pieces += [text.extend([token], "all") for token in ids[290:]]
+        got_TV = torch.cat(pieces)
+        assert rel_error(got_TV, want_TV) < 1e-5
+        assert rel_error(got_TV[-1], want_TV[-2]) > 0.1  # the measure sees another token
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_the_layer_equals_the_one_of_transformers_in_float64(is_grouped):
+    spec = DeltaNet(
+        num_key_heads=2, num_value_heads=6, key_head_dim=5, value_head_dim=7, epsilon=1e-6,
+        num_taps=4, is_grouped=is_grouped,
+    )  # fmt: skip
+    random, T = torch.Generator().manual_seed(0), 9
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    input_UC, conv_CJ = normal(T + 3, spec.num_channels), normal(spec.num_channels, 4)
+    input_UC[:3] = 0
+    mixed_TC = mixed(input_UC, conv_CJ)
+    convolved = torch.nn.functional.conv1d(
+        input_UC.T[None], conv_CJ[:, None], groups=spec.num_channels
+    )
+    assert rel_error(mixed_TC, torch.nn.functional.silu(convolved)[0].T) < 1e-14
+
+    key_V = key_heads(spec)
+    assert key_V.tolist() == ([0, 0, 0, 1, 1, 1] if is_grouped else [0, 1, 0, 1, 0, 1])
+    query, key, value = heads_of(mixed_TC, spec, key_V)
+    beta_TV, decay_TV = normal(T, 6).sigmoid(), (-normal(T, 6).abs()).exp()
+    state, outs = torch.zeros(spec.state_shape, dtype=torch.float64), []
+    for t in range(T):
+        state, out_VM = token(state, query[t], key[t], value[t], beta_TV[t], decay_TV[t])
+        outs.append(out_VM)
+    plain = (
+        mixed_TC[:, : spec.key_size].unflatten(1, (2, 5)),
+        mixed_TC[:, spec.key_size : 2 * spec.key_size].unflatten(1, (2, 5)),
+    )
+    want, last = torch_recurrent_gated_delta_rule(
+        plain[0][:, key_V][None], plain[1][:, key_V][None], value[None], g=decay_TV.log()[None],
+        beta=beta_TV[None], initial_state=None, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    # transformers' function rounds its inputs to f32.
+    assert rel_error(torch.stack(outs), want[0].double()) < 1e-6
+    assert rel_error(state, last[0].double()) < 1e-6
+
+
+@pytest.mark.parametrize("case", ["qwen35", "qwen35moe"])
+def test_the_text_model_beside_a_model_for_images(checkpoints, tmp_path, case):
+    """As published: with a config in the config, other names, and further layers."""
+    plain, folder = checkpoints(case), tmp_path / "hf"
+    folder.mkdir()
+    for file in plain.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(plain / "model.safetensors")
+    weights = {n.replace("model.", "model.language_model."): v for n, v in weights.items()}
+    weights |= {"model.visual.blocks.0.norm1.weight": torch.ones(3), "mtp.fc.weight": torch.ones(3)}
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    text = json.loads((plain / "config.json").read_text())
+    kind = text["model_type"].removesuffix("_text")
+    name = text["architectures"][0].replace("CausalLM", "ConditionalGeneration")
+    config = {"architectures": [name], "model_type": kind, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf", outtype="f32"))
+    assert any(note.startswith("2 tensors left out") for note in report.notes), report.notes
+    want = ModelFile.load(converted(plain, tmp_path / "plain.gguf"))
+    got = ModelFile.load(tmp_path / "m.gguf")
+    assert got.bare_spec == want.bare_spec
+    assert got.tensors.keys() == want.tensors.keys()
+    for tensor, entry in want.tensors.items():
+        assert np.array_equal(got.tensors[tensor].read(), entry.read()), tensor
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": 3}))
+    with pytest.raises(HotsplitError, match="text_config is 3, wanted the text model's config"):
+        converted(folder, tmp_path / "n.gguf")
+
+
+def rewritten(path, output, keys=None, tensors=None):
+    """A copy of a GGUF with other keys and tensors; None removes one."""
+    own_keys, own = read_model_gguf(path)
+    merged = {k: v for k, v in {**own_keys, **(keys or {})}.items() if v is not None}
+    merged = {k: v for k, v in merged.items() if not k.startswith("GGUF.")}
+    entries = {n: e for n, e in {**own, **(tensors or {})}.items() if e is not None}
+    architecture = str(merged.pop("general.architecture"))
+    write_gguf(output, architecture, merged, entries)
+    return output
+
+
+@pytest.mark.parametrize("case", ["qwen3nextmoe-stock", "qwen35-stock"])
+def test_layers_that_predict_further_ahead_are_left_out(checkpoints, tmp_path, case):
+    """A file of llama.cpp's converter has them last, as layers with attention."""
+    path = converted(checkpoints(case), tmp_path / "m.gguf", layout="stock")
+    model = ModelFile.load(path)
+    name, last = model.architecture, model.spec.num_layers
+    one = TensorEntry(
+        shape=(4,), kind="f32", read_rows=lambda start, stop: np.ones(stop - start, np.float32)
+    )
+    own = {f"blk.{last}.{n}.weight": one for n in ("attn_norm", "nextn.eh_proj", "nextn.enorm")}
+    keys = {
+        f"{name}.block_count": np.uint32(last + 1),
+        f"{name}.nextn_predict_layers": np.uint32(1),
+        f"{name}.attention.recurrent_layers": [
+            *(layer.delta is not None for layer in model.spec.layers), False
+        ],
+    }  # fmt: skip
+    got = ModelFile.load(rewritten(path, tmp_path / "mtp.gguf", keys, own))
+    assert got.bare_spec == model.bare_spec
+    assert got.tensors.keys() == model.tensors.keys()
+
+
+WRONG = {
+    "no tensor 'blk.1.ssm_norm.weight'": ({}, {"blk.1.ssm_norm.weight": None}),
+    "ssm.inner_size is 121, which does not divide among 6 heads": (
+        {"qwen35.ssm.inner_size": np.uint32(121)}, {}
+    ),
+    "6 value heads of delta nets do not divide among 4": ({"qwen35.ssm.group_count": np.uint32(4)}, {}),
+    "a convolution of 99 taps": ({"qwen35.ssm.conv_kernel": np.uint32(99)}, {}),
+    r"ssm_conv1d.weight is f32 \[168, 3\], wanted \[168, 4\]": (
+        {"qwen35.ssm.conv_kernel": np.uint32(4)}, {}
+    ),
+    "none of 5 layers has attention": ({"qwen35.full_attention_interval": np.uint32(9)}, {}),
+    "'qwen35.ssm.state_size' is missing, wanted a number": ({"qwen35.ssm.state_size": None}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_file_is_refused_in_one_line(checkpoints, tmp_path, words):
+    path = converted(checkpoints("qwen35"), tmp_path / "m.gguf")
+    with pytest.raises(HotsplitError, match=words) as caught:
+        ModelFile.load(rewritten(path, tmp_path / "wrong.gguf", *WRONG[words]))
+    assert "\n" not in str(caught.value)
