@@ -35,7 +35,6 @@ from hotsplit import Engine
 from hotsplit.measure.bench.bandwidth import cpu_bandwidth
 from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.step_times import PARTS, timed_parts
 
@@ -91,25 +90,23 @@ def _batches(
 
 
 def _after_texts(path: Path, threads: int, positions: tuple[int, ...]) -> dict[str, object]:
-    """Seconds of STEPS tokens after texts of these lengths, each of which continues the one before."""
+    """Seconds of a token of STEPS after texts of these lengths, whose keys, values and states are zeros:
+    times do not depend on them."""
     library.set_threads(threads)
-    generator, report, done = random.Random(0), {}, 0
-    length = positions[-1] + STEPS
+    generator, report, length = random.Random(0), {}, max(positions) + STEPS
     with Engine.load(path, mode="dense", device="cpu", context_length=length) as engine:
         native, layers = engine._live.native, engine.model.spec.layers
         assert isinstance(native, NativeStep), engine.not_native
         attends_L = torch.tensor([layer.delta is None for layer in layers])
-        ids = [generator.randrange(3, engine.model.spec.vocab_size) for _ in range(length)]
-        for position in positions:
-            while done < position:
-                rows = rows_of(ids[done : min(done + native.max_rows, position)], done)
-                engine._live.run(rows)
-                done += len(rows)
+        ids = [generator.randrange(3, engine.model.spec.vocab_size) for _ in range(STEPS)]
+        for position in (positions[0], *positions):  # the first warms up
+            if (states := engine._live.weights.states) is not None:
+                states.take(0, [position])
             with timed_parts(native) as counts_LP2:
                 began = time.perf_counter()
-                for done in range(position, position + STEPS):
-                    engine._step(ids[done], done)
-                seconds, done = (time.perf_counter() - began) / STEPS, done + 1
+                for number, token in enumerate(ids):
+                    engine._step(token, position + number)
+                seconds = (time.perf_counter() - began) / STEPS
             mixing_L = counts_LP2[:-1, PARTS.index("attend"), 0] / (1e9 * STEPS)
             report[str(position)] = {
                 "s": seconds,

@@ -6,18 +6,22 @@ Letters: T tokens, D model width, G key heads, V value heads, N and M values of 
 head, J taps, C channels of the convolution, S slots."""
 
 from ctypes import addressof, c_int64, pointer
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
+from delta_models import delta_model
+from models import make_sizes
 from reference import rel_error
 
+from hotsplit import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.attention.native import TableStruct
 from hotsplit.runtime.ops.delta.native import DeltaStruct
 from hotsplit.runtime.ops.norm import NormStruct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.step.native_layers import NativeLayers
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import LayerStruct, RowStruct, StepStruct
@@ -267,3 +271,52 @@ def test_gates_stay_finite_where_their_functions_do_not(restore_library):
             want_TD, _ = net.reference(x_TD)
             (got_TD,) = net.run([(x_TD, -1, {})])
             assert rel_error(torch.from_numpy(got_TD), torch.from_numpy(want_TD)) < 3e-6
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    """Of a model of five layers, two of which attend with gates."""
+    sizes = make_sizes(num_layers=5, context_length=400, num_heads=4, num_kv_heads=2)
+    model = replace(delta_model(sizes, period=3), path=tmp_path / "m.gguf")
+    model.save(model.path)
+    return model.path
+
+
+IDS = [(7 * i + i * i) % 50 for i in range(70)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_agrees_with_torch(model_path, restore_library, level):
+    library.set_level(level)
+    with Engine.load(model_path, mode="dense") as engine:
+        assert engine.not_native is None
+        got = engine._prefill(torch.tensor(IDS))
+        for position, token in enumerate(IDS):
+            one_by_one = engine._step(token, position)
+        assert torch.equal(got, one_by_one)
+        with engine.observe(lambda name, layer, x: None, lambda name, layer: False):
+            want = engine._prefill(torch.tensor(IDS))
+        assert rel_error(got, want) < 1e-5
+
+
+def test_observers_see_native_layers(model_path):
+    """In memory and streamed, where a delta net is a layer by itself."""
+    names = ("layer_out", "ffn_hidden")
+    with Engine.load(model_path, mode="dense") as engine:
+        assert engine.has_native_layers
+        passes = []
+        for in_torch in (False, True):
+            seen = {}
+            with engine.observe(
+                lambda name, layer, x, seen=seen: seen.update({(name, layer): x.clone()}),
+                lambda name, layer: name in names,
+                in_torch=in_torch,
+            ):
+                engine._prefill(torch.tensor(IDS))
+            passes.append(seen)
+        layers = engine._live.weights.layers
+    native, torches = passes
+    assert len(native) == 2 * len(layers) and native.keys() == torches.keys()
+    for key, values in native.items():
+        assert rel_error(values, torches[key]) < 1e-5
+    assert NativeLayers.build({0: layers[0]}) is not None and layers[0].delta is not None

@@ -314,10 +314,12 @@ class StreamedLayer:
                 self.before_TD = waiting.inputs.read(at, at + count).to(self.layer.device)
             x_TD = waiting.states.read(at, at + count).to(self.layer.device)
             before_TD = self.before_TD if self.stream.input_layer_offset else None
+            slots = slots_in_turn(start // SHORT_CHUNK, count)
             if native is not None and count > 1:
                 x_TD, ffn_input_TD = native.run(
-                    self.index, x_TD, start=start, predictor_input_TD=before_TD, observers=observers
-                )
+                    self.index, x_TD, start=start, slots=slots, predictor_input_TD=before_TD,
+                    observers=observers,
+                )  # fmt: skip
             else:
                 found = run_layer(
                     self.index,
@@ -325,7 +327,7 @@ class StreamedLayer:
                     x_TD,
                     start=start,
                     turns=Turns(start, count),
-                    slots=slots_in_turn(start // SHORT_CHUNK, count),
+                    slots=slots,
                     predictor_input=before_TD,
                     observers=observers,
                 )

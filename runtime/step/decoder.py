@@ -227,7 +227,7 @@ class Decoder:
             before = before if predict and predict.input_layer_offset else None
             if native is not None:
                 x, before = native.run(
-                    index, as_tensor(x), sequence=sequence, start=start,
+                    index, as_tensor(x), sequence=sequence, start=start, slots=slots,
                     predictor_input_TD=None if before is None else as_tensor(before),
                     observers=self.observers,
                 )  # fmt: skip

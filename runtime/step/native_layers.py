@@ -14,6 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -22,7 +23,13 @@ from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative
 from hotsplit.runtime.step.forms import host_place, roles_of
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.native_parts import PartStruct
-from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct, take_traffic
+from hotsplit.runtime.step.native_step import (
+    RowStruct,
+    StepBuilder,
+    StepStruct,
+    table_and_types,
+    take_traffic,
+)
 from hotsplit.runtime.step.program import ffn_in, layer_ops
 
 # The tensors within a layer that observers of these passes can see.
@@ -48,7 +55,8 @@ class NativeLayers:
     traffic: Traffic
     kept: tuple[object, ...]
     _rows: Array[RowStruct] | None = field(default=None, repr=False)
-    _place: tuple[int, int, int] | None = None  # sequence, first position and number of the rows
+    # Sequence, first position, number and slots of the rows.
+    _place: tuple[int, int, int, StateRun | None] | None = None
 
     @classmethod
     def build(cls, layers: Mapping[int, Layer]) -> "NativeLayers | None":
@@ -64,7 +72,7 @@ class NativeLayers:
     @classmethod
     def _build(cls, layers: Mapping[int, Layer]) -> "NativeLayers":
         builder, all_layers = StepBuilder(), tuple(layers.values())
-        (width,) = {layer.attention.output.num_outputs for layer in all_layers}
+        (width,) = {layer.mixer.output.num_outputs for layer in all_layers}
         structs = [builder.layer(layer) for layer in layers.values()]
         step = builder.frame_of(all_layers, structs, width=width)
         step.max_rows = min(MAX_ROWS, step.context_length)
@@ -82,7 +90,7 @@ class NativeLayers:
             ranges[index] = (begin, len(ops))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
-        (table,) = {layer.attention.cache.table for layer in all_layers}
+        table, _ = table_and_types(all_layers)
         has_scores = any(layer.spec.predict for layer in all_layers)
         names = set(_OF_NEURONS) - (set() if has_scores else {"ffn_predicted"})
         (traffic,) = {id(layer.ffn.traffic): layer.ffn.traffic for layer in all_layers}.values()
@@ -101,13 +109,14 @@ class NativeLayers:
         *,
         sequence: int = 0,
         start: int,
+        slots: StateRun | None,
         predictor_input_TD: Tensor | None,
         observers: Observers,
     ) -> tuple[Tensor, Tensor]:
         """Does what decoder.run_layer does, for at least two tokens."""
         T = len(x_TD)
         assert 1 < T <= self.step.max_rows, T
-        self._set_rows(sequence, start, T)
+        self._set_rows(sequence, start, T, slots)
         self.x_TD[:T].copy_(x_TD)
         if predictor_input_TD is not None:
             self._ffn_in(index - 1)[:T].copy_(predictor_input_TD)
@@ -136,18 +145,21 @@ class NativeLayers:
         """f32 [T, D], of even or of odd layers."""
         return self.ffn_in_2TD[int(ffn_in(index).rpartition(".")[2])]
 
-    def _set_rows(self, sequence: int, start: int, count: int) -> None:
+    def _set_rows(self, sequence: int, start: int, count: int, slots: StateRun | None) -> None:
         """Sets the rows of the next call. Raises IndexError for positions without a block in the
         cache."""
         last = (start + count - 1) // self.block_length
         blocks_N = self.block_SN[sequence, : last + 1]
         if start + count > self.step.context_length or bool((blocks_N < 0).any()):
             raise IndexError(f"positions {start} to {start + count - 1} have no block in the cache")
-        if self._place == (sequence, start, count):
+        if self._place == (sequence, start, count, slots):
             return
-        rows = (RowStruct(0, start + t, sequence, False, -1, -1, -1) for t in range(count))
+        reads, writes_T = (-1, (-1,) * count) if slots is None else (slots.reads, slots.writes)
+        rows = (
+            RowStruct(0, start + t, sequence, False, -1, reads, writes_T[t]) for t in range(count)
+        )
         self._rows = (RowStruct * count)(*rows)
-        self._place = (sequence, start, count)
+        self._place = (sequence, start, count, slots)
 
 
 def shows_all(wanted: Collection[str]) -> bool:
@@ -157,9 +169,7 @@ def shows_all(wanted: Collection[str]) -> bool:
 
 
 def _is_supported(layer: Layer) -> bool:
-    """Layers with experts or delta nets are not: torch shows their tensors."""
-    return (
-        layer.router is None
-        and layer.delta is None
-        and all(d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks)))
+    """Layers with experts are not: torch shows their tensors."""
+    return layer.router is None and all(
+        d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks))
     )

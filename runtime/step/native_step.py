@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.options.cache_types import CacheTypes
+from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
@@ -37,6 +39,8 @@ from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.program import step_program
+
+_MOST_POSITIONS = (1 << 31) - 1  # of a step
 
 
 class LayerStruct(Structure):
@@ -144,6 +148,17 @@ def build(
         return str(reason)
 
 
+def table_and_types(layers: Sequence[Layer]) -> tuple[BlockTable, CacheTypes]:
+    """The block table and the types of the cache, which layers with attention share; if there are
+    none, of a cache that is not used."""
+    caches = [layer.attention.cache for layer in layers if layer.delta is None]
+    if not caches:
+        return BlockTable(1, _MOST_POSITIONS), CacheTypes.of("f32")
+    (table,) = {cache.table for cache in caches}
+    (types,) = {cache.types for cache in caches}
+    return table, types
+
+
 def _own_neurons(layer: Layer) -> int:
     """Neurons of a block: of the layer, or of an expert."""
     experts = layer.ffn.experts
@@ -206,9 +221,7 @@ class StepBuilder(Structs):
     ) -> StepStruct:
         """`frame` without learned positions. The structs are of some of the layers, which share a
         block table and the types of the cache."""
-        caches = [layer.attention.cache for layer in layers if layer.delta is None]
-        (table,) = {cache.table for cache in caches}
-        (types,) = {cache.types for cache in caches}
+        table, types = table_and_types(layers)
         return StepStruct(
             layer=self.array(LayerStruct, layer_structs),
             rotary=self.rotaries.structs(self),
