@@ -6,10 +6,11 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import context_words
 from hotsplit.costs.default_mode import choose_mode, loss_line
-from hotsplit.costs.part_bytes import counted_layers, placed_units
+from hotsplit.costs.part_bytes import placed_units
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs
+from hotsplit.solver.units import counted_layers
 from hotsplit.system.sizes import format_bytes
 
 
@@ -71,7 +72,7 @@ def _context_notes(inputs: Inputs, split: Split) -> list[str]:
     if words is None:
         return []
     left = format_bytes(split.gpu_bytes["neurons"])
-    layers, what = counted_layers(model), "experts" if model.spec.has_experts else "neurons"
+    layers, what = counted_layers(model), split.units
     number = sum(placed_units(model, layer)[0] for layer in layers)
     placed = f"{sum(len(split.hot[layer]) for layer in layers):,} of {number:,}"
     there = f"; the budget leaves {left} to {what}, {placed}" if any(split.budgets) else ""

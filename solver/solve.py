@@ -14,7 +14,7 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import Items, counted_layers, placed_units
+from hotsplit.costs.part_bytes import Items, placed_units
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
@@ -29,7 +29,7 @@ from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
 from hotsplit.solver.problem import Placement, Problem
-from hotsplit.solver.units import ExpertUnits
+from hotsplit.solver.units import ExpertUnits, counted_layers
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (
     advice_line,

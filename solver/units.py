@@ -14,6 +14,12 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.part_bytes import layer_units
 
 
+def counted_layers(model: ModelFile) -> list[int]:
+    """The layers whose units reports count: in a mixture, those with experts."""
+    spec = model.spec
+    return [n for n, x in enumerate(spec.layers) if not spec.has_experts or x.route is not None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertUnits:
     """The units of a mixture, hottest first, ties by number."""

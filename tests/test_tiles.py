@@ -8,8 +8,9 @@ import torch
 from models import decided_predictors, make_model, make_sizes
 from test_cpu_kernels import rounded
 
-from hotsplit.costs.part_bytes import part_neurons, tile_rows
+from hotsplit.costs.part_bytes import tile_rows
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
+from hotsplit.costs.pass_parts import part_neurons
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons import feed_forward

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.cache.state_slots import Saves, StateRun, StateSlots, Stretch
+from hotsplit.runtime.kernels.gpu.kernels import ROWS
 
 Wanted = Literal["none", "last", "all"]  # tokens whose logits are wanted
 _WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
@@ -59,6 +60,13 @@ def runs_of(rows: Iterable[Row]) -> list[list[Row]]:
         else:
             runs.append([row])
     return runs
+
+
+def is_decoded(run: Sequence[Row]) -> bool:
+    """True if all rows have logits, as in decoding (drafts included), and none is a copy. A run too
+    long for a step is a text whose logits are all wanted, for instance by `eval`: a pass reads each
+    weight once for all of it."""
+    return len(run) <= ROWS[-1] and all(row.has_logits and row.source is None for row in run)
 
 
 @contextmanager

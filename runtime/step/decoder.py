@@ -16,7 +16,6 @@ from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
-from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.ops.attention.block import Attend
 from hotsplit.runtime.ops.attention.rotary import Turns
@@ -24,7 +23,7 @@ from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
-from hotsplit.runtime.step.batch import Row, rows_of, runs_of, slots_of, with_slots
+from hotsplit.runtime.step.batch import Row, is_decoded, rows_of, runs_of, slots_of, with_slots
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import HybridStep
@@ -272,13 +271,6 @@ class Decoder:
         """Logits f32 [T, V] on the CPU."""
         weights = self.weights
         return logits(hidden_TD, weights.output_norm, weights.head, self.observers)
-
-
-def is_decoded(run: Sequence[Row]) -> bool:
-    """True if all rows have logits, as in decoding (drafts included), and none is a copy. A run too
-    long for a step is a text whose logits are all wanted, for instance by `eval`: a pass reads each
-    weight once for all of it."""
-    return len(run) <= ROWS[-1] and all(row.has_logits and row.source is None for row in run)
 
 
 def _added(x_TD: Tensor, *others: Tensor, factor: float) -> Tensor:

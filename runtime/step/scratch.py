@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs import part_bytes
+from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.part_bytes import FLOAT_BYTES
 from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.modes import Mode, computes_all
@@ -267,7 +267,7 @@ def _experts_on_gpu(p: Pass, index: int) -> PoolBytes:
         number = p.num_tokens * used
         tiles = -(-number // SMALL_TILE) + spec.route.num_experts
         pairs = p.tensor(4 * (3 * number + 3 * tiles))
-        part = min(number, part_bytes.expert_part_pairs(p.num_tokens, own.of_expert))
+        part = min(number, pass_parts.expert_part_pairs(p.num_tokens, own.of_expert))
         values = p.tensor(FLOAT_BYTES * part * own.of_expert)
         hidden = p.tensor(2 * part * own.of_expert) + p.tensor(FLOAT_BYTES * part)
         hidden = values if part_bytes.down_kind(p.model, index) == "f32" else hidden
@@ -360,7 +360,7 @@ def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
     """A part of a block at a time: gates and what they are multiplied by; their hidden values; and
     the sum of the rows of down, apart from that of earlier parts."""
     own, size = p.spec.layers[index].neurons, p.spec.hidden_size
-    part, width = min(number, part_bytes.gpu_part_neurons(p.num_tokens)), p.floats(size)
+    part, width = min(number, pass_parts.gpu_part_neurons(p.num_tokens)), p.floats(size)
     has_biases = bool(own.biases & set(own.matrices))
     gate, down = p.kind(f"blk.{index}.{own.gate_name}"), part_bytes.down_kind(p.model, index)
     hidden = p.floats(part * (1 if down == "f32" else 0.5)) + p.floats(1)

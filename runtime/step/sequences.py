@@ -25,8 +25,8 @@ from hotsplit.files.typed import shown
 from hotsplit.options.kinds import check_kind
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
-from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, rows_of
-from hotsplit.runtime.step.decoder import Decoder, is_decoded
+from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, is_decoded, rows_of
+from hotsplit.runtime.step.decoder import Decoder
 
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.costs.part_bytes import expert_part_pairs
+from hotsplit.costs.pass_parts import expert_part_pairs
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE, Pairs, Part, pairs_of
 from hotsplit.runtime.ops.neurons.streams import ColdExpertStream
 from hotsplit.runtime.ops.route import Routed

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hotsplit.costs.part_bytes import gpu_part_neurons, part_neurons
+from hotsplit.costs.pass_parts import gpu_part_neurons, part_neurons
 from hotsplit.runtime.ops.neurons import expert_pass
 from hotsplit.runtime.ops.neurons.native import add_neurons
 from hotsplit.runtime.ops.neurons.streams import ColdExpertStream, ColdNeurons

@@ -23,7 +23,6 @@ FLOAT_BYTES = 4
 # UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.
 UNPACK_TILE_BYTES = 2 << 20
 LEAST_TILE_ROWS = 128
-GPU_PART_BYTES = 24 << 20
 # The online neuron cache (runtime/neuron_cache). In staging, each part of a neuron (row, bias)
 # begins at a multiple of STAGED_ALIGNMENT. A swap copies each part and changes up to three numbers
 # (int32); staging holds a descriptor for every copy, and the numbers.
@@ -39,28 +38,6 @@ PENDING_TOKENS = 32  # tokens whose bits the neuron cache's policy keeps (MOST_P
 def tile_rows(width: int) -> int:
     """Rows of a matrix that are unpacked at a time."""
     return max(LEAST_TILE_ROWS, UNPACK_TILE_BYTES // (FLOAT_BYTES * width))
-
-
-def part_neurons(width: int, num_tokens: int) -> int:
-    """Neurons that an unobserved pass computes at a time: as many whole tiles of a matrix of this
-    width as keep their activations within the bytes of a tile, but at least one."""
-    rows = tile_rows(width)
-    return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
-
-
-def gpu_part_neurons(num_tokens: int) -> int:
-    """Neurons that a pass computes at a time on a GPU, where each part takes a dozen launches: as
-    many multiples of LEAST_TILE_ROWS as keep the f32 values of one matrix within GPU_PART_BYTES, but
-    at least one."""
-    rows = LEAST_TILE_ROWS
-    return max(1, GPU_PART_BYTES // (FLOAT_BYTES * num_tokens) // rows) * rows
-
-
-def expert_part_pairs(num_tokens: int, num_neurons: int) -> int:
-    """Pairs of a token and one of its experts, which has so many neurons, that a pass computes at a
-    time on a GPU: as many as keep the f32 values of one matrix within GPU_PART_BYTES, but at least
-    those of one expert."""
-    return max(num_tokens, GPU_PART_BYTES // (FLOAT_BYTES * num_neurons))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +123,6 @@ def placed_units(model: ModelFile, layer: int) -> tuple[int, int]:
     tensors = layer_tensors(model, layer)
     total = sum(entry.num_bytes for name, entry in tensors.items() if is_expert(name))
     return neurons.num_experts, total // neurons.num_experts
-
-
-def counted_layers(model: ModelFile) -> list[int]:
-    """The layers whose units reports count: in a mixture, those with experts."""
-    spec = model.spec
-    return [n for n, x in enumerate(spec.layers) if not spec.has_experts or x.route is not None]
 
 
 def layer_units(model: ModelFile, layer: int, number: int) -> dict[str, float]:
