@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
+from delta_models import delta_model
 from forked import run_command
-from models import make_model, make_sizes, shape_only
+from models import byte_level_keys, make_model, make_sizes, shape_only
 from reference import rel_error
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
@@ -108,6 +109,19 @@ def is_same(first: Record, second: Record) -> bool:
 def windows_of(seed=0, lengths=(200, 16, 129, 128, 256)):
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(320, (n,), generator=generator) for n in lengths)
+
+
+def test_recurrent_states_go_from_chunk_to_chunk(tmp_path):
+    path, (keys, _) = tmp_path / "m.gguf", byte_level_keys()
+    sizes = make_sizes(num_layers=4, vocab_size=320, context_length=256)
+    delta_model(sizes, extra_keys=keys).save(path)
+    want, got = Record(), Record()
+    with Engine.load(path, mode="dense") as engine, engine.observe(want.observe):
+        for ids in windows_of():
+            engine.hidden(ids)
+    with stream_of(path, tmp_path) as stream, stream.observe(got.observe):
+        stream.run(windows_of(), lambda count: None)
+    assert is_same(got, want)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,6 +31,7 @@ from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.stream.states import FileStates, MemoryStates, States
+from hotsplit.runtime.cache.state_slots import slots_in_turn
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
@@ -324,6 +325,7 @@ class StreamedLayer:
                     x_TD,
                     start=start,
                     turns=Turns(start, count),
+                    slots=slots_in_turn(start // SHORT_CHUNK, count),
                     predictor_input=before_TD,
                     observers=observers,
                 )
