@@ -36,7 +36,7 @@ NUM_SHARES = 101
 MAX_THIN = 12  # most layers with a line each
 MAX_LINEAR = 15  # highest ratio of the last speed to the first on a linear axis
 MEANINGS = {
-    "attention": "attention, norms", "predictor": "predictors", "kv_cache": "keys, values",
+    "attention": "attention, norms", "predictor": "predictors", "kv_cache": "keys, values, states",
     "head": "output head", "embedding": "embedding", "neurons": "neurons",
     "neuron_cache": "neuron cache",
     "workspace": "workspace",

@@ -1,27 +1,46 @@
 """Small random models of which most layers are gated delta nets, as in Qwen3-Next, 3.5 and 3.6."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from models import _without_tensors, changed, family_spec, make_model, mixture_spec, required_shapes
+from models import _without_tensors, changed, make_model, required_shapes
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.families.delta_nets import delta_spec
+from hotsplit.families.experts import Experts
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.model.delta_net import DeltaNet
-from hotsplit.model.spec import Attention, ModelSpec, Rotary, Route
+from hotsplit.model.rope import Rotary
+from hotsplit.model.spec import Attention, ModelSpec, Route
 from hotsplit.model.tensors import DECAY, is_router
 
 PERIOD = 4  # the last of so many layers attends
 TINY = DeltaNet(
     num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, epsilon=1e-6
 )  # fmt: skip
+FEW = Experts(
+    route=Route(num_experts=6, num_used=2), num_neurons=32, num_shared=32, has_shared_gate=True
+)  # fmt: skip
+
+
+def spec_of(
+    sizes: Sizes, delta: DeltaNet = TINY, *, experts: Experts | None = None, period: int = PERIOD,
+    attends_L: Sequence[bool] = (), theta: float = 10000.0,
+) -> ModelSpec:  # fmt: skip
+    """A Qwen 3.5, or with experts its mixture; a quarter of each attention head rotates."""
+    rotary = Rotary(theta=theta, pairing="halves", num_values=sizes.head_dim // 4)
+    attends_L = attends_L or [(layer + 1) % period == 0 for layer in range(sizes.num_layers)]
+    name = "qwen35" if experts is None else "qwen35moe"
+    delta = replace(delta, epsilon=sizes.epsilon)
+    return delta_spec(name, "a test", sizes, rotary, "silu", delta, attends_L, experts)
 
 
 def with_delta_nets(spec: ModelSpec, delta: DeltaNet = TINY, period: int = PERIOD) -> ModelSpec:
     """The model with delta nets instead of attention in all layers but every `period`-th, where heads
-    have gates."""
+    have gates. No family has such a spec, so it cannot be in a file."""
     layers = []
     for index, layer in enumerate(changed(spec, Attention, is_gated=True).layers):
         if (index + 1) % period:
@@ -31,12 +50,14 @@ def with_delta_nets(spec: ModelSpec, delta: DeltaNet = TINY, period: int = PERIO
     return spec.with_layers(layers)
 
 
-def delta_model(sizes: Sizes, *, delta: DeltaNet = TINY, period: int = PERIOD, **more) -> ModelFile:
-    """A random model in memory, dense; `more`: as for make_model."""
-    spec = with_delta_nets(family_spec("qwen3", sizes, "silu"), delta, period)
-    model = make_model(spec=spec, activation="silu", **more)
+def delta_model(
+    sizes: Sizes, *, delta: DeltaNet = TINY, experts: Experts | None = None, period: int = PERIOD,
+    **more,
+) -> ModelFile:  # fmt: skip
+    """A random model in memory; `more`: as for make_model. Its states fade over tens of tokens."""
+    model = make_model(spec=spec_of(sizes, delta, experts=experts, period=period), **more)
     decays = {
-        name: array_entry(-np.abs(entry.read()), "f32")
+        name: array_entry(-0.1 * np.abs(entry.read()), "f32")
         for name, entry in model.tensors.items()
         if name.endswith(DECAY)
     }
@@ -45,17 +66,17 @@ def delta_model(sizes: Sizes, *, delta: DeltaNet = TINY, period: int = PERIOD, *
 
 def full_shape(kind: str = "q4_k") -> ModelFile:
     """Qwen3.6-35B-A3B without its weights: every matrix in this type."""
-    route = Route(num_experts=256, num_used=8)
+    experts = replace(
+        FEW, route=Route(num_experts=256, num_used=8), num_neurons=512, num_shared=512
+    )
     sizes = Sizes(
         num_layers=40, hidden_size=2048, num_neurons=512, num_heads=16, num_kv_heads=2, head_dim=256,
         vocab_size=248320, context_length=262144, epsilon=1e-6,
     )  # fmt: skip
-    spec = mixture_spec(sizes, route=route, num_neurons=512, num_shared=512, has_shared_gate=True)
-    spec = changed(spec, Rotary, num_values=64, theta=1e7)
     delta = DeltaNet(
         num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, epsilon=1e-6
     )
-    spec = with_delta_nets(spec, delta)
+    spec = spec_of(sizes, delta, experts=experts, theta=1e7)
 
     def read(start: int, stop: int) -> np.ndarray:
         raise AssertionError("this model has no weights to read")

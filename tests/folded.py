@@ -63,6 +63,10 @@ class FoldedDecoder:
         self.num_computed = 0
         engine._sequences.decoder = self  # type: ignore[assignment]
 
+    def fail_after(self, rows: int) -> None:
+        """Makes a pass fail after so many rows from now on; below 0: none."""
+        self.fails_after = self.num_computed + rows if rows >= 0 else None
+
     def run(self, rows: Sequence[Row]) -> Tensor:
         with with_slots(self.weights.states, rows) as slotted:
             assert len(slotted) <= self.most_tokens

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from delta_models import delta_model, full_shape, with_delta_nets
-from models import make_inputs, make_machine, make_model, make_sizes, mixture_spec
+from delta_models import FEW, delta_model, full_shape
+from models import make_inputs, make_machine, make_model, make_sizes
 from test_solver_experts import profile_of, random_choices
 
 from hotsplit.costs.context_bytes import context_words, text_words
 from hotsplit.costs.part_bytes import kv_bytes, plan_bytes
 from hotsplit.costs.state_bytes import num_slots, slots_bytes, state_bytes
+from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.solver import solve
@@ -80,7 +81,7 @@ def planned(model, budget, context_length, machine, id_LTK, **more):
 
 def test_a_plan_of_a_small_mixture_counts_and_says_it():
     sizes = make_sizes(num_layers=4, context_length=4096, num_kv_heads=1)
-    model = make_model(spec=with_delta_nets(mixture_spec(sizes)))
+    model = delta_model(sizes, experts=FEW)
     chance = np.random.default_rng(0)
     route = model.spec.layers[0].route
     id_LTK = random_choices(chance, 4, 30, route, 1.0)
@@ -101,6 +102,16 @@ def test_models_without_states_say_nothing():
     model = make_model()
     assert text_words(model) is None and context_words(model, 64, 1) is None
     assert state_bytes(model, 0) == slots_bytes(model, 0, 2) == 0 and num_slots(2) == 8
+
+
+def test_inspect_says_what_a_text_keeps(tmp_path):
+    delta_model(make_sizes(num_layers=4)).save(tmp_path / "m.gguf")
+    rows = dict(inspect_file(tmp_path / "m.gguf").facts)
+    assert rows["a text keeps"] == (
+        "9.38 KiB of states in 3 layers, whatever its length, and 256 B of keys and values a token in 1"
+    )
+    make_model().save(tmp_path / "m.gguf")
+    assert "a text keeps" not in dict(inspect_file(tmp_path / "m.gguf").facts)
 
 
 @pytest.mark.slow

@@ -3,22 +3,26 @@ other texts do, a text gets the bits that it gets alone."""
 
 import dataclasses
 import random
+from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
+from delta_models import FEW, delta_model
 from folded import CONV, STATE, Failure, FoldedDecoder, alone
 from models import byte_level_keys, make_model, make_sizes
 from test_chat import alone as answer_alone
 from test_chat import chat_keys, talk
 from test_chat import text_of as said
-from test_sequences import change_texts
+from test_sequences import Alone, change_texts
 from test_serve_scheduler import SAMPLINGS, Bench, check_random_life
 from test_speculation import LIES, PROMPT, Eager, Prophet, text_of
 
 from hotsplit import Engine
+from hotsplit.costs.state_bytes import num_slots
 from hotsplit.errors import HotsplitError
+from hotsplit.families.experts import Experts
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.runtime.generate import prompt_cache
 from hotsplit.runtime.generate.draft_model import DraftModel
@@ -58,14 +62,29 @@ def folded(path, num_sequences: int = 1, **more) -> tuple[Engine, FoldedDecoder]
     return engine, FoldedDecoder(engine, num_sequences, **more)
 
 
+Want = Callable[[list[int], int], torch.Tensor]  # the last so many logits of a text alone
+
+
 def check(text: Sequence, logits_RV: torch.Tensor, vocab_size: int) -> None:
     """The logits after the last tokens are those of the text alone."""
-    for back, logits_V in enumerate(logits_RV.flip(0)):
-        want_V = alone(text.ids[: text.length - back], vocab_size)
-        assert torch.equal(logits_V, want_V), (text.ids, back)
+    want_RV = folded_alone(vocab_size)(text.ids, len(logits_RV))
+    assert torch.equal(logits_RV, want_RV), text.ids
 
 
-def schedule(engine: Engine, decoder: FoldedDecoder, chance: random.Random, steps: int) -> None:
+def folded_alone(vocab_size: int) -> Want:
+    def last(ids: list[int], count: int) -> torch.Tensor:
+        lengths = range(len(ids) - count + 1, len(ids) + 1)
+        found = [alone(ids[:length], vocab_size) for length in lengths]
+        return torch.stack(found) if found else torch.empty(0, vocab_size)
+
+    return last
+
+
+def schedule(
+    engine: Engine, want: Want, chance: random.Random, steps: int, fail_after: Callable[[int], None]
+) -> None:
+    """Takes up to ROOM sequences through random operations. `fail_after`: makes a pass fail after
+    so many rows, or parts of the step, from now on; -1: none."""
     texts = [engine.sequence()]
     for _ in range(steps):
         change_texts(engine, texts, chance, chance.random(), 0.2, ROOM)
@@ -80,13 +99,14 @@ def schedule(engine: Engine, decoder: FoldedDecoder, chance: random.Random, step
             if tokens:
                 parts.append(Part(sequence=text, tokens=tokens, wanted=wanted))
         before = [list(text.ids) for text in texts]
-        decoder.fails_after = decoder.num_computed + chance.randrange(60)
+        fail_after(chance.randrange(60))
         try:
             for part, logits_RV in zip(parts, engine.run(parts), strict=True):
-                check(part.sequence, logits_RV, decoder.vocab_size)
+                ids = part.sequence.ids
+                assert torch.equal(logits_RV, want(ids, len(logits_RV))), ids
         except Failure:
             assert [text.ids for text in texts] == before
-        decoder.fails_after = None
+        fail_after(-1)
     for text in texts:
         text.close()
 
@@ -94,8 +114,9 @@ def schedule(engine: Engine, decoder: FoldedDecoder, chance: random.Random, step
 def test_random_schedules(path):
     engine, decoder = folded(path, ROOM)
     with engine:
-        for seed in range(30):
-            schedule(engine, decoder, random.Random(seed), 8)
+        want = folded_alone(decoder.vocab_size)
+        for seed in range(20):
+            schedule(engine, want, random.Random(seed), 8, decoder.fail_after)
         assert decoder.weights.states.num_free == 4 * ROOM
 
 
@@ -103,8 +124,140 @@ def test_random_schedules(path):
 def test_a_thousand_random_schedules(path):
     engine, decoder = folded(path, ROOM)
     with engine:
+        want = folded_alone(decoder.vocab_size)
         for seed in range(1000):
-            schedule(engine, decoder, random.Random(f"slow {seed}"), 12)
+            schedule(engine, want, random.Random(f"slow {seed}"), 12, decoder.fail_after)
+
+
+# ---- gated delta nets ----------------------------------------------------------------------------
+
+
+class Faults:
+    """Makes native steps fail after they have written their states."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.left = -1
+        self.real, self.num_failed = library.run_step, 0
+        monkeypatch.setattr(library, "run_step", self.run)
+
+    def after(self, rows: int) -> None:
+        self.left = rows
+
+    def run(self, step, rows, logits) -> None:
+        self.real(step, rows, logits)
+        if 0 <= self.left < len(rows):
+            self.left = -1
+            self.num_failed += 1
+            raise Failure
+        self.left -= len(rows)
+
+
+def real_schedules(
+    kind: str, experts: Experts | None, monkeypatch, seeds: range, name: str
+) -> None:
+    shape = make_sizes(num_layers=4, vocab_size=50, context_length=CONTEXT)
+    model = delta_model(shape, kind=kind, experts=experts)
+    with Engine.of(model, num_sequences=ROOM) as engine, Engine.of(model) as single:
+        texts = Alone(single)
+        faults = Faults(monkeypatch)
+
+        def want(ids: list[int], count: int) -> torch.Tensor:
+            left, faults.left = faults.left, -1
+            found = texts.logits(ids)[len(ids) - count :]
+            faults.left = left
+            return found
+
+        for seed in seeds:
+            chance = random.Random(f"{name} {kind} {experts} {seed}")
+            schedule(engine, want, chance, 12, faults.after)
+        assert faults.num_failed > len(seeds) / 4
+        states = engine._sequences.states
+        assert states.num_free == num_slots(ROOM)
+
+
+@pytest.mark.parametrize("experts", [None, FEW], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0"])
+def test_every_row_has_the_bits_of_its_text_alone(monkeypatch, kind, experts):
+    real_schedules(kind, experts, monkeypatch, range(8), "fast")
+
+
+@pytest.fixture(scope="module")
+def delta_path(tmp_path_factory):
+    keys, vocab_size = byte_level_keys()
+    shape = make_sizes(num_layers=4, vocab_size=vocab_size, context_length=CONTEXT)
+    path = tmp_path_factory.mktemp("delta") / "m.gguf"
+    delta_model(shape, kind="q8_0", experts=FEW, extra_keys=keys).save(path)
+    return path
+
+
+@pytest.mark.parametrize("lie", ["wrong in the middle", "anything"])
+def test_drafts_change_no_text_of_delta_nets(delta_path, lie):
+    with Engine.load(delta_path, context_length=60) as engine:
+        for sampling in (SAMPLINGS[0], SAMPLINGS[1]):
+            want = text_of(engine, 40, sampling=sampling)
+            drafts = Prophet(PROMPT + want, LIES[lie])
+            assert text_of(engine, 40, drafts, sampling=sampling) == want
+            assert engine.last_run.drafted > 20
+        shifted = text_of(engine, 90, shift_keep=3)
+        drafts = Prophet(PROMPT + shifted, LIES[lie])
+        assert text_of(engine, 90, drafts, shift_keep=3) == shifted
+
+
+def test_a_draft_model_of_delta_nets_changes_no_text(delta_path):
+    with Engine.load(delta_path) as engine, Engine.load(delta_path) as other:
+        want = text_of(engine, 80)
+        with other.sequence() as sequence:
+            assert text_of(engine, 80, Eager(DraftModel(sequence, 0.0), 4)) == want
+        assert engine.last_run.accepted > 40  # the same model
+
+
+def test_served_texts_of_delta_nets_equal_those_generated_alone(delta_path):
+    check_random_life(delta_path, 1, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 40))
+def test_many_served_texts_of_delta_nets_equal_those_generated_alone(delta_path, seed):
+    check_random_life(delta_path, seed, 80)
+
+
+def test_a_prompts_file_of_delta_nets_is_exact_in_any_engine(delta_path, tmp_path):
+    file, ids = tmp_path / "p", [n * 7 % 250 for n in range(90)]
+    for room, others in ((1, 3), (3, 1)):
+        with Engine.load(delta_path, num_sequences=room) as engine, engine.sequence() as text:
+            text.mark(82)
+            text.extend(ids)
+            save_prompt(text, file, engine.prompt_key())
+            want = text.extend([7, 8, 9], "all")
+            text.rollback(82)
+            begun = text.extend([1, 2], "all")
+        with Engine.load(delta_path, num_sequences=others) as engine, engine.sequence() as text:
+            assert restore_prompt(text, file, engine.prompt_key()) == 90
+            assert torch.equal(text.extend([7, 8, 9], "all"), want)
+            assert text.reusable(89) == 82
+            text.rollback(82)
+            assert torch.equal(text.extend([1, 2], "all"), begun)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [None, FEW], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+def test_every_row_of_a_thousand_schedules(monkeypatch, kind, experts):
+    real_schedules(kind, experts, monkeypatch, range(100), "slow")
+
+
+def test_the_comparison_finds_a_state_of_another_text():
+    shape = make_sizes(num_layers=4, vocab_size=50, context_length=CONTEXT)
+    with Engine.of(delta_model(shape, kind="q8_0"), num_sequences=3) as engine:
+        first, second = engine.sequence(), engine.sequence()
+        first.extend([1] * 9)
+        second.extend([2] * 9)
+        fork = first.fork()
+        assert torch.equal(first.extend([3]), fork.extend([3]))
+        for state in engine._live.weights.layer_states[:1]:
+            slots = [engine._sequences.states.states(n)[-1].slot for n in (0, 1)]
+            state.write(slots[:1], state.read(slots[1:]))
+        assert not torch.equal(first.extend([3]), fork.extend([3]))
 
 
 def test_the_comparison_finds_a_token_that_is_folded_twice(path):

@@ -183,8 +183,9 @@ def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
     )
     wanted, free = items["cpu"]["kv_cache"], free_memory_bytes()
     if wanted > free:
+        states = " with recurrent states" if file.spec.has_states else ""
         raise HotsplitError(
-            f"the KV cache takes {format_bytes(wanted)}, but only {format_bytes(free)} are free;"
+            f"the KV cache{states} takes {format_bytes(wanted)}, but only {format_bytes(free)} are free;"
             " give a smaller --context, --parallel or --kept"
         )
 

@@ -18,7 +18,7 @@ from hotsplit.system.sizes import format_bytes, parse_bytes
 MEANINGS = {
     "attention": "attention and norms",
     "predictor": "predictors",
-    "kv_cache": "keys and values",
+    "kv_cache": "keys, values, states",
     "head": "output head",
     "embedding": "embedding",
     "neurons": "neurons",

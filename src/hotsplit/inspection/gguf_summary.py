@@ -15,6 +15,7 @@ from hotsplit.artifacts import importance_file
 from hotsplit.artifacts.model_file import TEMPLATE_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.context_bytes import text_words
 from hotsplit.costs.default_mode import dense_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
@@ -41,6 +42,7 @@ PARTS = (
     ("attn_", "attention"),
     ("ffn_norm", "attention"),
     ("post_", "attention"),
+    ("ssm_", "attention"),
     ("ffn_", "ffn"),
     ("token_embd", "embedding"),
     ("position_embd", "embedding"),
@@ -160,6 +162,7 @@ class GgufSummary(Summary):
                 ("thresholds", span(m.threshold_L)),
                 *([("limits", f"sha256 {limits[:12]}")] if limits else []),
                 *spec_facts(m.bare_spec),
+                *([("a text keeps", kept)] if (kept := text_words(m)) else []),
                 *_read_rows(m),
                 (
                     "output head",
@@ -232,7 +235,7 @@ def summarise_gguf(path: Path) -> GgufSummary | SplitSummary | ImportancesSummar
 
 
 def part_of(name: str) -> str:
-    """A tensor's part: attention (with norms, as in a plan), ffn, predictors, embedding, ..."""
+    """A tensor's part: attention (with norms and delta nets, as in a plan), ffn, predictors, embedding, ..."""
     if name.startswith("blk."):
         name = name.split(".", 2)[-1]
     return next((part for start, part in PARTS if name.startswith(start)), "other")
