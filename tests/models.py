@@ -37,7 +37,7 @@ from hotsplit.model.spec import (
     Rotary,
     Route,
 )
-from hotsplit.model.tensors import CONV, is_router
+from hotsplit.model.tensors import is_router
 from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Problem
@@ -339,7 +339,7 @@ def _random_entry(
     if len(shape) == 1:
         return array_entry(1 + 0.1 * random.standard_normal(shape), "f32")
     values = (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-    is_f32 = "ffn_pred" in name or is_router(name) or name.endswith(CONV)
+    is_f32 = "ffn_pred" in name or is_router(name) or "ssm_conv1d" in name
     if kind in ("f32", "f16") or is_f32:
         return array_entry(values, "f32" if is_f32 else kind)
     if kind in BLOCK_BYTES or kind in CODED:
