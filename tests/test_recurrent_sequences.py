@@ -221,6 +221,20 @@ def test_many_served_texts_of_delta_nets_equal_those_generated_alone(delta_path,
     check_random_life(delta_path, seed, 80)
 
 
+def test_keys_are_selected_where_layers_attend_and_states_stay(delta_path, caplog):
+    """A short text is read entirely, with the same bits as without a selection; a long one is not."""
+    ids = [n * 7 % 250 for n in range(200)]
+    with Engine.load(delta_path) as engine:
+        want = engine.logits(ids)
+    caplog.set_level("INFO")
+    with Engine.load(delta_path, kv_offload="window=32,top=32,sinks=32") as engine:
+        got = engine.logits(ids)
+        found = engine.logits(ids[:96])
+    assert torch.equal(found, want[:96]) and not torch.equal(got, want)
+    (line,) = (line for line in caplog.messages if "recurrent states" in line)
+    assert "--kv-offload is for keys and values alone" in line and "in 3 layers" in line
+
+
 def test_a_prompts_file_of_delta_nets_is_exact_in_any_engine(delta_path, tmp_path):
     file, ids = tmp_path / "p", [n * 7 % 250 for n in range(90)]
     for room, others in ((1, 3), (3, 1)):
@@ -418,6 +432,11 @@ def test_a_prompts_file_holds_the_states(path, tmp_path):
         save_prompt(text, file, engine.prompt_key())
         with engine.sequence() as other:
             assert restore_prompt(other, file, engine.prompt_key()) == 66
+            check(other, other.extend([7]), decoder.vocab_size)
+        text.rollback(5)  # without any state but that of the beginning
+        save_prompt(text, file, engine.prompt_key())
+        with engine.sequence() as other:
+            assert restore_prompt(other, file, engine.prompt_key()) == 5
             check(other, other.extend([7]), decoder.vocab_size)
 
 
