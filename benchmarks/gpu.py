@@ -69,7 +69,7 @@ class Scale:
     steps: int
 
 
-def _shape(layers: int, width: int, neurons: int, heads: int, kv_heads: int, vocab: int = 32_000,
+def shape_of(layers: int, width: int, neurons: int, heads: int, kv_heads: int, vocab: int = 32_000,
            context_length: int = 2048) -> Sizes:  # fmt: skip
     return Sizes(
         num_layers=layers, hidden_size=width, num_neurons=neurons, num_heads=heads,
@@ -79,17 +79,17 @@ def _shape(layers: int, width: int, neurons: int, heads: int, kv_heads: int, voc
 
 
 SEVEN_B_8 = Scale(
-    name="7B/4", sizes=_shape(8, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
+    name="7B/4", sizes=shape_of(8, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
     resident=("predicted",), context_length=1024, steps=32,
 )  # fmt: skip
 SCALES = (
-    Scale(name="7B", sizes=_shape(32, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
+    Scale(name="7B", sizes=shape_of(32, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
           resident=("dense", "exact", "predicted"), context_length=1024, steps=32),
-    Scale(name="70B/10", sizes=_shape(8, 8192, 28672, 64, 8), rank=256, budgets=(0.45, 0.6, 0.8),
+    Scale(name="70B/10", sizes=shape_of(8, 8192, 28672, 64, 8), rank=256, budgets=(0.45, 0.6, 0.8),
           resident=(), context_length=1024, steps=32),
 )  # fmt: skip
 SMOKE = Scale(
-    name="toy", sizes=_shape(3, 256, 1024, 8, 4, vocab=384, context_length=64), rank=32,
+    name="toy", sizes=shape_of(3, 256, 1024, 8, 4, vocab=384, context_length=64), rank=32,
     budgets=(0.6,), resident=("dense",), context_length=64, steps=4,
 )  # fmt: skip
 

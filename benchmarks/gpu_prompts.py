@@ -1,6 +1,6 @@
 """Times a prompt of 512 tokens by type, with all of the model on the card, against llama.cpp,
-attention against torch's (attention_times.py), and a step's kernels with and without overlap
-(overlap_times.py).
+attention against torch's (attention_times.py), a step's kernels with and without overlap
+(overlap_times.py), and short passes launched and as graphs (pass_launches.py).
 
     python benchmarks/gpu_prompts.py [--output FILE.json] [--rival build/gpu-rival] [--seconds 80]
 
@@ -14,20 +14,23 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 from attention_times import PASSES, attention
-from gpu import SEVEN_B_8, SMOKE
+from gpu import SEVEN_B_8, SMOKE, shape_of
 from gpu_model import Planted, write_dense
 from gpu_rival import RivalModel, best_rival
 from gpu_sections import Sections, Table, page_of
 from overlap_times import overlap
+from pass_launches import launches
 from processes import Process, ProcessError
 
 KINDS = ("f16", "q8_0", "q4_k")
 ROUNDS = 5
+SMOLLM2 = shape_of(30, 576, 1536, 9, 3, vocab=49152, context_length=1024)
 NO_LIMIT = 1 << 40  # llama.cpp may use all of the card
 COLUMNS = ("type", "ours, ms", "llama.cpp, ms", "times as long")
 
@@ -122,7 +125,14 @@ def main() -> int:
     sections.run("attention", lambda: attention(prompts.device, places), least_s=5.0)
     run = lambda: overlap(prompts.device, is_small=asked.smoke)  # noqa: E731
     sections.run("overlap", run, least_s=5.0)
-    names = (*KINDS, "attention", "overlap")
+    short = {
+        "SmolLM2's shape": SMOKE.sizes if asked.smoke else SMOLLM2,
+        "a 7B shape": prompts.sizes,
+    }
+    for name, sizes in short.items():
+        passes = partial(launches, name, sizes, prompts.device, asked.output.parent)
+        sections.run(f"launches, {name}", passes, least_s=8.0)
+    names = (*KINDS, "attention", "overlap", *(f"launches, {name}" for name in short))
     print(page_of(sections.content, names))
     return 0 if sections.is_fine(names) else 1
 

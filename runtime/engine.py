@@ -118,10 +118,11 @@ class Engine(TextEngine):
             )
         )
         self.model = model
-        weights = replace(self._live.weights, layers=layers)
+        weights, captured = replace(self._live.weights, layers=layers), self._live.captured
         self._sequences.decoder = replace(
-            self._live, weights=weights, native=self._step_of(weights)
-        )
+            self._live, weights=weights, native=self._step_of(weights),
+            captured=None if captured is None else captured.emptied(),
+        )  # fmt: skip
         set_aside(self.memories)
 
     def _prefill(self, ids_T: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ budget, and streams of cold weights.
     uploading          while loading: uploaders that fill the slabs
     with_cold_streams  after loading: streams of cold weights, and the most tokens of a pass
     set_aside          after the capture of a decode step: memory for the temporaries of passes
+    captured_passes    after that: passes as graphs, in what is left
 
 Without a GPU, these do nothing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,14 +35,24 @@ from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.prefill.cold_experts import ColdExperts
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
 from hotsplit.runtime.prefill.expert_stream import ExpertStream
+from hotsplit.runtime.step.captured_passes import (
+    LENGTHS,
+    MOST_BYTES,
+    CapturedPasses,
+    PassMemory,
+    TryPass,
+    is_capturable,
+)
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.scratch import Pass, way_on
 from hotsplit.runtime.step.workspace import (
     decode_bytes,
+    graph_pools,
     least_piece_bytes,
     pass_pools,
     reserved_bytes,
@@ -282,6 +294,36 @@ def _piece_bytes(p: Pass, room: int, blocks: Blocks) -> int:
             return piece
         piece = piece * 3 // 4  # short pieces are taken from the pool of small tensors
     return 0
+
+
+def captured_passes(
+    p: Pass,
+    weights: Weights,
+    memories: Memories,
+    traffic: Traffic,
+    try_pass: TryPass,
+) -> CapturedPasses | None:
+    """Passes of prompts as graphs, of up to as many tokens as `p` has and as leave room for the longest
+    launched pass; None if there is no room, or if captured_passes does not cover the model."""
+    device, *others = memories
+    if others or device.type != "cuda" or not is_capturable(weights.layers, device):
+        return None
+    memory, table = memories[device], weights.cache.table
+    room = min(MOST_BYTES, memory.room_bytes - memory.aside.segments.total)
+    p = replace(p, way=way_on(device))
+    for most in sorted((each for each in LENGTHS if each <= p.num_tokens), reverse=True):
+        pools = graph_pools(replace(p, num_tokens=most))
+        if pools.segments.total > room:
+            continue
+        reserved = PassMemory.reserve(pools, (most, p.spec.hidden_size), device, table)
+        if reserved is None:
+            set_aside(memories)
+            return None
+        return CapturedPasses(
+            memory=reserved, table=table, lengths=tuple(n for n in LENGTHS if n <= most),
+            traffic=traffic, on_capture=partial(set_aside, memories), try_pass=try_pass,
+        )  # fmt: skip
+    return None
 
 
 def cold_blocks(

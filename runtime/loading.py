@@ -25,6 +25,7 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.check.device_check import MORE, checked
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.gpu_setup import (
+    captured_passes,
     memories_of,
     set_aside,
     step_takes,
@@ -63,6 +64,7 @@ from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.step.scratch import Pass
 from hotsplit.runtime.step.workspace import step_rows
 
 log = logging.getLogger(__name__)
@@ -140,6 +142,7 @@ class Loaded:
         self._make_neuron_cache()
         self._make_decoder()
         self._try_pass()
+        self._capture_passes()
         self.load_s = time.perf_counter() - began  # from an open file
 
     def _check_devices(self) -> None:
@@ -313,6 +316,16 @@ class Loaded:
         about = f"{self.context_length} {self.num_sequences} {sizes}"
         while not self.check.fits_pass(self.decoder, self.context_length, about):
             self.decoder.length.shorten(min(self.decoder.most_tokens, self.context_length))
+
+    def _capture_passes(self) -> None:
+        """Lets prompts run as graphs where that works."""
+        if self.check is None or not self.check.has_graph or not self.memories:
+            return
+        tokens = min(self.decoder.most_tokens, self.context_length)
+        p = Pass(model=self.model, mode=self.mode, num_tokens=tokens, way="gpu",
+                 context_length=self.context_length, num_sequences=self.num_sequences)  # fmt: skip
+        found = captured_passes(p, self.weights, self.memories, self.traffic, self.check.try_pass)
+        self.decoder = replace(self.decoder, captured=found)
 
     def _backend(self, step_by: Callable[..., DecodeStep | str]) -> Backend | str | None:
         """The fastest backend that works on the GPU, or the reason why none does; None without a

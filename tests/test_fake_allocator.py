@@ -93,3 +93,28 @@ def test_a_graph_takes_two_numbers_on_its_stream(allocator):
     del kept, graph, segment
     torch.cuda.empty_cache()
     assert allocator.reserved == 2 * MIB
+
+
+def test_a_pool_of_graphs_has_memory_of_its_own(allocator):
+    """Graphs share it, its free memory stays with it, and it is free when pool and graphs are gone."""
+    pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+        kept = torch.zeros(64, device="cuda")
+        taken(MIB)
+    assert allocator.reserved == 2 * MIB
+    taken(MIB)  # not from the pool
+    torch.cuda.empty_cache()
+    assert allocator.reserved == 2 * MIB and kept.numel()
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with torch.cuda.graph(graph, pool=pool.id, stream=stream):
+            kept += torch.ones(128 << 10, device="cuda")[:64]
+    assert allocator.reserved == 4 * MIB  # and the numbers of the generator
+    for _ in range(3):
+        for graph in graphs:
+            graph.replay()
+    assert kept.tolist() == [6.0] * 64
+    del graphs, graph, pool, kept
+    torch.cuda.empty_cache()
+    assert not allocator.reserved

@@ -14,6 +14,7 @@ its fallback, with one line of output.
     graph                 the step is submitted kernel by kernel
     overlapping launches  a kernel begins when the last one has ended
     steps of N rows ...   steps have fewer rows; tried when they are first used
+    graphs of N tokens    prompts are launched kernel by kernel; tried when they are first used
     passes of N tokens    prompts run in passes of half as many
 
 Results are kept (hotsplit.artifacts.device_checks): later loads check only parts without one, and print the
@@ -70,13 +71,13 @@ class DeviceCheck:
     parts: tuple[DeviceParts, ...]
     notice: Notice
     keeps_budget: bool = True
+    has_graph: bool = False  # a captured step is right
     _no_pinning: str = ""
     _fast: Kernels | None = None  # Triton's; None if it is missing
     _replaced: set[str] = field(default_factory=set)  # names of kernels that torch computes
     _variants: list[str] = field(default_factory=list)
-    _launches: Callable[[Weights, int], tuple[Launch, ...]] | None = (
-        None  # gives those of a step, from its number of rows
-    )
+    # Gives those of a step, from its number of rows.
+    _launches: Callable[[Weights, int], tuple[Launch, ...]] | None = None
 
     def check_devices(self, *, has_budget: bool) -> bool:
         """Checks that each device can be used, pins memory and, with a budget, limits it. False if
@@ -187,6 +188,7 @@ class DeviceCheck:
             if why:
                 self._say(first, "graph", why, "steps are submitted kernel by kernel, more slowly")
                 return replace(submitting, try_rows=self.try_rows)
+            self.has_graph = True
             if can_overlap and all(parts.can_overlap for parts in self.parts):
                 overlapping = made(has_graph=True, kernels=overlapped(self._kernels))
                 capturing = self._faster(book, build, capturing, overlapping)
@@ -244,17 +246,25 @@ class DeviceCheck:
     def try_rows(self, weights: Weights, num_rows: int, run: Callable[[], None]) -> str:
         """Tries a step of several rows at its first use: its kernels, then `run`. Returns the reason
         why it must not be used, "" if it works. Raises HotsplitError if the device is lost."""
+        kernels = partial(self._kernels_of_rows, weights, num_rows)
+        then = "steps will have fewer rows"
+        return self._try_in_use(f"steps of {num_rows} rows", run, then, kernels)
+
+    def try_pass(self, num_tokens: int, run: Callable[[], None]) -> str:
+        """Tries a captured pass of a prompt at its first use, as `try_rows` does."""
+        return self._try_in_use(f"graphs of {num_tokens} tokens", run, "prompts will not be graphs")
+
+    def _try_in_use(
+        self, name: str, run: Callable[[], None], then: str, before: Callable[[], str] = lambda: ""
+    ) -> str:
         try:
-            why = self._kernels_of_rows(weights, num_rows)
+            why = before()
             if why:
                 return why
             with CheckBook(self.parts[0].key, self.notice) as book:
-                part = f"steps of {num_rows} rows {self._plan}"
-                return self._try(book, self.parts[0], part, run, is_in_use=True)
+                return self._try(book, self.parts[0], f"{name} {self._plan}", run, is_in_use=True)
         except DeviceLost as lost:
-            raise HotsplitError(
-                f"{lost}; start again, and steps will have fewer rows; {MORE}"
-            ) from None
+            raise HotsplitError(f"{lost}; start again, and {then}; {MORE}") from None
 
     def _kernels_of_rows(self, weights: Weights, num_rows: int) -> str:
         """Checks the kernels of a step of this many rows, but those that torch computes instead.

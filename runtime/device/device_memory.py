@@ -34,7 +34,6 @@ from hotsplit.runtime.device.pools import (
     GAPS,
     LEAST_OWN_BYTES,
     SEGMENT_BYTES,
-    SMALL_TENSOR_BYTES,
     PoolBytes,
 )
 from hotsplit.system.sizes import format_bytes
@@ -161,14 +160,11 @@ class DeviceMemory:
         if self.device.type != "cuda":
             return
         torch.cuda.empty_cache()
-        wanted = self.aside.segments
-        sizes = [SMALL_TENSOR_BYTES] * (wanted.small // SMALL_TENSOR_BYTES)
-        sizes += [wanted.large] * (wanted.large > 0)
         with suppress(torch.OutOfMemoryError):
             self._reserve(PRODUCT_BYTES)
             self.product_bytes += _warm_up(self.device)
             # Freed together, into the allocator's cache, where only this process can use them.
-            _ = [self._reserve(num_bytes) for num_bytes in sizes]
+            _ = [self._reserve(num_bytes) for num_bytes in self.aside.tensors_of_segments]
             return
         torch.cuda.empty_cache()
 

@@ -51,6 +51,13 @@ class PoolBytes:
         return self.small + self.large
 
     @property
+    def tensors_of_segments(self) -> list[int]:
+        """Bytes of tensors that take exactly these segments, if they are allocated together."""
+        wanted = self.segments
+        small = [SMALL_TENSOR_BYTES] * (wanted.small // SMALL_TENSOR_BYTES)
+        return small + [wanted.large] * (wanted.large > 0)
+
+    @property
     def segments(self) -> "PoolBytes":
         """Bytes of the segments that hold them."""
         small = -(-self.small // _SMALL_USE_BYTES) * SEGMENT_BYTES

@@ -2,7 +2,6 @@
 
 Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
+from hotsplit.costs.pass_length import LOGITS_CHUNK, SHORT_CHUNK
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
@@ -24,11 +23,13 @@ from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step.batch import Row, is_decoded, rows_of, runs_of, slots_of, with_slots
+from hotsplit.runtime.step.captured_passes import CapturedPasses
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
 from hotsplit.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.pass_length import PassLength
 from hotsplit.runtime.step.program import (
     LayerPlace,
     Op,
@@ -40,24 +41,6 @@ from hotsplit.runtime.step.value_order import last_reads
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.gpu_products import Factor
 
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class PassLength:
-    """The most tokens of a pass, halved for good when a pass does not fit into a GPU's memory."""
-
-    most: int = PREFILL_CHUNK
-
-    def shorten(self, num_tokens: int) -> None:
-        """Notes that a pass of so many tokens does not fit, and frees what it has taken."""
-        self.most = min(self.most, num_tokens // 2)
-        log.warning(
-            "a GPU's memory is short for a pass of %d tokens: passes have at most %d from now on, which"
-            " makes prompts slower", num_tokens, self.most
-        )  # fmt: skip
-        torch.cuda.empty_cache()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -68,6 +51,7 @@ class Decoder:
     native: DecodeStep | str  # the decode step, or the reason why there is none
     chunk: int = SHORT_CHUNK  # tokens per pass without observers, at most
     length: PassLength = field(default_factory=PassLength)
+    captured: CapturedPasses | None = None
     # Attends in torch's passes if weights are on a GPU and the cache is not; None: torch does.
     host_attention: HostAttention | None = None
 
@@ -217,9 +201,19 @@ class Decoder:
             weights.embedding, weights.positions, ids_T, start, scale=weights.embedding_scale
         )
         self.observers.show("embedding", None, as_tensor(x))
-        turns = Turns(start, len(ids_T))
-        host = self.host_attention
-        is_native = len(ids_T) > 1 and self._is_seen_natively()
+        found, run = None, partial(self._run_layers, sequence=sequence, start=start, slots=slots)
+        if self.captured is not None and not self.observers.active:
+            found = self.captured.run(as_tensor(x), sequence, start, run)
+        found = run(x, Turns(start, len(ids_T))) if found is None else found
+        return found.to(weights.head_device)
+
+    def _run_layers(
+        self, x: Tensor | HiddenState, turns: Turns, *, sequence: int, start: int,
+        slots: StateRun | None,
+    ) -> Tensor:  # fmt: skip
+        """The hidden state [T, D] after all layers."""
+        weights, host, num_tokens = self.weights, self.host_attention, x.shape[0]
+        is_native = num_tokens > 1 and self._is_seen_natively()
         native = self._native_layers if is_native else None
         before: Tensor | Factor | None = None
         for index, layer in enumerate(weights.layers):
@@ -246,7 +240,7 @@ class Decoder:
                 if host is None
                 else partial(host.attend, index, sequence=sequence, start=start),
             )
-        return as_tensor(x).to(weights.head_device)
+        return as_tensor(x)
 
     def _is_seen_natively(self) -> bool:
         """True if native operations are to show what observers want."""
@@ -271,12 +265,6 @@ class Decoder:
         """Logits f32 [T, V] on the CPU."""
         weights = self.weights
         return logits(hidden_TD, weights.output_norm, weights.head, self.observers)
-
-
-def _added(x_TD: Tensor, *others: Tensor, factor: float) -> Tensor:
-    """x + factor * the sum of the others."""
-    sum_TD = others[0] if len(others) == 1 else others[0] + others[1]
-    return x_TD + (sum_TD if factor == 1.0 else factor * sum_TD)
 
 
 @cache

@@ -70,6 +70,14 @@ def pass_pools(p: Pass) -> PoolBytes:
     return most + p.tensor(4096 + 64 * p.num_tokens)  # positions, ids, scalars
 
 
+def graph_pools(p: Pass) -> PoolBytes:
+    """Bytes of captured passes of up to so many tokens: those of one, and what is kept between them
+    (captured_passes.PassMemory)."""
+    kept = p.floats(p.spec.hidden_size) * 2 + p.floats(2) + p.floats(1)
+    table = BlockTable(p.num_sequences, p.context_length).block_SN[:1]
+    return pass_pools(p) + kept + p.tensor(table.nbytes)
+
+
 def _distinct_layers(p: Pass) -> list[int]:
     """One of each kind of layers, whose blocks, weights' types, hot neurons and inputs are
     alike."""

@@ -41,7 +41,8 @@ class Matrix(StoredMatrix):
         return gpu_products.is_gpu(self.data.device)
 
     @property
-    def _is_multiplied_in_blocks(self) -> bool:
+    def is_multiplied_in_blocks(self) -> bool:
+        """True if a GPU's kernels multiply it without unpacking it to tiles."""
         is_in_rows = self.kind not in FLOATS and rows_together(self.kind) == 1
         return is_in_rows and gpu_products.multiplies_blocks(self.data.device)
 
@@ -92,7 +93,7 @@ class Matrix(StoredMatrix):
         for matrices on a GPU."""
         count = self.num_rows if index_A is None else len(index_A)
         if self._is_on_gpu:
-            if self._is_multiplied_in_blocks and index_A is None:
+            if self.is_multiplied_in_blocks and index_A is None:
                 return gpu_products.multiply(self, x, out)
             return gpu_products.product(x, count, self._gpu_tiles(index_A), out)
         assert isinstance(x, Tensor) and out is None
@@ -119,7 +120,7 @@ class Matrix(StoredMatrix):
         """Adds the result of `combine_many` to `sum_TD`, f32, and returns it. None, a new sum, and
         a factor are for matrices on a GPU."""
         if self._is_on_gpu:
-            if self._is_multiplied_in_blocks and index_A is None:
+            if self.is_multiplied_in_blocks and index_A is None:
                 return gpu_products.multiply_down(self, weight_TA, sum_TD)
             tiles = self._gpu_tiles(index_A)
             return gpu_products.add_many(sum_TD, weight_TA, tiles)

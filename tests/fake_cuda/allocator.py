@@ -95,7 +95,7 @@ class Allocator:
         assert found is not None
         start = found[1]
         size = segment.take(start, size)
-        library.load().fakeBlock(start, size, 1)
+        library.load().fakeBlock(start, size, 2 if segment.pool else 1)
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return start

@@ -26,7 +26,7 @@ class _Thread(threading.local):
     """The state of a thread: its current device, and the current stream of each device."""
 
     def __init__(self, num_devices: int) -> None:
-        self.device = 0
+        self.device = self.pool = 0
         self.streams = [Stream(torch.device("cuda", i), handle=0) for i in range(num_devices)]
         library.call("cudaSetDevice", 0)
 
@@ -72,7 +72,7 @@ class FakeCuda:
             return 0, lambda: None
         allocator = self.allocators[device]
         with self.on_device(device) as stream:
-            start = allocator.allocate(num_bytes, stream, self.capturing)
+            start = allocator.allocate(num_bytes, stream, self.capturing or self.thread.pool)
         return start, partial(self._free, allocator, start)
 
     def _free(self, allocator: Allocator, start: int) -> None:
@@ -129,6 +129,12 @@ class FakeCuda:
             library.call("cudaMemGetInfo", byref(free), byref(total))
         return free.value, total.value
 
+    def release_pool(self, number: int) -> None:
+        """Lets other tensors use the memory of a pool."""
+        for allocator in self.allocators:
+            for segment in allocator.segments:
+                segment.pool = 0 if segment.pool == number else segment.pool
+
     def empty_cache(self) -> None:
         for allocator in self.allocators:
             with self.on_device(allocator.device):
@@ -163,6 +169,32 @@ class FakeCuda:
 
 
 ACTIVE: list[FakeCuda] = []
+
+
+class MemPool:
+    """A pool of the allocator, as c10/cuda/CUDACachingAllocator.cpp has them: its memory is its own
+    until this object is gone, and so are the graphs that were captured in it."""
+
+    def __init__(self) -> None:
+        self._owner = ACTIVE[-1]
+        self._owner.num_graphs += 1
+        self.id = self._owner.num_graphs
+
+    def __del__(self) -> None:
+        if not self._owner.is_over:
+            self._owner.release_pool(self.id)
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+    """Allocations of this thread are from the pool."""
+    thread = ACTIVE[-1].thread
+    assert not thread.pool and not ACTIVE[-1].capturing
+    thread.pool = pool.id
+    try:
+        yield
+    finally:
+        thread.pool = 0
 
 
 class Stream:
@@ -247,7 +279,9 @@ class CUDAGraph:
         self._graph = self._exec = self._pool = 0
         self._stream: Stream | None = None
 
-    def capture_begin(self, capture_error_mode: str = "global", **options: object) -> None:
+    def capture_begin(
+        self, pool: int = 0, capture_error_mode: str = "global", **options: object
+    ) -> None:
         assert not self._graph, "a graph is captured once"
         stream = self._owner.current_stream()
         if not stream.cuda_stream:
@@ -255,7 +289,8 @@ class CUDAGraph:
         self._owner.num_graphs += 1
         number = self._owner.num_graphs
         self._owner.seeds.register(stream.device.index, number)
-        self._pool = self._owner.capturing = number
+        self._pool = number
+        self._owner.capturing = pool or number
         self._stream = stream
         try:
             library.call("cudaStreamBeginCapture", stream.cuda_stream, _MODES[capture_error_mode])
@@ -284,9 +319,7 @@ class CUDAGraph:
         if self._exec and not self._owner.is_over:
             library.load().cudaGraphExecDestroy(self._exec)
             library.load().cudaGraphDestroy(self._graph)
-            for allocator in self._owner.allocators:  # other tensors may use its memory from now on
-                for segment in allocator.segments:
-                    segment.pool = 0 if segment.pool == self._pool else segment.pool
+            self._owner.release_pool(self._pool)
         self._exec = 0
 
     __del__ = reset

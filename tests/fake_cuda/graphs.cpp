@@ -283,13 +283,14 @@ void fakeDeclare(void* argument, int count, char** starts, const int64_t* bytes,
   state().declared[argument] = uses;
 }
 
-// Notes that an allocator has handed out a part of its memory, or taken it back. Pinned memory must
+// Notes that an allocator has handed out a part of its memory (1, or 2 from a pool of graphs), or taken it
+// back (0). Pinned memory must
 // not be in use when it is taken back, because the host may write it at once.
 int fakeBlock(char* start, size_t bytes, int is_live) {
   std::lock_guard<std::recursive_mutex> guard(state().mutex);
   auto& blocks = state().blocks;
   blocks.erase(blocks.lower_bound(start), blocks.lower_bound(start + bytes));
-  blocks[start] = {bytes, state().next_id++, is_live != 0};
+  blocks[start] = {bytes, state().next_id++, is_live != 0, is_live == 2};
   Region* region = region_at(start, bytes);
   if (!region) return violation(kInvalidValue, "a block outside of all allocations");
   const Work* user = region->place == Place::kHostAlloc ? pending_user(start, bytes) : nullptr;

@@ -123,7 +123,7 @@ def hollow_cuda(total_bytes: int, seed: int = 0) -> Iterator[FakeCuda]:
     """A CUDA device of this size for engines that compute nothing."""
     kernels = Kernels(**{each.name: _nothing for each in fields(Kernels)})
     with (
-        fake_cuda(total_bytes=total_bytes, is_hollow=True, kernels=kernels) as cuda,
+        fake_cuda(total_bytes=total_bytes, is_hollow=True, kernels=kernels, captures=True) as cuda,
         ExitStack() as stack,
     ):
         for thing, name, value in _replaced(seed):

@@ -82,7 +82,20 @@ int resolve(Use& use, const char* name, int device, bool may_be_pageable) {
     return violation(kIllegalAddress, "%s: %zu bytes at %p are memory that was freed", name, use.bytes,
                      (void*)use.start);
   use.block = block->id;
+  use.is_pooled = block->is_pooled;
   return kSuccess;
+}
+
+// Whether memory overlaps a living block other than its own.
+static bool is_given_away(const Use& use) {
+  auto& blocks = state().blocks;
+  auto next = blocks.upper_bound(use.start);
+  if (next != blocks.begin()) --next;
+  for (; next != blocks.end() && next->first < use.start + use.bytes; ++next) {
+    const Block& block = next->second;
+    if (next->first + block.bytes > use.start && block.is_live && block.id != use.block) return true;
+  }
+  return false;
 }
 
 int check_alive(const Work& work) {
@@ -92,6 +105,11 @@ int check_alive(const Work& work) {
     if (!region || region->id != use.region)
       return violation(kIllegalAddress, "a graph is launched after memory of its %s was %s",
                        work.name.c_str(), region ? "freed and given away again" : "freed or unpinned");
+    if (use.is_pooled && is_given_away(use))
+      return violation(kIllegalAddress,
+                       "a graph is launched while other tensors have memory of its %s",
+                       work.name.c_str());
+    if (use.is_pooled) continue;
     char* first = nullptr;
     Block* block = use.block ? block_at(use.start, use.bytes, &first) : nullptr;
     if (use.block && (!block || !block->is_live || block->id != use.block))

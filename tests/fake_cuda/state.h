@@ -58,6 +58,7 @@ struct Block {  // a part of a region that an allocator has handed out or taken 
   size_t bytes;
   uint64_t id;
   bool is_live;
+  bool is_pooled;  // of a pool of graphs, which may use it after it was taken back
 };
 
 struct Use {  // memory that an operation accesses
@@ -66,6 +67,7 @@ struct Use {  // memory that an operation accesses
   bool is_write;
   uint64_t region = 0;  // 0: ordinary host memory
   uint64_t block = 0;
+  bool is_pooled = false;
 };
 
 struct Work {  // what an operation does; shared by a graph and its launches

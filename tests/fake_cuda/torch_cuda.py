@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from fake_cuda import library
 from fake_cuda.declared import declarations
-from fake_cuda.devices import ACTIVE, CUDAGraph, Event, FakeCuda, Stream
+from fake_cuda.devices import ACTIVE, CUDAGraph, Event, FakeCuda, MemPool, Stream, use_mem_pool
 from fake_cuda.kernels import launched, launched_slots
 from fake_cuda.tensors import DeviceTensor, Dispatch
 from torch import Tensor
@@ -25,7 +25,7 @@ from hotsplit.runtime.check.parts import DeviceParts
 from hotsplit.runtime.device import cuda_runtime
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels
-from hotsplit.runtime.step import doorbells
+from hotsplit.runtime.step import captured_passes, doorbells
 from hotsplit.runtime.weights import gpu_products
 
 
@@ -75,6 +75,8 @@ def _replaced(cuda: FakeCuda) -> dict[str, object]:
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
+        "MemPool": MemPool,
+        "use_mem_pool": use_mem_pool,
         "mem_get_info": cuda.mem_get_info,
         "empty_cache": cuda.empty_cache,
         "memory_allocated": lambda d=None: stats[cuda.index(d)].allocated,
@@ -94,12 +96,13 @@ def fake_cuda(
     seed: int = 0,
     kernels: Kernels | None = None,
     is_hollow: bool = False,
+    captures: bool = False,
 ) -> Iterator[FakeCuda]:
     """CUDA devices for the code in the block.
 
     `seed` selects one of the orders that streams and events allow. `kernels` take Triton's place
     (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference. `is_hollow`:
-    memory is not written (hollow.hollow_cuda)."""
+    memory is not written (hollow.hollow_cuda). `captures`: launches take most of a prompt's time."""
     library.add_device_guard()
     library.load().fakeReset(num_devices, total_bytes, seed, is_hollow)
     _forget_cached()
@@ -135,6 +138,9 @@ def fake_cuda(
         # Times would be those of the fake runtime.
         hand_over_s = lambda parts, backends: [1e-5] * len(backends)  # noqa: E731
         stack.enter_context(mock.patch.object(DeviceParts, "hand_over_s", hand_over_s))
+        stack.enter_context(
+            mock.patch.object(captured_passes, "is_bound_by_launches", lambda device, run: captures)
+        )
         # One more step would be captured at each load.
         stack.enter_context(mock.patch.object(DeviceParts, "can_overlap", False))
         # The queue runs while the server asks whether the stream still runs.

@@ -5,10 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from models import make_model, make_sizes
 from reference import rel_error
 from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.runtime.step import captured_passes
 
 pytestmark = pytest.mark.gpu
 BOUND = 4 * torch.finfo(torch.float16).eps
@@ -47,3 +49,24 @@ def test_streamed_prompts_agree_with_the_cpus(
     assert rel_error(computed, want) < BOUND
     assert torch.equal(streamed, again)
     assert not torch.equal(streamed, computed)  # different rounding: it was a different path
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_prompts_as_graphs_have_the_bits_of_launched_ones(tmp_path, cuda, monkeypatch, kind):
+    sizes = make_sizes(num_layers=3, width=512, num_neurons=1536, context_length=512)
+    model = make_model(sizes=sizes, kind=kind, activation="silu")
+    path = tmp_path / "m.gguf"
+    model.save(path)
+    found = []
+    for is_bound in (False, True):
+        monkeypatch.setattr(
+            captured_passes, "is_bound_by_launches", lambda device, run, is_bound=is_bound: is_bound
+        )
+        with Engine.load(path, mode="dense", device=cuda) as engine, engine.sequence() as text:
+            rng = np.random.default_rng(0)
+            lengths = (5, 32, 100, 33, 128, 7, 60)
+            logits = [text.extend(rng.integers(0, 50, n).tolist()) for n in lengths]
+            assert engine._live.captured is not None
+            assert engine._live.captured.has_graph(20) == is_bound
+            found.append(torch.cat(logits))
+    assert torch.equal(*found)

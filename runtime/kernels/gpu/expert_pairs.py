@@ -52,7 +52,9 @@ class Part:
 
     @property
     def tile_size(self) -> int:
-        return SMALL_TILE if self.number <= 2 * SMALL_TILE * len(self.count_A) else self.most_of_tile
+        return (
+            SMALL_TILE if self.number <= 2 * SMALL_TILE * len(self.count_A) else self.most_of_tile
+        )
 
     def tiles(self, first: int) -> np.ndarray:
         """[G, 3], if the pairs begin at `first`."""

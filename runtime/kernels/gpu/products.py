@@ -67,9 +67,7 @@ def _weights(
     return low, high
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "num_pairs", "x_stride", "out_stride"]
-)
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pairs", "x_stride", "out_stride"])
 def _multiply(
     data,
     stride,

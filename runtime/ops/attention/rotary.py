@@ -2,6 +2,7 @@
 
 Letters: T tokens, H heads, W head width."""
 
+from collections.abc import Mapping
 from ctypes import Array, Structure, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -88,12 +89,14 @@ class Places:
 
 class Turns:
     """The rotations of positions start .. start + count - 1, made once for each rotary embedding,
-    and their places in the cache, made once for each GPU."""
+    and their places in the cache, made once for each GPU unless `places` has them."""
 
-    def __init__(self, start: int, count: int) -> None:
+    def __init__(
+        self, start: int, count: int, places: Mapping[torch.device, Places] | None = None
+    ) -> None:
         self._start, self._count = start, count
         self._made: dict[int, Turn] = {}  # by the id of the rotary embedding
-        self._places: dict[torch.device, Places] = {}
+        self._places = dict(places or {})
 
     def of(self, rotary: Rotary | None) -> Turn | None:
         if rotary is None:

@@ -72,7 +72,9 @@ class Verdict:
 
 def name_of_part(part: str) -> str:
     """The name of a part without a plan's digest, with which names of steps and graphs end."""
-    has_digest = part.startswith(("step ", "steps ", "graph ", "passes ", "overlapping "))
+    has_digest = part.startswith(
+        ("step ", "steps ", "graph ", "graphs ", "passes ", "overlapping ")
+    )
     return part.rpartition(" ")[0] if has_digest else part
 
 

@@ -1,0 +1,252 @@
+"""Passes of prompts as CUDA graphs: for small models and short prompts, Python takes longer to launch
+a pass's kernels than a card takes to run them.
+
+A pass takes the shortest of LENGTHS that holds its tokens; the last token is repeated, and its copies
+append nothing to the cache. Only models whose layers are all on one GPU, with matrices in blocks, have
+such passes: their products compute a token alone, so a graph gives the bits of the pass that it replaces,
+and need no workspace of cuBLAS. Streamed weights and neurons on the CPU take longer than launches.
+
+At the first use of a length, the pass is launched kernel by kernel and timed. If the device had to wait
+for its launches, it is captured, and the graph is used from then on if it gives the same bits.
+
+The graphs share a pool of torch's allocator, reserved at load if the budget has room for it beside
+the longest pass. They run one at a time, so they may use the same memory; only the inputs and the
+output are kept between passes.
+
+Letters: T tokens, D model width, S sequences, N blocks of a sequence."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.device.pools import PoolBytes
+from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.ops.attention.rotary import Places, Turns
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.step.cuda_backend import without_collection
+from hotsplit.runtime.step.hybrid_step import tried
+
+log = logging.getLogger(__name__)
+
+# Products have tiles of 32 tokens or 128 (kernels.gpu.products), so any length between two of these
+# takes as long as the longer one. There are few, because each takes a graph of all kernels.
+LENGTHS = (32, 128, 256, 384, 512)
+# Most bytes of the graphs' pool. Long passes of wide models take more, and longer than their launches.
+MOST_BYTES = 64 << 20
+LEAST_SHARE = 0.8  # of a pass's time that its launches take, if it is to be captured
+
+# Runs all layers over [T, D] with the tokens' places in the cache; returns the hidden state after them.
+RunLayers = Callable[[Tensor, Turns], Tensor]
+# Tries a length by calling a function that raises if it is wrong; returns the reason why it must not be
+# used, "" if it works. A stored result may replace the trial.
+TryPass = Callable[[int, Callable[[], None]], str]
+
+
+def is_bound_by_launches(device: torch.device, run: Callable[[], None]) -> bool:
+    """True if most of the time of a function's kernels is that of their launches."""
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run()
+    launched = time.perf_counter()
+    torch.cuda.synchronize(device)
+    return launched - began >= LEAST_SHARE * (time.perf_counter() - began)
+
+
+def is_capturable(layers: Sequence[Layer], device: torch.device) -> bool:
+    """True if passes over these layers launch kernels of our own on one device, and nothing else."""
+    return all(_launches_only(layer, device) for layer in layers)
+
+
+def _launches_only(layer: Layer, device: torch.device) -> bool:
+    if layer.delta is not None:  # whose kernels take the slots of states as they are launched
+        return False
+    attention, ffn, predictor = layer.attention, layer.ffn, layer.ffn.predictor
+    linears = [*attention.inputs, attention.output]
+    linears += [predictor.up] if predictor else []
+    linears += [predictor.down] if predictor and predictor.down else []
+    matrices = [linear.weight for linear in linears]
+    for block in ffn.blocks:
+        if block.is_by_output or block.row_N is not None:
+            return False
+        matrices += block.matrices
+    has_experts = layer.router is not None or layer.shared is not None
+    devices = {matrix.data.device for matrix in matrices} | {attention.cache.device}
+    return (
+        not has_experts
+        and devices == {device}
+        and all(matrix.is_multiplied_in_blocks for matrix in matrices)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassMemory:
+    """The pool of a device's graphs, with the inputs and the output of passes of up to T tokens."""
+
+    pool: Any  # torch.cuda.MemPool
+    stream: torch.cuda.Stream  # on which passes are captured: a stream has memory of its own
+    x_TD: Tensor
+    position_T: Tensor
+    sequence_T: Tensor | None  # 0: the sequence is the only row of the table
+    table_SN: Tensor | None  # None: the cache is one block
+    out_TD: Tensor
+
+    @classmethod
+    def reserve(
+        cls, pools: PoolBytes, shape: tuple[int, int], device: torch.device, table: BlockTable
+    ) -> "PassMemory | None":
+        """Reserves the segments of `pools` (workspace.graph_pools) for passes of up to this shape
+        [T, D]; None if memory is short, as beside other programs."""
+        num_tokens, new = shape[0], partial(torch.empty, device=device)
+        with torch.cuda.device(device):  # the pool's
+            pool, stream = torch.cuda.MemPool(), torch.cuda.Stream(device)
+        with (
+            torch.cuda.device(device),
+            torch.cuda.stream(stream),
+            torch.cuda.use_mem_pool(pool, device),
+        ):
+            try:
+                _ = [new(size, dtype=torch.uint8) for size in pools.tensors_of_segments]
+            except torch.OutOfMemoryError:
+                return None
+            del _
+            is_whole = table.is_whole
+            made = cls(
+                pool=pool,
+                stream=stream,
+                x_TD=new(shape),
+                position_T=new(num_tokens, dtype=torch.int64),
+                sequence_T=None if is_whole else new(num_tokens, dtype=torch.int32).zero_(),
+                table_SN=None if is_whole else new(table.block_SN[:1].shape, dtype=torch.int32),
+                out_TD=new(shape),
+            )
+            stream.synchronize()
+        return made
+
+    def fill(self, x_TD: Tensor, length: int, start: int, table_N: Tensor) -> None:
+        """Writes the inputs of a pass of `length` tokens; the last of those given is repeated."""
+        count = len(x_TD)
+        self.x_TD[:count].copy_(x_TD)
+        if count < length:
+            self.x_TD[count:length] = self.x_TD[count - 1]
+        position_T = torch.arange(start, start + length).clamp_(max=start + count - 1)
+        self.position_T[:length].copy_(position_T)
+        if self.table_SN is not None:
+            self.table_SN[0].copy_(table_N)
+
+    def turns(self, length: int) -> Turns:
+        sequence_T = None if self.sequence_T is None else self.sequence_T[:length]
+        places = Places(self.position_T[:length], sequence_T, self.table_SN)
+        return Turns(0, length, {self.x_TD.device: places})
+
+
+@dataclass(eq=False, kw_only=True)
+class CapturedPasses:
+    memory: PassMemory
+    table: BlockTable
+    lengths: tuple[int, ...]  # ascending
+    traffic: Traffic
+    on_capture: Callable[[], None]  # a capture empties the allocator's cache
+    try_pass: TryPass = lambda length, run: tried(run)
+    _graphs: dict[int, tuple[torch.cuda.CUDAGraph, Traffic]] = field(
+        init=False, default_factory=dict
+    )
+    _launched: set[int] = field(init=False, default_factory=set)  # lengths without a graph
+
+    def emptied(self) -> Self:
+        """The same memory without graphs, for layers with other thresholds."""
+        return replace(self)
+
+    def has_graph(self, num_tokens: int) -> bool:
+        """True if passes of so many tokens have been captured."""
+        return self._length(num_tokens) in self._graphs
+
+    def _length(self, num_tokens: int) -> int | None:
+        return next((each for each in self.lengths if each >= num_tokens), None)
+
+    def run(self, x_TD: Tensor, sequence: int, start: int, run_layers: RunLayers) -> Tensor | None:
+        """The hidden state [T, D] after all layers, valid until the next pass; appends to the cache.
+        None for a pass that is to be launched."""
+        length = self._length(len(x_TD))
+        if length is None or length in self._launched or len(x_TD) == 1:
+            return None  # a single token has kernels of its own
+        self.memory.fill(x_TD, length, start, self.table.block_SN[sequence])
+        if length in self._graphs:
+            graph, read = self._graphs[length]
+            graph.replay()
+            _add(self.traffic, read)
+        else:
+            self._first(length, partial(self._run, length, run_layers))
+        return self.memory.out_TD[: len(x_TD)]
+
+    @torch.inference_mode()
+    def _run(self, length: int, run_layers: RunLayers) -> None:
+        memory = self.memory
+        memory.out_TD[:length].copy_(run_layers(memory.x_TD[:length], memory.turns(length)))
+
+    def _first(self, length: int, run: Callable[[], None]) -> None:
+        """Runs a pass, and captures it if that pays and works."""
+        before = replace(self.traffic)
+        run()
+        after = replace(self.traffic)
+        read = _between(before, after)
+        if is_bound_by_launches(self.memory.x_TD.device, run):
+            why = self.try_pass(length, partial(self._compare, length, run, read))
+            if not why and length not in self._graphs:  # known to work
+                why = tried(partial(self._capture, length, run, read))
+            if why:
+                self._graphs.pop(length, None)
+                self._launched.update(self.lengths)
+                log.warning(
+                    "prompts as graphs fail on this GPU (%s): their kernels are launched one by one, which"
+                    " is slower for short prompts; hotsplit doctor says more", why
+                )  # fmt: skip
+                run()
+        else:  # so are longer passes
+            self._launched.update(each for each in self.lengths if each >= length)
+        for each in fields(Traffic):  # the same pass several times
+            setattr(self.traffic, each.name, getattr(after, each.name))
+
+    def _compare(self, length: int, run: Callable[[], None], read: Traffic) -> None:
+        """Captures a pass. Raises HotsplitError if the graph's result is not the launched pass's."""
+        out_TD = self.memory.out_TD[:length]
+        want_TD = out_TD.cpu()
+        self._capture(length, run, read)
+        out_TD.zero_()
+        self._graphs[length][0].replay()
+        got_TD = out_TD.cpu()
+        count = int(((got_TD != want_TD) & ~(got_TD.isnan() & want_TD.isnan())).sum())
+        if count:
+            raise HotsplitError(f"{count:,} of {got_TD.numel():,} values differ")
+
+    def _capture(self, length: int, run: Callable[[], None], read: Traffic) -> None:
+        memory, graph = self.memory, torch.cuda.CUDAGraph()
+        with torch.cuda.device(memory.x_TD.device):
+            torch.cuda.synchronize()
+            with (
+                without_collection(),
+                torch.cuda.graph(
+                    graph, pool=memory.pool.id, stream=memory.stream,
+                    capture_error_mode="thread_local",
+                ),
+            ):  # fmt: skip
+                run()
+        self.on_capture()
+        self._graphs[length] = graph, read
+
+
+def _between(before: Traffic, after: Traffic) -> Traffic:
+    names = [each.name for each in fields(Traffic)]
+    return Traffic(**{name: getattr(after, name) - getattr(before, name) for name in names})
+
+
+def _add(traffic: Traffic, read: Traffic) -> None:
+    for each in fields(Traffic):
+        setattr(traffic, each.name, getattr(traffic, each.name) + getattr(read, each.name))
