@@ -11,7 +11,7 @@ page of text is printed and written to FOLDER/gpu-day.txt, and the JSON, with th
 parts, is copied to benchmarks/results.
 
 The parts, in their order: handover (gpu_handover.py), tests (the most important of `make test-gpu`),
-trained (gpu_trained.py), plans (gpu.py --short), prompts (gpu_prompts.py), other-tests, bench
+trained (gpu_trained.py), experts (gpu_experts.py), plans (gpu.py --short), prompts (gpu_prompts.py), other-tests, bench
 (gpu.py)."""
 
 import argparse
@@ -76,6 +76,8 @@ def parts_of(folder: Path, models: Path, rival: Path | None) -> list[Part]:
              file="test-gpu.json"),
         part("trained", 170, "benchmarks/gpu_trained.py", *models_there, *seconds,
              *output("trained", file), file=file),
+        part("experts", 420, "benchmarks/gpu_experts.py", *seconds, *beside, *output("experts", file),
+             file=file),
         part("plans", 100, bench, str(folder / "plans"), "--short", "--rounds", "3", *minutes,
              *beside, file="gpu.json"),
         part("prompts", 90, "benchmarks/gpu_prompts.py", *seconds, *beside, *output("prompts", file),

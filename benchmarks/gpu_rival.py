@@ -34,18 +34,21 @@ class RivalModel:
     layer_bytes: int
 
 
-def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
+def best_rival(
+    rival: RivalModel, budget_bytes: int, log: Path, *, moves_experts: bool = False
+) -> Rival:
     """The rival with the most layers whose buffers fit the budget, of at most MOST_LOADS counts
-    tried. The embedding stays in main memory and is not a layer.
+    tried. The embedding stays in main memory and is not a layer. With `moves_experts` all layers are
+    on the GPU, `num_layers` of them with their experts, whose bytes are then `layer_bytes`.
 
     Raises ProcessError if it cannot be loaded, or if no count that was tried fits."""
-    most, tried = rival.num_layers + 1, set[int]()
+    most, tried = rival.num_layers + (not moves_experts), set[int]()
     count = min(most, budget_bytes // rival.layer_bytes)
     best: Rival | None = None
     while count not in tried and len(tried) < MOST_LOADS:
         tried.add(count)
         try:
-            found = _loaded(rival, count, log)
+            found = _loaded(rival, count, log, moves_experts=moves_experts)
         except ProcessError:
             if best is not None:
                 best.process.close()
@@ -61,10 +64,11 @@ def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
     return best
 
 
-def _loaded(rival: RivalModel, count: int, log: Path) -> Rival:
+def _loaded(rival: RivalModel, count: int, log: Path, *, moves_experts: bool) -> Rival:
     options = {
         "model": str(rival.model), "context": rival.context_length, "sequences": 1, "batch": None,
-        "gpu_layers": count,
+        "gpu_layers": rival.num_layers + 1 if moves_experts else count,
+        "cpu_experts": rival.num_layers - count if moves_experts else 0,
     }  # fmt: skip
     command = (sys.executable, PROGRAM, json.dumps(options))
     process = Process.of(command, "llama.cpp", log, rival.folder)

@@ -84,13 +84,16 @@ def measure(case: Case, device: str, cache: Path, tokens: int) -> list[Table]:
     return [Table(title="hotsplit run, as a user types it", columns=COLUMNS, rows=[row], note=note)]
 
 
-def run(case: Case, device: str, cache: Path, tokens: int) -> dict[str, Any]:
+def run(
+    case: Case, device: str, cache: Path, tokens: int, more: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The command's report. Raises CommandError."""
     command = [sys.executable, "-m", "hotsplit", "run", str(case.model), "-p", TEXT, "--json",
                "-n", str(tokens), "-c", str(CONTEXT), "--temp", "0", "--ignore-eos", "--yes",
                "--speculate", "none", "--device", "cpu" if case.vram_bytes == 0 else device]  # fmt: skip
     if case.vram_bytes is not None:
         command += ["--vram", f"{case.vram_bytes // 2**20}MiB" if case.vram_bytes else "0"]
+    command += more
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "HOTSPLIT_CACHE": str(cache)}
     )

@@ -1,7 +1,8 @@
 """Runs llama.cpp with one model, in a Python that has llama_cpp, and times it on request.
 
 Its argument is a JSON object: model, context (tokens of a sequence), sequences, batch (null:
-llama.cpp's own) and gpu_layers (null: its own number). The first line on stdout has its system info
+llama.cpp's own), gpu_layers (null: its own number) and, if wanted, cpu_experts: as its --n-cpu-moe,
+the number of layers whose experts stay in main memory. The first line on stdout has its system info
 and the buffers that it reports, or {"error": ...}. Then each line on stdin is a JSON object with a
 number of threads, and "flash": true or false where llama.cpp shall not decide itself whether to use
 flash attention; it is answered with {"seconds": [...]}, each including the logits of the last
@@ -20,6 +21,7 @@ import time
 from functools import lru_cache
 
 import llama_cpp as llama
+from llama_cpp._ggml import libggml
 
 PROMPT = 16
 AUTO = -1  # LLAMA_FLASH_ATTN_TYPE_AUTO; 0 and 1 are _DISABLED and _ENABLED
@@ -36,6 +38,8 @@ def main(options: dict) -> None:  # type: ignore[type-arg]
     params = llama.llama_model_default_params()
     if options["gpu_layers"] is not None:
         params.n_gpu_layers = options["gpu_layers"]
+    overrides = overrides_of(options.get("cpu_experts", 0))
+    params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
     model = llama.llama_model_load_from_file(options["model"].encode(), params)
 
     @lru_cache
@@ -55,6 +59,23 @@ def main(options: dict) -> None:  # type: ignore[type-arg]
         context, threads = with_flash(asked.pop("flash", None)), asked.pop("threads")
         llama.llama_set_n_threads(context, threads, threads)
         print(json.dumps({"seconds": does[asked.pop("do")](context, **asked)}), flush=True)
+
+
+class Override(ctypes.Structure):
+    """llama_model_tensor_buft_override (llama.h)"""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+def overrides_of(num_layers: int):  # type: ignore[no-untyped-def]
+    """The patterns of --n-cpu-moe (common/common.h), ended by an empty one."""
+    libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    main_memory = libggml.ggml_backend_cpu_buffer_type()
+    found = [
+        Override(rf"blk\.{n}\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode(), main_memory)
+        for n in range(num_layers)
+    ]
+    return (Override * (num_layers + 1))(*found)
 
 
 def context_of(model, options: dict, flash: bool | None):  # type: ignore[no-untyped-def,type-arg]

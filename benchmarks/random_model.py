@@ -136,11 +136,12 @@ SHAPES = {
 Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and shape
 
 
-def make_mixture(path: Path, name: str, kind: str) -> None:
+def make_mixture(path: Path, name: str, kind: str, num_layers: int | None = None) -> None:
     """Writes a model of one type, or of one of llama.cpp's mixtures, MXFP4 among them: experts in that
     type and all else in q8_0."""
     shape = SHAPES[name]
-    spec = shape.spec_of(shape.sizes, shape.route)
+    sizes = replace(shape.sizes, num_layers=num_layers or shape.sizes.num_layers)
+    spec = shape.spec_of(sizes, shape.route)
     type_of = partial(_type_of, Roles.of(spec, is_tied=False), kind)
     entry = partial(_entry, type_of, shape.route, spec.activation, np.random.default_rng(0))
     _make(path, spec, shape.layout, entry)

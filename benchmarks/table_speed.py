@@ -64,6 +64,26 @@ def experts() -> str:
     return markdown([*header, *(f"prompt of {n}" for n in (16, 64, 512)), "8 texts"], rows)
 
 
+SHAPES = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B"}
+OTHERS = ("hottest_first", "uniform", "cpu_moe", "layers", "cpu")
+
+
+def expert_plans() -> str:
+    """Predicted times of plans of mixtures, beside other placements."""
+    rows = []
+    for row in result("expert-plans")["rows"]:
+        if row["skew"] != 1:
+            continue
+        plan = row["ms"]["plan"]
+        others = [times(row["ms"][way] / plan) if way in row["ms"] else "-" for way in OTHERS]
+        there = f"{row['hot']:,} of {row['experts']:,}"
+        rows.append([f"{SHAPES[row['model']]}, {row['gib']:g}", f"{row['processor_s']:.1f}",
+                     f"{row['gap']:.2%}", there, f"{plan:.1f}", *others])  # fmt: skip
+    header = ["GiB", "solver, s", "gap", "experts on the GPU", "ms a token", "hottest first", "any experts",
+              "`--n-cpu-moe`", "whole layers", "the CPU alone"]  # fmt: skip
+    return markdown(header, rows)
+
+
 def silent_experts() -> str:
     """Modes of a mixture whose experts have silent neurons."""
     rows, found = [], result(f"experts-smallthinker-4b-q8_0-{ZEN_4}")
@@ -247,6 +267,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "experts": experts,
     "silent-experts": silent_experts,
+    "expert-plans": expert_plans,
     "speculation": speculation,
     "serve-throughput": serve_throughput,
     "serve-first-token": serve_first_token,

@@ -76,8 +76,11 @@ def _load_split(
     config: ReportConfig, model: ModelFile, profile: Profile | None, machine: Machine | None
 ) -> Split:
     assert config.split is not None
-    model.refuse_experts("plans in reports are", "leave the plan out")
     split = Split.load(config.split)
+    if model.spec.has_experts and not split.num_experts:
+        raise HotsplitError(
+            f"{config.split}: does not say how many experts it places; run hotsplit solve again"
+        )
     split.check_against(model, config.split)
     split.check_files(config.split, profile=config.profile, machine=config.machine)
     if profile is not None and machine is not None:

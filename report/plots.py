@@ -28,7 +28,7 @@ from hotsplit.report.svg import (
     new_figure,
     plot_of,
 )
-from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
+from hotsplit.solver.plots import device_of_ranks, firings_on_gpu, units_of
 from hotsplit.solver.sweep import Sweep
 from hotsplit.system.sizes import format_bytes, unit_of
 
@@ -141,8 +141,9 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
 
 
 def plot_map(split: Split, profile: Profile) -> Plot:
-    """Plots a row per layer, coloured by device: dense block, neurons by hotness, and firings."""
-    device_LR = device_of_ranks(split, profile, num_columns=200)
+    """Plots a row per layer, coloured by device: dense block, neurons by hotness, and firings, or experts
+    and choices."""
+    device_LR, units = device_of_ranks(split, profile, num_columns=200), units_of(split, profile)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
     dense_L = np.where(split.dense_on_gpu, home_L + 1, 0)
@@ -158,27 +159,32 @@ def plot_map(split: Split, profile: Profile) -> Plot:
         blocks.set(xticks=[], ylabel="layer", ylim=(num_layers - 0.5, -0.5), xlabel="dense\nblock")
         blocks.xaxis.label.set_fontsize(8)
         blocks.yaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
-        ranks.set(xlabel="neurons, hottest first (%)", xlim=(0, 100))
-        firings.set(xlabel="firings (%)", xlim=(0, 100), xticks=[0, 50, 100])
+        ranks.set(xlabel=f"{units.name}, hottest first (%)", xlim=(0, 100))
+        firings.set(xlabel=f"{units.events} (%)", xlim=(0, 100), xticks=[0, 50, 100])
         for axes in (blocks, ranks, firings):
             axes.tick_params(length=0)
             axes.spines[:].set_visible(False)
         handles = [Patch(color=CPU, label="CPU")]
         handles += [Patch(color=GPUS[k % len(GPUS)], label=f"GPU {k}") for k in range(num_gpus)]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-        fired_LF = profile.active_count_LF
-        hot = sum(map(len, split.hot)) / fired_LF.size
+        fired_LF = units.count_LF
+        hot = sum(map(len, units.hot)) / fired_LF.size
         hot_fired = (share_L * fired_LF.sum(axis=1)).sum() / max(1, fired_LF.sum())
         return plot_of(
             "map", figure,
-            alt=f"{hot:.1%} of the neurons, with {hot_fired:.1%} of the firings, are on a GPU;"
+            alt=f"{hot:.1%} of the {units.name}, with {hot_fired:.1%} of the {units.events}, are on a GPU;"
             f" so are the dense blocks of {sum(split.dense_on_gpu)} of {num_layers} layers.",
             caption="A dense block is the attention, norms and predictor of a layer"
             + (", with its KV cache." if split.kv_offload is None else "; the KV cache is in main memory."),
         )  # fmt: skip
 
 
-def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
+def name_of(item: str, units: str) -> str:
+    """An item's name for a reader; `units`: whether its neurons are experts."""
+    return units if item == "neurons" else MEANINGS[item]
+
+
+def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> Plot:
     """Plots a bar per item, divided by device."""
     items = [item for item in ITEMS if cpu[item] or any(gpu[item] for gpu in gpus)][::-1]
     totals = {item: cpu[item] + sum(gpu[item] for gpu in gpus) for item in items}
@@ -189,7 +195,7 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
         sides = [(f"GPU {k}", gpu, GPUS[k % len(GPUS)]) for k, gpu in enumerate(gpus)]
         for text, side, colour in [*sides, ("CPU", cpu, CPU)]:
             size = np.array([side[item] / unit for item in items])
-            axes.barh([MEANINGS[item] for item in items], size, left=left, color=colour,
+            axes.barh([name_of(item, units) for item in items], size, left=left, color=colour,
                       height=0.7, label=text)  # fmt: skip
             left += size
         axes.set(xlabel=label)
@@ -203,7 +209,7 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
         return plot_of(
             "bytes", figure,
             alt=f"{format_bytes(on_gpus)} are on GPUs and {format_bytes(sum(cpu.values()))} in main"
-            f" memory; the largest item is {MEANINGS[largest]}, {format_bytes(totals[largest])}.",
+            f" memory; the largest item is {name_of(largest, units)}, {format_bytes(totals[largest])}.",
             caption="Workspace is what a pass needs besides weights and KV cache.",
         )  # fmt: skip
 

@@ -47,7 +47,8 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
             (format_bytes(p.budget_bytes), p.mode, rate(p.objective_s),
              rate(p.layer_split_s), f"{p.num_hot:,}") for p in curve.points
         )  # fmt: skip
-        head = ("GPU memory", "mode", "best plan, tokens/s", "whole layers", "neurons on the GPU")
+        what = "experts" if found.model.spec.has_experts else "neurons"
+        head = ("GPU memory", "mode", "best plan, tokens/s", "whole layers", f"{what} on the GPU")
         tables += (Table(caption="Speed by budget", head=head, rows=rows, num_texts=2,
                          is_folded=True),)  # fmt: skip
     return Section(
@@ -85,7 +86,8 @@ def placement_section(found: Artifacts, names: Names) -> Section:
         tables = (_device_table(split, profile), _layer_table(split, profile))
     return Section(
         name="placement", title="Placement",
-        lead="The neurons that GPUs hold: the hottest of each layer, as many as fit and pay off.",
+        lead=f"The {'neurons' if split is None else split.units} that GPUs hold: the hottest of each layer,"
+        " as many as fit and pay off.",
         plots=drawn, tables=tables, missing=tuple(missing),
     )  # fmt: skip
 
@@ -93,34 +95,37 @@ def placement_section(found: Artifacts, names: Names) -> Section:
 def _device_table(split: Split, profile: Profile) -> Table:
     """Shares of neurons and firings, dense blocks and the head, by device."""
     home = np.array(split.home or (0,) * (len(split.hot) + 1))
-    total, fired_LF = profile.active_count_LF.size, profile.active_count_LF
+    units = plots.units_of(split, profile)
+    total, fired_LF = units.count_LF.size, units.count_LF
     rows, left, left_fired = [], total, int(fired_LF.sum())
     all_fired, dense_L = max(1, left_fired), np.array(split.dense_on_gpu)
     for gpu in range(len(split.budgets)):
         layers = np.flatnonzero(home[:-1] == gpu)
-        hot = sum(len(split.hot[layer]) for layer in layers)
-        fired = int(sum(fired_LF[layer][split.hot[layer]].sum() for layer in layers))
+        hot = sum(len(units.hot[layer]) for layer in layers)
+        fired = int(sum(fired_LF[layer][units.hot[layer]].sum() for layer in layers))
         left, left_fired = left - hot, left_fired - fired
         has_head = split.head_on_gpu and home[-1] == gpu
         rows.append((f"GPU {gpu}", f"{hot / total:.1%}", f"{fired / all_fired:.1%}",
                      str(int(dense_L[layers].sum())), "yes" if has_head else "no"))  # fmt: skip
     rows.append(("CPU", f"{left / total:.1%}", f"{left_fired / all_fired:.1%}",
                  str(int((~dense_L).sum())), "no" if split.head_on_gpu else "yes"))  # fmt: skip
-    head = ("device", "neurons", "firings", "dense blocks", "output head")
+    head = ("device", units.name, units.events, "dense blocks", "output head")
     return Table(caption="By device", head=head, rows=tuple(rows))
 
 
 def _layer_table(split: Split, profile: Profile) -> Table:
-    share_L = plots.firings_on_gpu(split, profile)
-    num_neurons = profile.active_count_LF.shape[1]
+    share_L, units = plots.firings_on_gpu(split, profile), plots.units_of(split, profile)
+    num_neurons = units.count_LF.shape[1]
     rows = tuple(
         (str(layer), "GPU" if is_there else "CPU", f"{len(ids):,}", f"{len(ids) / num_neurons:.1%}",
          f"{share:.1%}")
         for layer, (ids, is_there, share) in enumerate(
-            zip(split.hot, split.dense_on_gpu, share_L, strict=True)
+            zip(units.hot, split.dense_on_gpu, share_L, strict=True)
         )
     )  # fmt: skip
-    head = ("layer", "dense block", "neurons on the GPU", "of the layer", "of its firings")
+    head = (
+        "layer", "dense block", f"{units.name} on the GPU", "of the layer", f"of its {units.events}",
+    )  # fmt: skip
     return Table(caption="Placement by layer", head=head, rows=rows, num_texts=2, is_folded=True)
 
 
@@ -133,7 +138,7 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
     gpus, cpu = split.items_of_gpus(found.model)
     gpus += [dict.fromkeys(ITEMS, 0)] * (len(split.budgets) - len(gpus))
     rows = [
-        (plots.MEANINGS[item], *(format_bytes(side[item]) if side[item] else NONE
+        (plots.name_of(item, split.units), *(format_bytes(side[item]) if side[item] else NONE
                                  for side in (*gpus, cpu)))
         for item in ITEMS if any(side[item] for side in (*gpus, cpu))
     ]  # fmt: skip
@@ -145,7 +150,7 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
     return Section(
         name="bytes", title="Where each byte goes",
         lead=f"{lead} The cache is for {texts}{split.context_length:,} tokens.",
-        plots=(plots.plot_bytes(gpus, cpu),),
+        plots=(plots.plot_bytes(gpus, cpu, split.units),),
         tables=(Table(caption="Bytes by device", head=head, rows=tuple(rows)),),
     )  # fmt: skip
 

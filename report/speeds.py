@@ -5,8 +5,6 @@ All come from the solver's time model and are reproducible."""
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import MAX_LOSS
@@ -16,8 +14,7 @@ from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.mode_choice import allowed_modes
-from hotsplit.solver.multi_gpu import PipelinePlacement
-from hotsplit.solver.problem import Placement
+from hotsplit.solver.prediction import placement_of
 from hotsplit.solver.sweep import Sweep, sweep_of
 
 NUM_BUDGETS = 25
@@ -70,15 +67,7 @@ def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> I
 
 
 def _advice(inputs: Inputs, split: Split) -> Advice:
-    pipeline = inputs.pipeline()
-    home = split.home or (0,) * (len(split.hot) + 1)
-    ranked = zip(pipeline.model.order_LF, split.hot, strict=True)
-    placement = Placement(  # with neurons by rank, as in the solver
-        hot_LF=np.stack([np.isin(order_F, ids) for order_F, ids in ranked]),
-        dense_L=np.array(split.dense_on_gpu), head=bool(split.head_on_gpu),
-    )  # fmt: skip
-    plan = PipelinePlacement(placement=placement, home_I=np.array(home))
-    return advise(inputs, pipeline, plan)
+    return advise(inputs, inputs.pipeline(), placement_of(split, inputs))
 
 
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:

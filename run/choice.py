@@ -27,7 +27,8 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import Source
-from hotsplit.runtime.resolved_options import cache_types_of, device_of, lacking_on_gpus
+from hotsplit.runtime.ops.attention.gpu import lacking_on_gpus
+from hotsplit.runtime.resolved_options import cache_types_of, device_of
 from hotsplit.runtime.resolved_options import context_of as longest_text
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.system.sizes import format_bytes
@@ -305,6 +306,8 @@ def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     """Why no GPU can run this model as wished; None if one can."""
     if model.has_limits:
         return "on the CPU: limits run only there so far"
+    if model.spec.has_states:
+        return "on the CPU: gated delta nets run only there so far"
     if not model.spec.has_experts:
         return None
     if wishes.engine.mode == "exact":

@@ -14,12 +14,12 @@ from hotsplit.costs.default_mode import choose_mode, loss_line
 from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, kv_kind, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
-from hotsplit.model.spec import Attention
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.attention.gpu import lacking_on_gpus
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system.system_memory import free_memory_bytes
@@ -173,17 +173,6 @@ def _check_mixture_on_gpus(model: ModelFile, plan: Split) -> None:
                 f"{model.path}: the plan puts the attention of layer {index} on a GPU, where {what}"
                 " does not run so far; make a plan with attention on the CPU"
             )
-
-
-def lacking_on_gpus(attention: Attention) -> str | None:
-    """What the kernels of GPUs lack of an attention; None if they cover it."""
-    lacking = {
-        "one norm of all heads": attention.norms_all_heads,
-        "a part of each head that does not rotate": (
-            attention.rotary is not None and attention.num_rotated < attention.head_dim
-        ),
-    }
-    return next((name for name, is_there in lacking.items() if is_there), None)
 
 
 def placement_of(

@@ -1,9 +1,13 @@
 """Explains what a plan's GPU memory is used for, by item and by layer, from the written plan and
-its model file."""
+its files; of a mixture, also what more memory or a faster link would bring."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import (
     ITEMS,
@@ -14,8 +18,13 @@ from hotsplit.costs.part_bytes import (
     placed_units,
 )
 from hotsplit.costs.state_bytes import slots_bytes
+from hotsplit.solver.inputs import Workspace
+from hotsplit.solver.mode_choice import find
+from hotsplit.solver.prediction import Scales, inputs_for, scaled
 from hotsplit.solver.solve import SolveConfig
 from hotsplit.system.sizes import format_bytes
+
+MORE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,7 @@ class Explanation:
     lines: tuple[str, ...]
 
 
-def explain(config: SolveConfig) -> Explanation:
+def explain(config: SolveConfig, workspace: Workspace) -> Explanation:
     """Explains the plan at the config's output."""
     split, model = Split.load(config.output), ModelFile.load(config.model)
     gpus, _ = split.items_of_gpus(model)
@@ -50,11 +59,13 @@ def explain(config: SolveConfig) -> Explanation:
         limit - sum(items.values()) for items, limit in zip(gpus, split.budgets, strict=True)
     )
     layers = tuple(_layer_use(split, model, layer) for layer in range(len(split.hot)))
+    shares = _shares(config, split) if split.num_experts else {}
+    more = _more_lines(config, split, workspace) if split.num_experts else []
     return Explanation(
         items_of_gpus=tuple(gpus),
         unused_bytes=unused,
         layers=layers,
-        lines=(*_layer_lines(layers), *_unused_lines(unused, split)),
+        lines=(*_layer_lines(layers, split, shares), *_unused_lines(unused, split), *more),
     )
 
 
@@ -76,14 +87,63 @@ def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
     )
 
 
-def _layer_lines(layers: tuple[LayerUse, ...]) -> list[str]:
+def _shares(config: SolveConfig, split: Split) -> dict[int, str]:
+    """Shares in words, for each layer with experts: of its choices, those of experts on the GPU and, if
+    some are not there, of the tokens that chose the least chosen one there and the most chosen one
+    on the CPU."""
+    profile = Profile.load(config.profile)
+    assert profile.routing_LTK is not None
+    found = {}
+    for layer, (id_TK, ids) in enumerate(zip(profile.routing_LTK, split.hot, strict=True)):
+        if (id_TK < 0).any():
+            continue
+        share_E = np.bincount(id_TK.ravel(), minlength=split.num_experts) / len(id_TK)
+        is_hot_E = np.isin(np.arange(split.num_experts), ids)
+        text = f" {share_E[is_hot_E].sum() / id_TK.shape[1]:>10.1%}"
+        if is_hot_E.any() and not is_hot_E.all():
+            last, first = share_E[is_hot_E].min(), share_E[~is_hot_E].max()
+            text += f"  {last:>6.1%}  {first:>6.1%}"
+        found[layer] = text
+    return found
+
+
+def _more_lines(config: SolveConfig, split: Split, workspace: Workspace) -> list[str]:
+    """What more memory, or a faster link, would bring: the plans for them, solved as this one."""
+    inputs = inputs_for(split, config, workspace)
+    if not any(inputs.budgets):
+        return []
+    first, *others = inputs.budgets
+    faster = scaled(inputs.machine, Scales(hand_over=0.5))
+    tried = {
+        f"{format_bytes(MORE_BYTES)} more of GPU memory": replace(
+            inputs, budgets=(first + MORE_BYTES, *others)
+        ),
+        "hand-overs between GPU and CPU in half the time": replace(inputs, machine=faster),
+    }
+    lines = []
+    for what, changed in tried.items():
+        seconds = find(changed, time_limit_s=config.time_limit_s).answer.objective_s
+        gain = split.objective_s / seconds - 1
+        lines.append(f"  {what}: {1 / seconds:,.1f} tokens/s ({gain:+.1%})")
+    return lines
+
+
+def _layer_lines(
+    layers: tuple[LayerUse, ...], split: Split, shares: Mapping[int, str]
+) -> list[str]:
     """A table with one line for each layer."""
     lines = ["  layer   GPU  attn, predictor         KV    neurons  hot"]
+    if shares:
+        lines = [
+            "  chosen: of the profile's choices, those of experts on the GPU; then the share of tokens that",
+            "  chose the least chosen expert there, and the most chosen one on the CPU",
+            "  layer   GPU   attn, router         KV    experts  on the GPU     chosen",
+        ]
     for use in layers:
         sizes = [format_bytes(n) for n in (use.dense_bytes, use.kv_bytes, use.neuron_bytes)]
         lines.append(
             f"  {use.layer:5}   {use.gpu:3}  {sizes[0]:>15} {sizes[1]:>10} {sizes[2]:>10}"
-            f"  {use.num_hot:,} of {use.num_neurons:,}"
+            f"  {f'{use.num_hot:,} of {use.num_neurons:,}':{10 if shares else 0}}{shares.get(use.layer, '')}"
         )
     return lines
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotsplit.artifacts.machine_file import Gpu
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import (
     head_bytes,
@@ -60,7 +61,7 @@ def layer_split(inputs: Inputs) -> LayerSplit:
             home = _homes(inputs, first, has_head)
             if home is not None:
                 return LayerSplit(
-                    seconds=_seconds(inputs, first, home, has_head),
+                    seconds=split_seconds(inputs, first, home, has_head),
                     num_layers=num_layers - first,
                     has_head=has_head,
                     homes=tuple(home),
@@ -76,12 +77,8 @@ def cpu_moe(inputs: Inputs) -> tuple[int, float] | None:
     if not model.spec.has_experts or not any(inputs.budgets):
         return None
     room -= head_bytes(model)
-    room -= sum(_kept_bytes(inputs, layer, has_experts=True) for layer in range(num_layers))
-    total = token_seconds(model, machine) + head_seconds(model, gpu) + gpu.token_s.median
-    for layer in range(num_layers):
-        kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
-        read = kv_read(model, layer, inputs.context_length) + _read_bytes(inputs, layer)
-        total += gpu.kernels_seconds(kernels, read)
+    room -= sum(kept_bytes(inputs, layer) for layer in range(num_layers))
+    total = on_gpu_seconds(inputs)
     for count in range(num_layers):
         if room >= 0:
             return count, total
@@ -95,6 +92,20 @@ def cpu_moe(inputs: Inputs) -> tuple[int, float] | None:
         total += sum(s * e.num_bytes / machine.cpu_rate(e.kind) for s, e in experts)
         total += gpu.hand_over_s.median if experts else 0.0
     return (num_layers, total) if room >= 0 else None
+
+
+def on_gpu_seconds(inputs: Inputs) -> float:
+    """Seconds per token with everything on the first GPU."""
+    model, gpu = inputs.model, inputs.gpus[0]
+    total = token_seconds(model, inputs.machine) + head_seconds(model, gpu) + gpu.token_s.median
+    return total + sum(_layer_seconds(inputs, gpu, n) for n in range(model.spec.num_layers))
+
+
+def _layer_seconds(inputs: Inputs, gpu: Gpu, layer: int) -> float:
+    """Seconds of a layer that is wholly on a GPU."""
+    kernels = dense_kernels(inputs.model, layer, has_predictor=False) + DENSE_FFN_KERNELS
+    read = kv_read(inputs.model, layer, inputs.context_length) + _read_bytes(inputs, layer)
+    return gpu.kernels_seconds(kernels, read)
 
 
 def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
@@ -143,7 +154,7 @@ def _homes(
     fit."""
     model, homes = inputs.model, list[int]()
     layers = range(first, model.spec.num_layers)
-    sizes = [_kept_bytes(inputs, layer, has_experts=has_experts) for layer in layers]
+    sizes = [kept_bytes(inputs, layer, has_experts=has_experts) for layer in layers]
     sizes += [head_bytes(model)] * has_head
     gpu, room = -1, -1
     for size in sizes:
@@ -157,7 +168,9 @@ def _homes(
     return homes
 
 
-def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> float:
+def split_seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> float:
+    """Seconds per token with the layers from `first` on, and with `has_head` the head, on these
+    GPUs."""
     model, machine = inputs.model, inputs.machine
     total = token_seconds(model, machine) + sum(
         cpu_seconds(model, machine, layer, kv_read(model, layer, inputs.context_length), "dense",
@@ -165,10 +178,7 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
         for layer in range(first)
     )  # fmt: skip
     for layer, home in zip(range(first, model.spec.num_layers), homes, strict=False):
-        gpu = inputs.gpus[home]
-        read = kv_read(model, layer, inputs.context_length) + _read_bytes(inputs, layer)
-        kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
-        total += gpu.kernels_seconds(kernels, read)
+        total += _layer_seconds(inputs, inputs.gpus[home], layer)
     if has_head:
         total += head_seconds(model, inputs.gpus[homes[-1]])
     else:
@@ -178,7 +188,7 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
     return total + (inputs.gpus[homes[0]].cpu_run_s.median if homes and first > 0 else 0.0)
 
 
-def _weight_bytes(inputs: Inputs, layer: int, *, has_experts: bool = True) -> int:
+def _weight_bytes(inputs: Inputs, layer: int, *, has_experts: bool) -> int:
     """Bytes of a layer, without its predictor's."""
     return sum(
         entry.num_bytes
@@ -187,7 +197,7 @@ def _weight_bytes(inputs: Inputs, layer: int, *, has_experts: bool = True) -> in
     )
 
 
-def _kept_bytes(inputs: Inputs, layer: int, *, has_experts: bool) -> int:
+def kept_bytes(inputs: Inputs, layer: int, *, has_experts: bool = True) -> int:
     """Bytes of a layer's weights, keys, values and states."""
     kept = inputs.kv_bytes(layer) + inputs.state_bytes(layer)
     return kept + _weight_bytes(inputs, layer, has_experts=has_experts)

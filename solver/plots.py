@@ -2,6 +2,7 @@
 
 Letters: L layers, F neurons, R columns of ranks."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def plot_sweep(found: Sweep, path: Path) -> None:
 def plot_heat_map(config: SolveConfig, path: Path) -> None:
     """Plots the plan at the config's output: layers by ranks of hotness, coloured by device."""
     split, profile = Split.load(config.output), Profile.load(config.profile)
-    device_LR = device_of_ranks(split, profile)
+    device_LR, units = device_of_ranks(split, profile), units_of(split, profile)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
     dense_L = np.where(split.dense_on_gpu, home_L + 1, 0)
@@ -78,14 +79,14 @@ def plot_heat_map(config: SolveConfig, path: Path) -> None:
     blocks.set_xticks([])
     blocks.set_ylabel("layer")
     ranks.imshow(device_LR, aspect="auto", extent=(0, 100, num_layers - 0.5, -0.5), **limits)
-    ranks.set_title("neurons, by place", fontsize=9)
-    ranks.set_xlabel("neurons of the layer, hottest first (%)")
+    ranks.set_title(f"{units.name}, by place", fontsize=9)
+    ranks.set_xlabel(f"{units.name} of the layer, hottest first (%)")
     share_L = firings_on_gpu(split, profile)
     bars = [colours(int(home) + 1) for home in home_L]
     firings.barh(np.arange(num_layers), np.full(num_layers, 100), height=1, color=CPU_COLOUR)
     firings.barh(np.arange(num_layers), 100 * share_L, height=1, color=bars)
-    firings.set_title("firings, by place", fontsize=9)
-    firings.set_xlabel("of the layer's firings (%)")
+    firings.set_title(f"{units.events}, by place", fontsize=9)
+    firings.set_xlabel(f"of the layer's {units.events} (%)")
     firings.set_xlim(0, 100)
     names = ["on the CPU"]
     names += [f"on GPU {k} ({format_bytes(limit)})" for k, limit in enumerate(split.budgets)]
@@ -100,22 +101,55 @@ def plot_heat_map(config: SolveConfig, path: Path) -> None:
     _save(figure, path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """What a plan places, by layer: neurons and how often they fired, or the experts of a mixture and
+    how often they were chosen. `hot`: the ids of those on a GPU."""
+
+    name: str
+    events: str
+    count_LF: np.ndarray
+    hot: tuple[np.ndarray, ...]
+
+
+def units_of(split: Split, profile: Profile) -> Units:
+    """The units of a plan; a mixture's layer without experts counts as as many equal parts, all on one
+    side."""
+    if not split.num_experts:
+        return Units(
+            name="neurons", events="firings", count_LF=profile.active_count_LF, hot=split.hot
+        )
+    assert profile.expert_count_LE is not None
+    count_LE = profile.expert_count_LE.copy()
+    is_dense_L = ~count_LE.any(axis=1)
+    count_LE[is_dense_L] = profile.num_tokens
+    hot = tuple(
+        np.arange(split.num_experts if len(ids) else 0) if is_dense else ids
+        for ids, is_dense in zip(split.hot, is_dense_L, strict=True)
+    )
+    return Units(name="experts", events="choices", count_LF=count_LE, hot=hot)
+
+
 def firings_on_gpu(split: Split, profile: Profile) -> np.ndarray:
-    """Share of a layer's firings that come from hot neurons, f64 [L]; 0 if nothing fires."""
-    count_LF = profile.active_count_LF
-    hot_L = np.array([row_F[ids].sum() for row_F, ids in zip(count_LF, split.hot, strict=True)])
-    return hot_L / np.maximum(1, count_LF.sum(axis=1))
+    """Share of a layer's firings that come from hot neurons, or of its choices that are of hot experts,
+    f64 [L]; 0 if nothing fires."""
+    units = units_of(split, profile)
+    pairs = zip(units.count_LF, units.hot, strict=True)
+    hot_L = np.array([row_F[ids].sum() for row_F, ids in pairs])
+    return hot_L / np.maximum(1, units.count_LF.sum(axis=1))
 
 
 def device_of_ranks(split: Split, profile: Profile, num_columns: int = NUM_COLUMNS) -> np.ndarray:
-    """The device of most neurons in each column of ranks, int [L, R]: 0 is the CPU, k + 1 GPU k."""
-    num_layers, num_neurons = profile.active_count_LF.shape
+    """The device of most neurons, or experts, in each column of ranks, int [L, R]: 0 is the CPU, k + 1
+    GPU k."""
+    units = units_of(split, profile)
+    num_layers, num_neurons = units.count_LF.shape
     num_columns = min(num_columns, num_neurons)
     column_F = np.arange(num_neurons) * num_columns // num_neurons
     sizes_R = np.bincount(column_F)
     device_LR = np.zeros((num_layers, num_columns), np.int64)
-    for layer, ids in enumerate(split.hot):
-        order_F = np.argsort(-profile.active_count_LF[layer], kind="stable")
+    for layer, ids in enumerate(units.hot):
+        order_F = np.argsort(-units.count_LF[layer], kind="stable")
         rank_F = np.empty(num_neurons, np.int64)
         rank_F[order_F] = np.arange(num_neurons)
         hot_R = np.bincount(column_F[rank_F[ids]], minlength=num_columns)

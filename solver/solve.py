@@ -25,6 +25,7 @@ from hotsplit.options.engine_config import MAX_SEQUENCES
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.advice import Advice, advise
+from hotsplit.solver.expert_notes import placed_line, why_line
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
@@ -294,10 +295,21 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         notes=(
             *answer.notes,
             *_cache_notes(found, split),
+            *_expert_notes(found, split),
             *mode_notes(config.mode, config.max_loss, split, advice, inputs.model),
             *notes_of(inputs, advice, split),
         ),
     )
+
+
+def _expert_notes(found: Found, split: Split) -> list[str]:
+    """Which experts are on the GPU, and why the others are not."""
+    if not split.num_experts or not found.answer.placement.uses_gpu:
+        return []  # another note says that nothing pays off
+    inputs, pipeline, placement = found.inputs, found.pipeline, found.answer.placement
+    free_bytes = sum(split.budgets) - sum(split.gpu_bytes.values())
+    why = why_line(pipeline, placement, free_bytes)
+    return [placed_line(inputs, pipeline, placement), *([] if why is None else [why])]
 
 
 def _cache_notes(found: Found, split: Split) -> list[str]:

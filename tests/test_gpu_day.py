@@ -22,6 +22,7 @@ sys.path[:0] = [BENCHMARKS, TESTS]
 
 import gpu  # noqa: E402
 import gpu_day  # noqa: E402
+import gpu_experts  # noqa: E402
 import gpu_handover  # noqa: E402
 import gpu_prompts  # noqa: E402
 import gpu_sections  # noqa: E402
@@ -225,6 +226,7 @@ def test_an_interrupted_day_prints_its_page_and_keeps_its_results(tmp_path):
 def test_every_part_is_a_command_that_its_program_accepts(tmp_path):
     lines = {"gpu_handover.py": gpu_handover.parser, "run.py": gpu_run.command_line,
              "gpu_trained.py": gpu_trained.command_line, "gpu.py": gpu.command_line,
+             "gpu_experts.py": gpu_experts.command_line,
              "gpu_prompts.py": gpu_prompts.command_line}  # fmt: skip
     for rival in (None, tmp_path):
         for each in gpu_day.parts_of(tmp_path, tmp_path, rival):

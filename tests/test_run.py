@@ -220,7 +220,7 @@ def test_a_slow_plan_is_replaced_once_and_for_all(
     capsys, monkeypatch, silu, text, gpu, cache, seconds, runs, words
 ):
     tried = timed(monkeypatch, **seconds)
-    asked = (silu, "--corpus", text, "--no-verify", "--vram", "680KiB", "-c", 32)
+    asked = (silu, "--corpus", text, "--no-verify", "--vram", "700KiB", "-c", 32)
     argv = ["run", *map(str, asked), "-p", "the", "-n", "3", "--seed", "0", "--json", "-t", "1"]
     texts = []
     for number in range(2):

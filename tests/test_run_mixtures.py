@@ -14,6 +14,7 @@ from test_run import made, timed
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
+from hotsplit.model.spec import ModelSpec
 from hotsplit.run import choice, housekeeping, prepare, stages
 from hotsplit.run.choice import Wishes, choose
 from hotsplit.run.default_budgets import Room
@@ -120,6 +121,14 @@ def test_what_plans_lack_runs_on_the_cpu(monkeypatch, tmp_path, options, lacking
     assert (found.budgets, found.device) == ((), "cpu") and found.lines[
         -1
     ] == f"on the CPU: {words}"
+
+
+def test_gated_delta_nets_run_on_the_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(ModelSpec, "has_states", True)
+    given = look_at(saved(tmp_path / "m.gguf"), None, tmp_path / "none.gguf")
+    found = choose(given, Wishes(), Room(main=1 << 40, gpus=(4 * MIB,)))
+    assert (found.budgets, found.device) == ((), "cpu")
+    assert found.lines[-1] == "on the CPU: gated delta nets run only there so far"
 
 
 def test_a_mixture_that_fits_has_a_plan_too(tmp_path):

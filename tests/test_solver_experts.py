@@ -104,9 +104,14 @@ def brute_force(problem) -> float:
     return best
 
 
-@pytest.mark.parametrize("seeds", [range(n, n + 4) for n in range(0, 16, 4)])
+FEW = [range(n, n + 4) for n in range(0, 16, 4)]
+MANY = [pytest.param(range(n, n + 25), marks=pytest.mark.slow) for n in range(16, 516, 25)]
+
+
+@pytest.mark.parametrize("seeds", [*FEW, *MANY])
 def test_agrees_with_brute_force_over_all_subsets(seeds, monkeypatch):
-    """So does the bound of the search that large models take, and its plans are nearly as good."""
+    """So does the bound of the search that large models take, and its plans are nearly as good. 500
+    problems more are marked slow."""
     for seed in seeds:
         inputs = tiny(seed)
         pipeline = inputs.pipeline()

@@ -280,6 +280,12 @@ class Split:
         )
         if is_missing:
             raise HotsplitError(f"{path}: names layers, neurons or experts missing in {model.path}")
+        num_experts = max(layer.neurons.num_experts for layer in layers)
+        if self.num_experts and self.num_experts != num_experts:
+            raise HotsplitError(
+                f"{path}: places {self.num_experts} experts of a layer, {model.path} has {num_experts};"
+                " run hotsplit solve on this model"
+            )
         if self.cache is not None and self.cache.frequency_LF.shape[1] != num_neurons:
             raise HotsplitError(
                 f"{path}: its neuron cache has frequencies of"

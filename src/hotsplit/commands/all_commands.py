@@ -311,19 +311,41 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
         print_facts(summary.kind, summary.facts)
 
 
-@cli.command("export", short_help="Write files for PowerInfer or SparkInfer.")
+@cli.command(
+    "export", short_help="Write files for PowerInfer or SparkInfer, or options for llama.cpp."
+)
 @click.argument("source", type=FILE)
-@click.option("--format", required=True,
+@click.option("--format",
               type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
               help="The first is made from a profile, the others from a plan.")  # fmt: skip
-@click.option("-o", "--output", type=OUTPUT, required=True, help="The file or folder to write.")
+@click.option("--llama-cpp", "is_for_llama_cpp", is_flag=True,
+              help="Of the model SOURCE, print the options of llama.cpp that come closest to the plan"
+              " --split, with the speed that is predicted of both.")  # fmt: skip
+@click.option("--split", type=FILE, help="The plan, for --llama-cpp.")
+@click.option("-o", "--output", type=OUTPUT, help="The file or folder to write.")
 @click.option("--profile", type=FILE, help="The profile that the plan was made from.")
+@click.option("--machine", type=FILE, help="The machine file of the plan, for --llama-cpp.")
 @click.option("--group-size", type=int, help="Neurons per group, for SparkInfer. [default: 16]")
 @report_options
-def export_command(as_json: bool, **options: Any) -> None:
-    """Write a profile or a plan in the file formats of PowerInfer or SparkInfer."""
+def export_command(
+    as_json: bool, is_for_llama_cpp: bool, split: Path | None, machine: Path | None, **options: Any
+) -> None:  # fmt: skip
+    """Write a profile or a plan in the file formats of PowerInfer or SparkInfer, or print the options
+    of llama.cpp that come closest to a plan."""
     from hotsplit.export.export import ExportConfig, export
 
+    if is_for_llama_cpp:
+        from hotsplit.commands.llamacpp_options import told
+
+        others = [name for name in ("format", "output", "group_size") if options[name] is not None]
+        if others:
+            raise click.UsageError(f"--{others[0].replace('_', '-')} is not for --llama-cpp.")
+        finish(*told(options["source"], split, options["profile"], machine, as_json=as_json))
+        return
+    if options["format"] is None or options["output"] is None:
+        raise click.UsageError("give --format and -o, or --llama-cpp.")
+    if split is not None or machine is not None:
+        raise click.UsageError("--split and --machine are for --llama-cpp.")
     report = export(ExportConfig(**options))
     lines = [f"note: {note}" for note in report.notes]
     hot = "" if report.num_hot is None else f", {report.num_hot:,} hot"

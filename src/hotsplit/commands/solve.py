@@ -46,7 +46,7 @@ def run_solve(
     content, lines = asdict(report), [f"note: {note}" for note in report.notes]
     lines += _gpu_lines(report)
     if explained:
-        explanation = explain(config)
+        explanation = explain(config, workspace_bytes)
         content["explanation"] = asdict(explanation)
         lines += explanation.lines
     if heat_map is not None:
@@ -110,7 +110,8 @@ def _gpu_lines(report: SolveReport) -> list[str]:
         for item in ITEMS:
             if items[item]:
                 size = format_bytes(items[item])
-                lines.append(f"  GPU {number}  {MEANINGS[item]:20} {size:>11}")
+                name = report.units if item == "neurons" else MEANINGS[item]
+                lines.append(f"  GPU {number}  {name:20} {size:>11}")
         used = sum(items.values())
         if used:
             lines.append(

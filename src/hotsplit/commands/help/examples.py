@@ -58,6 +58,7 @@ EXAMPLES = {
     "export": (
         "hotsplit export plan.gguf --profile p.safetensors --format gpuidx -o out.gpuidx",
         "hotsplit export p.safetensors --format powerinfer-activations -o activation",
+        "hotsplit export m.gguf --llama-cpp --split plan.gguf --profile p.safetensors --machine machine.json",
     ),
     "doctor": ("hotsplit doctor", "hotsplit doctor --report report.txt"),
 }

@@ -1,0 +1,191 @@
+"""The options of llama.cpp that come closest to a plan: of all that they can express within the same
+budget, the fastest by this machine's figures and the assumptions of `layer_split`.
+
+    -ngl n             the output matrix, then the last n - 1 layers, whole
+    --n-cpu-moe n      all but the experts of the first n layers
+    -ot pattern=CPU    all but single tensors: of each layer any of the matrices of its neurons or of its
+                       experts, which are whole or not there; no option divides a matrix
+
+Each matrix on the GPU saves the seconds that the CPU would take longer for what a token reads of it,
+and a layer without any on the CPU its hand-over; the best choice is a knapsack. Its sizes are rounded
+up to a STEPS-th of the room, so that a plan may be that much better.
+
+-ngl counts the output matrix first since 2025 (llama.cpp, src/llama-model.cpp); `layer_split` keeps
+the older rule, by which it comes last. Names are those of files in llama.cpp's layout.
+
+Letters: L layers, O choices of a layer, R room in steps."""
+
+import shlex
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+import numpy as np
+
+from hotsplit.costs.part_bytes import (
+    head_bytes,
+    is_dense,
+    is_expert,
+    is_predictor,
+    layer_tensors,
+    read_share,
+)
+from hotsplit.errors import HotsplitError
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.layer_split import cpu_moe, kept_bytes, on_gpu_seconds, split_seconds
+
+ALL = "999"  # -ngl: more layers than any model has
+STEPS = 8192
+WORTH_IT = 0.01  # of the time: what a longer command line must save
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Arguments for llama.cpp, what they do in words, and the predicted seconds of a token."""
+
+    arguments: tuple[str, ...]
+    words: str
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        return shlex.join(self.arguments)
+
+
+def ways(inputs: Inputs) -> list[Told]:
+    """What llama.cpp can be told for this budget, best first; a shorter command line comes before a
+    longer one that is not faster by WORTH_IT. Raises HotsplitError for several GPUs."""
+    if len(inputs.budgets) > 1:
+        raise HotsplitError(
+            f"a plan for {len(inputs.budgets)} GPUs; llama.cpp's options are written for one: make a"
+            " plan with one --vram-budget"
+        )
+    found = [_layers(inputs)]
+    if (moe := cpu_moe(inputs)) is not None:
+        arguments = ("-ngl", ALL, "--n-cpu-moe", str(moe[0]))
+        words = f"all but the experts of {moe[0]} layers on the GPU"
+        found.append(Told(arguments=arguments, words=words, seconds=moe[1]))
+    if (tensors := _tensors(inputs)) is not None:
+        found.append(tensors)
+    best = found[0]
+    for other in found[1:]:
+        if other.seconds < best.seconds * (1 - WORTH_IT):
+            best = other
+    return [best, *sorted((w for w in found if w is not best), key=lambda way: way.seconds)]
+
+
+def _layers(inputs: Inputs) -> Told:
+    """The largest -ngl that fits."""
+    model, num_layers = inputs.model, inputs.model.spec.num_layers
+    room = max(inputs.budgets) - inputs.workspace - head_bytes(model)
+    first = num_layers
+    while first and room >= kept_bytes(inputs, first - 1):
+        first -= 1
+        room -= kept_bytes(inputs, first)
+    has_head = room >= 0
+    homes = [0] * (num_layers - first + 1) if has_head else []
+    seconds = split_seconds(inputs, first, homes, has_head)
+    words = f"the head and {num_layers - first} of {num_layers} layers on the GPU"
+    words = words if homes else "all on the CPU"
+    return Told(arguments=("-ngl", str(len(homes))), words=words, seconds=seconds)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Matrices of one name in a layer: bytes, and the seconds that a token takes longer if the CPU
+    has them."""
+
+    name: str
+    num_bytes: int
+    saved_s: float
+
+
+def _matrices(inputs: Inputs, layer: int) -> list[_Matrix]:
+    """The matrices of a layer's neurons or experts."""
+    model, gpu_s = inputs.model, 1e-9 / inputs.gpus[0].bandwidth_gb_per_s.median
+    found: dict[str, _Matrix] = {}
+    for name, entry in layer_tensors(model, layer).items():
+        is_moved = is_expert(name) if model.spec.has_experts else not is_dense(name)
+        if not is_moved or is_predictor(name):
+            continue
+        read = read_share(model, layer, name) * entry.num_bytes
+        saved_s = read / inputs.machine.cpu_rate(entry.kind) - read * gpu_s
+        base = name.split(".")[0].removesuffix("_t")
+        old = found.get(base, _Matrix(base, 0, 0.0))
+        found[base] = _Matrix(base, old.num_bytes + entry.num_bytes, old.saved_s + saved_s)
+    return list(found.values())
+
+
+def _tensors(inputs: Inputs) -> Told | None:
+    """Everything on the GPU but single matrices of layers; None if not even all of them on the CPU
+    make the rest fit."""
+    num_layers = inputs.model.spec.num_layers
+    of_layers = [_matrices(inputs, layer) for layer in range(num_layers)]
+    room = max(inputs.budgets) - inputs.workspace - head_bytes(inputs.model)
+    room -= sum(kept_bytes(inputs, n) for n in range(num_layers))
+    room += sum(m.num_bytes for matrices in of_layers for m in matrices)
+    if room < 0:
+        return None
+    hand_over_s = inputs.gpus[0].hand_over_s.median
+    there = _knapsack(of_layers, room, hand_over_s)
+    cold = [
+        [m for m in matrices if m.name not in names]
+        for matrices, names in zip(of_layers, there, strict=True)
+    ]
+    seconds = on_gpu_seconds(inputs) + sum(
+        hand_over_s + sum(m.saved_s for m in matrices) for matrices in cold if matrices
+    )
+    of_names: dict[tuple[str, ...], list[int]] = {}
+    for layer, matrices in enumerate(cold):
+        if matrices:
+            of_names.setdefault(tuple(m.name for m in matrices), []).append(layer)
+    patterns = [_pattern(names, layers) for names, layers in of_names.items()]
+    number = sum(map(len, cold))
+    return Told(
+        arguments=("-ngl", ALL, *chain.from_iterable(("-ot", each) for each in patterns)),
+        words=f"all but {number} matrices of {sum(map(bool, cold))} layers on the GPU",
+        seconds=seconds,
+    )
+
+
+def _pattern(names: tuple[str, ...], layers: list[int]) -> str:
+    """The pattern of these matrices of these layers, with their biases, as -ot takes it."""
+    numbers = "|".join(map(str, layers))
+    return rf"blk\.({numbers})\.({'|'.join(names)})\.=CPU"
+
+
+def _knapsack(
+    of_layers: list[list[_Matrix]], room: int, hand_over_s: float
+) -> list[frozenset[str]]:
+    """The names on the GPU, of each layer, that save most in this room; of equal choices that with the
+    last layers whole."""
+    step = max(1, room // STEPS)
+    best_R = np.zeros(room // step + 1)
+    chosen: list[np.ndarray] = []
+    options = [_options(matrices, hand_over_s) for matrices in of_layers]
+    for of_layer in options:
+        value_OR = np.full((len(of_layer), len(best_R)), -np.inf)
+        for number, (_, num_bytes, saved_s) in enumerate(of_layer):
+            size = -(-num_bytes // step)
+            if size < len(best_R):
+                value_OR[number, size:] = best_R[: len(best_R) - size] + saved_s
+        chosen.append(value_OR.argmax(axis=0))
+        best_R = value_OR.max(axis=0)
+    found, at = [], len(best_R) - 1
+    for of_layer, choice_R in zip(reversed(options), reversed(chosen), strict=True):
+        names, num_bytes, _ = of_layer[choice_R[at]]
+        found.append(names)
+        at -= -(-num_bytes // step)
+    return found[::-1]
+
+
+def _options(
+    matrices: list[_Matrix], hand_over_s: float
+) -> list[tuple[frozenset[str], int, float]]:
+    """What of a layer may be on the GPU, its bytes, and the seconds that it saves."""
+    found = []
+    for count in range(len(matrices) + 1):
+        for some in combinations(matrices, count):
+            saved_s = sum(m.saved_s for m in some) + hand_over_s * (0 < count == len(matrices))
+            names = frozenset(m.name for m in some)
+            found.append((names, sum(m.num_bytes for m in some), saved_s))
+    return found

@@ -1,0 +1,60 @@
+"""`hotsplit export --llama-cpp`: prints the options of llama.cpp that come closest to a plan."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hotsplit.artifacts.split_file import Split
+from hotsplit.commands.options.shared import aligned
+from hotsplit.solver.llamacpp import Told, ways
+from hotsplit.solver.prediction import inputs_for
+from hotsplit.solver.solve import SolveConfig
+
+
+def told(
+    model: Path, split: Path | None, profile: Path | None, machine: Path | None, *, as_json: bool
+) -> tuple[dict[str, Any], bool, list[str]]:
+    """What `finish` takes; without --json, the options are printed on stdout. Raises HotsplitError for
+    files that do not belong together, and click.UsageError if one is not given."""
+    from hotsplit.runtime.step.workspace import workspace_bytes
+
+    for name, path in (("split", split), ("profile", profile), ("machine", machine)):
+        if path is None:
+            raise click.UsageError(
+                f"--llama-cpp needs --{name}: the plan, its profile and machine."
+            )
+    assert split is not None and profile is not None and machine is not None
+    plan = Split.load(split)
+    plan.check_files(split, profile=profile, machine=machine)
+    config = SolveConfig(
+        model=model, profile=profile, machine=machine, output=split, mode="dense",
+        vram_budget_bytes=plan.budgets, context_length=plan.context_length,
+    )  # fmt: skip
+    inputs = inputs_for(plan, config, workspace_bytes)
+    inputs = replace(inputs, workspace=plan.cpu_bytes["workspace"])
+    plan.check_against(inputs.model, split)
+    best, *others = ways(inputs)
+    if not as_json:
+        click.echo(f"-c {plan.context_length} {best.line}")
+    content = {"plan_s": plan.objective_s, "llama_cpp": [asdict(way) for way in (best, *others)]}
+    rows = [
+        ("the plan, by hotsplit", _speed(plan.objective_s), ""),
+        ("llama.cpp by these options", _speed(best.seconds), f"({best.words})"),
+        *((f"llama.cpp {_short(w)}", _speed(w.seconds), f"({w.words})") for w in others),
+    ]
+    return content, as_json, [
+        *aligned(rows),
+        "for the model in llama.cpp's layout; its own kernels' rates are not known: those of this"
+        " machine file are assumed",
+    ]  # fmt: skip
+
+
+def _speed(seconds: float) -> str:
+    return f"{1 / seconds:>9,.1f} tokens/s predicted"
+
+
+def _short(way: Told) -> str:
+    """The options but for patterns, which are long."""
+    return "-ngl 999 -ot ..." if "-ot" in way.arguments else way.line

@@ -1,0 +1,168 @@
+"""Options of llama.cpp for a plan's budget: brute force over all matrices, the patterns that llama.cpp
+would match, and the command."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from models import (
+    make_inputs,
+    make_machine,
+    make_model,
+    make_sizes,
+    mixture_spec,
+    solver_files,
+    take_workspace,
+)
+from test_solver_experts import profile_of, random_choices, save
+
+from hotsplit.cli import main
+from hotsplit.costs.part_bytes import head_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Route
+from hotsplit.model.tensors import in_layout
+from hotsplit.solver import llamacpp
+from hotsplit.solver.layer_split import cpu_moe, kept_bytes, layer_split, on_gpu_seconds
+from hotsplit.solver.llamacpp import ways
+from hotsplit.solver.solve import SolveConfig, solve
+
+ROUTE = Route(num_experts=8, num_used=2)
+
+
+def inputs_of(share: float, *, cpu_gb_per_s: float = 5.0, num_layers: int = 3, **options):
+    """Inputs with a budget for the dense parts and this share of the experts."""
+    sizes = make_sizes(num_layers=num_layers, width=64, num_neurons=64, vocab_size=96)
+    spec = mixture_spec(sizes, route=ROUTE, num_neurons=64)
+    model = make_model(spec=spec, kind="q8_0")
+    profile = profile_of(
+        model, random_choices(np.random.default_rng(0), num_layers, 20, ROUTE, 1.0)
+    )
+    machine = make_machine(cpu_gb_per_s=cpu_gb_per_s, launch_s=1e-7, hand_over_s=2e-6, **options)
+    inputs = make_inputs(model, profile, machine, 1, mode="dense")
+    layers = range(num_layers)
+    whole = sum(kept_bytes(inputs, n) for n in layers)
+    less = sum(kept_bytes(inputs, n, has_experts=False) - kept_bytes(inputs, n) for n in layers)
+    budget = inputs.workspace + head_bytes(model) + whole + int((1 - share) * less)
+    return replace(inputs, budgets=(budget,))
+
+
+def fastest(inputs) -> float:
+    """Seconds of the best subset of all matrices of experts, by trying each."""
+    matrices = [
+        (layer, each)
+        for layer in range(inputs.model.spec.num_layers)
+        for each in llamacpp._matrices(inputs, layer)
+    ]
+    room = inputs.budgets[0] - inputs.workspace - head_bytes(inputs.model)
+    layers = range(inputs.model.spec.num_layers)
+    room -= sum(kept_bytes(inputs, n) for n in layers)
+    best, base = np.inf, on_gpu_seconds(inputs)
+    hand_over_s = inputs.gpus[0].hand_over_s.median
+    for bits in product([False, True], repeat=len(matrices)):
+        cold = [found for found, is_cold in zip(matrices, bits, strict=True) if is_cold]
+        if sum(each.num_bytes for _, each in cold) + room >= 0:
+            waits = hand_over_s * len({layer for layer, _ in cold})
+            best = min(best, base + waits + sum(each.saved_s for _, each in cold))
+    return best
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.75, 1.0])
+def test_single_matrices_are_chosen_as_by_trying_all(share, monkeypatch):
+    inputs = inputs_of(share)
+    monkeypatch.setattr(llamacpp, "STEPS", 1 << 20)
+    found = llamacpp._tensors(inputs)
+    assert found is not None and found.seconds == pytest.approx(fastest(inputs))
+    moe = cpu_moe(inputs)
+    assert moe is not None and found.seconds <= moe[1] * (1 + 1e-9)
+    if share in (0.0, 1.0):
+        assert found.seconds == pytest.approx(moe[1])
+
+
+def test_patterns_match_the_matrices_that_stay(monkeypatch):
+    """llama.cpp searches them (std::regex_search) in the tensors of its layout."""
+    inputs = inputs_of(0.5)
+    found = llamacpp._tensors(inputs)
+    assert found is not None and found.arguments[:2] == ("-ngl", "999")
+    patterns = [p.removesuffix("=CPU") for p in found.arguments if p.endswith("=CPU")]
+    assert patterns and all("," not in pattern for pattern in patterns)
+    tensors = {in_layout(n, "stock"): e for n, e in inputs.model.tensors.items()}
+    cold = [n for n in tensors if any(re.search(p, n) for p in patterns)]
+    assert cold and all("_exps" in name for name in cold)
+    size = sum(tensors[name].num_bytes for name in cold)
+    experts = sum(e.num_bytes for n, e in tensors.items() if "_exps" in n)
+    assert 0.5 * experts <= size < 0.8 * experts  # a layer's matrices are 11 % each
+
+
+def test_without_room_for_attention_whole_layers_remain():
+    inputs = inputs_of(0.0)
+    inputs = replace(inputs, budgets=(inputs.budgets[0] - 40_000,))
+    (way,) = ways(inputs)
+    assert way.arguments[0] == "-ngl" and 0 <= int(way.arguments[1]) <= 3
+    assert cpu_moe(inputs) is None
+
+
+def test_whole_layers_count_the_head_first():
+    inputs = inputs_of(1.0)
+    way = llamacpp._layers(inputs)
+    assert way.arguments == ("-ngl", "4") and way.seconds == pytest.approx(on_gpu_seconds(inputs))
+    assert way.seconds == pytest.approx(layer_split(inputs).seconds)
+
+
+def test_a_dense_models_matrices_move_too():
+    model = make_model(sizes=make_sizes(num_layers=2, width=64, num_neurons=256), kind="q8_0")
+    inputs = replace(inputs_of(0.5), model=model)
+    whole = sum(kept_bytes(inputs, n) for n in range(2)) + head_bytes(model)
+    found = llamacpp._tensors(replace(inputs, budgets=(inputs.workspace + whole - 1,)))
+    assert found is not None
+    (pattern,) = [each for each in found.arguments if each.endswith("=CPU")]
+    assert re.fullmatch(r"blk\\\.\((0|1)\)\\\.\(ffn_(gate|up|down)\)\\\.=CPU", pattern), pattern
+
+
+def test_plans_of_several_gpus_are_refused():
+    with pytest.raises(HotsplitError, match="a plan for 2 GPUs; llama.cpp's options"):
+        ways(replace(inputs_of(0.5), budgets=(1 << 20, 1 << 20)))
+
+
+@pytest.fixture
+def files(tmp_path):
+    inputs = inputs_of(0.5)
+    save(tmp_path, inputs.model, inputs.profile, inputs.machine)
+    config = SolveConfig(
+        **solver_files(tmp_path), output=tmp_path / "plan", vram_budget_bytes=inputs.budgets[0]
+    )
+    return tmp_path, solve(config, take_workspace)
+
+
+def words(folder, *more: str) -> list[str]:
+    return ["export", str(folder / "m.gguf"), "--llama-cpp", "--split", str(folder / "plan"), *more]
+
+
+def test_the_command_prints_options_and_both_speeds(files, capsys):
+    folder, report = files
+    given = ("--profile", str(folder / "p"), "--machine", str(folder / "c"))
+    assert main(words(folder, *given)) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("-c ") and shown.out.count("\n") == 1 and "-ngl" in shown.out
+    assert f"{report.tokens_per_s:,.1f} tokens/s predicted" in shown.err
+    assert main(words(folder, *given, "--json")) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["plan_s"] == report.objective_s
+    assert content["llama_cpp"][0]["seconds"] >= report.objective_s
+
+
+@pytest.mark.parametrize(
+    ("more", "words_"),
+    [
+        ([], "--llama-cpp needs --profile"),
+        (["--profile", "p"], "--llama-cpp needs --machine"),
+        (["--profile", "p", "--machine", "c", "--format", "gpuidx"], "--format is not for"),
+    ],
+)
+def test_what_is_missing_is_said(files, capsys, more, words_):
+    folder, _ = files
+    given = [str(folder / each) if each in ("p", "c") else each for each in more]
+    assert main(words(folder, *given)) == 2
+    assert words_ in capsys.readouterr().err
