@@ -15,6 +15,7 @@ from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.fields import to_json
 from hotsplit.measure.bench.rival import located, program_of
 from hotsplit.measure.bench.tables import lines_of, markdown_of
+from hotsplit.system import processors
 
 pytest_plugins = ("bench_fixtures",)
 pytestmark = pytest.mark.usefixtures("threads_put_back")
@@ -53,12 +54,20 @@ def program(folder: Path, text: str, first: str = "") -> Path:
     return path
 
 
+THREADS_MAY_SPIN = "import os; assert 'OMP_WAIT_POLICY' not in os.environ; "
+
+
 @needs_kernels
 @pytest.mark.parametrize("text, first", [(FAKE_PYTHON, ABOUT % 300), (FAKE_BENCH, "")])
 def test_bench_compares_itself_with_another_program(
-    bench_files, tmp_path, small_buffer, text, first
+    bench_files, tmp_path, small_buffer, monkeypatch, text, first
 ):
-    """The other programs are fakes that answer as the real ones do, with 1 us per token."""
+    """The other programs are fakes that answer as the real ones do, with 1 us per token. They have the
+    user's environment, without what a command sets for torch."""
+    monkeypatch.setattr(processors, "_set_by_us", set())
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    processors.let_threads_sleep()
+    first = THREADS_MAY_SPIN + first
     config = config_of(
         bench_files / "dense.gguf", device="cpu", depths=(0, 3), repetitions=3,
         compare=program(tmp_path, text, first), compare_model=bench_files / "dense.gguf",

@@ -129,38 +129,68 @@ __attribute__((always_inline)) inline void for_parts(const Tile& tile, int64_t s
 #ifdef HAS_PANELS
 #include "super_panels.h"
 #else
-// Multiplies LANES rows by up to TILE_TOKENS vectors and stores the products of rows begin .. end - 1.
+// The products of ranges of part p of N tiles, w, with a vector: out[range][tile].
+template <class F, int N>
+__attribute__((always_inline)) inline void products_of_part(const Ints (*w)[TILE_WEIGHTS<Q8_0>],
+                                                            const uint8_t* values, int64_t block,
+                                                            int32_t sum, int32_t first_sum,
+                                                            Ints (*out)[N]) {
+    auto range = [&](auto first, auto last, int number) {
+        const Ints start = Ints{} - F::LESS * sum_of_range<F>(number, sum, first_sum);
+        if constexpr (N == 1)
+            out[number][0] = tile_products<Q8_0, first, last>(w[0], values, block, start);
+        else
+            products_of_tiles<Q8_0, N, first, last>(w, values, block, start, out[number]);
+    };
+    range(Count<0>{}, Count<8 / F::RANGES>{}, 0);
+    if constexpr (F::RANGES == 2) range(Count<4>{}, Count<8>{}, 1);
+}
+
+// Multiplies rows begin .. end-1 of N tiles of LANES rows each by up to TILE_TOKENS vectors.
 template <class F, int N, class Tile>
 inline void dot_super_tile(const Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride,
                            int64_t begin, int64_t end) {
     const PackedBlocks<Q8_0> x(input, n);
     const int64_t T = input.count;
-    alignas(64) float part[TILE_TOKENS][8][LANES];
-    __builtin_memset(part, 0, T * sizeof part[0]);
+    alignas(64) float part[8][TILE_TOKENS][N][LANES];
+    for (auto& of_part : part) __builtin_memset(of_part, 0, T * sizeof of_part[0]);
     for (int64_t block = 0; block < n; block += 8) {
         asm volatile("" ::: "memory");  // as in dot_tile
-        SuperFactors<F> factors;
-        tile->factors(block / 8, factors);
-        for_parts<F>(*tile, block / 8, [&](int p, const Ints* bytes) {
+        SuperFactors<F> factors[N];
+        Ints w[8][N][TILE_WEIGHTS<Q8_0>];
+        for (int i = 0; i < N; ++i) {
+            tile[i].factors(block / 8, factors[i]);
+            for_parts<F>(tile[i], block / 8,
+                         [&](int p, const Ints* bytes) { byte_weights<Q8_0>(bytes, w[p][i]); });
+        }
+        for (int p = 0; p < 8; ++p) {
             const int64_t b = block + p;
-            Ints w[TILE_WEIGHTS<Q8_0>];
-            byte_weights<Q8_0>(bytes, w);
             const uint8_t* values = x.values + b / unit<Q8_0>() * x.stride;
             for (int64_t t = 0; t < T; ++t) {
                 const int64_t of = t * x.next_scale + b;
-                const Floats term =
-                    factors.term(p, w, values + t * x.next_vector, b, x.sum[of], x.first_sum[of]);
-                store_floats(part[t][p], fused(broadcast(x.scale[of]), term, load_floats(part[t][p])));
+                Ints products[F::RANGES][N];
+                products_of_part<F, N>(w[p], values + t * x.next_vector, b, x.sum[of],
+                                       x.first_sum[of], products);
+                const Floats scale = broadcast(x.scale[of]);
+                for (int i = 0; i < N; ++i) {
+                    const Ints of_tile[2] = {products[0][i], products[F::RANGES - 1][i]};
+                    const Floats term =
+                        factors[i].term_of_products(p, of_tile, x.sum[of], x.first_sum[of]);
+                    float* to = part[p][t][i];
+                    store_floats(to, fused(scale, term, load_floats(to)));
+                }
             }
-        });
+        }
     }
     for (int64_t t = 0; t < T; ++t) {
-        Floats sum[4];
-        for (int i = 0; i < 4; ++i)
-            sum[i] = add_floats(load_floats(part[t][2 * i]), load_floats(part[t][2 * i + 1]));
-        alignas(64) float sums[LANES];
-        store_floats(sums, sum_of_four(sum));
-        __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
+        alignas(64) float sums[N][LANES];
+        for (int i = 0; i < N; ++i) {
+            Floats sum[4];
+            for (int q = 0; q < 4; ++q)
+                sum[q] = add_floats(load_floats(part[2 * q][t][i]), load_floats(part[2 * q + 1][t][i]));
+            store_floats(sums[i], sum_of_four(sum));
+        }
+        __builtin_memcpy(y + t * y_stride, sums[0] + begin, (end - begin) * sizeof(float));
     }
 }
 #endif

@@ -60,9 +60,10 @@ inline void dot_two_tiles(const Rows& rows, const Input& x, float* y, int64_t y_
     const TiledAhead aheads[2] = {ahead.of_pair(0, tile_bytes), ahead.of_pair(1, tile_bytes)};
     for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
         const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-        const TiledTile<F> tiles[2] = {{at, 0, n, t == 0 ? aheads : nullptr},
-                                       {at + tile_bytes, 0, n, t == 0 ? aheads + 1 : nullptr}};
-        dot_tile<F, 2>(tiles, n, x.part(t, t1), y + t * y_stride, y_stride, 0, 2 * TILE_ROWS);
+        const auto first = tile_at<F>(at, 0, rows.D, t == 0 ? aheads : nullptr);
+        const decltype(first) tiles[2] = {
+            first, tile_at<F>(at + tile_bytes, 0, rows.D, t == 0 ? aheads + 1 : nullptr)};
+        multiply_tiles<F, 2>(tiles, n, x.part(t, t1), y + t * y_stride, y_stride, 0, 2 * TILE_ROWS);
     }
 }
 
@@ -112,7 +113,7 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
         return;
     }
     const bool is_asking = x.count >= LEAST_ASKING_OF<F>;
-    if constexpr (TILES_AT_ONCE == 2 && !IS_SUPER<F>) {
+    if constexpr (TILES_AT_ONCE == 2) {
         if (x.count >= LEAST_FOR_TWO_TILES) {
             for_tiles<2>(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
                 if (end - a == 2 * TILE_ROWS)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.files.typed import printed_line
-from hotsplit.system.processors import limit_libraries
+from hotsplit.system.processors import let_threads_sleep, limit_libraries
 from hotsplit.system.signals import MESSAGE, ending
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import address_space_bytes, advice_on_memory
@@ -61,20 +61,10 @@ def run(argv: Sequence[str] | None = None) -> int:
             return _end(signals.instead_of(error), arguments)
 
 
-def _let_threads_sleep() -> None:
-    """Makes torch's threads sleep while they wait for work; must be called before torch is
-    imported.
-
-    Otherwise they spin, for milliseconds after every operation, on cores that the C++ kernels'
-    threads or another process would use. Counting 512 tokens of a 135 M model on two shared cores
-    took 22.8 s of processor time (108 s of wall-clock time), and 2.9 s (10 s) with this."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
 def _run(arguments: list[str], *, is_program: bool) -> int:
     if is_program and address_space_bytes() is not None:
         sys.meta_path.insert(0, _LeastAddressSpace)
-    _let_threads_sleep()
+    let_threads_sleep()
     if is_program:
         limit_libraries()
     import click
