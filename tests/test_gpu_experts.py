@@ -222,8 +222,8 @@ def test_experts_that_no_row_has_chosen_are_not_read(kernels):
     gate, down = make_matrix("f32", 3 * 8, 32), make_matrix("f32", 3 * 32, 8)
     gate.data[16:], down.data[64:] = NAN, NAN  # expert 1
     hidden, parts = torch.empty(K, 8, device=device()), torch.empty(K, 32, device=device())
-    for experts, is_read in (((0, 2, 4), False), ((0, 2, 1), True)):
-        which = routed(*experts)
+    for numbers, is_read in (((0, 2, 4), False), ((0, 2, 1), True)):
+        which = routed(*numbers)
         kernels.expert_gate_up(
             gate, None, gate, None, places(), which, vector(32), "relu", 0.0, False, hidden
         )

@@ -5,7 +5,7 @@ Specified in docs/formats.md."""
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
@@ -222,6 +222,8 @@ class Machine:
                 raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
             if version == OLD_VERSION:
                 values = upgraded(values)
+            if isinstance(values.get("cpu_costs"), dict):
+                values["cpu_costs"] = {"pass_rows_gb_per_s": {}} | values["cpu_costs"]
             machine = _record(cls, Fields(values, keys=_names(cls)))
             machine.validate()
         except HotsplitError as error:
@@ -365,10 +367,7 @@ def _record(kind: type[Record], read: Fields) -> Record:
             _record(Gpu, gpu) for gpu in read.parts(key, _names(Gpu))
         ),
     }
-    read_fields = (
-        each for each in fields(kind) if each.default_factory is MISSING or each.name in read.values
-    )
-    return kind(**{each.name: readers[each.type](each.name) for each in read_fields})
+    return kind(**{each.name: readers[each.type](each.name) for each in fields(kind)})
 
 
 def _each(read: Fields, value_of: Callable[[Fields, str], object]) -> dict[str, object]:
