@@ -5,7 +5,7 @@ Seconds are computed from bytes: experts and the rest of a token as in Qwen3-30B
 272 GB/s, a CPU of 60 GB/s, and links of three speeds. Routings are those of the bundled mixture, whose
 plan was made from another text, and random ones by Zipf's law whose ranks drift.
 
-    expert_cache.py PROFILE TEXT_PROFILE ... [-o RESULT]
+    expert_cache.py [--random] [PROFILE TEXT_PROFILE ...] [-o RESULT]
 
 PROFILE is the profile that plans are made from, the others are of the texts that are replayed (hotsplit
 profile).
@@ -13,18 +13,19 @@ profile).
 Letters: L layers, T tokens, K experts of a token, E experts."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from machine import result_of, write_result
+from machine import RESULTS, processor, result_of, slug, write_result
 
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.measure.cache_replay.policies import Case
+from hotsplit.measure.cache_replay.policies import Case, ours, seconds_T
 from hotsplit.measure.cache_replay.recording import Trace
-from hotsplit.measure.cache_replay.replay import ReplayReport, compare
+from hotsplit.measure.cache_replay.replay import compare
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import packed
 from hotsplit.solver.replay import Sides, polished
@@ -118,32 +119,41 @@ def reports(routing: Routing) -> Iterator[tuple[str, dict[str, float]]]:
     """For each share and link, milliseconds a token by policy, with those of each of OPTIONS."""
     for share in SHARES:
         for link in LINKS:
-            case, times = case_of(routing, share, link), {}
+            case = case_of(routing, share, link)
+            report = compare(case)
+            times = {r.name: r.ms for r in (*report.policies, report.hindsight)}
+            del times["ours"]
             for name, options in OPTIONS.items():
-                report = compare(replace(case, options=options))
-                times |= {f"ours, {name}": report.of["ours"].ms}
-            yield f"{share:.0%} in slots, link {link / 1e9:.0f} GB/s", times | _others(report)
-
-
-def _others(report: ReplayReport) -> dict[str, float]:
-    others = {r.name: r.ms for r in (*report.policies, report.hindsight) if r.name != "ours"}
-    return others | {"bound": report.bound_ms, "static hits": report.of["static"].hit_rate,
-                     "most hits": report.belady_hit_rate}  # fmt: skip
+                outcome = ours(replace(case, options=options))
+                steps_T = seconds_T(case.costs, case.trace.read_TL, outcome)
+                times[f"ours, {name}"] = float(steps_T.mean()) * 1e3
+            times |= {"bound": report.bound_ms, "static hits": report.of["static"].hit_rate,
+                      "most hits": report.belady_hit_rate}  # fmt: skip
+            yield f"{share:.0%} in slots, link {link / 1e9:.0f} GB/s", times
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("profiles", nargs="*", type=Path)
+    parser.add_argument("--random", action="store_true", help="replay random routings")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    routings = [recorded(arguments.profiles[0], text) for text in arguments.profiles[1:]]
-    routings += [
-        zipf("zipf", drift=0.0, exponent=0.8),
-        zipf("zipf, slow drift", drift=0.03, exponent=0.8),
-        zipf("zipf, fast drift", drift=0.2, exponent=0.8),
-        zipf("steep zipf, slow drift", drift=0.03, exponent=1.2),
-    ]
+    texts = arguments.profiles[1:]
+    routings = [recorded(arguments.profiles[0], text) for text in texts]
+    routings += (
+        []
+        if not arguments.random
+        else [
+            zipf("zipf", drift=0.0, exponent=0.8),
+            zipf("zipf, slow drift", drift=0.03, exponent=0.8),
+            zipf("zipf, fast drift", drift=0.2, exponent=0.8),
+            zipf("steep zipf, slow drift", drift=0.03, exponent=1.2),
+        ]
+    )
     result = result_of("expert_cache")
+    path = arguments.output or RESULTS / f"expert-cache-{slug(processor())}.json"
+    if path.exists():  # of other routings
+        result = json.loads(path.read_text()) | result
     for routing in routings:
         result[routing.name] = {}
         for name, times in reports(routing):

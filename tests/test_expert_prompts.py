@@ -14,10 +14,11 @@ from fake_streams import FakeDevice, Race
 from reference import rel_error
 from test_experts import ROUTES, mixture
 from test_families import CASES, converted
-from test_hybrid_experts import loaded, made_plan
+from test_hybrid_experts import loaded, made_plan, random_plan
 from test_native_step import BOUNDS
 from test_streamed_prefill import late_streams
 
+from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.options.prompt_rates import PromptRates
@@ -28,8 +29,10 @@ from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.prefill import cold_stream
+from hotsplit.runtime.prefill.cold_experts import ColdExperts
 from hotsplit.runtime.prefill.expert_stream import ExpertStream, streamed
 from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.neuron_block import by_role
 
 pytestmark = pytest.mark.skipif(
     not cpu_kernels.is_available(), reason="the C++ kernels are not built"
@@ -51,8 +54,10 @@ def with_streams(
     engine, split, *, compute=None, copier=None, is_staged=True, pieces=2, rates=None
 ) -> ExpertStream:
     """Lets an engine with both roles on the CPU stream its cold experts, `pieces` of them at a time."""
-    weights, placement = engine._live.weights, Placement.of_split(split, (CPU,))
+    weights = engine._live.weights
+    placement = Placement.of_split(split, (CPU,) * len(split.budgets))
     blocks = cold_blocks(weights, placement, CPU)
+    blocks = {layer: each for layer, each in blocks.items() if isinstance(each, ColdExperts)}
     size = max(block.layout_bytes(pieces) + 256 * len(block.spans) for block in blocks.values())
     copier = copier or PlainStream()
     stream = ExpertStream(
@@ -122,6 +127,35 @@ def test_experts_with_biases_and_interleaved_rows(tmp_path, mode):
         want = engine.logits(IDS)
         with_streams(engine, split)
         assert rel_error(engine.logits(IDS), want) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["stock", "sparse"])
+def test_random_plans_give_the_logits_of_the_undivided_model(layout):
+    """Of 20 plans, with and without rates, experts in memory and in the file, and pieces of any size."""
+    model = mixture(
+        route=ROUTES["groups"],
+        layout=layout,
+        kind="f32",
+        num_neurons=24,
+        num_shared=16,
+        num_dense=1,
+    )
+    with Engine.of(model, mode="dense", device="cpu") as whole:
+        want = whole.logits(IDS)
+    num_streamed = 0
+    for seed in range(20):
+        split = random_plan(model, seed)
+        with loaded(model, split, is_resident=seed % 3 > 0) as engine:
+            if not any(by_role(layer.ffn.experts)[1] for layer in engine.layers):
+                continue
+            stream = with_streams(
+                engine, split, pieces=1 + seed % 4, rates=RATES if seed % 2 else None,
+                is_staged=seed % 5 > 0,
+            )  # fmt: skip
+            parts, _ = noted(stream)
+            assert rel_error(engine.logits(IDS), want) < 1e-5, seed
+            num_streamed += sum(map(len, parts))
+    assert num_streamed > 40
 
 
 @pytest.mark.parametrize("is_staged", [False, True])

@@ -29,7 +29,7 @@ from test_runtime import make_split
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Route
-from hotsplit.runtime import gpu_setup
+from hotsplit.runtime import gpu_setup, loading
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.ops.neurons.expert_pass import Choices
@@ -118,6 +118,7 @@ def test_plans_of_mixtures_take_prompts_with_streamed_experts(name, monkeypatch)
 
     of, was, streamed = Choices.of, ExpertStream.run, []
     monkeypatch.setattr(Choices, "of", choices)
+    monkeypatch.setattr(loading, "check_routers", lambda *given: None)
     monkeypatch.setattr(ExpertBlock, "places", property(places))
     monkeypatch.setattr(ExpertStream, "run", run)
     check(Case(model=model, plan=plan))

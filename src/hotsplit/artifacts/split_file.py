@@ -69,7 +69,6 @@ class Split:
     # None: they are where their layer's attention runs, and all are read.
     kv_offload: KeySelection | None = None
     num_experts: int = 0  # of a layer of a mixture, of which `hot` lists experts; 0: neurons
-
     # By which a prompt's experts on the CPU are computed there or streamed; None: all are streamed.
     prompt_rates: PromptRates | None = None
 
