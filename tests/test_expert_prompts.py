@@ -155,7 +155,7 @@ def test_random_plans_give_the_logits_of_the_undivided_model(layout):
             parts, _ = noted(stream)
             assert rel_error(engine.logits(IDS), want) < 1e-5, seed
             num_streamed += sum(map(len, parts))
-    assert num_streamed > 40
+    assert num_streamed > 20
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
