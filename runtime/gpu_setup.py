@@ -59,6 +59,7 @@ from hotsplit.runtime.step.workspace import (
     slab_extras,
     temporaries,
 )
+from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import PIECE_BYTES as UPLOAD_PIECE_BYTES
@@ -329,16 +330,16 @@ def captured_passes(
 def cold_blocks(
     weights: Weights, placement: Placement, device: torch.device
 ) -> dict[int, ColdBlock | ColdExperts]:
-    """The neurons and experts on the CPU in layers whose home is the device, by layer; neurons only
-    in layers before the first with such experts, so that one stream has ended when the other
-    begins."""
+    """The neurons and experts on the CPU in layers whose home is the device, by layer: experts if the
+    device multiplies those of a layer together, and neurons in layers before the first with such
+    experts, so that one stream has ended when the other begins."""
     mine = [index for index, home in enumerate(placement.homes[:-1]) if home == device]
     found: dict[int, ColdBlock | ColdExperts] = {}
-    has_experts = False
+    has_experts, streams_experts = False, gpu_products.multiplies_blocks(device)
     for index in mine:
         ffn = weights.layers[index].ffn
         _, experts = by_role(ffn.experts)
-        if experts is not None:
+        if experts is not None and streams_experts:
             found[index], has_experts = ColdExperts.of(experts), True
         elif not has_experts and (block := by_role(ffn.blocks)[1]) is not None:
             found[index] = ColdBlock.of(block)

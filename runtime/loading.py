@@ -281,6 +281,7 @@ class Loaded:
         self.weights, self.chunk = with_cold_streams(
             self.model, self.weights, self.memories, self.placement, self.mode,
             self.context_length, self.chunk, self.warn,
+            None if self.plan is None else self.plan.prompt_rates,
         )  # fmt: skip
 
     def _make_neuron_cache(self) -> None:

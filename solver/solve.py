@@ -30,6 +30,7 @@ from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
 from hotsplit.solver.problem import Placement, Problem
+from hotsplit.solver.prompts import prompt_rates
 from hotsplit.solver.units import ExpertUnits, counted_layers
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (
@@ -246,6 +247,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         num_sequences=inputs.num_sequences,
         kv_offload=inputs.kv_offload,
         num_experts=max(x.neurons.num_experts for x in spec.layers) if spec.has_experts else 0,
+        prompt_rates=prompt_rates(inputs),
     )
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}

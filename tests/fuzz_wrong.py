@@ -281,6 +281,7 @@ PLAN = {
     "homes without budgets": one_of(S + "home", [0, 0], [0], [-1, 0]),
     "budgets without homes": one_of(S + "gpu_budget_bytes", ["1"], [1]),
     "another version": one_of(S + "version", np.uint32(99), np.uint32(0), "3", np.float32(3)),
+    "one rate of prompts": one_of(S + "prompt.token_s", *map(np.float64, (0, 1e-10, -1, NAN)), "x"),
     "no rows of a cache": one_of(
         S + "cache.most_rows", *map(np.int64, (0, -1, 65537, 1 << 40)), "4", np.float32(4), True
     ),

@@ -354,19 +354,24 @@ def _random_entry(
 
 
 def shape_only(
-    sizes: Sizes, *, kind: str = "f16", predictor_rank: int = 0, architecture: str = "llama"
-) -> ModelFile:
-    """A model of any size with a tensor table and no weights: reading a tensor raises."""
+    sizes: Sizes, *, kind: str = "f16", predictor_rank: int = 0, architecture: str = "llama",
+    spec: ModelSpec | None = None,
+) -> ModelFile:  # fmt: skip
+    """A model of any size with a tensor table and no weights: reading a tensor raises. `spec`: instead
+    of the family's; routers are f32."""
 
     def read(start: int, stop: int) -> np.ndarray:
         raise AssertionError("this model has no weights to read")
 
-    spec = family_spec(architecture, sizes)
+    def kind_of(name: str, dims: tuple[int, ...]) -> str:
+        return "f32" if len(dims) == 1 or "gate_inp" in name else kind
+
+    spec = family_spec(architecture, sizes) if spec is None else spec
     model = _without_tensors(spec, str(spec), Path("shape-only.gguf"), predictor_rank)
     return replace(
         model,
         tensors={
-            name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read_rows=read)
+            name: TensorEntry(shape=dims, kind=kind_of(name, dims), read_rows=read)
             for name, dims in required_shapes(model).items()
         },
     )

@@ -20,6 +20,7 @@ from hotsplit.measure.cache_replay.policies import (
     hindsight,
     lru,
     ours,
+    ring,
     seconds_T,
     static,
 )
@@ -176,6 +177,17 @@ def test_lru_keeps_what_was_read_last():
     assert outcome.copied_TL[:, 0].tolist() == [2, 0, 1, 1]
 
 
+def test_a_ring_keeps_the_plans_most_frequent_ones():
+    """Of four slots, one is the ring."""
+    is_read_TLF = np.zeros((4, 1, 8), bool)
+    for token, ids in enumerate([(6,), (0, 6), (7,), (0, 1, 2, 7)]):
+        is_read_TLF[token, 0, list(ids)] = True
+    frequency_LF = np.array([[0.1, 0.3, 0.4, 0.2, 0.0, 0.0, 0.0, 0.0]])
+    outcome = ring(make_case(is_read_TLF, 4, frequency_LF=frequency_LF))
+    assert outcome.hits_TL[:, 0].tolist() == [0, 1, 0, 3]  # 1, 2 and 3 stay, 0 makes room
+    assert outcome.copied_TL[:, 0].tolist() == [1, 1, 1, 1]
+
+
 def test_the_replayed_policy_is_that_of_the_engine():
     random = np.random.default_rng(5)
     is_read_TLF = random.random((200, 2, 40)) < random.random((2, 40)) ** 2
@@ -190,7 +202,7 @@ def test_the_replayed_policy_is_that_of_the_engine():
     assert still == pytest.approx(report.planned_seconds)
     assert outcome.num_copied == report.num_swaps > 0
     assert hindsight(case).num_copied == 0
-    assert {"static", "lru", "lfu", "sparkinfer"} <= set(POLICIES)
+    assert {"static", "lru", "ring", "lfu", "sparkinfer"} <= set(POLICIES)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +236,8 @@ def test_the_command_compares_policies_and_plots_them(files, capsys):
     found = json.loads(out)
     assert code == 0 and found["num_tokens"] == 80 and found["num_cached_layers"] >= 1
     assert [p["name"] for p in found["policies"]] == list(POLICIES)
-    bounded = [p for p in found["policies"] if p["name"] != "lru"]  # copies may exceed its slots
+    # Copies of the others may exceed their slots.
+    bounded = [p for p in found["policies"] if p["name"] not in ("lru", "ring")]
     assert all(p["ms"] >= found["bound_ms"] * (1 - 1e-6) for p in bounded)
     code, _, err = run_command(capsys, *given, "--cache-plot", files / "r.png")
     assert code == 0 and "no policy" not in err and "of the gap between static and the bound" in err

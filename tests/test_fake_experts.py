@@ -3,14 +3,16 @@ and prompts use the code for a real GPU, and give the CPU's logits."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda import library
 from fake_cuda.ptx_kernels import StreamedPtx
 from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import stepped
-from models import changed
+from models import changed, make_model, make_sizes, mixture_spec
 from reference import rel_error
+from test_expert_prompts import HOT, RATES, noted
 from test_experts import ROUTES, mixture
 from test_fake_step import checked_cuda, prompted
 from test_hybrid_experts import PLANS, made_plan, stock
@@ -18,6 +20,7 @@ from test_hybrid_experts import PLANS, made_plan, stock
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Attention
+from hotsplit.runtime.device.device_memory import kept_budget
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.system.log_lines import lines_on_stderr
 
@@ -27,6 +30,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_cache"),
 ]
 TOKENS = [3, 41, 7, 7]
+MIB, CONTEXT = 1 << 20, 4160
 SHARED = {"num_shared": 32, "has_shared_gate": True}
 
 
@@ -90,3 +94,41 @@ def test_what_gpus_do_not_cover_is_refused():
         with pytest.raises(HotsplitError, match=words) as caught:
             Engine.of(model, split, device="cuda")
     assert "\n" not in str(caught.value)
+
+
+def long_mixture(**options):
+    sizes = make_sizes(width=64, num_neurons=64, context_length=CONTEXT)
+    spec = mixture_spec(sizes, route=ROUTES["groups"], num_neurons=64)
+    return make_model(spec=spec, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "rates", "is_resident"),
+    [(40, RATES, True), (60, None, False), (4096, None, True)],
+)
+def test_prompts_on_a_device(num_tokens, rates, is_resident):
+    """Within the plan's memory, as the CPU computes them, 4,096 tokens in several passes."""
+    model = long_mixture(kind="q8_0")
+    split = made_plan(model, HOT, [1, 1], context_length=CONTEXT)
+    budget = split.vram_budget_bytes + 48 * MIB
+    split = dataclasses.replace(split, vram_budget_bytes=budget, prompt_rates=rates)
+    ids = np.random.default_rng(num_tokens).integers(0, 50, num_tokens).tolist()
+    with Engine.of(model, mode="dense", device="cpu") as engine:
+        want = prompted(engine, ids)
+    with (
+        fake_cuda(seed=2),
+        Engine.of(model, split, device="cuda", is_resident=is_resident) as engine,
+    ):
+        streams = {layer.ffn.cold_experts for layer in engine.layers}
+        (stream,) = streams
+        assert (stream.staging is None) == is_resident and stream.rates == rates
+        parts, chosen = noted(stream)
+        got = prompted(engine, ids)
+        del stream.run, stream.chosen  # which keep the engine's memory
+        (report,) = engine.memory_report()
+        assert report.peak_reserved <= kept_budget(budget), report
+    assert not library.text("violations")
+    assert rel_error(got, want) < 4 * torch.finfo(torch.float16).eps
+    assert any(parts) and len(parts) == 2 * -(-num_tokens // 512)
+    is_divided = any(0 < len(own) < len(every) for every, own in chosen)
+    assert is_divided == (rates is not None)

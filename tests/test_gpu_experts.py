@@ -22,6 +22,7 @@ from gpu_matrices import (
 from test_gpu_neurons import hidden_bound
 
 from hotsplit.model.spec import Route
+from hotsplit.runtime.kernels.gpu import experts
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.ops.route import route_ref
@@ -221,8 +222,8 @@ def test_experts_that_no_row_has_chosen_are_not_read(kernels):
     gate, down = make_matrix("f32", 3 * 8, 32), make_matrix("f32", 3 * 32, 8)
     gate.data[16:], down.data[64:] = NAN, NAN  # expert 1
     hidden, parts = torch.empty(K, 8, device=device()), torch.empty(K, 32, device=device())
-    for experts, is_read in (((0, 2, 4), False), ((0, 2, 1), True)):
-        which = routed(*experts)
+    for numbers, is_read in (((0, 2, 4), False), ((0, 2, 1), True)):
+        which = routed(*numbers)
         kernels.expert_gate_up(
             gate, None, gate, None, places(), which, vector(32), "relu", 0.0, False, hidden
         )
@@ -257,3 +258,28 @@ def test_a_row_has_the_bits_of_a_row_alone(kernels, kind, is_by_output, num_rows
         hidden, parts = run(routed_T2K[row].clone(), x_TD[row].clone(), value_TKF[row].clone())
         assert torch.equal(hidden, hidden_TKF[row]) and torch.equal(parts, parts_KTD[:, row])
         assert hidden.any() and parts.any()
+
+
+def test_programs_of_the_same_rows_follow_each_other(kernels, monkeypatch):
+    """Pairs of a row and an expert are the fastest axis of the grid, so that rows of an expert are still
+    in the cache when another row of the step needs them."""
+    grids = {}
+
+    class Recorded:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *_, **__: grids.setdefault(self.name, grid)
+
+    for name in ("_expert_gate_up", "_expert_down", "_expert_sum"):
+        monkeypatch.setattr(experts, name, Recorded(name))
+    matrix, rows = make_matrix("q8_0_planar", 4 * 64, 64), 8
+    routed, hidden = torch.zeros(rows, 2 * K), torch.zeros(rows, K, 64)
+    x_TD, parts_PTD = torch.zeros(rows, 64), torch.zeros(2 * K, rows, 64)
+    experts.expert_gate_up(
+        matrix, None, matrix, None, None, routed, x_TD, "silu", 0.0, True, hidden
+    )
+    experts.expert_down(matrix, None, None, routed, hidden, parts_PTD[:K], is_by_output=True)
+    experts.expert_down(matrix, None, None, routed, hidden, parts_PTD, is_by_output=False)
+    assert len(grids) == 3 and {grid[0] for grid in grids.values()} == {rows * K}

@@ -4,13 +4,15 @@ and generations within their budgets."""
 
 import os
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda import library
 from fake_cuda.hollow import hollow_cuda, hollow_model
 from fake_cuda.libraries import workspace_bytes
-from models import shape_only
+from models import mixture_spec, shape_only
 from plan_memory import (
     CARD_BYTES,
     SHAPES,
@@ -22,13 +24,19 @@ from plan_memory import (
     solved,
     take_texts,
 )
+from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime import gpu_setup
+from hotsplit.model.spec import Route
+from hotsplit.runtime import gpu_setup, loading
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.runtime.ops.neurons.expert_pass import Choices
+from hotsplit.runtime.prefill.expert_stream import ExpertStream
 from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.workspace import workspace_bytes as workspace_of_plans
+from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.system.log_lines import lines_on_stderr
 
 pytestmark = [
@@ -68,6 +76,53 @@ def test_plans_of_a_model_of_few_wide_layers_take_prompts(share):
     whole = sum(entry.num_bytes for entry in model.tensors.values())
     plan = solved(model, "dense", 0.0, budget_bytes=int(share * whole))
     check(Case(model=model, plan=plan))
+
+
+# Width, experts, their neurons, those of a token, and the type; experts that are hot of each layer.
+MIXTURES = {
+    "qwen3-30b-a3b": (2048, 128, 768, 8, "q4_0", [40, 0, 128]),
+    "mixtral-8x7b": (4096, 8, 14336, 2, "q4_0", [3]),
+    "gpt-oss-20b": (2880, 32, 2880, 4, "q8_0", [10, 9]),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_plans_of_mixtures_take_prompts_with_streamed_experts(name, monkeypatch):
+    """Random choices, since nothing is computed; a plan reserves memory for pieces of whole experts."""
+    width, num_experts, neurons, num_used, kind, hot = MIXTURES[name]
+    sizes = sizes_of((width, neurons, 32, 8, 64, 32000), len(hot), 1024)
+    route = Route(num_experts=num_experts, num_used=num_used)
+    spec = mixture_spec(sizes, route=route, num_neurons=neurons)
+    model = hollow_model(shape_only(sizes, kind=kind, spec=spec))
+    plan = make_split(model, [np.arange(count) for count in hot], context_length=1024)
+    workspace = workspace_of_plans(model, 1024, "dense", 1, 8 << 30)
+    gpu, cpu = ({**x, "workspace": workspace} for x in (plan.gpu_bytes, plan.cpu_bytes))
+    plan = replace(
+        plan, mode="dense", gpu_bytes=gpu, cpu_bytes=cpu, vram_budget_bytes=sum(gpu.values())
+    )
+    random = np.random.default_rng(0)
+
+    def choices(id_TK, count):
+        chosen_TE = np.stack([random.permutation(count) for _ in range(len(id_TK))])
+        return of(torch.from_numpy(chosen_TE[:, : id_TK.shape[1]]), count)
+
+    def places(block):
+        if block.place_E is not None and block.role == "cold":
+            return block.place_E.numpy()
+        every = np.arange(num_experts)  # hot ones are the first
+        return np.where(every < block.gate.data.shape[0], every, -1)
+
+    def run(stream, layer, parts, *given):
+        streamed.append(layer)
+        was(stream, layer, parts, *given)
+
+    of, was, streamed = Choices.of, ExpertStream.run, []
+    monkeypatch.setattr(Choices, "of", choices)
+    monkeypatch.setattr(loading, "check_routers", lambda *given: None)
+    monkeypatch.setattr(ExpertBlock, "places", property(places))
+    monkeypatch.setattr(ExpertStream, "run", run)
+    check(Case(model=model, plan=plan))
+    assert {*streamed} == {layer for layer, count in enumerate(hot) if count < num_experts}
 
 
 def smollm2():

@@ -16,8 +16,10 @@ from models import (
     solver_files,
     take_workspace,
 )
+from test_runtime import make_split
 from test_solver import random_gpu
 
+from hotsplit.artifacts.machine_file import Figure
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import plan_bytes
@@ -27,6 +29,7 @@ from hotsplit.solver import optimise, replay
 from hotsplit.solver.lagrangian import search
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import Placement, is_feasible, placement_seconds
+from hotsplit.solver.prompts import prompt_rates
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds, verify
 
@@ -204,3 +207,22 @@ def test_refused(options, line, tmp_path):
     given = {**solver_files(tmp_path), "output": tmp_path / "plan", "vram_budget_bytes": 1 << 20}
     with pytest.raises(HotsplitError, match=line):
         solve(SolveConfig(**given, **options), take_workspace)
+
+
+def test_plans_have_the_rates_of_prompts(tmp_path):
+    """Those of the types of the experts, weighed by their bytes, if the machine file has them."""
+    inputs = tiny(0)
+    rates = dict.fromkeys(inputs.machine.costs.all_rows_gb_per_s, Figure(best=0.1))
+    assert prompt_rates(inputs) is None
+    costs = replace(inputs.machine.costs, pass_rows_gb_per_s=rates)
+    inputs = replace(inputs, machine=replace(inputs.machine, cpu_costs=costs))
+    found = prompt_rates(inputs)
+    read_s = 1 / inputs.machine.cpu_rate("f32")
+    assert found.cpu_s == pytest.approx(read_s)
+    assert found.token_s == pytest.approx(max(0.0, 1e-8 - read_s) / 32)
+    assert found.link_s == 1e-9 / inputs.machine.gpus[0].host_to_device_gb_per_s.median
+    plan = replace(
+        make_split(inputs.model, [[0]] * inputs.model.spec.num_layers), prompt_rates=found
+    )
+    plan.save(tmp_path / "plan")
+    assert Split.load(tmp_path / "plan").prompt_rates == found

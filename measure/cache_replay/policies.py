@@ -5,8 +5,8 @@ All start with the plan's neurons in the slots, except `hindsight`, which starts
 that the text reads most, and `sparkinfer`, which starts with the best groups by profile. Copies
 decided after a step are made while the next step runs. In `ours`, as in the engine, the copied
 neurons are in the slots from the step after that on; in `lfu` and `sparkinfer` they are there
-already in the step that copies them, which favours these two. `lru` copies misses before computing
-them.
+already in the step that copies them, which favours these two. `lru` and `ring` copy misses before
+computing them.
 
 Letters: T tokens, L layers, F neurons of a layer, N slots of a layer, G groups of neurons,
 W 32-bit words that hold a bit for each of F neurons."""
@@ -21,6 +21,7 @@ from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 
 GROUP = 16  # neurons; the usual size in SparkInfer's plans
+RING_SHARE = 0.25  # of the slots
 LFU_DECAY = 0.9
 NEVER = np.iinfo(np.int32).max - 1  # the next read of a neuron that is not read again
 
@@ -34,6 +35,7 @@ class Case:
     frequency_LF: np.ndarray  # from the profile
     costs: CacheCosts
     options: CacheOptions
+    group: int = GROUP  # neurons that SparkInfer's policy loads together; 1 if they are experts
 
     @property
     def num_slots_L(self) -> np.ndarray:
@@ -117,8 +119,21 @@ def hindsight(case: Case) -> Outcome:
 
 def lru(case: Case) -> Outcome:
     """Copies every miss before computing it, to the slot of the least recently read neuron, as
-    caches of experts do. If a step reads more neurons than there are slots, the rest are copied but
-    not kept."""
+    caches of experts do (llama.cpp's). If a step reads more neurons than there are slots, the rest are
+    copied but not kept."""
+    return _admitting_misses(case, np.zeros(case.planned_LF.shape, bool))
+
+
+def ring(case: Case) -> Outcome:
+    """Luce Spark's policy (lucebox.com/blog/spark): the plan's most frequent neurons keep their slots,
+    and the other slots, RING_SHARE of them, are a ring that takes every miss before it is computed."""
+    num_pinned_L = case.num_slots_L - np.ceil(RING_SHARE * case.num_slots_L).astype(int)
+    score_LF = np.where(case.planned_LF, case.frequency_LF, -1.0)
+    return _admitting_misses(case, _top(score_LF, num_pinned_L))
+
+
+def _admitting_misses(case: Case, is_pinned_LF: np.ndarray) -> Outcome:
+    """Copies every miss to the slot of the least recently read neuron that is not pinned."""
     last_LF = np.where(case.planned_LF, case.frequency_LF - 2.0, -np.inf)  # last step that read it
     clock = 0
 
@@ -126,7 +141,7 @@ def lru(case: Case) -> Outcome:
         nonlocal clock
         clock += 1
         last_LF[is_read_LF] = clock
-        return _top(last_LF, case.num_slots_L)
+        return _top(np.where(is_pinned_LF, np.inf, last_LF), case.num_slots_L)
 
     outcome = _replay(case, then)
     missed_TL = case.trace.read_TL - outcome.hits_TL
@@ -154,14 +169,14 @@ def sparkinfer(case: Case) -> Outcome:
     read; every step loads the best groups that are not in slots. lambda starts at 0.67, is
     multiplied by 1.05 after a step that waited for the copy and by 0.95 after one that did not, and
     stays within 0.05 to 0.95. Every group is copied separately."""
-    costs, num_layers = case.costs, len(case.slots_LN)
+    costs, num_layers, group = case.costs, len(case.slots_LN), case.group
     order_LF = np.argsort(-case.frequency_LF, axis=1, kind="stable")
-    num_groups = -(-case.trace.num_neurons // GROUP)
+    num_groups = -(-case.trace.num_neurons // group)
     group_LF = np.empty_like(order_LF)
-    np.put_along_axis(group_LF, order_LF, np.arange(case.trace.num_neurons)[None] // GROUP, axis=1)
+    np.put_along_axis(group_LF, order_LF, np.arange(case.trace.num_neurons)[None] // group, axis=1)
     layer_L1 = np.arange(num_layers)[:, None]
     size_G = np.bincount(group_LF[0], minlength=num_groups)
-    num_slots_L = case.num_slots_L // GROUP
+    num_slots_L = case.num_slots_L // group
     score_LG = np.zeros((num_layers, num_groups))
     np.add.at(score_LG, (layer_L1, group_LF), case.frequency_LF / size_G[group_LF[0]].mean())
     resident_LG = _top(score_LG, num_slots_L)
@@ -170,13 +185,13 @@ def sparkinfer(case: Case) -> Outcome:
     for token in range(case.num_tokens):
         is_read_LF = case.trace.is_read(token)
         hits_L = (is_read_LF & np.take_along_axis(resident_LG, group_LF, axis=1)).sum(axis=1)
-        outcome.hits_TL[token], outcome.copied_TL[token] = hits_L, copied_L * GROUP
+        outcome.hits_TL[token], outcome.copied_TL[token] = hits_L, copied_L * group
         copies_T[token] = copied_L.sum()
         misses_L = is_read_LF.sum(axis=1) - hits_L
         cold_L = costs.cold_s_L + misses_L * costs.cold_row_s_L
         hot_L = costs.hot_s_L + hits_L * costs.hot_row_s_L
         step_s = costs.rest_s + np.maximum(hot_L, cold_L).sum()
-        copy_s = copied_L @ costs.copy_row_s_L * GROUP + copied_L.sum() * costs.copy_s
+        copy_s = copied_L @ costs.copy_row_s_L * group + copied_L.sum() * costs.copy_s
         keep = float(np.clip(keep * (1.05 if copy_s > step_s else 0.95), 0.05, 0.95))
         read_LG = np.zeros((num_layers, num_groups))
         np.add.at(read_LG, (layer_L1, group_LF), is_read_LF)
@@ -215,6 +230,7 @@ def belady(case: Case) -> Outcome:
 POLICIES: dict[str, Callable[[Case], Outcome]] = {
     "static": static,
     "lru": lru,
+    "ring": ring,
     "lfu": lfu,
     "sparkinfer": sparkinfer,
     "ours": ours,

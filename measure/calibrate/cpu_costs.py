@@ -1,7 +1,7 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
 Rows of every type are read in the form in which the runtime holds them, with its threads: all of
-them, tiled, by a product with a vector, and the gate, up and down rows of a tenth of the neurons,
+them, tiled, by a product with a vector and with the tokens of a short prompt, and the gate, up and down rows of a tenth of the neurons,
 interleaved, by the native call for a block of neurons (in torch if the C++ kernels are not built).
 
 The fixed cost of a layer is what is left of it without the work on its bytes. It comes from decode
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.artifacts.machine_file import CHOSEN_SHARE, CpuCosts, Figure
+from hotsplit.artifacts.machine_file import CHOSEN_SHARE, PASS_TOKENS, CpuCosts, Figure
 from hotsplit.artifacts.random_model import random_model
 from hotsplit.families.llama import llama_spec
 from hotsplit.families.sizes import Sizes
@@ -90,6 +90,7 @@ def measure_costs(
         layer_s={mode: _layer_seconds(times, mode, threads) for mode in MODES},
         token_s=sum_of_rounds(times, {few: 1 + of_layers, many: -of_layers}, least=LEAST_S),
         logit_s=sum_of_rounds(times, logits, least=LEAST_S / MANY_LOGITS),
+        pass_rows_gb_per_s={kind: found[f"{kind}, all rows in a pass"] for kind in NAMES},
     )
 
 
@@ -106,18 +107,24 @@ def _layer_seconds(times: Mapping[str, Sequence[float]], mode: str, threads: int
 
 
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
-    """Probes of one type: all rows times a vector, and a tenth of the neurons made of the rows.
+    """Probes of one type: all rows times a vector and times several, and a tenth of the neurons made of
+    the rows.
 
     Each timing takes another tenth, since the previous one may still be in a cache."""
     entry, is_native = _random_rows(kind, num_bytes), library.is_available()
     matrix = Residence().matrix(entry) if is_native else matrix_of(entry, CPU)
     whole = Residence().whole(entry, "tiled") if is_native else matrix
-    x_D = torch.ones(ROW_VALUES)
+    x_D, x_TD = torch.ones(ROW_VALUES), torch.ones(PASS_TOKENS, ROW_VALUES)
     chosen, chosen_bytes = _native_tenth(matrix) if library.is_available() else _torch_tenth(matrix)
     return [
         Probe(
             name=f"{kind}, all rows",
             seconds=lambda: seconds_of(lambda: whole.dot(x_D)),
+            num_bytes=whole.num_bytes,
+        ),
+        Probe(
+            name=f"{kind}, all rows in a pass",
+            seconds=lambda: seconds_of(lambda: whole.product(x_TD)),
             num_bytes=whole.num_bytes,
         ),
         Probe(name=f"{kind}, chosen rows", seconds=chosen, num_bytes=chosen_bytes),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
+from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
@@ -33,7 +34,8 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
-from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
+from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock, by_role
 
 # Kernels of prompts alone.
 PROMPTS = (
@@ -165,6 +167,8 @@ def launches_of(
             _note_norms(noting, layer, placement.homes[index])
             _note_attention(noting, layer, placement.homes[index])
         _note_tokens(noting, layer, placement.homes[index], is_on_gpu=placement.dense_on_gpu[index])
+        for experts in layer.ffn.experts:
+            _note_experts(noting, experts, layer.ffn.gate, placement.homes[index])
     return tuple(found.values())
 
 
@@ -219,6 +223,47 @@ def _note_products(
         hidden_TN = new(tokens, len(data), dtype=torch.float16)
         out_TD = new(tokens, part.width)
         kernels.multiply_down(part, hidden_TN, new(tokens), out_TD, is_added=True)
+
+
+def _note_experts(kernels: Kernels, block: ExpertBlock, gate: Gate, device: torch.device) -> None:
+    """Notes a prompt's products with the first rows of two experts, stored on the device or streamed
+    to it, and the hidden values between."""
+    if not gpu_products.multiplies_blocks(device):
+        return
+    is_streamed, pairs = not gpu_products.is_on(block, device), _PASSES[0]
+    row_2P = torch.tensor([[0, 1, 2], [2, 0, 1]], dtype=torch.int32, device=device)
+    factor_P = torch.linspace(0.5, 1.0, pairs).to(device)
+    for matrix in block.matrices:
+        flat, count = matrix.flat, min(matrix.data.shape[1], _UNPACKED_ROWS)
+        data = flat.weight.data[: 2 * count].to(device)
+        part = type(flat.weight)(data=data, kind=matrix.kind, width=matrix.width)
+        last = len(data) // count - 1
+        dtype, is_down = gpu_products.tile_dtype(matrix.kind), matrix is block.down
+        power_T = _new(device) if dtype == torch.float16 else None
+        bias_N = flat.bias_N
+        for size in (SMALL_TILE,) if is_streamed else (SMALL_TILE, LARGE_TILE):
+            given: dict[str, Any] = {
+                "row_2P": row_2P, "tile_size": size, "factor_P": factor_P if is_down else None,
+                "tile_G3": torch.tensor(
+                    [[0, 0, 2], [last, 2, 1]], dtype=torch.int32, device=device
+                ),
+            }  # fmt: skip
+            if is_down and not block.is_by_output:
+                bias_N = None if bias_N is None else bias_N[: 2 * matrix.width].to(device)
+                hidden_TN, out_TD = _new(device, count, dtype=dtype), _new(device, matrix.width)
+                kernels.multiply_down(
+                    part, hidden_TN, power_T, out_TD, is_added=False, bias_D=bias_N, **given
+                )
+                continue
+            bias_N = None if bias_N is None else bias_N[: 2 * count].to(device)
+            x_TD = _new(device, matrix.width, dtype=dtype)
+            kernels.multiply(part, bias_N, x_TD, power_T, _new(device, count), **given)
+    number, dtype = min(len(block.id_F), _NEURONS), gpu_products.tile_dtype(block.down.kind)
+    kernels.hidden_tokens(
+        _new(device, number), _new(device, number) if block.up else None, None, gate.activation,
+        gate.threshold, gate.computes_all, _new(device, number, dtype=dtype),
+        _new(device) if dtype == torch.float16 else None,
+    )  # fmt: skip
 
 
 def _new(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

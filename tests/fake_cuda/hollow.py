@@ -42,7 +42,7 @@ def hollow_model(model: ModelFile) -> ModelFile:
 
     def hollow(entry: TensorEntry) -> TensorEntry:
         values = memory[: entry.num_bytes].view(_DTYPES.get(entry.kind, np.uint8))
-        rows = values.reshape(entry.shape[0], -1) if len(entry.shape) > 1 else values
+        rows = values.reshape(*entry.shape[:-1], -1) if len(entry.shape) > 1 else values
         return replace(entry, read_rows=lambda start, stop: rows[start:stop])
 
     return replace(model, tensors={n: hollow(e) for n, e in model.tensors.items()})

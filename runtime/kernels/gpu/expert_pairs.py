@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Pairs of a tile, each of which unpacks its expert's weights anew. Larger ones would spill registers
-# where weights are in the CPU's tiles, in which each byte has a place of its own.
-SMALL_TILE, LARGE_TILE = 32, 128
+# Pairs of a tile, each of which unpacks its expert's weights anew. Tiles of 128, as of products with one
+# matrix, spill 72 bytes of registers in q4_k; where weights are in the CPU's tiles, in which each byte
+# has a place of its own, the small ones have 190 registers.
+SMALL_TILE, LARGE_TILE = 32, 64
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
 _ROWS, _STEP_UNITS = 64, 2
 _UNITS, _STEP_ROWS = 4, 32
 # Tokens of a tile: the fewest that hold the pass. Each tile of tokens unpacks the weights anew.
-_TOKENS = (SMALL_TILE, LARGE_TILE)
+_TOKENS = (32, 128)
 
 
 @triton.jit
@@ -295,7 +295,7 @@ def _tiles_of(
         tokens = tokens_of_tile(num_tokens)
         return ceil_div(num_tokens, tokens), tokens
     assert row_2P is not None and tile_G3.is_contiguous() and row_2P.is_contiguous()
-    assert tile_size in _TOKENS, tile_size
+    assert tile_size in (SMALL_TILE, LARGE_TILE), tile_size
     return len(tile_G3), tile_size
 
 

@@ -38,7 +38,7 @@ class Choices:
     @classmethod
     def of(cls, id_TK: Tensor, num_experts: int) -> "Choices":
         """Waits for the device."""
-        id_P = id_TK.cpu().numpy().ravel()
+        id_P = id_TK.cpu().numpy().ravel().astype(np.int16)  # sorted by digits
         count_E = np.bincount(id_P, minlength=num_experts)
         return cls(
             pair_P=np.argsort(id_P, kind="stable"),

@@ -5,7 +5,7 @@ Specified in docs/formats.md."""
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
@@ -31,6 +31,7 @@ REGIONS, REGION_S, LOGIT_S, MOST_THREADS = 5, 5e-7, 5e-10, 1024
 DOUBTFUL_SPREAD = 0.25
 # The share of a matrix's rows that is read when the rate for chosen rows is measured.
 CHOSEN_SHARE = 0.1
+PASS_TOKENS = 32  # that all rows are multiplied by when the rate of a prompt's products is measured
 Record = TypeVar("Record", "Machine", "CpuCosts", "Gpu")
 
 
@@ -115,7 +116,8 @@ class CpuCosts:
     Rates are in GB/s, by the type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
     `kv_gb_per_s` is the rate at which a token's attention reads keys and values. `layer_s` (by
     mode) and `token_s` are the fixed costs of a layer and of a token, in seconds, `logit_s` that of
-    one of a token's logits: to copy it, and to find the largest."""
+    one of a token's logits: to copy it, and to find the largest. `pass_rows_gb_per_s` is the rate at
+    which all rows are read if they are multiplied by PASS_TOKENS tokens; older files lack it."""
 
     all_rows_gb_per_s: dict[str, Figure]
     chosen_rows_gb_per_s: dict[str, Figure]
@@ -123,11 +125,13 @@ class CpuCosts:
     layer_s: dict[str, Figure]
     token_s: Figure
     logit_s: Figure
+    pass_rows_gb_per_s: dict[str, Figure] = field(default_factory=dict)
 
     @property
     def figures(self) -> dict[str, Figure]:
         named = {f"cpu rows of {kind}": f for kind, f in self.all_rows_gb_per_s.items()}
         named |= {f"cpu chosen rows of {k}": f for k, f in self.chosen_rows_gb_per_s.items()}
+        named |= {f"cpu rows of {k} in a pass": f for k, f in self.pass_rows_gb_per_s.items()}
         named |= {f"cpu layer in {mode} mode": f for mode, f in self.layer_s.items()}
         named |= {"cpu token": self.token_s, "cpu token's logit": self.logit_s}
         return named | {"cpu cache": self.kv_gb_per_s}
@@ -162,6 +166,15 @@ class Machine:
         return _rate_between(
             costs.all_rows_gb_per_s[kind], costs.chosen_rows_gb_per_s[kind], density
         )
+
+    def pass_seconds(self, kind: str) -> tuple[float, float] | None:
+        """Seconds per byte of a matrix of this type for a prompt's product: whatever its tokens, and for
+        each of them. None if the file has no such rate."""
+        if kind not in self.costs.pass_rows_gb_per_s:
+            return None
+        read_s = 1 / self.cpu_rate(kind)
+        pass_s = 1e-9 / self.costs.pass_rows_gb_per_s[kind].median
+        return read_s, max(0.0, pass_s - read_s) / PASS_TOKENS
 
     @property
     def costs(self) -> CpuCosts:
@@ -209,6 +222,8 @@ class Machine:
                 raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
             if version == OLD_VERSION:
                 values = upgraded(values)
+            if isinstance(values.get("cpu_costs"), dict):
+                values["cpu_costs"] = {"pass_rows_gb_per_s": {}} | values["cpu_costs"]
             machine = _record(cls, Fields(values, keys=_names(cls)))
             machine.validate()
         except HotsplitError as error:
@@ -331,7 +346,7 @@ def _check_free(name: str, free_bytes: int, memory_bytes: int) -> None:
 
 
 def _names(kind: type) -> set[str]:
-    return {field.name for field in fields(kind)}
+    return {each.name for each in fields(kind)}
 
 
 def _record(kind: type[Record], read: Fields) -> Record:
@@ -352,7 +367,7 @@ def _record(kind: type[Record], read: Fields) -> Record:
             _record(Gpu, gpu) for gpu in read.parts(key, _names(Gpu))
         ),
     }
-    return kind(**{field.name: readers[field.type](field.name) for field in fields(kind)})
+    return kind(**{each.name: readers[each.type](each.name) for each in fields(kind)})
 
 
 def _each(read: Fields, value_of: Callable[[Fields, str], object]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 Specified in docs/formats.md. `check_against` compares its byte counts with a model file."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,6 +30,7 @@ from hotsplit.files.typed import Fields, other_version, shown
 from hotsplit.model.modes import MODES, Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
+from hotsplit.options.prompt_rates import PromptRates
 
 VERSION = 4
 # 3 has no neuron cache; the bytes in 2 include predictors in mode exact too.
@@ -68,6 +69,8 @@ class Split:
     # None: they are where their layer's attention runs, and all are read.
     kv_offload: KeySelection | None = None
     num_experts: int = 0  # of a layer of a mixture, of which `hot` lists experts; 0: neurons
+    # By which a prompt's experts on the CPU are computed there or streamed; None: all are streamed.
+    prompt_rates: PromptRates | None = None
 
     @property
     def units(self) -> Literal["neurons", "experts"]:
@@ -126,6 +129,7 @@ class Split:
                 if _OFFLOAD in read.values
                 else None,
                 num_experts=read.count(_EXPERTS, least=2) if _EXPERTS in read.values else 0,
+                prompt_rates=_rates(read),
             )
             split.validate()
             if counts != [len(ids) for ids in hot]:
@@ -150,6 +154,9 @@ class Split:
             keys[_PREFIX + _OFFLOAD] = str(self.kv_offload)
         if self.num_experts:
             keys[_PREFIX + _EXPERTS] = np.uint32(self.num_experts)
+        if self.prompt_rates is not None:
+            for name, seconds in vars(self.prompt_rates).items():
+                keys[f"{_PREFIX}prompt.{name}"] = np.float64(seconds)
         for side in ("gpu_bytes", "cpu_bytes"):
             for item, count in getattr(self, side).items():
                 keys[f"{_PREFIX}{side}.{item}"] = np.uint64(count)
@@ -330,6 +337,13 @@ _OF_GPUS = {"home", "gpu_budget_bytes"}
 _SEQUENCES = "num_sequences"
 _OFFLOAD = "kv_offload"
 _EXPERTS = "num_experts"
+_RATES = {f"prompt.{field.name}" for field in fields(PromptRates)}  # only of mixtures of experts
+
+
+def _rates(read: Fields) -> PromptRates | None:
+    if not _RATES & read.values.keys():
+        return None
+    return PromptRates(**{key.removeprefix("prompt."): read.number(key) for key in _RATES})
 
 
 def held_in(model: ModelFile, mode: Mode) -> ModelFile:
@@ -361,12 +375,13 @@ def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
     known |= {
         f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in _items_of(version)
     }
-    known |= {*KEYS, _SEQUENCES, _OFFLOAD, _EXPERTS} if version == VERSION else set()
+    known |= {*KEYS, *_RATES, _SEQUENCES, _OFFLOAD, _EXPERTS} if version == VERSION else set()
     own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}
     if not own <= known:
         raise HotsplitError(f"key {shown(min(own - known))} is unknown")
-    if own & _OF_GPUS and not own >= _OF_GPUS:
-        raise HotsplitError(f"{' and '.join(sorted(_OF_GPUS))}: one of them is missing")
+    for together in (_OF_GPUS, _RATES):
+        if own & together and not own >= together:
+            raise HotsplitError(f"{' and '.join(sorted(together))}: one of them is missing")
     missing = [key for key in KEYS if key not in own]
     if 0 < len(missing) < len(KEYS):
         raise HotsplitError(f"key {shown(missing[0])} is missing")

@@ -1,0 +1,280 @@
+"""Prompts of mixtures on a GPU: cold experts streamed to it, or computed by the CPU at the same time. The
+CPU stands for the GPU, with the reference of its kernels.
+
+Letters: A experts."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_model, save_tokenizer
+from fake_streams import FakeDevice, Race
+from reference import rel_error
+from test_experts import ROUTES, mixture
+from test_families import CASES, converted
+from test_hybrid_experts import loaded, made_plan, random_plan
+from test_native_step import BOUNDS
+from test_streamed_prefill import late_streams
+
+from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.errors import HotsplitError
+from hotsplit.options.prompt_rates import PromptRates
+from hotsplit.runtime.device.staging import Staging
+from hotsplit.runtime.device.streams import PlainStream
+from hotsplit.runtime.gpu_setup import cold_blocks, with_stream
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.prefill import cold_stream
+from hotsplit.runtime.prefill.cold_experts import ColdExperts
+from hotsplit.runtime.prefill.expert_stream import ExpertStream, streamed
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.neuron_block import by_role
+
+pytestmark = pytest.mark.skipif(
+    not cpu_kernels.is_available(), reason="the C++ kernels are not built"
+)
+CPU = torch.device("cpu")
+IDS = np.random.default_rng(3).integers(0, 50, 21).tolist()
+# Seconds per byte with which the CPU takes experts of up to about three tokens.
+RATES = PromptRates(cpu_s=1e-10, token_s=1e-10, link_s=4e-10)
+HOT = [[1, 4, 7], []]
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch):
+    """The reference of the kernels, on the CPU as well."""
+    monkeypatch.setattr(gpu_products, "kernels", reference_kernels)
+
+
+def with_streams(
+    engine, split, *, compute=None, copier=None, is_staged=True, pieces=2, rates=None
+) -> ExpertStream:
+    """Lets an engine with both roles on the CPU stream its cold experts, `pieces` of them at a time."""
+    weights = engine._live.weights
+    placement = Placement.of_split(split, (CPU,) * len(split.budgets))
+    blocks = cold_blocks(weights, placement, CPU)
+    blocks = {layer: each for layer, each in blocks.items() if isinstance(each, ColdExperts)}
+    size = max(block.layout_bytes(pieces) + 256 * len(block.spans) for block in blocks.values())
+    copier = copier or PlainStream()
+    stream = ExpertStream(
+        device=CPU, blocks=blocks, piece_bytes=size, least_tokens=4, rates=rates,
+        compute=compute or PlainStream(), copier=copier,
+        staging=Staging(size, copier, is_pinned=False) if is_staged else None,
+    )  # fmt: skip
+    engine._sequences.decoder = dataclasses.replace(
+        engine._live, weights=with_stream(weights, stream), native="weights are with_stream"
+    )
+    return stream
+
+
+def noted(stream):
+    """Lists of what is streamed and of what the CPU computes, which grow with each pass."""
+    parts, chosen, was_run, was_chosen = [], [], stream.run, stream.chosen
+
+    def run(layer, pieces, *given):
+        parts.append([piece.tolist() for piece in pieces])
+        was_run(layer, pieces, *given)
+
+    def choose(layer, expert_A, count_A):
+        found_A = was_chosen(layer, expert_A, count_A)
+        chosen.append((expert_A.tolist(), found_A.tolist()))
+        return found_A
+
+    stream.run, stream.chosen = run, choose
+    return parts, chosen
+
+
+@pytest.mark.parametrize("is_resident", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("stock", "f32"), ("sparse", "q8_0"), ("stock", "q4_0"), ("sparse", "f16")]
+)
+def test_streamed_experts_give_the_logits_of_the_cpu(layout, kind, is_resident):
+    """In the file, in tiles and groups, with shared experts; one layer has no hot expert."""
+    model = mixture(
+        route=ROUTES["groups"], layout=layout, kind=kind, width=64, num_neurons=64, num_shared=32,
+        has_shared_gate=True,
+    )  # fmt: skip
+    split = made_plan(model, HOT, [1, 1])
+    with loaded(model, split, is_resident=is_resident) as engine:
+        want = engine.logits(IDS)
+        parts, _ = noted(stream := with_streams(engine, split))
+        assert rel_error(engine.logits(IDS), want) < max(2 * BOUNDS[kind], 1e-5)
+        assert len(parts) == 2 and all(len(part) <= 2 for layer in parts for part in layer)
+        assert sorted({*range(12)} - {*itertools.chain(*parts[0])} - unused(parts[0])) == [1, 4, 7]
+        assert not stream._slots  # the buffers are given back
+        parts.clear()
+        engine.logits(IDS[:3])  # too few tokens
+        assert not parts
+
+
+def unused(parts) -> set[int]:
+    """Cold experts that no token has chosen."""
+    return {*range(12)} - {1, 4, 7} - {*itertools.chain(*parts)}
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+def test_experts_with_biases_and_interleaved_rows(tmp_path, mode):
+    folder = random_model(tmp_path / "hf", CASES["gpt-oss"])
+    save_tokenizer(folder, 320)
+    layout = "stock" if mode == "dense" else "sparse"
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32", layout=layout)
+    split = made_plan(model := ModelFile.load(path), [[0, 3], [], 6], [0, 0, 0])
+    with loaded(model, split, mode=mode) as engine:
+        want = engine.logits(IDS)
+        with_streams(engine, split)
+        assert rel_error(engine.logits(IDS), want) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["stock", "sparse"])
+def test_random_plans_give_the_logits_of_the_undivided_model(layout):
+    """Of 20 plans, with and without rates, experts in memory and in the file, and pieces of any size."""
+    model = mixture(
+        route=ROUTES["groups"],
+        layout=layout,
+        kind="f32",
+        num_neurons=24,
+        num_shared=16,
+        num_dense=1,
+    )
+    with Engine.of(model, mode="dense", device="cpu") as whole:
+        want = whole.logits(IDS)
+    num_streamed = 0
+    for seed in range(20):
+        split = random_plan(model, seed)
+        with loaded(model, split, is_resident=seed % 3 > 0) as engine:
+            if not any(by_role(layer.ffn.experts)[1] for layer in engine.layers):
+                continue
+            stream = with_streams(
+                engine, split, pieces=1 + seed % 4, rates=RATES if seed % 2 else None,
+                is_staged=seed % 5 > 0,
+            )  # fmt: skip
+            parts, _ = noted(stream)
+            assert rel_error(engine.logits(IDS), want) < 1e-5, seed
+            num_streamed += sum(map(len, parts))
+    assert num_streamed > 20
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_the_cpu_takes_experts_with_few_tokens(is_staged):
+    model = mixture(route=ROUTES["groups"], kind="f32", num_neurons=32)
+    split = made_plan(model, HOT, [1, 1])
+    with loaded(model, split) as engine:
+        want = engine.logits(IDS)
+        stream = with_streams(engine, split, rates=RATES, is_staged=is_staged)
+        _, chosen = noted(stream)
+        assert rel_error(engine.logits(IDS), want) < 1e-5
+    assert all(0 < len(own) < len(every) for every, own in chosen)
+
+
+def test_rates_divide_experts_as_brute_force_does():
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        count_A = random.integers(1, 9, random.integers(1, 8))
+        rates = PromptRates(**{name: float(random.random()) for name in vars(RATES)})
+        cpu_A, link = rates.cpu_s + rates.token_s * count_A, rates.link_s
+
+        def longer(on_gpu_A, cpu_A=cpu_A, link=link):
+            return max(cpu_A[~on_gpu_A].sum(), link * on_gpu_A.sum())
+
+        every = [np.array(s) for s in itertools.product([False, True], repeat=len(count_A))]
+        got_A = streamed(rates, count_A, is_in_turn=False)
+        assert np.isclose(longer(got_A), min(map(longer, every)))
+        assert got_A.tolist() == sorted(got_A, key=bool) or count_A[got_A].min() >= max(
+            count_A[~got_A], default=0
+        )
+        in_turn_A = streamed(rates, count_A, is_in_turn=True)
+        assert (in_turn_A == (cpu_A > link)).all()
+
+
+@pytest.mark.parametrize("wrong", [{"cpu_s": -1.0}, {"token_s": float("nan")}, {"link_s": 2.0}])
+def test_rates_that_cannot_be_are_refused(wrong):
+    with pytest.raises(HotsplitError, match="wanted 0 to 1"):
+        dataclasses.replace(RATES, **wrong)
+
+
+# ---- late streams ----------------------------------------------------------------------------
+
+
+def late_errors(monkeypatch, *, is_staged=False, seed=0, dropped=None, mistake=None):
+    """The errors of two passes on streams that run late, and the device."""
+    device = FakeDevice(seed=seed, dropped=dropped)
+    compute, copier = late_streams(device)
+    model = mixture(route=ROUTES["groups"], kind="f32", num_neurons=16, width=32)
+    split = made_plan(model, HOT, [1, 1])
+    with loaded(model, split) as engine:
+        stream = with_streams(
+            engine, split, compute=compute, copier=copier, is_staged=is_staged, pieces=3
+        )
+        memory, turn = torch.empty(2, stream.piece_bytes, dtype=torch.uint8), itertools.count()
+        monkeypatch.setattr(cold_stream, "_buffer", lambda size, device: memory[next(turn) % 2])
+        if mistake is not None:
+            mistake(stream)
+        found = [_late_layer(engine.layers[layer].ffn, stream) for layer in (0, 1, 0, 1)]
+    device.drain()
+    return [rel_error(got, want) for got, want in found], device
+
+
+def _late_layer(ffn, stream):
+    """(outputs of a layer's experts, all of them streamed, when the streams have run; right ones)."""
+    cold = stream.blocks[ffn.layer].block
+    parts = [np.flatnonzero(cold.places >= 0)[start : start + 3] for start in range(0, 9, 3)]
+    x_TD = torch.randn(4, 32, generator=torch.Generator().manual_seed(ffn.layer))
+    y_PD, want_PD = torch.zeros(9, 4, 32), torch.zeros(9, 4, 32)
+
+    def add(number, block):
+        for place in range(3):
+            y_PD[3 * number + place] = outputs(ffn, block.expert(place), x_TD)
+
+    for row, expert in enumerate(itertools.chain(*parts)):
+        want_PD[row] = outputs(ffn, cold.expert(cold.place_of(expert)), x_TD)
+    stream.run(ffn.layer, parts, add, x_TD, y_PD)
+    return y_PD, want_PD
+
+
+def outputs(ffn, block, x_TD):
+    gate_TF, up_TF = block.gate.apply(x_TD), block.up.apply(x_TD)
+    value_TF, _ = ffn.gate.act(gate_TF)
+    return ffn.gate.hidden(value_TF, up_TF) @ block.down.data
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_any_order_that_the_events_allow_gives_right_values(monkeypatch, is_staged):
+    for seed in range(4):
+        errors, _ = late_errors(monkeypatch, is_staged=is_staged, seed=seed)
+        assert max(errors) < 1e-5
+
+
+def test_every_wait_is_needed(monkeypatch):
+    _, device = late_errors(monkeypatch)
+    assert device.num_waits == 4 * 2 * 3  # a copy waits for a buffer, a product for a copy
+    found = []
+    for dropped in range(2, device.num_waits):
+        try:
+            late_errors(monkeypatch, dropped=dropped)
+        except Race:
+            found.append(dropped)
+    # The first two copies find unused buffers. A later layer's second copy follows its first, which
+    # has waited for the last product of the layer before.
+    assert found == sorted({*range(2, 24)} - {7, 13, 19})
+
+
+@pytest.mark.parametrize("fault", ["expert", "order", "one piece"])
+def test_wrong_pieces_are_found(monkeypatch, fault):
+    def mistake(stream):
+        was = stream._send
+
+        def send(slot, cold, place_A):
+            if fault == "expert":
+                place_A = np.where(place_A == place_A.max(), place_A.min(), place_A)
+            elif fault == "order":
+                place_A = place_A[::-1].copy()
+            was(slot, cold, np.zeros_like(place_A) if fault == "one piece" else place_A)
+
+        stream._send = send
+
+    errors, _ = late_errors(monkeypatch, mistake=mistake)
+    assert min(errors) > 1e-2
