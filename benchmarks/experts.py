@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import batch
@@ -91,30 +92,42 @@ def _batches(
 
 def _after_texts(path: Path, threads: int, positions: tuple[int, ...]) -> dict[str, object]:
     """Seconds of a token of STEPS after texts of these lengths, whose keys, values and states are zeros:
-    times do not depend on them."""
+    times do not depend on them; then those of a prompt's tokens."""
     library.set_threads(threads)
     generator, report, length = random.Random(0), {}, max(positions) + STEPS
     with Engine.load(path, mode="dense", device="cpu", context_length=length) as engine:
-        native, layers = engine._live.native, engine.model.spec.layers
-        assert isinstance(native, NativeStep), engine.not_native
-        attends_L = torch.tensor([layer.delta is None for layer in layers])
-        ids = [generator.randrange(3, engine.model.spec.vocab_size) for _ in range(STEPS)]
-        for position in (positions[0], *positions):  # the first warms up
-            if (states := engine._live.weights.states) is not None:
+        ids = [generator.randrange(3, engine.model.spec.vocab_size) for _ in range(CONTEXT)]
+        states = engine._live.weights.states
+
+        def decode(position: int) -> None:
+            if states is not None:
                 states.take(0, [position])
-            with timed_parts(native) as counts_LP2:
-                began = time.perf_counter()
-                for number, token in enumerate(ids):
-                    engine._step(token, position + number)
-                seconds = (time.perf_counter() - began) / STEPS
-            mixing_L = counts_LP2[:-1, PARTS.index("attend"), 0] / (1e9 * STEPS)
-            report[str(position)] = {
-                "s": seconds,
-                "attention_s": float(mixing_L[attends_L].sum()),
-                "delta_s": float(mixing_L[~attends_L].sum()),
-            }
+            for number, token in enumerate(ids[:STEPS]):
+                engine._step(token, position + number)
+
+        decode(positions[0])  # warms up
+        for position in positions:
+            report[str(position)] = _by_kind(engine, partial(decode, position), STEPS)
             print(f"{path.stem}, {threads} threads, after {position}: {report[str(position)]}")
-    return {"after_texts": report}
+        prompt = _by_kind(engine, lambda: engine._prefill(torch.tensor(ids)), CONTEXT)
+        print(f"{path.stem}, {threads} threads, tokens of a prompt of {CONTEXT}: {prompt}")
+    return {"after_texts": report, "tokens_of_prompt": prompt}
+
+
+def _by_kind(engine: Engine, run: Callable[[], object], num_tokens: int) -> dict[str, float]:
+    """Seconds a token: of all, of attention in its layers, and of the delta nets in theirs, both
+    without products."""
+    native = engine._live.native
+    assert isinstance(native, NativeStep), engine.not_native
+    attends_L = torch.tensor([layer.delta is None for layer in engine.model.spec.layers])
+    with timed_parts(native) as counts_LP2:
+        began = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - began
+    mixing_L = 1e-9 * counts_LP2[:-1, PARTS.index("attend"), 0]
+    attention_s, delta_s = (float(mixing_L[which].sum()) for which in (attends_L, ~attends_L))
+    parts = {"s": seconds, "attention_s": attention_s, "delta_s": delta_s}
+    return {name: value / num_tokens for name, value in parts.items()}
 
 
 def _modes(path: Path, threads: int, rounds: int) -> dict[str, object]:

@@ -36,6 +36,7 @@ EXPERTS = {
     ("qwen3-30b-a3b", "q4_k_m"): "12 of Qwen3-30B-A3B's layers, Q4_K_M",
     ("qwen3-30b-a3b", "q8_0"): "the same, q8_0",
     ("gpt-oss-20b", "mxfp4"): "8 of gpt-oss-20b's, MXFP4",
+    ("qwen3.6-35b-a3b", "q4_k_m"): "8 of Qwen3.6-35B-A3B's, Q4_K_M",
 }
 
 
@@ -82,6 +83,17 @@ def expert_plans() -> str:
     header = ["GiB", "solver, s", "gap", "experts on the GPU", "ms a token", "hottest first", "any experts",
               "`--n-cpu-moe`", "whole layers", "the CPU alone"]  # fmt: skip
     return markdown(header, rows)
+
+
+def after_texts() -> str:
+    """Times of a token after texts of several lengths, by kind of layer."""
+    found = result(f"experts-qwen3.6-35b-a3b-q4_k_m-{ZEN_4}")["2"]["after_texts"]
+    names = ("s", "attention_s", "delta_s")
+    rows = [
+        [f"{int(length):,} tokens", *(f"{1e3 * of[name]:.2f}" for name in names)]
+        for length, of in found.items()
+    ]
+    return markdown(["after", "ms a token", "attention", "delta nets"], rows)
 
 
 def silent_experts() -> str:
@@ -266,6 +278,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "planted-q8_0", "planted q8_0, predicted", "predicted", {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
     ),
     "experts": experts,
+    "after-texts": after_texts,
     "silent-experts": silent_experts,
     "expert-plans": expert_plans,
     "speculation": speculation,
