@@ -85,12 +85,8 @@ DELTA = {
     "num_hidden_layers": 5, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
     "linear_key_head_dim": 12, "linear_value_head_dim": 20, "rms_norm_eps": 1e-3,
 }  # fmt: skip
-# As llama.cpp has them. It adds nothing to the squared lengths of queries and keys, so these are far
-# above the 1e-6 of transformers.
-EQUAL = DELTA | {
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-6,
-    "initializer_range": 0.2,
-}  # fmt: skip
+# As llama.cpp has them.
+EQUAL = DELTA | {"num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 SHARED = {"shared_expert_intermediate_size": 43}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
@@ -190,7 +186,7 @@ CASES = {
     "qwen35": Qwen3_5TextConfig(**GATED | ODD | DELTA | TIED, linear_conv_kernel_dim=3),
     "qwen35-stock": Qwen3_5TextConfig(
         **GATED | MQA | EQUAL | {"linear_num_value_heads": 2},
-        layer_types=["full_attention", *["linear_attention"] * 3, "full_attention"],
+        layer_types=["full_attention", *["linear_attention"] * 2, "full_attention"],
         rope_parameters={
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
             "rope_theta": 1e4, "partial_rotary_factor": 0.5,
