@@ -308,6 +308,12 @@ class TableText:
         assert 0 <= length <= len(self.ids)
         del self.ids[length:]
 
+    def reusable(self, length: int) -> int:
+        return length
+
+    def mark(self, position: int) -> None:
+        pass
+
     def extend(self, tokens: Sequence[int], wanted: Wanted = "last") -> torch.Tensor:
         self.ids.extend(tokens)
         return self.logits_VV[list(tokens)][slice(-1, None) if wanted == "last" else slice(None)]
