@@ -131,6 +131,35 @@ def k_quant_model() -> str:
     return chat_model_of(columns, "1.1 B random weights in Q4_K_M")
 
 
+def types() -> str:
+    """Each type of downloaded files, where it was measured, by number of threads."""
+    rows = []
+    for kind, found in result(f"k-quant-model-{ZEN_4}")["types"].items():
+        for threads, words in (("2", "2 threads"), ("1", "1 thread")):
+            if threads not in found:
+                continue
+            of = found[threads]
+            decode, prompt = of["decode"], of.get("prompt of 512")
+            shares = (decode["share_of_limit"], decode["rival_share_of_limit"])
+            prompt_cell = times(prompt["times_rival"]) if prompt else "-"
+            rows.append(
+                [
+                    f"{kind}, {words}",
+                    times(decode["times_rival"]),
+                    *map(percent, shares),
+                    prompt_cell,
+                ]
+            )
+    header = [
+        "times llama.cpp",
+        "decode",
+        "share of the byte limit",
+        "llama.cpp's",
+        "prompt of 512",
+    ]
+    return markdown(header, rows)
+
+
 def chat_model_forced() -> str:
     parts = ("decode", *(f"prompt of {count}" for count in (1, 5, 16, 64, 256)))
     rows = []
@@ -270,6 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "chat-model": chat_model,
     "chat-model-one-thread": chat_model_one_thread,
     "k-quant-model": k_quant_model,
+    "types": types,
     "chat-model-forced": chat_model_forced,
     "batch": lambda: batch(
         "smollm2-q8_0", "SmolLM2 q8_0, dense", "dense", {"Zen 5": ZEN_5, "Zen 4": ZEN_4}

@@ -221,7 +221,7 @@ def test_products_have_the_same_bits_at_every_level_and_with_any_vectors(
 ):
     """Extreme: all bits of the quants are set and all values of x have the largest magnitude. Then
     the sum of a q5_k part's 32 products may exceed the 24 bits of an f32."""
-    F, D, T = 45, 768, 40
+    F, D, T = 45, 768, 132
     W = matrix(kind, F, D)
     x_TD = torch.stack([vector(D, seed) for seed in range(T)])
     if is_extreme:
@@ -232,12 +232,13 @@ def test_products_have_the_same_bits_at_every_level_and_with_any_vectors(
     want = None
     for level in reversed(library.usable_levels()):
         library.set_level(level)
-        for count in (T, 1, 2, 3, 5):
-            got = [library.dot_rows(W.weight, kind, part) for part in x_TD.split(count)]
+        for counts in ([T], [66, 66], [1, 2, 3, 5, 40, 81]):  # 64 or more: two tiles of K-quants
+            parts = x_TD.split(counts)
+            got = [library.dot_rows(W.weight, kind, part) for part in parts]
             want = torch.cat(got) if want is None else want
-            assert torch.equal(torch.cat(got), want), (level, count)
-            some = [library.dot_rows(W.weight, kind, part, index_A) for part in x_TD.split(count)]
-            assert torch.equal(torch.cat(some), want[:, index_A.long()]), (level, count)
+            assert torch.equal(torch.cat(got), want), (level, counts)
+            some = [library.dot_rows(W.weight, kind, part, index_A) for part in parts]
+            assert torch.equal(torch.cat(some), want[:, index_A.long()]), (level, counts)
     assert want is not None and want.isfinite().all() and want.unique().numel() > T
 
 

@@ -29,11 +29,7 @@
 //   transpose_16(p, out)              16 bytes of LANES rows as four vectors of 32 bits per row
 //   fused(a, b, c)                    see rows_template.h
 
-#ifdef HAS_PANELS
 constexpr int64_t TILE_TOKENS = 128;
-#else
-constexpr int64_t TILE_TOKENS = 32;
-#endif
 
 // True for kinds whose rows are in tiles: see tiled_template.h.
 template <class F>

@@ -146,48 +146,58 @@ __attribute__((always_inline)) inline void products_of_part(const Ints (*w)[TILE
     if constexpr (F::RANGES == 2) range(Count<4>{}, Count<8>{}, 1);
 }
 
+// Adds the terms of block b, part p of N tiles with weights w, to the sums of tile i and vector t, sums[N * t + i].
+template <class F, int N>
+__attribute__((always_inline)) inline void add_part(const Ints (*w)[TILE_WEIGHTS<Q8_0>],
+                                                    const SuperFactors<F>* factors, int p, int64_t b,
+                                                    const PackedBlocks<Q8_0>& x, int64_t T,
+                                                    float (*sums)[LANES]) {
+    const uint8_t* values = x.values + b / unit<Q8_0>() * x.stride;
+    for (int64_t t = 0; t < T; ++t, sums += N) {
+        const int64_t of = t * x.next_scale + b;
+        Ints products[F::RANGES][N];
+        products_of_part<F, N>(w, values + t * x.next_vector, b, x.sum[of], x.first_sum[of], products);
+        for (int i = 0; i < N; ++i) {
+            const Ints of_tile[2] = {products[0][i], products[F::RANGES - 1][i]};
+            const Floats term = factors[i].term_of_products(p, of_tile, x.sum[of], x.first_sum[of]);
+            store_floats(sums[i], fused(broadcast(x.scale[of]), term, load_floats(sums[i])));
+        }
+    }
+}
+
 // Multiplies rows begin .. end-1 of N tiles of LANES rows each by up to TILE_TOKENS vectors.
 template <class F, int N, class Tile>
 inline void dot_super_tile(const Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride,
                            int64_t begin, int64_t end) {
     const PackedBlocks<Q8_0> x(input, n);
     const int64_t T = input.count;
-    alignas(64) float part[8][TILE_TOKENS][N][LANES];
-    for (auto& of_part : part) __builtin_memset(of_part, 0, T * sizeof of_part[0]);
+    alignas(64) float part[8][N * TILE_TOKENS + 1]
+                          [LANES];  // one more, as 4 KiB apart they share a cache set
+    for (auto& of_part : part) __builtin_memset(of_part, 0, N * T * sizeof *of_part);
     for (int64_t block = 0; block < n; block += 8) {
         asm volatile("" ::: "memory");  // as in dot_tile
         SuperFactors<F> factors[N];
-        Ints w[8][N][TILE_WEIGHTS<Q8_0>];
+        Ints w[N == 1 ? 1 : 8][N][TILE_WEIGHTS<Q8_0>];  // of one tile, a part stays in registers
         for (int i = 0; i < N; ++i) {
             tile[i].factors(block / 8, factors[i]);
-            for_parts<F>(tile[i], block / 8,
-                         [&](int p, const Ints* bytes) { byte_weights<Q8_0>(bytes, w[p][i]); });
+            for_parts<F>(tile[i], block / 8, [&](int p, const Ints* bytes) {
+                byte_weights<Q8_0>(bytes, w[N == 1 ? 0 : p][i]);
+                if constexpr (N == 1) add_part<F, 1>(w[0], factors, p, block + p, x, T, part[p]);
+            });
         }
-        for (int p = 0; p < 8; ++p) {
-            const int64_t b = block + p;
-            const uint8_t* values = x.values + b / unit<Q8_0>() * x.stride;
-            for (int64_t t = 0; t < T; ++t) {
-                const int64_t of = t * x.next_scale + b;
-                Ints products[F::RANGES][N];
-                products_of_part<F, N>(w[p], values + t * x.next_vector, b, x.sum[of],
-                                       x.first_sum[of], products);
-                const Floats scale = broadcast(x.scale[of]);
-                for (int i = 0; i < N; ++i) {
-                    const Ints of_tile[2] = {products[0][i], products[F::RANGES - 1][i]};
-                    const Floats term =
-                        factors[i].term_of_products(p, of_tile, x.sum[of], x.first_sum[of]);
-                    float* to = part[p][t][i];
-                    store_floats(to, fused(scale, term, load_floats(to)));
-                }
-            }
+        for (int p = 0; N > 1 && p < 8; ++p) {
+            Ints of_part[N][TILE_WEIGHTS<Q8_0>];
+            for (int i = 0; i < N; ++i)
+                for (int v = 0; v < TILE_WEIGHTS<Q8_0>; ++v) of_part[i][v] = in_register(w[p][i][v]);
+            add_part<F, N>(of_part, factors, p, block + p, x, T, part[p]);
         }
     }
     for (int64_t t = 0; t < T; ++t) {
         alignas(64) float sums[N][LANES];
         for (int i = 0; i < N; ++i) {
+            auto of = [&](int p) { return load_floats(part[p][N * t + i]); };
             Floats sum[4];
-            for (int q = 0; q < 4; ++q)
-                sum[q] = add_floats(load_floats(part[2 * q][t][i]), load_floats(part[2 * q + 1][t][i]));
+            for (int q = 0; q < 4; ++q) sum[q] = add_floats(of(2 * q), of(2 * q + 1));
             store_floats(sums[i], sum_of_four(sum));
         }
         __builtin_memcpy(y + t * y_stride, sums[0] + begin, (end - begin) * sizeof(float));

@@ -88,7 +88,10 @@ inline void for_tiles(const Rows& rows, int64_t a0, int64_t a1, bool is_asking, 
 
 // Vectors from which two tiles are multiplied together. GMAC/s of one Zen 5 core, rows of 2,048 values, one
 // tile at a time and two: 8 vectors 170 and 185 (4 bits), 163 and 173 (8 bits), 64 vectors 182 and 207, 182 and 203.
-constexpr int64_t LEAST_FOR_TWO_TILES = 8;
+// Of one Zen 4 core and K-quants, whose parts then no longer stay in registers: 12 vectors 86 and 85 (q3_k), 92 and 84
+// (q4_k), 32 vectors 90 and 91, 94 and 91, 512 vectors 88 and 93, 93 and 93; 117 are its limit.
+template <class F>
+constexpr int64_t LEAST_FOR_TWO_TILES = IS_SUPER<F> ? 64 : 8;
 
 // From how many vectors on the next tile is prefetched even if stream_ahead is not set. Unpacking K-quants takes so
 // long that the hardware prefetcher pauses (two Zen 5 cores, q4_K and 2 vectors: 11 GB/s without, 31 with).
@@ -114,7 +117,7 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
     }
     const bool is_asking = x.count >= LEAST_ASKING_OF<F>;
     if constexpr (TILES_AT_ONCE == 2) {
-        if (x.count >= LEAST_FOR_TWO_TILES) {
+        if (x.count >= LEAST_FOR_TWO_TILES<F>) {
             for_tiles<2>(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
                 if (end - a == 2 * TILE_ROWS)
                     return dot_two_tiles<F>(rows, x, y + a, y_stride, a, ahead);
