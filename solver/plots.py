@@ -121,11 +121,11 @@ def units_of(split: Split, profile: Profile) -> Units:
         )
     assert profile.expert_count_LE is not None
     count_LE = profile.expert_count_LE.copy()
-    is_dense_L = ~count_LE.any(axis=1)
+    is_dense_L = count_LE.sum(axis=1) == 0
     count_LE[is_dense_L] = profile.num_tokens
     hot = tuple(
         np.arange(split.num_experts if len(ids) else 0) if is_dense else ids
-        for ids, is_dense in zip(split.hot, is_dense_L, strict=True)
+        for ids, is_dense in zip(split.hot, is_dense_L.tolist(), strict=True)
     )
     return Units(name="experts", events="choices", count_LF=count_LE, hot=hot)
 

@@ -125,7 +125,8 @@ def _are_equal(one: PipelinePlacement, other: PipelinePlacement) -> bool:
 def write_obvious(plan: Split, inputs: Inputs, paths: Mapping[Winner, Path]) -> dict[Winner, float]:
     """Writes the obvious plans that fit, have anything on a GPU and are not `plan`, each to its path;
     returns the seconds of a token that they are predicted to take."""
-    pipeline, planned, predicted_s = inputs.pipeline(), placement_of(plan, inputs), {}
+    pipeline, planned = inputs.pipeline(), placement_of(plan, inputs)
+    predicted_s: dict[Winner, float] = {}
     for name, other in obvious_plans(inputs).items():
         is_new = other.placement.uses_gpu and not _are_equal(other, planned)
         if is_new and plan_is_feasible(pipeline, other):

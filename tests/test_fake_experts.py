@@ -19,7 +19,9 @@ from test_hybrid_experts import PLANS, made_plan, stock
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Attention
+from hotsplit.model.tensors import SINKS
 from hotsplit.runtime.device.device_memory import kept_budget
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.system.log_lines import lines_on_stderr
@@ -62,6 +64,22 @@ def test_plans_on_a_device_give_the_cpus_logits(plan, layout, capsys):
         assert torch.equal(got[0], found[0][0])  # in any order
         for mine, right in zip(got, want, strict=True):
             assert rel_error(mine, right) < 1e-3
+
+
+def test_sinks_on_a_device_give_the_cpus_logits():
+    """Like those of gpt-oss, in steps and in prompts."""
+    model = stock(kind="q8_0", num_neurons=32)
+    spec, chance = changed(model.bare_spec, Attention, has_sinks=True), np.random.default_rng(0)
+    sinks = {
+        f"blk.{n}.{SINKS}": array_entry(chance.standard_normal(layer.attention.num_heads), "f32")
+        for n, layer in enumerate(spec.layers)
+    }
+    model = dataclasses.replace(model, bare_spec=spec, tensors=model.tensors | sinks)
+    split, want = made_plan(model, *PLANS["some"]), on_the_cpu(model)
+    with checked_cuda():
+        got = on_the_device(model, split)
+    for mine, right in zip(got, want, strict=True):
+        assert rel_error(mine, right) < 1e-3
 
 
 def test_executed_ptx_and_a_graph_give_the_cpus_logits():

@@ -76,6 +76,7 @@ class SplitSummary(Summary):
             "gpus": self.gpus,
             "context_length": split.context_length,
             "num_sequences": split.num_sequences,
+            "num_experts": split.num_experts,
             "kv_offload": None if split.kv_offload is None else str(split.kv_offload),
             "head_on_gpu": split.head_on_gpu,
             "home": split.home,
