@@ -35,11 +35,12 @@ LAYER_BYTES = 128 * 2.65e6  # of the experts of a layer, however many they are
 REST_S, HAND_OVER_S, KERNELS_S, COPY_S, SWAP_S = 4.0e-3, 25e-6, 6e-6, 10e-6, 1e-5
 SHARES = 0.25, 0.5, 0.75  # of a layer's experts that have slots
 TOKENS, LAYERS = 2048, 12  # of random routings
-# As for neurons, but every layer is considered in each step: experts are few.
+# Experts are few, so a step considers those of every layer; chosen on these routings.
 OPTIONS = {
     "neurons' options": CacheOptions(),
-    "every layer": CacheOptions(visited=1.0, most_rows=256),
-    "slower": CacheOptions(visited=1.0, most_rows=256, decay=0.997, stay=300.0, burst_weight=0.0),
+    "experts' options": CacheOptions(
+        visited=1.0, most_rows=256, margin=0.06, burst_weight=0.4, start_gain=0.03
+    ),
 }
 
 

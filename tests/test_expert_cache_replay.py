@@ -32,7 +32,7 @@ def seconds(case, name: str) -> float:
 
 @pytest.mark.parametrize("link", expert_cache.LINKS)
 def test_our_policy_is_never_much_slower_than_another(routing, link):
-    options = expert_cache.OPTIONS["every layer"]
+    options = expert_cache.OPTIONS["experts' options"]
     case = replace(expert_cache.case_of(routing, 0.5, link), options=options)
     ours_s, of = seconds(case, "ours"), {name: seconds(case, name) for name in OTHERS}
     assert ours_s <= 1.02 * min(of.values()), (ours_s, of)

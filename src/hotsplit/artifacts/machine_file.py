@@ -222,8 +222,9 @@ class Machine:
                 raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
             if version == OLD_VERSION:
                 values = upgraded(values)
-            if isinstance(values.get("cpu_costs"), dict):
-                values["cpu_costs"] = {"pass_rows_gb_per_s": {}} | values["cpu_costs"]
+            costs = values.get("cpu_costs")
+            if isinstance(costs, dict):
+                costs.setdefault("pass_rows_gb_per_s", {})
             machine = _record(cls, Fields(values, keys=_names(cls)))
             machine.validate()
         except HotsplitError as error:
