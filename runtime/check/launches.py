@@ -41,6 +41,7 @@ from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock, by_role
 PROMPTS = (
     "unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens",
 )  # fmt: skip
+SLOTS = ("conv_SJC", "state_SVNM")
 NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference_kernels(), name)) for name in NAMES}
 _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
@@ -104,7 +105,7 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
     if isinstance(value, Tensor):
         dims = [size for axis, size in enumerate(value.shape) if axis != rows_axis]
         dims = dims if len(dims) > 1 else []
-        dims = dims[1:] if name == "out_AD" else dims
+        dims = dims[1:] if name in ("out_AD", *SLOTS) else dims
         size = f"[{'x'.join(map(str, dims))}]" if dims else ""
         aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
         return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
