@@ -37,15 +37,6 @@ class Positions:
         return self.position_T, self.sequence_T, self.table_SN
 
 
-def launch_inputs(on: Launcher, attention: Attention, x_D: Tensor, qkv: Tensor) -> None:
-    """Projects queries, keys and values: qkv [T, (H + 2 K) W]."""
-    start = 0
-    for linear in attention.inputs:
-        stop = start + linear.weight.num_rows
-        on.dot(linear, x_D, qkv[..., start:stop])
-        start = stop
-
-
 def launch_attend(
     on: Launcher, attention: Attention, qkv: Tensor, at: Positions, scratch: Tensor, heads: Tensor
 ) -> None:
@@ -60,6 +51,7 @@ def launch_attend(
             qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
             query.epsilon if query else 0.0, at.position_T, keys, values, num_heads,
             at.sequence_T, at.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
+            is_gated=attention.is_gated,
         ),
         [qkv, frequency_W, query_W, key_W, *at.tensors],
         [qkv, keys, values],
@@ -68,7 +60,7 @@ def launch_attend(
         lambda: on.kernels.attend(
             qkv, keys, values, at.position_T, num_heads, scratch, heads, at.sequence_T,
             at.table_SN, scale=attention.score_scale, window=attention.window,
-            sink_H=attention.sink_H,
+            sink_H=attention.sink_H, is_gated=attention.is_gated,
         ),
         [qkv, keys, values, attention.sink_H, *at.tensors], [scratch, heads],
     )  # fmt: skip
