@@ -46,7 +46,9 @@ PLANS = {
 }
 
 
-def delta_mixture(kind: str = "f32", *, num_layers: int = 4, width: int = 64, **options) -> ModelFile:
+def delta_mixture(
+    kind: str = "f32", *, num_layers: int = 4, width: int = 64, **options
+) -> ModelFile:
     """Of three delta nets and one attention with gates and rotation of half a head, with a gated shared
     expert; routers choose clearly."""
     sizes = make_sizes(num_layers=num_layers, width=width, num_neurons=32, context_length=96)
@@ -121,8 +123,8 @@ def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
     )
     with with_hybrid(model, one) as single, with_hybrid(model, many) as engine:
         alone = Alone(single)
-        compared = [schedule(engine, alone, random.Random(seed), 8) for seed in range(4)]
-    assert sum(compared) > 60
+        compared = [schedule(engine, alone, random.Random(seed), 6) for seed in range(2)]
+    assert sum(compared) > 25
 
 
 def test_a_step_that_fails_changes_no_state():
