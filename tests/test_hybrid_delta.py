@@ -37,6 +37,9 @@ from hotsplit.runtime.step.workspace import pass_pools
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 assert callable(as_on_a_gpu)  # a fixture
+# The CPU rounds inputs of products with q8_0 to 8 bits, and the norms of queries, keys and outputs make
+# errors of small values larger.
+BOUND = {"f32": BOUNDS["f32"], "q8_0": 2e-2}
 # Hot experts of four layers, the last of which attends, and whether attention or delta nets are on
 # the GPU.
 PLANS = {
@@ -81,7 +84,7 @@ def test_random_plans_give_the_logits_of_the_undivided_model(kind):
         with loaded(model, split) as engine:
             assert engine.not_native is None
             got = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS)
-        assert rel_error(got, want) < BOUNDS[kind], seed
+        assert rel_error(got, want) < BOUND[kind], seed
 
 
 @pytest.mark.parametrize("wrong", ["convolve", "delta_rule", "gate_norm"])

@@ -1,5 +1,5 @@
 """The reference of the kernels of gated delta nets (see delta_kernels.py) in float64 with torch: token
-by token, as the equations stand."""
+by token, as the equations stand, with a state in f32 between them."""
 
 import torch
 from torch import Tensor
@@ -72,6 +72,8 @@ def delta_rule(
             held_VM = torch.einsum("vnm,vn->vm", state_VNM, key_VN)
             delta_VM = strength_V[:, None] * (value.view(value_heads, -1) - held_VM)
             state_VNM = state_VNM + key_VN[:, :, None] * delta_VM[:, None]
+            # A state is f32 after each row: a row's bits do not depend on its pass.
+            state_VNM = state_VNM.to(state_SVNM.dtype).double()
             out_TVM[row] = torch.einsum("vnm,vn->vm", state_VNM, query_VN).to(out_TVM.dtype)
             if writes_T[row] >= 0:
                 state_SVNM[int(writes_T[row])] = state_VNM.to(state_SVNM.dtype)

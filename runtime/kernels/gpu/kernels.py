@@ -325,9 +325,14 @@ class Kernels:
 
 
 def kernels_in(*modules: ModuleType) -> Kernels:
-    """The kernels of some modules, each by its name."""
-    found = {name: value for module in modules for name, value in vars(module).items()}
-    return Kernels(**{each.name: found[each.name] for each in fields(Kernels)})
+    """The kernels that some modules define, each by its name."""
+
+    def of(name: str) -> Any:
+        found = (getattr(module, name, None) for module in modules)
+        names = [module.__name__ for module in modules]
+        return next(f for f, n in zip(found, names, strict=True) if f and f.__module__ == n)
+
+    return Kernels(**{each.name: of(each.name) for each in fields(Kernels)})
 
 
 def triton_kernels() -> Kernels:
