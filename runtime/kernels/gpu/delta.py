@@ -7,12 +7,8 @@ warp, so that a token's bits depend neither on the pass that has it nor on the o
 slots are read from memory, so a captured launch is right for every pass. The slot with which a run begins
 is none that the pass writes: it is loaded before the wait for the kernel before (overlap.py).
 
-A row of a prompt waits for the row before: two products with the state, of N values each, and two
-sums over eight lanes. By the instructions of sm_90 (about 400 a row and warp, and 150 cycles of
-shuffles) that is some 500 cycles, 0.3 us at 1.7 GHz, in each layer, whatever the number of heads as
-long as each of the card's schedulers has one warp: 0.15 ms a layer for 512 tokens. The 35B-A3B has
-256 warps: an H100's 528 schedulers have one each, an RTX 4060's 96 up to three, which takes about
-0.45 us. Not measured on a card so far.
+A row waits for the row before: by the code for sm_90, 460 instructions and two sums over eight lanes,
+some 500 cycles for a warp alone on its scheduler (docs/hybrid.md). Not measured on a card so far.
 
 Letters: T rows, R runs of rows, S slots, C channels (queries, keys and values), J taps, W values of a
 row's projections, X of its inputs of the recurrence, G key heads, V value heads, N width of a key

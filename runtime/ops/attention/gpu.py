@@ -14,13 +14,7 @@ from hotsplit.runtime.ops.device import Launcher
 
 def lacking_on_gpus(attention: AttentionSpec) -> str | None:
     """What these kernels lack of an attention; None if they cover it."""
-    lacking = {
-        "one norm of all heads": attention.norms_all_heads,
-        "a part of each head that does not rotate": (
-            attention.rotary is not None and attention.num_rotated < attention.head_dim
-        ),
-    }
-    return next((name for name, is_there in lacking.items() if is_there), None)
+    return "one norm of all heads" if attention.norms_all_heads else None
 
 
 @dataclass(frozen=True, kw_only=True)
