@@ -307,7 +307,7 @@ def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     if model.has_limits:
         return "on the CPU: limits run only there so far"
     if model.spec.has_states:
-        return "on the CPU: gated delta nets run only there so far"
+        return "on the CPU: run makes no plans of gated delta nets so far; solve and --split do"
     if not model.spec.has_experts:
         return None
     if wishes.engine.mode == "exact":

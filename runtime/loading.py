@@ -53,7 +53,6 @@ from hotsplit.runtime.resolved_options import (
     context_of,
     device_of,
     for_experts,
-    for_states,
     gpus_of,
     mode_of,
     placement_of,
@@ -146,11 +145,8 @@ class Loaded:
         self.load_s = time.perf_counter() - began  # from an open file
 
     def _check_devices(self) -> None:
-        """If a device fails its check, everything runs on the CPU; so do a mixture of experts and a
-        model with recurrent states."""
+        """If a device fails its check, everything runs on the CPU; so does a mixture of experts."""
         plan = self.plan
-        if self.model.spec.has_states:
-            self.config = for_states(self.model, plan, self.config, self.notice)
         if self.model.spec.has_experts:
             self.config = for_experts(self.model, plan, self.config, self.notice)
         gpus = gpus_of(plan, device_of(self.config.device))

@@ -143,26 +143,6 @@ def for_experts(
     return replace(config, device="cpu")
 
 
-def for_states(
-    model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
-) -> EngineConfig:
-    """The options of a model with gated delta nets, which runs on the CPU. Raises HotsplitError if a
-    GPU or a plan is asked for."""
-    if plan is not None:
-        raise HotsplitError(
-            f"{model.path}: plans do not run gated delta nets so far; leave the plan out, and the model"
-            " runs on the CPU"
-        )
-    if device_of(config.device).type == "cpu":
-        return config
-    if config.device is not None:
-        raise HotsplitError(
-            f"{model.path}: GPUs do not run gated delta nets so far; use device cpu"
-        )
-    notice("a model with gated delta nets runs on the CPU; --device cpu says so")
-    return replace(config, device="cpu")
-
-
 def _check_mixture_on_gpus(model: ModelFile, plan: Split) -> None:
     """Raises HotsplitError if a plan puts a part of a mixture on a GPU that its kernels lack."""
     layers = zip(model.spec.layers, plan.dense_on_gpu, strict=True)

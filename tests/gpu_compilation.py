@@ -168,6 +168,7 @@ def launch_the_rest() -> None:
                 query, keys, keys, torch.arange(70), query.clone(), table[0], table, window=512,
                 sink_H=x[:8],
             )  # fmt: skip
+    launch_delta()
     routed = torch.empty(16)
     kernels.choose_experts(x[:128], None, "softmax", True, 1.0, 1, 1, routed)
     kernels.choose_experts(x[:256], x[:256], "sigmoid", True, 2.5, 8, 4, routed, routed)
@@ -183,6 +184,19 @@ def launch_the_rest() -> None:
     slots.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)
     named = torch.empty(NEURONS // 32, dtype=torch.int32)
     slots.pack_open(x, torch.empty(NEURONS, dtype=torch.int32), named)
+
+
+def launch_delta(key_heads: int = 16, value_heads: int = 32, width: int = 128) -> None:
+    """The kernels of a delta net of Qwen3.6-35B-A3B."""
+    kernels, channels = triton_kernels(), (2 * key_heads + value_heads) * width
+    projected = torch.empty(channels + value_heads * (width + 2))
+    taps, gates = torch.empty(channels, 4), torch.empty(value_heads)
+    conv, state = torch.empty(4, 3, channels), torch.empty(4, value_heads, width, width)
+    slots = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    mixed, out = torch.empty(channels + 2 * value_heads), torch.empty(value_heads, width)
+    kernels.convolve(projected, taps, gates, gates, conv, *slots, mixed, key_heads)
+    kernels.delta_rule(mixed, state, *slots, out, key_heads, is_grouped=False)
+    kernels.gate_norm(out, projected, out[0], 1e-6)
 
 
 def facts(name: str, kernel) -> dict[str, str | int]:

@@ -129,6 +129,7 @@ def slower_each_time():
 # has no experts (test_fake_experts.py).
 ELSEWHERE = {
     "embed", "multiply", "multiply_down", "choose_experts", "expert_gate_up", "expert_down",
+    "convolve", "delta_rule", "gate_norm",
 }  # fmt: skip
 FAILURES = {
     "device": (fake_parts(use=failing()), "everything runs on the CPU"),

@@ -127,6 +127,39 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
     assert is_scaled == num_rows * (4 + 2) * 64  # of 4 queries and 2 cached keys
 
 
+@pytest.mark.parametrize("is_adjacent", [False, True])
+def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, rotated=12):
+    """Qwen3-Next's: a quarter of each head rotates, and behind each query is the gate of its head, which
+    stays as it is. The part by itself is a rotation of narrower heads."""
+    found = []
+    for which in (kernels, REFERENCE):
+        qkv, cache = vector(6 * width), torch.zeros(9, 2, 1, width, device=device())
+        which.rotate_append(
+            qkv, frequencies(rotated), is_adjacent, vector(width, 2), vector(width, 3), 1e-5,
+            torch.tensor([7], device=device()), cache[:, 0], cache[:, 1], 2, magnitude=1.25,
+            is_gated=True,
+        )  # fmt: skip
+        found.append((qkv.view(6, width), cache))
+    (got, got_cache), (want, want_cache) = found
+    assert_close(got, want, 64 * EPS)
+    assert_close(got_cache, want_cache, 64 * EPS)
+    before, plain = vector(6 * width).view(6, width), vector(2 * width)
+    assert torch.equal(got[1::2][:2], before[1::2][:2]) and torch.equal(got[4:], before[4:])
+    plain = torch.cat([before[0], before[4:].flatten()])  # one query, without its gate
+    none = torch.zeros(9, 2, 1, width, device=device())
+    at = torch.tensor([7], device=device())
+    norms = vector(width, 2), vector(width, 3)
+    kernels.rotate_append(plain, None, False, *norms, 1e-5, at, none[:, 0], none[:, 1], 1)
+    narrow = torch.cat([plain[:rotated], torch.zeros(2 * rotated, device=device())])
+    none = torch.zeros(9, 2, 1, rotated, device=device())
+    kernels.rotate_append(
+        narrow, frequencies(rotated), is_adjacent, None, None, 0.0, at, none[:, 0], none[:, 1], 1,
+        magnitude=1.25,
+    )  # fmt: skip
+    assert_close(got[0, :rotated], narrow[:rotated], 8 * EPS)
+    assert_close(got[0, rotated:], plain[rotated:width], 8 * EPS)
+
+
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_angles_of_late_positions(kernels, position):
     """Only the fraction of a turn matters in angles of up to 20,861 turns; the rotated values are
@@ -243,6 +276,27 @@ def test_a_sink_takes_a_share_of_no_value(kernels, position, sink, options):
     plain = attention(REFERENCE, position, **options)
     with_sink = attention(REFERENCE, position, sink=sink, **options)
     assert torch.equal(plain, with_sink) == (sink < -99)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_gates_of_the_heads_output(kernels, shape, heads=4, num_kv=2, width=32, context=70):
+    """The outputs of attention to the queries alone, times the sigmoid of what is behind each."""
+    rows = shape[0] if shape else 1
+    of_head, cache = vector(rows * 12 * width).view(rows, 12, width), vector(context * 128, 2)
+    keys, values = cache.view(2, context, num_kv, width)
+    at, options = torch.tensor([69, 40][:rows], device=device()), {"scale": 0.3}
+    found = []
+    for which, is_gated in ((kernels, True), (REFERENCE, False)):
+        own = of_head if is_gated else torch.cat([of_head[:, :8:2], of_head[:, 8:]], dim=1)
+        scratch = torch.full((rows * ranges.attend_scratch(context, heads, width),), NAN)
+        out = torch.full((*shape, heads, width), NAN, device=device())
+        qkv = own.flatten(1).view(*shape, -1).contiguous()
+        which.attend(
+            qkv, keys, values, at, heads, scratch.to(device()), out, **options,
+            **({"is_gated": True} if is_gated else {}),
+        )  # fmt: skip
+        found.append(out.view(rows, heads, width))
+    assert_close(found[0], found[1].double() * of_head[:, 1:8:2].double().sigmoid(), 1e-5)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])

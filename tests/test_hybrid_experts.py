@@ -37,7 +37,6 @@ from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernel
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
-from hotsplit.model.spec import Attention
 from hotsplit.model.tensors import in_layout, is_neuron_major
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
@@ -56,12 +55,6 @@ CPU = torch.device("cpu")
 assert callable(as_on_a_gpu)  # a fixture
 
 
-def attends_on_gpus(block: Attention) -> bool:
-    """True if the GPUs' kernels cover an attention."""
-    is_plain = block.rotary is None or block.num_rotated == block.head_dim
-    return is_plain and not block.norms_all_heads
-
-
 def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context: int = 32):
     """Hot neurons or experts of each layer (none, some or all), sides of the dense blocks and the head,
     and one or two GPUs."""
@@ -71,7 +64,8 @@ def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context:
         number = layer.neurons.num_units
         count = chance.choice([0, number, *chance.integers(0, number + 1, 3)])
         hot.append(np.sort(chance.permutation(number)[:count]))
-    dense = [attends_on_gpus(x.attention) and chance.random() < 0.7 for x in layers]
+    dense = [x.attention is None or not x.attention.norms_all_heads for x in layers]
+    dense = [is_covered and chance.random() < 0.7 for is_covered in dense]
     home = None
     if chance.random() < 0.3:
         first = int(chance.integers(1, len(layers) + 1))

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import test_gpu_attention as attention
+import test_gpu_delta as delta
 import test_gpu_kernels as rows
 import test_gpu_neurons as neurons
 import torch
@@ -30,6 +31,9 @@ FORMS = {
              lambda k: neurons.test_gate_up_of_every_activation(k, "gelu", True, False)),
     "gate, named": ("_gate_up", True,
                     lambda k: neurons.test_named_neurons_are_looked_up_by_their_ids(k, 19)),
+    "convolve": ("_convolve", False, lambda k: delta.ONE.run(k)),
+    "delta": ("_delta_rule", True, lambda k: delta.ONE.run(k)),
+    "gate norm": ("_gate_norm", False, lambda k: delta.ONE.run(k)),
     "down": ("_down", True, lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, False)),
     "down, zeros": ("_down", False,
                     lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, True)),

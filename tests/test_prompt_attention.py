@@ -34,6 +34,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     window: int | None = None
     has_sinks: bool = False
+    has_gates: bool = False
     is_paged: bool = False
     by: float = 1.0
     garbage: float = NAN
@@ -66,9 +67,11 @@ class Case:
             table = torch.tensor([[0, 0, 0, 0], [2, 4, 1, 3]], dtype=torch.int32, device=device())
             sequence = torch.ones(len(query_THW), dtype=torch.int32, device=device())
         sink = self.values(self.heads[0], seed=4) * 2 if self.has_sinks else None
+        size = 2 * (self.heads[0] + self.heads[1]) * self.width
+        gated = self.values(self.tokens, size, seed=5)[rows][number_T] if self.has_gates else None
         kernels.attend_tokens(
             query_THW, self.cache(2), self.cache(3), position_T, out, sequence, table,
-            window=self.window, sink_H=sink,
+            window=self.window, sink_H=sink, gated_TQ=gated,
         )  # fmt: skip
         return out[: len(query)]
 
@@ -95,6 +98,7 @@ CASES = [
     Case(has_sinks=True, window=20, start=70, is_paged=True),
     Case(dtype=torch.float32, tokens=20, start=29), Case(dtype=torch.float32, has_sinks=True, width=80),
     Case(width=136, is_paged=True), Case(width=320, heads=(1, 1)),
+    Case(has_gates=True, heads=(6, 2), tokens=33, is_paged=True),
 ]  # fmt: skip
 
 
@@ -108,7 +112,7 @@ def test_a_card_without_tensor_cores(monkeypatch):
     assert is_right(CASES[8].run(triton_kernels()), CASES[8])
 
 
-@pytest.mark.parametrize("case", CASES[3:6] + CASES[-4:-2])
+@pytest.mark.parametrize("case", CASES[3:6] + CASES[-5:-3] + CASES[-1:])
 def test_torch_in_pieces(case, monkeypatch):
     monkeypatch.setattr(torch_kernels, "SCORES", 300)
     assert is_right(case.run(torch_kernels.torch_kernels()), case)
@@ -122,7 +126,13 @@ def test_the_bound_rejects_wrong_results(wrong):
 
 def test_the_bound_rejects_other_windows_and_no_sinks():
     case = Case(start=90, window=32, has_sinks=True, garbage=0.0)
-    for other in ({"window": 31}, {"window": 33}, {"window": None}, {"has_sinks": False}):
+    for other in (
+        {"window": 31},
+        {"window": 33},
+        {"window": None},
+        {"has_sinks": False},
+        {"has_gates": True},
+    ):
         assert not is_right(dataclasses.replace(case, **other).run(REFERENCE), case)
 
 
@@ -147,7 +157,7 @@ on_ptx = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the d
 
 @on_ptx
 @pytest.mark.parametrize("arch", [ADA, BLACKWELL])
-@pytest.mark.parametrize("number", [5, 8, 11, 13])
+@pytest.mark.parametrize("number", [5, 8, 11, 13, -1])
 def test_ptx(number, arch):
     assert is_right(CASES[number].run(PtxKernels(arch).kernels), CASES[number])
 

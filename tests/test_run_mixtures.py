@@ -128,7 +128,7 @@ def test_gated_delta_nets_run_on_the_cpu(monkeypatch, tmp_path):
     given = look_at(saved(tmp_path / "m.gguf"), None, tmp_path / "none.gguf")
     found = choose(given, Wishes(), Room(main=1 << 40, gpus=(4 * MIB,)))
     assert (found.budgets, found.device) == ((), "cpu")
-    assert found.lines[-1] == "on the CPU: gated delta nets run only there so far"
+    assert found.lines[-1].startswith("on the CPU: run makes no plans of gated delta nets so far")
 
 
 def test_a_mixture_that_fits_has_a_plan_too(tmp_path):

@@ -13,6 +13,7 @@ from test_device_memory import CARD, allocate_as_on_cuda, as_on_a_gpu
 from test_runtime import make_split
 
 from hotsplit.costs.pass_length import LOGITS_CHUNK
+from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
@@ -84,7 +85,8 @@ def peak_of(weights, tokens, context, is_watched=False, measure=peak_bytes):
 
     @torch.inference_mode()
     def run():
-        made.logits(made.forward(ids_T, context - tokens)[-LOGITS_CHUNK:])
+        slots = StateRun(NO_SLOT, (*[NO_SLOT] * (tokens - 1), 0))
+        made.logits(made.forward(ids_T, context - tokens, slots=slots)[-LOGITS_CHUNK:])
 
     run()  # what lasts is allocated before
     return measure(run)

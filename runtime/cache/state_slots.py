@@ -67,6 +67,19 @@ class StateRun:
 
     reads: int
     writes: tuple[int, ...]
+    _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For a GPU's kernels, made once for each GPU: the run, int32 [1, 3] (first row, number of
+        rows, the slot that they begin with), and the rows' slots, int32 [T]."""
+        if device not in self._placed:
+            # The rows' slots begin at 16 bytes: kernels are compiled for that.
+            numbers = [0, len(self.writes), self.reads, NO_SLOT, *self.writes]
+            placed = torch.tensor(numbers, dtype=torch.int32).to(device)
+            self._placed[device] = placed[:3].view(1, 3), placed[4:]
+        return self._placed[device]
 
 
 def slots_in_turn(number: int, count: int) -> StateRun:

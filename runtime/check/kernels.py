@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.check.launches import Launch
+from hotsplit.runtime.check.launches import SLOTS, Launch
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.weights import gpu_products
 
@@ -36,6 +36,9 @@ _INPUTS = {
     "predict": ("inner_R",), "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
     "choose_experts": ("logit_E",), "expert_gate_up": ("routed_2K", "x_D"),
     "expert_down": ("routed_2K", "hidden_KF"),
+    "convolve": ("projected_TW", "conv_SJC", "run_R3", "writes_T"),
+    "delta_rule": ("mixed_TX", "state_SVNM", "run_R3", "writes_T"),
+    "gate_norm": ("out_TVM", "projected_TW"),
     "multiply": ("x_TD", "power_T"), "multiply_down": ("hidden_TN", "power_T"),
     "round_tokens": ("x_TD", "added_TD"), "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
 }  # fmt: skip
@@ -45,11 +48,12 @@ _OUTPUTS = {
     "rotate_append": ("qkv", "key_CKW", "value_CKW", "query_THW"),
     "attend": ("out_HW",), "attend_tokens": ("out_THW",), "predict": ("named_B", "copy_B"),
     "gate_up": ("hidden_N",), "down": ("parts_SD",), "choose_experts": ("routed_2K", "copy_2K"),
-    "expert_gate_up": ("hidden_KF",), "expert_down": ("parts_PD",), "multiply": ("out_TN",),
-    "multiply_down": ("out_TD",),
+    "expert_gate_up": ("hidden_KF",), "expert_down": ("parts_PD",), "convolve": ("mixed_TX", "conv_SJC"), "delta_rule": ("out_TVM", "state_SVNM"),
+    "gate_norm": ("out_TVM",), "multiply": ("out_TN",), "multiply_down": ("out_TD",),
     "round_tokens": ("out_TD", "power_T", "x_out_TD"), "hidden_tokens": ("out_TN", "power_T"),
 }  # fmt: skip
-_CACHES = ("key_CKW", "value_CKW")
+_CACHES = ("key_CKW", "value_CKW", *SLOTS)
+_NUM_SLOTS = 3  # one that the runs of a check read, and one for each of two runs
 
 
 class Wrong(Exception):
@@ -126,13 +130,13 @@ def _outputs(launch: Launch) -> list[Tensor]:
 
 
 def _with_few_blocks(launch: Launch) -> Launch:
-    """The launch on a cache cut to its first blocks, one per sequence with a row; unchanged if the
-    cache has no block table."""
+    """The launch on a cache cut to its first blocks, one per sequence with a row, or on states cut to
+    a few slots; unchanged if the cache has no block table."""
     given = launch.arguments
-    if given.get("table_SN") is None:
-        return launch
-    count = _num_sequences(launch)
-    return replace(launch, arguments=given | {name: given[name][:count] for name in _CACHES})
+    count = _NUM_SLOTS if given.get("table_SN") is None else _num_sequences(launch)
+    cut = SLOTS if given.get("table_SN") is None else _CACHES
+    cut = [name for name in cut if name in given]
+    return replace(launch, arguments=given | {name: given[name][:count] for name in cut})
 
 
 def _num_sequences(launch: Launch) -> int:
@@ -179,6 +183,23 @@ def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
     elif name == "table_SN":  # sequences with rows end in different blocks
         sequence_S, block_N = (torch.arange(size) for size in values.shape)
         values.copy_((sequence_S[:, None] + block_N) % count)
+    elif name == "run_R3":  # the second half of the rows is a run of its own, if there is room
+        half = launch.num_rows // 2 if len(values) > 1 else 0
+        runs = (
+            [[0, half, 0], [half, launch.num_rows - half, 0]] if half else [[0, launch.num_rows, 0]]
+        )
+        values[: len(runs)] = torch.tensor(runs, dtype=torch.int32)
+    elif name == "writes_T":
+        values.fill_(-1)
+        values[-1] = 1
+        if launch.num_rows > 1:
+            values[launch.num_rows // 2 - 1] = 2
+    elif name == "mixed_TX":  # keys of about unit size, decays and strengths below 1
+        value_heads, key_width = given["state_SVNM"].shape[1:3]
+        _randomise(values, random)
+        values *= key_width**-0.5
+        gates = torch.rand((*values.shape[:-1], 2 * value_heads), generator=random)
+        values[..., -2 * value_heads :] = gates.to(values.device)
     elif name == "routed_2K":
         num_used = values.shape[-1] // 2
         drawn = torch.rand(values.shape, generator=random)

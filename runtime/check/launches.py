@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
@@ -28,6 +29,8 @@ from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.gpu_pass import append
 from hotsplit.runtime.ops.attention.rotary import Places
+from hotsplit.runtime.ops.delta.block import DeltaNet
+from hotsplit.runtime.ops.delta.gpu import calls
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder
@@ -41,6 +44,7 @@ from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock, by_role
 PROMPTS = (
     "unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens",
 )  # fmt: skip
+SLOTS = ("conv_SJC", "state_SVNM")
 NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference_kernels(), name)) for name in NAMES}
 _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
@@ -104,7 +108,7 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
     if isinstance(value, Tensor):
         dims = [size for axis, size in enumerate(value.shape) if axis != rows_axis]
         dims = dims if len(dims) > 1 else []
-        dims = dims[1:] if name == "out_AD" else dims
+        dims = dims[1:] if name in ("out_AD", *SLOTS) else dims
         size = f"[{'x'.join(map(str, dims))}]" if dims else ""
         aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
         return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
@@ -165,7 +169,10 @@ def launches_of(
     for index, layer in enumerate(weights.layers):
         if placement.dense_on_gpu[index]:
             _note_norms(noting, layer, placement.homes[index])
-            _note_attention(noting, layer, placement.homes[index])
+            if layer.delta is None:
+                _note_attention(noting, layer, placement.homes[index])
+            else:
+                _note_delta(noting, layer.delta, placement.homes[index])
         _note_tokens(noting, layer, placement.homes[index], is_on_gpu=placement.dense_on_gpu[index])
         for experts in layer.ffn.experts:
             _note_experts(noting, experts, layer.ffn.gate, placement.homes[index])
@@ -179,7 +186,7 @@ def _multiplied(
     those stored there, and the cold neurons that are streamed to it."""
     for index, layer in enumerate(weights.layers):
         home = placement.homes[index]
-        for linear in (*layer.attention.inputs, layer.attention.output):
+        for linear in (*layer.mixer.inputs, layer.mixer.output):
             if placement.dense_on_gpu[index]:
                 yield linear.weight, home, False
         for block in _blocks_of(layer, is_on_gpu=placement.dense_on_gpu[index]):
@@ -274,7 +281,7 @@ def _new(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) 
 def _note_norms(kernels: Kernels, layer: Layer, device: torch.device) -> None:
     """Notes the norms of a prompt, in the types of the products that read them."""
     first = layer.ffn.blocks[0].gate if layer.router is None else layer.router.linear
-    readers = [linear.weight for linear in (*layer.attention.inputs, first)]
+    readers = [linear.weight for linear in (*layer.mixer.inputs, first)]
     if (predictor := layer.ffn.predictor) is not None:
         readers.append((predictor.down or predictor.up).weight)
     for dtype in dict.fromkeys(gpu_products.tile_dtype(matrix.kind) for matrix in readers):
@@ -292,7 +299,7 @@ def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device, *, is_on_
     of the last hidden state, of layers whose norms are elsewhere, and hidden values of experts."""
     blocks = list(_blocks_of(layer, is_on_gpu=is_on_gpu))
     hidden = [len(block.id_N) for block in blocks if block.is_by_output]
-    for width in (layer.attention.widths[1], *(block.width for block in blocks[:1]), *hidden):
+    for width in (layer.mixer.widths[1], *(block.width for block in blocks[:1]), *hidden):
         x_TD, out_TD = _new(device, width), _new(device, width, dtype=torch.float16)
         kernels.round_tokens(x_TD, None, None, None, 0.0, out_TD, _new(device), None)
     block = next((each for each in blocks if not each.is_by_output), None)
@@ -329,4 +336,14 @@ def _note_attention(kernels: Kernels, layer: Layer, device: torch.device) -> Non
     kernels.attend_tokens(
         query_THW, *attention.cache.for_kernels, places.position_T, torch.empty_like(query_THW),
         sequence_T, table_SN, window=attention.window, sink_H=attention.sink_H,
+        gated_TQ=joined_TQ if attention.is_gated else None,
     )  # fmt: skip
+
+
+def _note_delta(kernels: Kernels, delta: DeltaNet, device: torch.device) -> None:
+    """Notes the kernels of a delta net for the tokens of a prompt."""
+    slots = StateRun(NO_SLOT, (NO_SLOT,) * _PASSES[0]).on(device)
+    projected, heads = delta.widths
+    mixed = _new(device, delta.spec.mixed_size)
+    for call in calls(kernels, delta, _new(device, projected), slots, mixed, _new(device, heads)):
+        call.run()

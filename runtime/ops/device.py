@@ -30,6 +30,14 @@ class Launcher:
             writes=[t for t in writes if t is not None],
         )
 
+    def project(self, linears: Sequence[Linear], x_D: Tensor, out: Tensor) -> None:
+        """The products of several matrices with the same vector, side by side."""
+        start = 0
+        for linear in linears:
+            stop = start + linear.weight.num_rows
+            self.dot(linear, x_D, out[..., start:stop])
+            start = stop
+
     def dot(self, linear: Linear, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False) -> None:
         """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that."""
         weight, bias_N = linear.weight, linear.bias_N

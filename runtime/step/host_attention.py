@@ -27,7 +27,7 @@ class HostAttention:
 
     qkv_N: Tensor
     heads_N: Tensor
-    widths: tuple[tuple[int, int], ...]  # Q and H of each layer
+    widths: dict[int, tuple[int, int]]  # Q and H of each layer that attends
     part: PartStruct
     rows: object  # an array of RowStruct, MAX_ROWS of them
     num_rows: c_int64
@@ -40,11 +40,16 @@ class HostAttention:
             return "the C++ kernels are not built"
         builder = StepBuilder()
         try:
-            step = builder.frame(weights, [builder.heads(layer) for layer in weights.layers])
-            builder.ops(step, [attend_op(index) for index in range(len(weights.layers))])
+            step = builder.frame(weights, [builder.heads(layer) for layer in weights.attending])
+            builder.ops(step, [attend_op(number) for number in range(len(weights.attending))])
             step.max_rows = MAX_ROWS
-            widths = tuple(layer.attention.widths for layer in weights.layers)
-            buffers = [torch.zeros(MAX_ROWS * max(sizes)) for sizes in zip(*widths, strict=True)]
+            widths = {
+                index: layer.attention.widths
+                for index, layer in enumerate(weights.layers)
+                if layer.delta is None
+            }
+            most = zip(*widths.values(), strict=True)
+            buffers = [torch.zeros(MAX_ROWS * max(sizes)) for sizes in most]
             for name, buffer in zip(("qkv", "heads"), buffers, strict=True):
                 step.vector[VALUES.index(name)] = buffer.data_ptr()
             step.workspace = builder.workspace(library.step_bytes(step))
@@ -60,16 +65,16 @@ class HostAttention:
     def attend(self, layer: int, qkv_TQ: Tensor, sequence: int, start: int) -> Tensor:
         """Appends the keys and values of T tokens of a sequence at positions from `start`, and
         returns the outputs of a layer's heads, f32 [T, H]. The cache must have room."""
-        found = []
+        found, number = [], list(self.widths).index(layer)
         for piece_TQ in qkv_TQ.split(MAX_ROWS):
             count = len(piece_TQ)
             self.num_rows.value = count
-            for number in range(count):
-                row = self.rows[number]  # type: ignore[index]
-                row.position, row.sequence, row.source = start + number, sequence, -1
+            for place in range(count):
+                row = self.rows[place]  # type: ignore[index]
+                row.position, row.sequence, row.source = start + place, sequence, -1
             _, heads_size = self.widths[layer]
             self.qkv_N[: piece_TQ.numel()] = piece_TQ.flatten()
-            self.part.begin, self.part.end = layer, layer + 1
+            self.part.begin, self.part.end = number, number + 1
             HostNode(
                 function=library.part_function(), argument=addressof(self.part), reads=(), writes=()
             ).run()

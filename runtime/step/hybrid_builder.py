@@ -92,7 +92,7 @@ class _Builder:
             width, spec.most_named, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
             table_SN=table.block_SN if has_cache and not table.is_whole else None,
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
-            num_used=spec.most_used,
+            num_used=spec.most_used, has_states=spec.has_states,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
@@ -176,6 +176,7 @@ class _Builder:
             prepare=self._more,
             try_rows=partial(self.backend.try_rows, self.weights),
             table=self.weights.cache.table,
+            states=self.weights.states,
             has_equal_rows=self._has_equal_rows(),
             has_host_work=self._has_host_work(),
             before=before,
@@ -232,7 +233,7 @@ class _Builder:
         for divided in self.divided:
             layer = divided.layer
             if placement.dense_on_gpu[divided.index]:
-                linears = (*layer.attention.inputs, layer.attention.output)
+                linears = (*layer.mixer.inputs, layer.mixer.output)
                 kinds |= {linear.weight.kind for linear in linears}
                 predictor = layer.ffn.predictor
                 if predictor is not None:

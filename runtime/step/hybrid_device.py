@@ -24,7 +24,8 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from hotsplit.runtime.model.layers import Layer
-from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend, launch_inputs
+from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend
+from hotsplit.runtime.ops.delta.gpu import launch_delta
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.embed import launch_embed
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
@@ -114,13 +115,15 @@ class DeviceBuffers:
     token_T: Tensor  # int64
     position_T: Tensor  # int64
     sequence_T: Tensor  # int32
+    run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta_kernels); as many as rows at most
+    writes_T: Tensor  # int32, the slot that takes the state after a row
     table_SN: Tensor | None  # int32, with several sequences, if the cache is on the GPU
     x_D: Tensor  # the hidden state
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
-    qkv: Tensor  # flat, room for [(H + 2 K) W] of the layer with most
-    heads: Tensor  # flat, room for [H W]
-    scratch: Tensor  # of attention
+    qkv: Tensor  # flat, room for the input projections of the layer with most
+    heads: Tensor  # flat, room for [H W], or a delta net's outputs
+    scratch: Tensor  # of attention, or inputs of the recurrence of a delta net
     inner: Tensor  # of predictors and routers, flat
     routed: Tensor  # experts, as numbers, and their weights, flat
     shared_2: Tensor  # 0 and the weight of shared experts
@@ -158,6 +161,8 @@ class DeviceBuffers:
                 attend_scratch(table.context_length, a.num_heads, a.head_dim)
                 for a in spec.attentions
             )
+        mixed = [layer.delta.mixed_size for layer in spec.layers if layer.delta is not None]
+        scratch = max([scratch, *mixed])
         has_table = has_cache and not table.is_whole
 
         def take_rows(size: int, dtype: torch.dtype = _REAL) -> Tensor:
@@ -169,6 +174,8 @@ class DeviceBuffers:
             token_T=take((max_rows,), torch.int64),
             position_T=take((max_rows,), torch.int64),
             sequence_T=take((max_rows,), torch.int32),
+            run_T3=take((max_rows, 3 * spec.has_states), torch.int32),
+            writes_T=take((max_rows * spec.has_states,), torch.int32),
             table_SN=take(tuple(table.block_SN.shape), torch.int32) if has_table else None,
             x_D=take_rows(width),
             attn_input_D=take_rows(width),
@@ -202,7 +209,7 @@ class DeviceBuffers:
         return beginning(values, self.num_rows if num_rows is None else num_rows, size)
 
 
-_LISTS = ("token_T", "position_T", "sequence_T")
+_LISTS = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
 _VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V", "shared_2")
 
 
@@ -248,9 +255,9 @@ class DeviceKernels(Launcher):
         return self.buffers.sum_PD[begin:end]
 
     def attended(self, layer: Layer) -> tuple[Tensor, Tensor]:
-        """The layer's queries, keys and values [T, (H + 2 K) W], and outputs of its heads [T, H W],
-        at the beginning of their buffers."""
-        qkv_size, heads_size = layer.attention.widths
+        """The layer's input projections and the outputs of its heads, at the beginning of their
+        buffers."""
+        qkv_size, heads_size = layer.mixer.widths
         b = self.buffers
         return b.first(b.qkv, qkv_size), b.first(b.heads, heads_size)
 
@@ -275,11 +282,20 @@ class DeviceKernels(Launcher):
         launch_attend(self, layer.attention, qkv, at, b.scratch, heads)
         self.output(layer, heads)
 
+    def delta(self, layer: Layer, x_D: Tensor) -> None:
+        """Writes a delta net's output to the first row of sum_PD."""
+        b, delta, (projected, heads) = self.buffers, layer.delta, self.attended(layer)
+        assert delta is not None
+        mixed = b.first(b.scratch, delta.spec.mixed_size)
+        self.inputs(layer, x_D)
+        launch_delta(self, delta, projected, (b.run_T3, b.writes_T), mixed, heads)
+        self.output(layer, heads)
+
     def inputs(self, layer: Layer, x_D: Tensor) -> None:
-        launch_inputs(self, layer.attention, x_D, self.attended(layer)[0])
+        self.project(layer.mixer.inputs, x_D, self.attended(layer)[0])
 
     def output(self, layer: Layer, heads: Tensor) -> None:
-        self.dot(layer.attention.output, heads, self.buffers.sum_PD[0])
+        self.dot(layer.mixer.output, heads, self.buffers.sum_PD[0])
 
     def predict(self, ffn: FeedForward, x_D: Tensor, copy_W: Tensor | None) -> None:
         """Writes the bits of the named neurons, and again to `copy_W` on the host."""

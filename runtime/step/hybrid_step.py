@@ -12,6 +12,7 @@ sequences, N blocks of a sequence."""
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.state_slots import NO_SLOT, StateSlots
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.device.streams import HostNode, Stream
@@ -32,7 +34,7 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NeuronsStruct
-from hotsplit.runtime.step.batch import LogitsMemory, Row
+from hotsplit.runtime.step.batch import LogitsMemory, Row, runs_of, with_slots
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.native_parts import HostBuffers
 from hotsplit.runtime.step.native_step import StepStruct
@@ -110,6 +112,7 @@ class HybridStep:
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
     neuron_cache: StepHooks | None = None
     table: BlockTable | None = None
+    states: StateSlots | None = None  # of recurrent states, if the model has any
     # Makes the segments for a number of rows; the rows of the first step are in `host`.
     prepare: Callable[[int], tuple[Segment, ...]] | None = None
     try_rows: Callable[[int, Callable[[], None]], str] = lambda num_rows, run: tried(run)
@@ -127,8 +130,9 @@ class HybridStep:
     @torch.inference_mode()
     def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, valid until the next step; appends to the cache."""
-        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
-        self._run([row], 1)
+        self._run_slotted(
+            [Row(token=token, position=position, sequence=sequence, has_logits=True)], 1
+        )
         return self.host.logits_TV[0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
@@ -144,7 +148,7 @@ class HybridStep:
             num_rows = next(count for count in ROWS if count >= len(piece))
             if num_rows not in self.segments and not self._is_right(piece, num_rows):
                 continue  # with fewer rows
-            self._run(piece, num_rows)
+            self._run_slotted(piece, num_rows)
             for number, row in enumerate(piece):
                 if row.has_logits:
                     np.copyto(target_RV[done], source_TV[number])
@@ -174,9 +178,11 @@ class HybridStep:
 
     def _try(self, rows: Sequence[Row], num_rows: int) -> None:
         """Compares a step of several rows with steps of one row each."""
-        alone = torch.stack([self._single(row) for row in rows])
+        with self._spared(rows):
+            alone = torch.stack([self._single(row) for row in rows])
         self._prepare(rows, num_rows)
-        self._run(rows, num_rows)
+        with self._spared(rows):
+            self._run_slotted(rows, num_rows)
         got, want = self.host.logits_TV[: len(rows)], alone
         if not torch.equal(got.isnan(), want.isnan()):
             raise HotsplitError("logits are NaN in the wrong places")
@@ -186,8 +192,18 @@ class HybridStep:
             raise HotsplitError(f"logits are off by {error / size if size else float('inf'):.2g}")
 
     def _single(self, row: Row) -> Tensor:
-        self._run([row], 1)
+        self._run_slotted([row], 1)
         return self.host.logits_TV[0].clone()
+
+    def _spared(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        """Restores the states of the rows' sequences afterwards."""
+        if self.states is None:
+            return nullcontext()
+        return self.states.trial(list(dict.fromkeys(row.sequence for row in rows)))
+
+    def _run_slotted(self, rows: Sequence[Row], num_rows: int) -> None:
+        with with_slots(self.states, rows) as slotted:
+            self._run(slotted, num_rows)
 
     def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
         """Writes the rows to the host's buffers for a step of `num_rows` rows; the last is repeated
@@ -197,14 +213,27 @@ class HybridStep:
         for struct, row in zip(host.structs, rows, strict=False):
             struct.token, struct.position, struct.sequence = row.token, row.position, row.sequence
             struct.has_logits, struct.source = True, -1
+            struct.reads, struct.writes = row.reads, row.writes
         filled = [*rows, *[rows[-1]] * (num_rows - len(rows))]
         for number, row in enumerate(filled):
             host.token_T[number], host.position_T[number] = row.token, row.position
             host.sequence_T[number] = row.sequence
+        if self.states is not None:
+            self._fill_runs(rows)
         if host.table_SN is not None:
             assert self.table is not None
             host.table_SN.copy_(self.table.block_SN)
         self.meter.set_rows(len(rows))
+
+    def _fill_runs(self, rows: Sequence[Row]) -> None:
+        """Writes the runs of rows and the slots of their states; repeated rows are in no run."""
+        host, first = self.host, 0
+        host.run_T3.zero_()
+        host.writes_T.fill_(NO_SLOT)
+        for number, run in enumerate(runs_of(rows)):
+            host.run_T3[number] = torch.tensor([first, len(run), run[0].reads])
+            host.writes_T[first : first + len(run)] = torch.tensor([row.writes for row in run])
+            first += len(run)
 
     def _run(self, rows: Sequence[Row], num_rows: int) -> None:
         if self.lost:

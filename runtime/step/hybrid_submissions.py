@@ -292,8 +292,8 @@ class Lowering:
             assert op.kind == "neurons" and divided.cold is not None, op
             return neuron_node(divided.cold)
         x_D = self._tensor(op.reads[0], op.layer)
-        if op.kind == "attention":
-            return partial(device.attention, layer, x_D)
+        if op.kind in ("attention", "delta"):
+            return partial(device.delta if op.kind == "delta" else device.attention, layer, x_D)
         if op.kind == "project":
             project = device.inputs if op.part == "qkv" else device.output
             return partial(project, layer, x_D)
@@ -324,10 +324,13 @@ class Lowering:
         return partial(device.main.copy, target_D, source_D)
 
     def _place(self, device: DeviceKernels) -> None:
-        """Copies the rows' positions to a GPU, and with several sequences also the rows' sequences
-        and the block table."""
+        """Copies the rows' positions to a GPU, with several sequences also the rows' sequences and the
+        block table, and with recurrent states the runs of rows and their slots."""
         b, host = device.buffers, self.host
         device.main.copy(b.position_T, host.position_T)
+        if b.run_T3.numel():
+            device.main.copy(b.run_T3, host.run_T3)
+            device.main.copy(b.writes_T, host.writes_T)
         if b.table_SN is not None:
             assert host.table_SN is not None
             device.main.copy(b.sequence_T, host.sequence_T)
@@ -347,7 +350,7 @@ class Lowering:
             return found
         assert layer is not None
         own = self.weights.layers[layer]
-        qkv_size, heads_size = own.attention.widths
+        qkv_size, heads_size = own.mixer.widths
         sizes = {"named": -(-own.ffn.num_neurons // 32), "qkv": qkv_size, "heads": heads_size}
         if own.router is not None:
             sizes["routed"] = 2 * own.router.spec.num_used

@@ -43,6 +43,8 @@ class HostBuffers:
     token_T: Tensor  # int64
     position_T: Tensor  # int64
     sequence_T: Tensor  # int32
+    run_T3: Tensor  # int32, runs of rows and the slots of their states: see DeviceBuffers
+    writes_T: Tensor  # int32
     table_SN: Tensor | None  # int32, the blocks of several sequences
     x_TD: Tensor
     ffn_in_2TD: Tensor
@@ -72,6 +74,7 @@ class HostBuffers:
         table_SN: Tensor | None = None,
         attended: tuple[int, int] = (0, 0),
         num_used: int = 0,
+        has_states: bool = False,
     ) -> "HostBuffers":
         """Allocates the buffers. `num_used`: the most experts of a token. `table_SN`: the cache's block table, if there are several sequences
         and a GPU needs it; `attended`: Q and H, if the host attends for a GPU."""
@@ -87,6 +90,8 @@ class HostBuffers:
             token_T=zeros(rows, dtype=torch.int64),
             position_T=zeros(rows, dtype=torch.int64),
             sequence_T=zeros(rows, dtype=torch.int32),
+            run_T3=zeros(rows, 3 * has_states, dtype=torch.int32),
+            writes_T=zeros(rows * has_states, dtype=torch.int32),
             table_SN=None if table_SN is None else zeros(*table_SN.shape, dtype=torch.int32),
             x_TD=zeros(rows, width),
             ffn_in_2TD=zeros(2, rows, width),
@@ -125,7 +130,7 @@ class HostBuffers:
         return found
 
 
-_OF_STEP = ("token_T", "position_T", "sequence_T")
+_OF_STEP = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
 _OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "routed_TR",
             "qkv_TQ", "heads_TH")  # fmt: skip
 _SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))

@@ -367,11 +367,11 @@ class _StepWriter:
 
     def _submit(self, op: Op) -> None:
         """Appends an operation. A visit to a GPU begins by copying the position there, unless the
-        host attends; a copy between GPUs ends it."""
+        host attends and no layer has a state; a copy between GPUs ends it."""
         if op.is_between_gpus:
             self.visited = HOST
         elif op.home not in (HOST, self.visited):
             self.visited = op.home
-            if not self.form.attends_on_host:
+            if self.form.spec.has_states or not self.form.attends_on_host:
                 self._copy("position", HOST, op.home, op.home, None)
         self.ops.append(op)

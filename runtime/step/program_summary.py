@@ -161,7 +161,7 @@ def _values(op: OpFact, values: Sequence[str]) -> str:
         if op.layer is not None and (parity := re.fullmatch(r"ffn_in\.(\d)", name)):
             is_own = int(parity[1]) == op.layer % 2
             name = "ffn_in" if is_own else "ffn_in of the layer before"
-        name = re.sub(r"^cache\.\d+$", "cache", name)
+        name = re.sub(r"^(cache|state)\.\d+$", r"\1", name)
         is_plain = op.operation != "copy" and device_of(value) == op.device
         found.append(name if is_plain else at(name, device_of(value)))
     return ", ".join(found)

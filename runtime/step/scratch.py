@@ -16,7 +16,7 @@ from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.part_bytes import FLOAT_BYTES
 from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.modes import Mode, computes_all
-from hotsplit.model.spec import SMOOTH, Attention, ModelSpec, Neurons
+from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, ModelSpec, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE
@@ -136,14 +136,16 @@ def attention(p: Pass, index: int) -> PoolBytes:
     qkv, query, key = p.floats(a.qkv_size), p.floats(a.query_size), p.floats(a.key_size)
     heads = _heads(p, a)
     gates = PoolBytes()
-    if a.is_gated:  # as projected, and apart; then the heads' output before and after them
+    if a.is_gated and p.is_on_gpu:  # in the projection, where the kernels read them
+        qkv += p.floats(a.gate_size)
+    elif a.is_gated:  # as projected, and apart; then the heads' output before and after them
         gates = p.floats(a.qkv_size + 2 * a.gate_size) + p.floats(a.gate_size) * 3
     after = qkv + heads + p.floats(width) * (1 + ("attn_output" in a.biases))
     if p.is_on_gpu:
         kinds = [p.kind(f"blk.{index}.{each}") for each in a.projections]
         rounded = reduce(or_, [p.rounded(kind, width) for kind in kinds])
         after += p.product(p.kind(f"blk.{index}.attn_output"), a.query_size, width)
-        return gates + (_projected(p, index) | qkv + rounded + _attend(p, a) | after + rounded)
+        return _projected(p, index) | qkv + rounded + _attend(p, a) | after + rounded
     normed = query + key if a.head_norm else PoolBytes()
     turned = qkv + normed + (query * 2 | query + key * 2 | p.floats(a.head_dim) * 4)
     kept = query + key if a.rotary else normed
@@ -157,15 +159,17 @@ def _attention_of(p: Pass, index: int) -> Attention:
 
 
 def _projected(p: Pass, index: int) -> PoolBytes:
-    """Queries, keys and values, from one product or from several that are joined."""
-    a, width = _attention_of(p, index), p.spec.hidden_size
-    kinds = {p.kind(f"blk.{index}.{each}") for each in a.projections}
-    is_joined = len(kinds if p.is_on_gpu else a.projections) == 1 and not a.biases
-    qkv = p.floats(a.qkv_size + a.gate_size)
-    found = qkv if is_joined else qkv * 2
+    """The input projections of attention or of a delta net, from one product or from several that are
+    joined."""
+    mixer, width = p.spec.layers[index].mixer, p.spec.hidden_size
+    kinds = {p.kind(f"blk.{index}.{each}") for each in mixer.projections}
+    has_biases = isinstance(mixer, Attention) and bool(mixer.biases)
+    is_joined = len(kinds if p.is_on_gpu else mixer.projections) == 1 and not has_biases
+    size = sum(mixer.projections.values())
+    joined = p.floats(size) if is_joined else p.floats(size) * 2
     for kind in kinds if p.is_on_gpu else ():
-        found |= qkv + p.product(kind, width, a.qkv_size)
-    return found
+        joined |= p.floats(size) + p.product(kind, width, size)
+    return joined
 
 
 def _heads(p: Pass, a: Attention) -> PoolBytes:
@@ -203,16 +207,24 @@ def delta(p: Pass, index: int) -> PoolBytes:
     projection."""
     d, width = p.spec.layers[index].delta, p.spec.hidden_size
     assert d is not None
+    if p.is_on_gpu:
+        return _delta_on_gpu(p, index, d)
     projected = p.floats(sum(d.projections.values()))
     repeated = p.floats(d.num_value_heads * d.key_head_dim)
     states = p.tensor(FLOAT_BYTES * (4 * d.value_size * d.key_head_dim + d.num_state_values))
     convolved = p.floats(d.num_channels) * 4 + repeated * 4 + p.floats(d.key_size) * 4
-    found = projected + convolved + states + p.floats(d.value_size) * 5 + p.floats(width)
-    if p.is_on_gpu:
-        for name, rows in d.projections.items():
-            found += p.product(p.kind(f"blk.{index}.{name}"), width, rows)
-        found += p.product(p.kind(f"blk.{index}.ssm_out"), d.value_size, width)
-    return found
+    return projected + convolved + states + p.floats(d.value_size) * 5 + p.floats(width)
+
+
+def _delta_on_gpu(p: Pass, index: int, d: DeltaNet) -> PoolBytes:
+    """Projections; with them the inputs of the recurrence and its outputs, and the rows' slots; then
+    the outputs' projection."""
+    width, projected = p.spec.hidden_size, p.floats(sum(d.projections.values()))
+    kinds = [p.kind(f"blk.{index}.{each}") for each in d.projections]
+    rounded = reduce(or_, [p.rounded(kind, width) for kind in kinds])
+    kept = projected + rounded + p.floats(d.value_size)
+    out = p.floats(width) + p.product(p.kind(f"blk.{index}.ssm_out"), d.value_size, width)
+    return _projected(p, index) | kept + p.floats(d.mixed_size) + p.floats(1) | kept + out
 
 
 def predict(p: Pass, index: int) -> PoolBytes:

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from hotsplit.runtime.kernels.gpu import launch
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, overlapped
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, kernels_in, overlapped
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from ptx.compiler import COMPILER, Compiled, Pointer, Source
 from ptx.machine import Program
@@ -25,7 +25,7 @@ PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = (
     "rows", "tiles", "norm", "attention", "predictor", "neurons", "products", "tokens",
-    "prompt_attention", "routing", "experts",
+    "prompt_attention", "routing", "experts", "delta",
 )  # fmt: skip
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
@@ -36,11 +36,13 @@ STORES = {
     "_rotate_append": {"qkv", "key", "value", "query"}, "_attend_part": {"sums", "peaks", "weights"},
     "_attend_join": {"out"}, "_attend_tokens": {"out"}, "_predict": {"named", "copy"}, "_gate_up": {"hidden"}, "_down": {"parts"},
     "_choose_experts": {"routed", "copy"}, "_expert_gate_up": {"hidden"}, "_expert_down": {"parts"}, "_expert_sum": {"parts"},
+    "_convolve": {"mixed", "conv"}, "_delta_rule": {"out", "state"}, "_gate_norm": {"out"},
     "_multiply": {"out"}, "_multiply_down": {"out"}, "_round_tokens": {"out", "power", "x_out"},
     "_hidden_tokens": {"out", "power"}, "_scatter": set(), "_pack_open": {"open_W"},
 }  # fmt: skip
-# What no kernel of a step writes: all that may be read before a wait for the kernel before.
-WEIGHTS = {"data", "gate", "up", "bias", "gate_bias", "up_bias", "id_N"}
+# What no kernel of a step writes: all that may be read before a wait for the kernel before. Of states
+# these are the slots that a pass reads.
+WEIGHTS = {"data", "gate", "up", "bias", "gate_bias", "up_bias", "id_N", "state", "run"}
 FILLS = {"_dot": "out", "_attend_join": "out", "_attend_tokens": "out", "_predict": "named", "_gate_up": "hidden",
          "_down": "parts", "_choose_experts": "routed", "_expert_gate_up": "hidden",
          "_expert_down": "parts", "_expert_sum": "parts", "_multiply": "out",
@@ -70,21 +72,9 @@ class PtxKernels:
         self.kernels = overlapped(self._record()) if overlaps else self._record()
 
     def _record(self) -> Kernels:
-        (
-            rows, tiles, norm, attention, predictor, neurons, products, tokens, prompts, routing,
-            experts,
-        ) = map(self._module, MODULES)  # fmt: skip
-        rows.unpack_tiles = tiles.unpack_tiles
-        return Kernels(
-            dot=rows.dot, embed=rows.embed, unpack=rows.unpack, add_norm=norm.add_norm,
-            rotate_append=attention.rotate_append, attend=attention.attend,
-            attend_tokens=prompts.attend_tokens,
-            predict=predictor.predict, gate_up=neurons.gate_up, down=neurons.down,
-            choose_experts=routing.choose_experts, expert_gate_up=experts.expert_gate_up,
-            expert_down=experts.expert_down,
-            multiply=products.multiply, multiply_down=products.multiply_down, round_tokens=tokens.round_tokens,
-            hidden_tokens=tokens.hidden_tokens,
-        )  # fmt: skip
+        modules = {name: self._module(name) for name in MODULES}
+        modules["rows"].unpack_tiles = modules["tiles"].unpack_tiles
+        return kernels_in(*modules.values())
 
     @property
     def slot_kernels(self) -> SlotKernels:

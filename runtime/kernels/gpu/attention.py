@@ -47,6 +47,8 @@ def _rotate_append(
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     WIDTH: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
+    ROTATED: tl.constexpr,
     HALF: tl.constexpr,
     IS_ADJACENT: tl.constexpr,
     HAS_ROWS: tl.constexpr,
@@ -54,14 +56,15 @@ def _rotate_append(
     MAGNITUDE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per head and row. Values are loaded in pairs even if they are not rotated. A row
-    that repeats the previous one appends nothing."""
+    """One program per head and row. Values are loaded in pairs even if they are not rotated: of a
+    head's first ROTATED values, then of the others. A row that repeats the previous one appends
+    nothing."""
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
     head = tl.program_id(0)
     if HAS_ROWS:
         row = tl.program_id(1)
-        qkv += row * ((NUM_HEADS + 2 * NUM_KV) * WIDTH)
+        qkv += row * (NUM_HEADS * QUERY_STRIDE + 2 * NUM_KV * WIDTH)
         position += row
         if query is not None:
             query += row * (NUM_HEADS * WIDTH)
@@ -84,9 +87,15 @@ def _rotate_append(
     if IS_ADJACENT:
         first_at, second_at = 2 * pair, 2 * pair + 1
     else:
-        first_at, second_at = pair, pair + WIDTH // 2
-    first = tl.load(qkv + head * WIDTH + first_at, mask=in_head, other=0.0)
-    second = tl.load(qkv + head * WIDTH + second_at, mask=in_head, other=0.0)
+        is_turned = pair < ROTATED // 2
+        first_at = tl.where(is_turned, pair, pair + ROTATED // 2)
+        second_at = pair + tl.where(is_turned, ROTATED // 2, WIDTH // 2)
+    if head < NUM_HEADS:
+        qkv += head * QUERY_STRIDE
+    else:
+        qkv += NUM_HEADS * QUERY_STRIDE + (head - NUM_HEADS) * WIDTH
+    first = tl.load(qkv + first_at, mask=in_head, other=0.0)
+    second = tl.load(qkv + second_at, mask=in_head, other=0.0)
     kv_head = ((head - NUM_HEADS) % NUM_KV).to(tl.int64)
     if head >= NUM_HEADS + NUM_KV:
         target = value + place * value_stride + kv_head * value_head_stride
@@ -104,7 +113,7 @@ def _rotate_append(
                     first, second, key_weight, first_at, second_at, in_head, epsilon, WIDTH
                 )
         if frequency is not None:
-            first, second = _turn(first, second, frequency, pair, in_head, at, MAGNITUDE)
+            first, second = _turn(first, second, frequency, pair, at, ROTATED, MAGNITUDE)
         if head < NUM_HEADS:
             if query is not None:
                 target = query + head * WIDTH
@@ -113,8 +122,8 @@ def _rotate_append(
                 tl.store(target + second_at, second.to(query.dtype.element_ty), mask=in_head)
             else:
                 tl.debug_barrier()  # in place: all threads must have loaded before any stores
-                tl.store(qkv + head * WIDTH + first_at, first, mask=in_head)
-                tl.store(qkv + head * WIDTH + second_at, second, mask=in_head)
+                tl.store(qkv + first_at, first, mask=in_head)
+                tl.store(qkv + second_at, second, mask=in_head)
         else:
             target = key + place * key_stride + kv_head * key_head_stride
             tl.store(target + first_at, first.to(key.dtype.element_ty), mask=is_kept)
@@ -131,17 +140,18 @@ def _head_norm(first, second, weight, first_at, second_at, in_head, epsilon, WID
 
 
 @triton.jit
-def _turn(first, second, frequency, pair, in_head, position, MAGNITUDE: tl.constexpr):
-    """Rotates by position times frequency, and multiplies by the magnitude. The angle is computed
-    in f64, because it may be 100,000 turns of which only the fraction counts; its cosine and sine
-    are f32, because f64 would cost a laptop's GPU some microseconds per layer."""
-    turns = position.to(tl.float64) * tl.load(frequency + pair, mask=in_head, other=0.0)
+def _turn(first, second, frequency, pair, position, ROTATED: tl.constexpr, MAGNITUDE: tl.constexpr):
+    """Rotates the first pairs by position times frequency, and multiplies them by the magnitude. The
+    angle is computed in f64, because it may be 100,000 turns of which only the fraction counts; its
+    cosine and sine are f32, because f64 would cost a laptop's GPU some microseconds per layer."""
+    is_turned = pair < ROTATED // 2
+    turns = position.to(tl.float64) * tl.load(frequency + pair, mask=is_turned, other=0.0)
     turns = turns * 0.15915494309189535
     turns -= tl.floor(turns + 0.5)
     angle = (turns * 6.283185307179586).to(tl.float32)
     cos, sin = tl.cos(angle), tl.sin(angle)
     if MAGNITUDE != 1.0:
-        cos, sin = cos * MAGNITUDE, sin * MAGNITUDE
+        cos, sin = tl.where(is_turned, cos * MAGNITUDE, 1.0), sin * MAGNITUDE
     return first * cos - second * sin, first * sin + second * cos
 
 
@@ -167,6 +177,7 @@ def _attend_part(
     table,
     table_stride,
     WIDTH: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -187,7 +198,7 @@ def _attend_part(
     to = part
     if NUM_ROWS > 1:
         row = tl.program_id(2)
-        qkv += row * (NUM_KV * (GROUP + 2) * WIDTH)
+        qkv += row * (NUM_KV * (GROUP * QUERY_STRIDE + 2 * WIDTH))
         position += row
         to = row * tl.num_programs(1) + part
     if table is not None:
@@ -233,7 +244,7 @@ def _attend_part(
             # take GROUP times the registers, and tensor cores would round the queries.
             score_GP = tl.full([GROUP_BLOCK, TILE], float("-inf"), tl.float32)
             for number in tl.static_range(GROUP):
-                query = qkv + (kv_head * GROUP + number) * WIDTH
+                query = qkv + (kv_head * GROUP + number) * QUERY_STRIDE
                 query_W = tl.load(query + column_W, mask=in_head_W, other=0.0)
                 score_P = tl.sum(key_PW * query_W[None, :], axis=1) * scale
                 score_P = tl.where(is_read_P, score_P, float("-inf"))
@@ -267,6 +278,8 @@ def _attend_join(
     peaks,
     weights,
     position,
+    gate,
+    gate_stride,
     out,
     sink,
     window,
@@ -280,7 +293,8 @@ def _attend_join(
     OVERLAPS: tl.constexpr,
 ):
     """One program per head and row: combines the parts, from the one where the row's window begins
-    to the one with the row's position, under a common maximum score."""
+    to the one with the row's position, under a common maximum score. `gate` are the queries, behind
+    each of which is the gate of its head's output."""
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
     head = tl.program_id(0)
@@ -290,6 +304,8 @@ def _attend_join(
         first = tl.program_id(1) * NUM_PARTS
         position += tl.program_id(1)
         out += tl.program_id(1) * num_heads * WIDTH
+        if gate is not None:
+            gate += tl.program_id(1) * gate_stride
     last = tl.load(position)
     is_live_S = part_S <= last // SPLIT
     if window is not None:
@@ -312,7 +328,11 @@ def _attend_join(
     weight = tl.sum(weight_S * share_S, axis=0)
     if sink is not None:  # a score of no key
         weight += tl.exp(tl.load(sink + head) - peak)
-    tl.store(out + head * WIDTH + column_W, sum_W / weight, mask=in_head_W)
+    sum_W = sum_W / weight
+    if gate is not None:
+        gate_W = tl.load(gate + (2 * head + 1) * WIDTH + column_W, mask=in_head_W, other=0.0)
+        sum_W = sum_W / (1.0 + tl.exp(-gate_W))
+    tl.store(out + head * WIDTH + column_W, sum_W, mask=in_head_W)
 
 
 def rotate_append(
@@ -331,10 +351,14 @@ def rotate_append(
     magnitude: float = 1.0,
     query_THW: Tensor | None = None,
     query_scale: float = 1.0,
+    *,
+    is_gated: bool = False,
 ) -> None:
     cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = 1 if qkv.dim() == 1 else len(qkv), *key_CKW.shape[-2:]
-    assert qkv.shape[-1] == (num_heads + 2 * num_kv) * width, (qkv.shape, num_heads, key_CKW.shape)
+    stride = width * (1 + is_gated)
+    size = num_heads * stride + 2 * num_kv * width
+    assert qkv.shape[-1] == size, (qkv.shape, num_heads, key_CKW.shape)
     assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
     assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
     grid = (num_heads + 2 * num_kv,) if num_rows == 1 else (num_heads + 2 * num_kv, num_rows)
@@ -354,6 +378,8 @@ def rotate_append(
         NUM_HEADS=num_heads,
         NUM_KV=num_kv,
         WIDTH=width,
+        QUERY_STRIDE=stride,
+        ROTATED=width if frequency_W2 is None else 2 * len(frequency_W2),
         HALF=power_of_2(width // 2),
         IS_ADJACENT=is_adjacent,
         HAS_ROWS=num_rows > 1,
@@ -378,6 +404,7 @@ def attend(
     scale: float,
     window: int | None = None,
     sink_H: Tensor | None = None,
+    is_gated: bool = False,
 ) -> None:
     cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
@@ -407,6 +434,7 @@ def attend(
         num_heads,
         *cache.paging,
         WIDTH=width,
+        QUERY_STRIDE=width * (1 + is_gated),
         BLOCK=block,
         GROUP=group,
         GROUP_BLOCK=power_of_2(group),
@@ -423,6 +451,8 @@ def attend(
         peaks,
         weights,
         position_1,
+        qkv if is_gated else None,
+        qkv.shape[-1],
         out_HW,
         sink_H,
         window,

@@ -26,12 +26,14 @@ cache; table_SN: S sequences, N blocks of one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from hotsplit.model.spec import Activation, PredictorKind
 from hotsplit.model.weight_types import TYPES
+from hotsplit.runtime.kernels.gpu.delta_kernels import Convolve, DeltaRule, GateNorm
 from hotsplit.runtime.kernels.gpu.expert_kernels import ChooseExperts, ExpertDown, ExpertGateUp
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.stored import StoredMatrix
@@ -113,11 +115,14 @@ class RotateAppend(Protocol):
         magnitude: float = 1.0,
         query_THW: Tensor | None = None,
         query_scale: float = 1.0,
+        *,
+        is_gated: bool = False,
     ) -> None:
-        """RMS norm of each head of q and k, and rotation by f64 [W / 2] frequencies; both optional.
-        Rotated values are multiplied by `magnitude`. `qkv` is f32 [(H + 2 K) W]: q is updated in
-        place, k and v are written to the cache, f32 or f16, at `position_1` (int64 on the device)
-        of `sequence_1` (int32).
+        """RMS norm of each head of q and k, and rotation by f64 frequencies of as many pairs as there
+        are, the first of a head; both optional. Rotated values are multiplied by `magnitude`. `qkv`
+        is f32 [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or f16, at
+        `position_1` (int64 on the device) of `sequence_1` (int32). `is_gated`: behind each head of q
+        are W gates of its output, [(2 H + 2 K) W].
 
         A prompt's pass has any number T of rows. `query_THW`, if given, takes q times
         `query_scale`, and `qkv` stays as it is."""
@@ -139,9 +144,12 @@ class Attend(Protocol):
         scale: float,
         window: int | None = None,
         sink_H: Tensor | None = None,
+        is_gated: bool = False,
     ) -> None:
-        """softmax(scale q k) v over the positions up to `position_1` inclusive: the last `window` of
-        them, or all. `sink_H`, f32: for each head one more score, whose share is dropped. Triton reads no tile of 64 keys before the window. `scratch` is f32 with at least `attend_scratch` values per row."""
+        """softmax(scale q k) v over the positions up to `position_1` inclusive, the last `window` of
+        them or all, times the sigmoid of the gates if `is_gated` (see RotateAppend). `sink_H`, f32:
+        for each head one more score, whose share is dropped. Triton reads no tile of 64 keys before
+        the window. `scratch` is f32 with at least `attend_scratch` values per row."""
 
 
 class AttendTokens(Protocol):
@@ -157,10 +165,12 @@ class AttendTokens(Protocol):
         *,
         window: int | None = None,
         sink_H: Tensor | None = None,
+        gated_TQ: Tensor | None = None,
     ) -> None:
         """`attend` for the tokens of a prompt, of one sequence at ascending positions: `sequence_1`
         may have several values, which are equal. Queries are scaled and have the type of keys and
-        values, to which shares are rounded, too; sums are f32. A token's result has the same bits in every pass."""
+        values, to which shares are rounded, too; sums are f32. `gated_TQ`: `qkv` of RotateAppend, if
+        it has gates. A token's result has the same bits in every pass."""
 
 
 class Predict(Protocol):
@@ -305,10 +315,24 @@ class Kernels:
     choose_experts: ChooseExperts
     expert_gate_up: ExpertGateUp
     expert_down: ExpertDown
+    convolve: Convolve
+    delta_rule: DeltaRule
+    gate_norm: GateNorm
     multiply: Multiply
     multiply_down: MultiplyDown
     round_tokens: RoundTokens
     hidden_tokens: HiddenTokens
+
+
+def kernels_in(*modules: ModuleType) -> Kernels:
+    """The kernels that some modules define, each by its name."""
+
+    def of(name: str) -> Any:
+        found = (getattr(module, name, None) for module in modules)
+        names = [module.__name__ for module in modules]
+        return next(f for f, n in zip(found, names, strict=True) if f and f.__module__ == n)
+
+    return Kernels(**{each.name: of(each.name) for each in fields(Kernels)})
 
 
 def triton_kernels() -> Kernels:
@@ -326,6 +350,7 @@ def triton_kernels() -> Kernels:
         ) from error
     from hotsplit.runtime.kernels.gpu import (
         attention,
+        delta,
         experts,
         neurons,
         norm,
@@ -337,25 +362,10 @@ def triton_kernels() -> Kernels:
         tokens,
     )
 
-    return Kernels(
-        dot=rows.dot,
-        embed=rows.embed,
-        unpack=rows.unpack,
-        add_norm=norm.add_norm,
-        rotate_append=attention.rotate_append,
-        attend=attention.attend,
-        attend_tokens=prompt_attention.attend_tokens,
-        predict=predictor.predict,
-        gate_up=neurons.gate_up,
-        down=neurons.down,
-        choose_experts=routing.choose_experts,
-        expert_gate_up=experts.expert_gate_up,
-        expert_down=experts.expert_down,
-        multiply=products.multiply,
-        multiply_down=products.multiply_down,
-        round_tokens=tokens.round_tokens,
-        hidden_tokens=tokens.hidden_tokens,
-    )
+    return kernels_in(
+        attention, delta, experts, neurons, norm, predictor, products, prompt_attention, routing,
+        rows, tokens,
+    )  # fmt: skip
 
 
 def overlapped(kernels: Kernels) -> Kernels:
@@ -374,24 +384,11 @@ def overlapped(kernels: Kernels) -> Kernels:
 
 def reference_kernels() -> Kernels:
     """Reference kernels in float64 with torch, on any device, which define the others' results."""
-    from hotsplit.runtime.kernels.gpu import expert_reference, product_reference, reference
-
-    return Kernels(
-        dot=reference.dot,
-        embed=reference.embed,
-        unpack=reference.unpack,
-        add_norm=reference.add_norm,
-        rotate_append=reference.rotate_append,
-        attend=reference.attend,
-        attend_tokens=reference.attend_tokens,
-        predict=reference.predict,
-        gate_up=reference.gate_up,
-        down=reference.down,
-        choose_experts=expert_reference.choose_experts,
-        expert_gate_up=expert_reference.expert_gate_up,
-        expert_down=expert_reference.expert_down,
-        multiply=product_reference.multiply,
-        multiply_down=product_reference.multiply_down,
-        round_tokens=reference.round_tokens,
-        hidden_tokens=reference.hidden_tokens,
+    from hotsplit.runtime.kernels.gpu import (
+        delta_reference,
+        expert_reference,
+        product_reference,
+        reference,
     )
+
+    return kernels_in(reference, product_reference, expert_reference, delta_reference)

@@ -37,6 +37,8 @@ def _attend_tokens(
     position,
     out,
     sink,
+    gate,
+    gate_stride,
     window,
     num_tokens,
     key_block_stride,
@@ -107,8 +109,12 @@ def _attend_tokens(
         peak_T = new_T
     if sink is not None:  # a score of no key
         weight_T += tl.exp(tl.load(sink + head) - peak_T)
-    result_TW = (sum_TW / weight_T[:, None]).to(out.dtype.element_ty)
-    tl.store(out + place_TW, result_TW, mask=is_live_TW)
+    result_TW = sum_TW / weight_T[:, None]
+    if gate is not None:  # behind each query
+        gate += token_T.to(tl.int64)[:, None] * gate_stride + (2 * head + 1) * WIDTH
+        gate_TW = tl.load(gate + column_W[None, :], mask=is_live_TW, other=0.0)
+        result_TW = result_TW / (1.0 + tl.exp(-gate_TW))
+    tl.store(out + place_TW, result_TW.to(out.dtype.element_ty), mask=is_live_TW)
 
 
 def attend_tokens(
@@ -122,6 +128,7 @@ def attend_tokens(
     *,
     window: int | None = None,
     sink_H: Tensor | None = None,
+    gated_TQ: Tensor | None = None,
 ) -> None:
     cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_tokens, num_heads, width = query_THW.shape
@@ -138,6 +145,8 @@ def attend_tokens(
         position_T,
         out_THW,
         sink_H,
+        gated_TQ,
+        0 if gated_TQ is None else gated_TQ.stride(0),
         window,
         num_tokens,
         *cache.paging,

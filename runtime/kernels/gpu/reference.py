@@ -90,21 +90,25 @@ def rotate_append(
     magnitude: float = 1.0,
     query_THW: Tensor | None = None,
     query_scale: float = 1.0,
+    *,
+    is_gated: bool = False,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
+    of_heads = num_heads * (1 + is_gated)
     query, key, value = (
-        qkv.double().unflatten(0, (-1, width)).split([num_heads, num_kv, num_kv], dim=0)
+        qkv.double().unflatten(0, (-1, width)).split([of_heads, num_kv, num_kv], dim=0)
     )
+    query = query[:: 1 + is_gated]
     if query_weight_W is not None:
         query = _rms_norm(query, query_weight_W, epsilon)
     if key_weight_W is not None:
         key = _rms_norm(key, key_weight_W, epsilon)
     if frequency_W2 is not None:
         angle_W2 = position_1 * frequency_W2.double()
-        query = _turn(query, angle_W2, is_adjacent) * magnitude
-        key = _turn(key, angle_W2, is_adjacent) * magnitude
+        query = _turn(query, angle_W2, is_adjacent, magnitude)
+        key = _turn(key, angle_W2, is_adjacent, magnitude)
     if query_THW is None:
-        qkv[: num_heads * width].copy_(query.flatten())
+        qkv[: of_heads * width].view(-1, width)[:: 1 + is_gated] = query.to(qkv.dtype)
     else:
         query_THW.copy_(query * query_scale)
     for cache, row in ((key_CKW, key), (value_CKW, value)):
@@ -130,6 +134,7 @@ def attend(
     scale: float,
     window: int | None = None,
     sink_H: Tensor | None = None,
+    is_gated: bool = False,
 ) -> None:
     if table_SN is not None and sequence_1 is not None:
         key_CKW, value_CKW = (
@@ -139,13 +144,15 @@ def attend(
     _, num_kv, width = key_CKW.shape
     count = int(position_1) + 1
     read = slice(0 if window is None else max(0, count - window), count)
-    query_KGW = qkv[: num_heads * width].double().view(num_kv, -1, width)
+    head_HW = qkv[: num_heads * width * (1 + is_gated)].double().view(-1, width)
+    query_KGW = head_HW[:: 1 + is_gated].reshape(num_kv, -1, width)
     key_KWC = key_CKW[read].double().permute(1, 2, 0)
     score_KGC = query_KGW @ key_KWC * scale
     if sink_H is not None:
         score_KGC = torch.cat([score_KGC, sink_H.double().view(num_kv, -1, 1)], dim=-1)
     share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
-    out_HW.copy_((share_KGC @ value_CKW[read].double().transpose(0, 1)).view_as(out_HW))
+    heads_HW = (share_KGC @ value_CKW[read].double().transpose(0, 1)).flatten(0, 1)
+    out_HW.copy_((heads_HW * head_HW[1::2].sigmoid() if is_gated else heads_HW).view_as(out_HW))
 
 
 def attend_tokens(
@@ -159,6 +166,7 @@ def attend_tokens(
     *,
     window: int | None = None,
     sink_H: Tensor | None = None,
+    gated_TQ: Tensor | None = None,
 ) -> None:
     count, num_kv = int(position_T[-1]) + 1, key_CKW.shape[-2]
     if table_SN is not None and sequence_1 is not None:
@@ -177,8 +185,11 @@ def attend_tokens(
         sink_KGT1 = sink_H.double().view(num_kv, -1, 1, 1).expand(*score_KGTC.shape[:3], 1)
         score_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1)
     share_KGTC = score_KGTC.softmax(dim=-1)[..., : len(key_CKW)]
-    out_TKGW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW)
-    out_THW.copy_(out_TKGW.flatten(1, 2))
+    heads_THW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW).flatten(1, 2)
+    if gated_TQ is not None:
+        pairs = gated_TQ[:, : 2 * heads_THW[0].numel()].unflatten(1, (-1, 2, query_THW.shape[-1]))
+        heads_THW = heads_THW * pairs[:, :, 1].double().sigmoid()
+    out_THW.copy_(heads_THW)
 
 
 @by_rows
@@ -319,13 +330,15 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight
 
 
-def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool) -> Tensor:
-    """Rotates each pair of values, adjacent or half a head apart, as a complex number times
-    e^(i angle)."""
+def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool, magnitude: float) -> Tensor:
+    """Rotates each pair of the first values, adjacent or half of these apart, as a complex number
+    times magnitude e^(i angle)."""
+    x_HW, rest_HW = x_HW.tensor_split([2 * len(angle_W2)], dim=-1)
     pairs = x_HW.unflatten(-1, (-1, 2) if is_adjacent else (2, -1))
     first, second = pairs.unbind(-1 if is_adjacent else -2)
-    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle_W2), angle_W2)
-    return torch.stack([turned.real, turned.imag], dim=-1 if is_adjacent else -2).flatten(-2)
+    turned = torch.complex(first, second) * torch.polar(magnitude + 0 * angle_W2, angle_W2)
+    turned_HW = torch.stack([turned.real, turned.imag], -1 if is_adjacent else -2).flatten(-2)
+    return torch.cat([turned_HW, rest_HW], dim=-1)
 
 
 def _activate(gate_N: Tensor, activation: Activation, threshold: float) -> tuple[Tensor, Tensor]:

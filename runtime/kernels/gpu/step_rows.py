@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 Parameters = ParamSpec("Parameters")
-# The arguments that have a row for each row of a step, by kernel, with the axis of T.
+# The arguments that have a row for each row of a step, by kernel, with the axis of T. Rows of delta
+# nets depend on those before, so `by_rows` does not define them.
 AXES: dict[str, dict[str, int]] = {
     "dot": {"x_D": 0, "out_N": 0},
     "embed": {"out_D": 0, "index_1": 0},
@@ -24,6 +25,9 @@ AXES: dict[str, dict[str, int]] = {
     "choose_experts": {"routed_2K": 0, "logit_E": 0, "copy_2K": 0},
     "expert_gate_up": {"routed_2K": 0, "x_D": 0, "hidden_KF": 0},
     "expert_down": {"routed_2K": 0, "hidden_KF": 0, "parts_PD": 1},
+    "convolve": {"projected_TW": 0, "writes_T": 0, "mixed_TX": 0},
+    "delta_rule": {"mixed_TX": 0, "writes_T": 0, "out_TVM": 0},
+    "gate_norm": {"projected_TW": 0, "out_TVM": 0},
 }
 # A kernel takes these as tensors of one element.
 _LISTS = ("index_1", "position_1", "sequence_1")

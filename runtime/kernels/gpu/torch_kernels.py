@@ -14,8 +14,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu import expert_reference, product_reference, reference
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu import product_reference, reference
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.ranges import range_of
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
 from hotsplit.runtime.kernels.stored import StoredMatrix
@@ -30,24 +30,17 @@ Parameters = ParamSpec("Parameters")
 
 
 def torch_kernels() -> Kernels:
-    return Kernels(
+    return replace(
+        reference_kernels(),
         dot=_in_pieces(reference.dot),
-        embed=reference.embed,
         unpack=_unpack,
-        add_norm=reference.add_norm,
-        rotate_append=reference.rotate_append,
         attend=attend,
         attend_tokens=attend_tokens,
         predict=_in_pieces(reference.predict),
         gate_up=_in_pieces(reference.gate_up),
         down=down,
-        choose_experts=expert_reference.choose_experts,
-        expert_gate_up=expert_reference.expert_gate_up,
-        expert_down=expert_reference.expert_down,
         multiply=_in_pieces(product_reference.multiply),
         multiply_down=multiply_down,
-        round_tokens=reference.round_tokens,
-        hidden_tokens=reference.hidden_tokens,
     )
 
 
@@ -122,18 +115,18 @@ def attend(
     scale: float,
     window: int | None = None,
     sink_H: Tensor | None = None,
+    is_gated: bool = False,
 ) -> None:
-    num_kv, width = key_CKW.shape[-2:]
+    num_kv = key_CKW.shape[-2]
     group = num_heads // num_kv
-    out = out_HW.view(-1)
+    out_KN = out_HW.view(num_kv, -1)
+    query_KN = qkv[: out_HW.numel() * (1 + is_gated)].view(num_kv, -1)
     for head in range(num_kv):
-        heads = slice(head * group * width, (head + 1) * group * width)
-        kept_heads = slice(head * group, (head + 1) * group)
-        kept = slice(head, head + 1)
+        kept, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
         reference.attend(
-            qkv[heads], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, group, scratch,
-            out[heads], sequence_1, table_SN, scale=scale, window=window,
-            sink_H=None if sink_H is None else sink_H[kept_heads],
+            query_KN[head], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, group,
+            scratch, out_KN[head], sequence_1, table_SN, scale=scale, window=window,
+            sink_H=None if sink_H is None else sink_H[heads], is_gated=is_gated,
         )  # fmt: skip
 
 
@@ -148,8 +141,9 @@ def attend_tokens(
     *,
     window: int | None = None,
     sink_H: Tensor | None = None,
+    gated_TQ: Tensor | None = None,
 ) -> None:
-    num_kv = key_CKW.shape[-2]
+    num_kv, width = key_CKW.shape[-2:]
     group, count = query_THW.shape[1] // num_kv, int(position_T[-1]) + 1
     for tokens in _pieces(len(query_THW), max(1, SCORES // (group * count))):
         for head in range(num_kv):
@@ -158,6 +152,8 @@ def attend_tokens(
                 query_THW[tokens, heads], key_CKW[..., kept, :], value_CKW[..., kept, :],
                 position_T[tokens], out_THW[tokens, heads], sequence_1, table_SN, window=window,
                 sink_H=None if sink_H is None else sink_H[heads],
+                gated_TQ=None if gated_TQ is None
+                else gated_TQ[tokens, 2 * width * heads.start : 2 * width * heads.stop],
             )  # fmt: skip
 
 

@@ -46,10 +46,12 @@ class Attention:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of values per token: of queries, keys and values together, without gates, and of
-        queries alone."""
-        of_heads = self.num_heads * self.cache.head_width
-        return of_heads + 2 * self.cache.num_kv_heads * self.cache.head_width, of_heads
+        """Numbers of values per token: of the input projections together (queries, their gates, keys
+        and values), and of queries alone."""
+        of_heads, of_keys = (
+            n * self.cache.head_width for n in (self.num_heads, self.cache.num_kv_heads)
+        )
+        return of_heads * (1 + self.is_gated) + 2 * of_keys, of_heads
 
     def forward(
         self,
@@ -65,8 +67,7 @@ class Attention:
         the cache, which must have room and may be on another device than the weights. `attend`, if
         given, appends and attends instead of torch. `on_heads` receives the heads' output,
         [T, H * W]."""
-        projected = self._project(self.inputs, x, is_small=self.is_input_small)
-        joined_TQ, gate_TH = self._without_gate(projected)
+        joined_TQ = self._project(self.inputs, x, is_small=self.is_input_small)
         joined_TQ = joined_TQ.to(self.cache.device)
         if attend is None and gpu_products.is_gpu(self.cache.device):
             heads_TH = attend_tokens(self, joined_TQ, sequence, start, turns)
@@ -75,8 +76,6 @@ class Attention:
         else:
             heads_TH = attend(joined_TQ)
         heads_TH = heads_TH.to(x.device)
-        if gate_TH is not None:
-            heads_TH = heads_TH * gate_TH.sigmoid()
         on_heads(heads_TH)
         return self._project((self.output,), heads_TH)
 
@@ -93,6 +92,7 @@ class Attention:
         """The heads' output [T, H * W] for queries, keys and values [T, Q] on the CPU; appends to
         the cache."""
         num_kv, width = self.cache.num_kv_heads, self.cache.head_width
+        joined_TQ, gate_TH = self._without_gate(joined_TQ)
         query, key, value = joined_TQ.unflatten(-1, (-1, width)).split(
             [self.num_heads, num_kv, num_kv], dim=1
         )
@@ -128,7 +128,7 @@ class Attention:
                 )
         if types.value.is_rotated:
             heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
-        return heads_TH
+        return heads_TH if gate_TH is None else heads_TH * gate_TH.sigmoid()
 
     def _project(
         self,

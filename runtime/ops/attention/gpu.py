@@ -14,13 +14,7 @@ from hotsplit.runtime.ops.device import Launcher
 
 def lacking_on_gpus(attention: AttentionSpec) -> str | None:
     """What these kernels lack of an attention; None if they cover it."""
-    lacking = {
-        "one norm of all heads": attention.norms_all_heads,
-        "a part of each head that does not rotate": (
-            attention.rotary is not None and attention.num_rotated < attention.head_dim
-        ),
-    }
-    return next((name for name, is_there in lacking.items() if is_there), None)
+    return "one norm of all heads" if attention.norms_all_heads else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +31,6 @@ class Positions:
         return self.position_T, self.sequence_T, self.table_SN
 
 
-def launch_inputs(on: Launcher, attention: Attention, x_D: Tensor, qkv: Tensor) -> None:
-    """Projects queries, keys and values: qkv [T, (H + 2 K) W]."""
-    start = 0
-    for linear in attention.inputs:
-        stop = start + linear.weight.num_rows
-        on.dot(linear, x_D, qkv[..., start:stop])
-        start = stop
-
-
 def launch_attend(
     on: Launcher, attention: Attention, qkv: Tensor, at: Positions, scratch: Tensor, heads: Tensor
 ) -> None:
@@ -60,6 +45,7 @@ def launch_attend(
             qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
             query.epsilon if query else 0.0, at.position_T, keys, values, num_heads,
             at.sequence_T, at.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
+            is_gated=attention.is_gated,
         ),
         [qkv, frequency_W, query_W, key_W, *at.tensors],
         [qkv, keys, values],
@@ -68,7 +54,7 @@ def launch_attend(
         lambda: on.kernels.attend(
             qkv, keys, values, at.position_T, num_heads, scratch, heads, at.sequence_T,
             at.table_SN, scale=attention.score_scale, window=attention.window,
-            sink_H=attention.sink_H,
+            sink_H=attention.sink_H, is_gated=attention.is_gated,
         ),
         [qkv, keys, values, attention.sink_H, *at.tensors], [scratch, heads],
     )  # fmt: skip

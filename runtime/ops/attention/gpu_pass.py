@@ -32,6 +32,8 @@ class Heads(Protocol):
     @property
     def score_scale(self) -> float: ...
     @property
+    def is_gated(self) -> bool: ...
+    @property
     def window(self) -> int | None: ...
     @property
     def sink_H(self) -> Tensor | None: ...
@@ -52,6 +54,7 @@ def attend_tokens(
         kernels.attend_tokens(
             query_THW, keys, values, places.position_T, out_THW, places.sequence_T,
             places.table_SN, window=heads.window, sink_H=heads.sink_H,
+            gated_TQ=joined_TQ if heads.is_gated else None,
         )  # fmt: skip
     heads_TH = out_THW.flatten(1)
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
@@ -73,5 +76,5 @@ def append(
         query.weight_D if query else None, key.weight_D if key else None,
         query.epsilon if query else 0.0, places.position_T, keys, values, heads.num_heads,
         places.sequence_T, places.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
-        query_THW=query_THW, query_scale=heads.score_scale,
+        query_THW=query_THW, query_scale=heads.score_scale, is_gated=heads.is_gated,
     )  # fmt: skip

@@ -45,8 +45,7 @@ def rounded_scale(scale: float) -> float:
 def attention_struct(
     structs: Structs, attention: Attention, rotaries: Rotaries, *, projects: bool
 ) -> AttentionStruct:
-    """`projects`: with its matrices; else others project, and only the heads attend here, without
-    the gates of their output."""
+    """`projects`: with its matrices; else others project, and only the heads attend here."""
     cache = attention.cache
     tables = () if cache.tables is None else cache.tables.tensors
     struct = AttentionStruct(
@@ -61,7 +60,7 @@ def attention_struct(
         scale=rounded_scale(attention.score_scale),
         rotary=rotaries.index(attention.rotary),
         norms_all_heads=attention.norms_all_heads,
-        is_gated=attention.is_gated and projects,
+        is_gated=attention.is_gated,
         sink=structs.vector(attention.sink_H),
         **{
             name: structs.pointer(tensor, tensor.dtype)

@@ -12,9 +12,10 @@ from torch.nn.functional import silu, softplus
 
 from hotsplit.model.spec import DeltaNet as DeltaSpec
 from hotsplit.runtime.cache.state_slots import NO_SLOT, LayerState, StateRun
+from hotsplit.runtime.ops.delta.gpu import delta_tokens
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
-from hotsplit.runtime.weights.matrix import Linear
+from hotsplit.runtime.weights.matrix import Linear, side_by_side
 
 NORM_EPSILON = 1e-6  # of queries and keys; llama.cpp and transformers have the same
 
@@ -40,6 +41,12 @@ class DeltaNet:
     def inputs(self) -> tuple[Linear, ...]:
         return self.qkv, self.gate, self.beta, self.alpha
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of values per token: of the input projections together, and of the outputs of the
+        heads."""
+        return sum(linear.weight.num_rows for linear in self.inputs), self.spec.value_size
+
     def forward(
         self,
         x: Tensor | gpu_products.Factor,
@@ -49,7 +56,18 @@ class DeltaNet:
     ) -> Tensor:
         """The output [T, D] for T normed tokens of a sequence, which begin with the state in a slot and
         store it in others. `on_heads` receives what the output is the projection of, [T, V * M]."""
-        qkv_TC, z_TZ, beta_TV, alpha_TV = (self._project(linear, x) for linear in self.inputs)
+        projected_TW = self._project(self.inputs, x)
+        if gpu_products.is_gpu(projected_TW.device):
+            heads_TZ = delta_tokens(self, projected_TW, slots.on(projected_TW.device))
+        else:
+            heads_TZ = self._mix(projected_TW, slots)
+        on_heads(heads_TZ)
+        return self._project((self.output,), heads_TZ)
+
+    def _mix(self, projected_TW: Tensor, slots: StateRun) -> Tensor:
+        """From projections to the gated outputs of the heads [T, V * M], on the CPU."""
+        sizes = [linear.weight.num_rows for linear in self.inputs]
+        qkv_TC, z_TZ, beta_TV, alpha_TV = projected_TW.split(sizes, dim=1)
         state_VNM, conv_JC = self._begin(slots.reads)
         input_UC = torch.cat([conv_JC, qkv_TC])  # with those before the first token
         taps, size, spec = len(conv_JC) + 1, len(qkv_TC), self.spec
@@ -65,9 +83,7 @@ class DeltaNet:
             if (slot := slots.writes[t]) != NO_SLOT:
                 self.state.state_SVNM[slot] = state_VNM
                 self.state.conv_SJC[slot] = input_UC[t + 1 : t + taps]
-        heads_TZ = self.norm.apply(out_TVM).flatten(1) * silu(z_TZ)
-        on_heads(heads_TZ)
-        return self._project(self.output, heads_TZ)
+        return self.norm.apply(out_TVM).flatten(1) * silu(z_TZ)
 
     def _begin(self, slot: int) -> tuple[Tensor, Tensor]:
         """The state [V, N, M] and the inputs of the convolution [J - 1, C] in a slot; zeros for
@@ -77,10 +93,10 @@ class DeltaNet:
             return torch.zeros_like(state[0]), torch.zeros_like(conv[0])
         return state[slot], conv[slot]
 
-    def _project(self, linear: Linear, x: Tensor | gpu_products.Factor) -> Tensor:
+    def _project(self, linears: tuple[Linear, ...], x: Tensor | gpu_products.Factor) -> Tensor:
         if not gpu_products.is_gpu(x.device):
-            self.on_bytes(linear.weight.num_bytes)
-        return linear.apply(x)
+            self.on_bytes(sum(linear.weight.num_bytes for linear in linears))
+        return side_by_side(linears, x)
 
 
 def mixed(input_UC: Tensor, conv_CJ: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from hotsplit.model.spec import Attention, Block, DeltaNet, Neurons, Norm, Predi
 
 # Norm and rotate heads, append keys and values; attend to parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
-# The convolution with the norms of queries and keys; the states with the norm of their outputs.
-DELTA_KERNELS = 2
+# The convolution with the norms of queries and keys; the states; the gated norm of their outputs.
+DELTA_KERNELS = 3
 # At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the sum
 # of down's parts, which is left to the next norm if that is on the same GPU.
 HOT_KERNELS = 3

@@ -39,9 +39,20 @@ class DeltaNet:
         return self.num_value_heads * self.value_head_dim
 
     @property
+    def query_size(self) -> int:
+        """Values of the heads' outputs, as in attention."""
+        return self.value_size
+
+    @property
     def num_channels(self) -> int:
         """Values of queries, keys and values of a token, which the convolution mixes."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def mixed_size(self) -> int:
+        """Values of a token that the recurrence reads: the channels, and beta and decay of each value
+        head."""
+        return self.num_channels + 2 * self.num_value_heads
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

@@ -361,13 +361,13 @@ class ModelSpec:
 
     @cached_property
     def most_query_size(self) -> int:
-        """H * W of the widest layer."""
-        return max((attention.query_size for attention in self.attentions), default=0)
+        """Outputs of the heads of a token, H * W, or of a delta net's, in the widest layer."""
+        return max(layer.mixer.query_size for layer in self.layers)
 
     @cached_property
     def most_qkv_size(self) -> int:
-        """Values of queries, keys and values of a token, in the widest layer."""
-        return max((attention.qkv_size for attention in self.attentions), default=0)
+        """Values of the input projections of a token, gates included, in the widest layer."""
+        return max(sum(layer.mixer.projections.values()) for layer in self.layers)
 
     @property
     def rope_scaling(self) -> RopeScaling:

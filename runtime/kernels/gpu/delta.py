@@ -1,0 +1,311 @@
+"""Gated delta nets (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) on a GPU, for the rows of a step
+and for the tokens of a prompt alike: the convolution with norms and gates, the recurrence, and the
+gated norm of its output.
+
+The recurrence walks over all rows of a run with the state in registers, a column's sums in one
+warp, so that a token's bits depend neither on the pass that has it nor on the other rows. Runs and
+slots are read from memory, so a captured launch is right for every pass. The slot with which a run begins
+is none that the pass writes: it is loaded before the wait for the kernel before (overlap.py).
+
+A row waits for the row before: by the code for sm_90, 460 instructions and two sums over eight lanes,
+some 500 cycles for a warp alone on its scheduler (docs/hybrid.md). Not measured on a card so far.
+
+Letters: T rows, R runs of rows, S slots, C channels (queries, keys and values), J taps, W values of a
+row's projections, X of its inputs of the recurrence, G key heads, V value heads, N width of a key
+head, M of a value head."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotsplit.runtime.kernels.gpu.delta_kernels import Sizes
+from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2
+from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
+
+# Columns of the state that a warp holds: 64 registers a thread for keys of 128 values.
+_COLUMNS = 16
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x). The series of 2 atanh(e / (2 + e)) keeps small results precise, where an
+    approximate logarithm is off by 2e-7: a decay close to 1 is applied thousands of times."""
+    small = tl.exp(-tl.abs(x))
+    s = small / (2.0 + small)
+    square = s * s
+    series = 1.0 / 13.0 + square * (1.0 / 15.0)
+    series = 1.0 / 9.0 + square * (1.0 / 11.0 + square * series)
+    series = 1.0 / 5.0 + square * (1.0 / 7.0 + square * series)
+    series = 1.0 + square * (1.0 / 3.0 + square * series)
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def _convolve(
+    projected,
+    taps,
+    step_bias,
+    rate,
+    conv,
+    run,
+    writes,
+    mixed,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    QUERY_SCALE: tl.constexpr,
+    TAPS: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """One program per row and head of queries, keys or values."""
+    VALUES: tl.constexpr = 2 * KEY_HEADS * KEY_WIDTH  # the first channel of values
+    CHANNELS: tl.constexpr = VALUES + VALUE_HEADS * VALUE_WIDTH
+    GATES: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_WIDTH
+    admit_next(OVERLAPS)
+    await_last(OVERLAPS)
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    number_R = tl.arange(0, RUNS)
+    first_R, count_R = tl.load(run + 3 * number_R), tl.load(run + 3 * number_R + 1)
+    is_own_R = (first_R <= row) & (row < first_R + count_R)
+    if tl.sum(is_own_R.to(tl.int32), axis=0) > 0:  # else the row repeats another
+        run += 3 * tl.sum(tl.where(is_own_R, number_R, 0), axis=0)
+        first, source = tl.load(run), tl.load(run + 2).to(tl.int64)
+        target = tl.load(writes + row).to(tl.int64)
+        value_head = head - 2 * KEY_HEADS
+        is_key = value_head < 0
+        column = tl.arange(0, BLOCK)
+        in_head = column < tl.where(is_key, KEY_WIDTH, VALUE_WIDTH)
+        begin = tl.where(is_key, head * KEY_WIDTH, VALUES + value_head * VALUE_WIDTH)
+        channel = begin + column
+        projected += row * (GATES + 2 * VALUE_HEADS)
+        mixed += row * (CHANNELS + 2 * VALUE_HEADS)
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(TAPS):
+            old = row - first + tap  # the place in the slot of a row before the run
+            is_here = old >= TAPS - 1
+            here = tl.load(
+                projected + (tap - TAPS + 1) * (GATES + 2 * VALUE_HEADS) + channel,
+                mask=in_head & is_here, other=0.0,
+            )  # fmt: skip
+            before = tl.load(
+                conv + (source * (TAPS - 1) + old) * CHANNELS + channel,
+                mask=in_head & (is_here == 0) & (source >= 0), other=0.0,
+            )  # fmt: skip
+            value = tl.where(is_here, here, before)
+            total += value * tl.load(taps + channel * TAPS + tap, mask=in_head, other=0.0)
+            if tap > 0:
+                tl.store(
+                    conv + (target * (TAPS - 1) + tap - 1) * CHANNELS + channel, value,
+                    mask=in_head & (target >= 0),
+                )  # fmt: skip
+        total = total / (1.0 + tl.exp(-total))
+        if is_key:
+            total *= tl.rsqrt(tl.sum(total * total, axis=0) + 1e-6)
+            if head < KEY_HEADS:
+                total *= QUERY_SCALE
+        else:
+            strength = tl.load(projected + GATES + value_head)
+            step = tl.load(projected + GATES + VALUE_HEADS + value_head)
+            step = _softplus(step + tl.load(step_bias + value_head))
+            gates = mixed + CHANNELS + value_head
+            tl.store(gates, 1.0 / (1.0 + tl.exp(-strength)))
+            tl.store(gates + VALUE_HEADS, tl.exp(tl.load(rate + value_head) * step))
+        tl.store(mixed + channel, total, mask=in_head)
+
+
+@triton.jit
+def _delta_rule(
+    mixed,
+    state,
+    run,
+    writes,
+    out,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """One program per run, value head and block of columns of its state."""
+    KEYS: tl.constexpr = KEY_HEADS * KEY_WIDTH  # the first value of keys
+    VALUES: tl.constexpr = 2 * KEYS
+    GATES: tl.constexpr = VALUES + VALUE_HEADS * VALUE_WIDTH
+    PARTS: tl.constexpr = (VALUE_WIDTH + COLUMNS - 1) // COLUMNS
+    admit_next(OVERLAPS)
+    head = tl.program_id(0) // PARTS
+    run += 3 * tl.program_id(1)
+    first, count = tl.load(run).to(tl.int64), tl.load(run + 1)
+    source = tl.load(run + 2).to(tl.int64)
+    row_N = tl.arange(0, KEY_BLOCK)
+    column_M = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    in_key_N, in_head_M = row_N < KEY_WIDTH, column_M < VALUE_WIDTH
+    is_live_NM = in_key_N[:, None] & in_head_M[None, :]
+    place_NM = (head * KEY_WIDTH + row_N)[:, None] * VALUE_WIDTH + column_M[None, :]
+    size = VALUE_HEADS * KEY_WIDTH * VALUE_WIDTH
+    is_read_NM = is_live_NM & (count > 0) & (source >= 0)
+    state_NM = tl.load(state + source * size + place_NM, mask=is_read_NM, other=0.0)
+    await_last(OVERLAPS)
+    mixed += first * (GATES + 2 * VALUE_HEADS)
+    out += (first * VALUE_HEADS + head) * VALUE_WIDTH
+    key_head = head // (VALUE_HEADS // KEY_HEADS) if IS_GROUPED else head % KEY_HEADS
+    query = mixed + key_head * KEY_WIDTH
+    value = mixed + VALUES + head * VALUE_WIDTH
+    gates = mixed + GATES + head
+    writes += first
+    # A row's values are loaded while the row before is computed.
+    is_next = count > 0
+    query_N = tl.load(query + row_N, mask=in_key_N & is_next, other=0.0)
+    key_N = tl.load(query + KEYS + row_N, mask=in_key_N & is_next, other=0.0)
+    value_M = tl.load(value + column_M, mask=in_head_M & is_next, other=0.0)
+    strength = tl.load(gates, mask=is_next, other=0.0)
+    decay = tl.load(gates + VALUE_HEADS, mask=is_next, other=0.0)
+    number = 0
+    while number < count:
+        query += GATES + 2 * VALUE_HEADS
+        value += GATES + 2 * VALUE_HEADS
+        gates += GATES + 2 * VALUE_HEADS
+        number += 1
+        is_next = number < count
+        next_query_N = tl.load(query + row_N, mask=in_key_N & is_next, other=0.0)
+        next_key_N = tl.load(query + KEYS + row_N, mask=in_key_N & is_next, other=0.0)
+        next_value_M = tl.load(value + column_M, mask=in_head_M & is_next, other=0.0)
+        next_strength = tl.load(gates, mask=is_next, other=0.0)
+        next_decay = tl.load(gates + VALUE_HEADS, mask=is_next, other=0.0)
+        state_NM *= decay
+        # The output is that of the new state: S^T q + (k . q) delta, which need not wait for delta.
+        held_M = tl.sum(state_NM * key_N[:, None], axis=0)
+        out_M = tl.sum(state_NM * query_N[:, None], axis=0)
+        delta_M = strength * (value_M - held_M)
+        out_M += tl.sum(key_N * query_N, axis=0) * delta_M
+        state_NM += key_N[:, None] * delta_M[None, :]
+        tl.store(out + column_M, out_M, mask=in_head_M)
+        target = tl.load(writes).to(tl.int64)
+        if target >= 0:
+            tl.store(state + target * size + place_NM, state_NM, mask=is_live_NM)
+        out += VALUE_HEADS * VALUE_WIDTH
+        writes += 1
+        query_N, key_N, value_M = next_query_N, next_key_N, next_value_M
+        strength, decay = next_strength, next_decay
+
+
+@triton.jit
+def _gate_norm(
+    out,
+    projected,
+    weight,
+    epsilon,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """One program per head and row, in place."""
+    admit_next(OVERLAPS)
+    await_last(OVERLAPS)
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    in_head = column < WIDTH
+    out += (row * HEADS + head) * WIDTH
+    projected += row * (CHANNELS + HEADS * WIDTH + 2 * HEADS) + CHANNELS + head * WIDTH
+    value = tl.load(out + column, mask=in_head, other=0.0)
+    gate = tl.load(projected + column, mask=in_head, other=0.0)
+    scale = tl.load(weight + column, mask=in_head, other=0.0)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + epsilon)
+    tl.debug_barrier()  # in place: all threads must have loaded before any stores
+    tl.store(out + column, value * scale * (gate / (1.0 + tl.exp(-gate))), mask=in_head)
+
+
+def convolve(
+    projected_TW: Tensor,
+    taps_CJ: Tensor,
+    step_bias_V: Tensor,
+    rate_V: Tensor,
+    conv_SJC: Tensor,
+    run_R3: Tensor,
+    writes_T: Tensor,
+    mixed_TX: Tensor,
+    num_key_heads: int,
+) -> None:
+    sizes = Sizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
+    for each in (projected_TW, taps_CJ, conv_SJC, run_R3, mixed_TX):
+        assert each.is_contiguous(), each.stride()
+    num_taps, num_rows = taps_CJ.shape[1], mixed_TX.numel() // sizes.mixed
+    assert projected_TW.numel() == num_rows * sizes.projected, projected_TW.shape
+    assert conv_SJC.shape[1:] == (num_taps - 1, sizes.channels), conv_SJC.shape
+    _convolve[(2 * sizes.key_heads + sizes.value_heads, num_rows)](
+        projected_TW,
+        taps_CJ,
+        step_bias_V,
+        rate_V,
+        conv_SJC,
+        run_R3,
+        writes_T,
+        mixed_TX,
+        KEY_HEADS=sizes.key_heads,
+        VALUE_HEADS=sizes.value_heads,
+        KEY_WIDTH=sizes.key_width,
+        VALUE_WIDTH=sizes.value_width,
+        QUERY_SCALE=sizes.key_width**-0.5,
+        TAPS=num_taps,
+        RUNS=len(run_R3),
+        BLOCK=power_of_2(max(sizes.key_width, sizes.value_width)),
+        **overlap_options(),
+        num_warps=1,
+    )
+
+
+def delta_rule(
+    mixed_TX: Tensor,
+    state_SVNM: Tensor,
+    run_R3: Tensor,
+    writes_T: Tensor,
+    out_TVM: Tensor,
+    num_key_heads: int,
+    *,
+    is_grouped: bool,
+) -> None:
+    for each in (mixed_TX, state_SVNM, run_R3, out_TVM):
+        assert each.is_contiguous(), each.stride()
+    _, value_heads, key_width, value_width = state_SVNM.shape
+    columns = min(_COLUMNS, power_of_2(value_width))
+    _delta_rule[(value_heads * -(-value_width // columns), len(run_R3))](
+        mixed_TX,
+        state_SVNM,
+        run_R3,
+        writes_T,
+        out_TVM,
+        KEY_HEADS=num_key_heads,
+        VALUE_HEADS=value_heads,
+        KEY_WIDTH=key_width,
+        VALUE_WIDTH=value_width,
+        IS_GROUPED=is_grouped,
+        KEY_BLOCK=power_of_2(key_width),
+        COLUMNS=columns,
+        **overlap_options(),
+        num_warps=1,
+    )
+
+
+def gate_norm(out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float) -> None:
+    assert out_TVM.is_contiguous() and projected_TW.is_contiguous(), out_TVM.stride()
+    heads, width = out_TVM.shape[-2:]
+    num_rows = out_TVM.numel() // (heads * width)
+    _gate_norm[(heads, num_rows)](
+        out_TVM,
+        projected_TW,
+        weight_M,
+        float(epsilon),
+        CHANNELS=projected_TW.numel() // num_rows - heads * (width + 2),
+        HEADS=heads,
+        WIDTH=width,
+        BLOCK=power_of_2(width),
+        **overlap_options(),
+        num_warps=1,
+    )

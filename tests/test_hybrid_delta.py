@@ -1,0 +1,203 @@
+"""Hybrid steps of mixtures most of whose layers are gated delta nets, with both roles on the CPU: logits
+agree with those of the undivided model up to rounding, each row has the bits of a row alone, and what
+fails or is tried changes no state."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from allocations import pool_peaks
+from delta_models import with_delta_nets
+from hybrid_plans import stepped
+from models import changed, make_model, make_sizes, mixture_spec
+from reference import rel_error
+from test_device_memory import CARD, allocate_as_on_cuda, as_on_a_gpu
+from test_experts import IDS
+from test_hybrid_experts import CPU, made_plan, random_plan, with_hybrid
+from test_hybrid_rows import Alone, schedule
+from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
+from test_native_step import BOUNDS
+from test_sequences import ROOM
+from test_temporaries import gpu_weights, peak_of
+
+from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.kernel_counts import DELTA_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.spec import Rotary, Route
+from hotsplit.model.tensors import is_router
+from hotsplit.runtime.check.kernels import Wrong, check_launch
+from hotsplit.runtime.check.launches import launches_of
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import scratch
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.scratch import Pass
+from hotsplit.runtime.step.workspace import pass_pools
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+assert callable(as_on_a_gpu)  # a fixture
+# The CPU rounds inputs of products with q8_0 to 8 bits, and the norms of queries, keys and outputs make
+# errors of small values larger.
+BOUND = {"f32": BOUNDS["f32"], "q8_0": 2e-2}
+# Hot experts of four layers, the last of which attends, and whether attention or delta nets are on
+# the GPU.
+PLANS = {
+    "some": ([[1, 4, 7], [0, 2], 8, [3]], [1, 1, 1, 1]),
+    "layers of both sides": ([[1, 2], [], [], [5]], [1, 0, 0, 1]),
+    "beside the CPU's delta nets": ([[3, 5], 8, [1], [2, 6]], [0, 0, 0, 1]),
+}
+
+
+def delta_mixture(
+    kind: str = "f32", *, num_layers: int = 4, width: int = 64, **options
+) -> ModelFile:
+    """Of three delta nets and one attention with gates and rotation of half a head, with a gated shared
+    expert; routers choose clearly."""
+    sizes = make_sizes(num_layers=num_layers, width=width, num_neurons=32, context_length=96)
+    spec = mixture_spec(
+        sizes, route=Route(num_experts=8, num_used=3), num_neurons=32, num_shared=32,
+        has_shared_gate=True,
+    )  # fmt: skip
+    spec = with_delta_nets(changed(spec, Rotary, num_values=8), **options)
+    model, chance = make_model(spec=spec, kind=kind), np.random.default_rng(1)
+    own = {}
+    for name, entry in model.tensors.items():
+        if name.endswith("ssm_a"):
+            own[name] = array_entry(-np.abs(entry.read()), "f32")
+        elif is_router(name):
+            own[name] = array_entry(chance.standard_normal(entry.shape) / 2, "f32")
+    return dataclasses.replace(model, tensors=model.tensors | own)
+
+
+def loaded(model: ModelFile, split, **options) -> Engine:
+    return Engine.of(model, split, mode="dense", device="cpu", **options)
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_random_plans_give_the_logits_of_the_undivided_model(kind):
+    model = delta_mixture(kind)
+    with Engine.of(model, mode="dense", device="cpu", context_length=32) as whole:
+        want = stepped(whole, IDS)
+    for seed in range(4):
+        split = random_plan(model, seed)
+        with loaded(model, split) as engine:
+            assert engine.not_native is None
+            got = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS)
+        assert rel_error(got, want) < BOUND[kind], seed
+
+
+@pytest.mark.parametrize("wrong", ["convolve", "delta_rule", "gate_norm"])
+def test_the_comparison_notices_a_kernel_that_does_nothing(wrong):
+    model, right = delta_mixture(), reference_kernels()
+    spoilt = dataclasses.replace(right, **{wrong: lambda *given, **options: None})
+    with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
+        want = stepped(engine, IDS)
+        assert rel_error(steps(hybrid(engine, split, plain_backend(right)), IDS), want) < 1e-5
+        assert rel_error(steps(hybrid(engine, split, plain_backend(spoilt)), IDS), want) > 1e-2
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
+    model = delta_mixture()
+    with loaded(model, split := made_plan(model, *PLANS[plan])) as engine:
+        assert_same_in_any_order(engine, split, IDS[:4])
+
+
+def test_kernels_are_those_that_plans_are_priced_with():
+    model = delta_mixture()
+    with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
+        log = logged(engine, split)
+    found = sum(o.name == "kernel" and o.stream == 0 for o in log)
+    counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(4))
+    # Attention's kernels do the append as well, and the next norm adds up the outputs.
+    assert found == counted - 1 + 4 * (HOT_KERNELS - 1) + HEAD_KERNELS
+    of_delta = 2 + 5 + DELTA_KERNELS + 2 + 4  # norms, products, router, shared expert
+    assert dense_kernels(model, 0, has_predictor=False) == of_delta
+
+
+@pytest.mark.parametrize("plan", ["some", "layers of both sides"])
+def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
+    """With forks and rollbacks."""
+    model = delta_mixture()
+    one, many = (
+        made_plan(model, *PLANS[plan], num_sequences=number, context_length=80)
+        for number in (1, ROOM)
+    )
+    with with_hybrid(model, one) as single, with_hybrid(model, many) as engine:
+        alone = Alone(single)
+        compared = schedule(engine, alone, random.Random(1), 6)
+    assert compared > 10
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_the_check_of_a_device_finds_wrong_kernels_and_leaves_states(num_rows):
+    """In steps of one row and of several, and for prompts."""
+    model, right = delta_mixture(), reference_kernels()
+    split = made_plan(model, *PLANS["some"], num_sequences=3, context_length=64)
+    with loaded(model, split) as engine:
+        weights = engine._live.weights
+        for state in weights.layer_states:
+            state.state_SVNM.normal_(), state.conv_SJC.normal_()
+        before = [values.clone() for state in weights.layer_states for values in state.tensors]
+        placement, take = Placement.of_split(split, (CPU,)), plain_backend(right).take
+        launches = launches_of(weights, placement, lambda device: take(device), 8, num_rows)
+        found = [
+            each for each in launches if each.kernel in ("convolve", "delta_rule", "gate_norm")
+        ]
+        assert len(found) == (6 if num_rows == 1 else 3)  # with those of prompts
+        for launch in found:
+            check_launch(launch, right, right, lambda: None)
+            for wrong in (lambda t: 0.9 * t, lambda t: t.flip(-1)):
+                with pytest.raises(Wrong):
+                    check_launch(launch, spoilt(right, launch.kernel, wrong), right, lambda: None)
+        after = [values for state in weights.layer_states for values in state.tensors]
+    assert all(map(torch.equal, before, after))
+
+
+def spoilt(kernels, name, wrong):
+    """The kernels, one of which spoils what it writes."""
+    output = {"convolve": "mixed_TX", "delta_rule": "state_SVNM", "gate_norm": "out_TVM"}[name]
+
+    def run(**given):
+        getattr(kernels, name)(**given)
+        given[output].copy_(wrong(given[output]))
+
+    return dataclasses.replace(kernels, **{name: run})
+
+
+def test_a_step_that_fails_changes_no_state():
+    """A kernel raises after states have been written; the same tokens then give the same logits."""
+    model, right, broken = delta_mixture(), reference_kernels(), []
+
+    def gate_norm(*given):
+        right.gate_norm(*given)
+        if broken:
+            raise RuntimeError("the device fails")
+
+    kernels = dataclasses.replace(right, gate_norm=gate_norm)
+    with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
+        step = hybrid(engine, split, plain_backend(kernels))
+        want = steps(step, IDS[:4])
+        steps(step, IDS[:3])
+        broken.append(True)
+        with pytest.raises(RuntimeError, match="the device fails"):
+            step.run(IDS[7], 3)
+        broken.clear()
+        assert torch.equal(step.run(IDS[3], 3), want[3])
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "f32"])
+def test_prompts_on_a_gpu_stay_within_their_bound(kind, monkeypatch, as_on_a_gpu):
+    """Temporaries as torch allocates them on a GPU."""
+    allocate_as_on_cuda(monkeypatch)
+    model = delta_mixture(kind, width=128)
+    weights = gpu_weights(model, "dense", 300, [range(8), range(0, 8, 2), [], [1]], 1)
+    peak = peak_of(weights, 200, 300, measure=pool_peaks)
+    p = Pass(model=model, mode="dense", num_tokens=200, context_length=300,
+             way=scratch.way_on(CARD), num_hot=[8, 4, 0, 1])  # fmt: skip
+    bound = pass_pools(p)
+    assert peak.large <= bound.large and peak.small <= bound.small, (peak, bound)
