@@ -178,7 +178,7 @@ def test_lru_keeps_what_was_read_last():
 
 
 def test_a_ring_keeps_the_plans_most_frequent_ones():
-    """Of four slots, one is the ring."""
+    """One of four slots is the ring."""
     is_read_TLF = np.zeros((4, 1, 8), bool)
     for token, ids in enumerate([(6,), (0, 6), (7,), (0, 1, 2, 7)]):
         is_read_TLF[token, 0, list(ids)] = True

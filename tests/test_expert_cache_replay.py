@@ -19,7 +19,7 @@ OTHERS = ("static", "lru", "ring", "lfu")
 
 @pytest.fixture(scope="module", params=[0.0, 0.03, 0.3])
 def routing(request):
-    """Of two layers and few tokens, with no drift, a slow and a fast one."""
+    """Two layers and few tokens, with no drift, a slow and a fast one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_cache, "LAYERS", 2)
         patch.setattr(expert_cache, "TOKENS", 768)

@@ -131,7 +131,7 @@ def test_experts_with_biases_and_interleaved_rows(tmp_path, mode):
 
 @pytest.mark.parametrize("layout", ["stock", "sparse"])
 def test_random_plans_give_the_logits_of_the_undivided_model(layout):
-    """Of 20 plans, with and without rates, experts in memory and in the file, and pieces of any size."""
+    """20 plans, with and without rates, experts in memory and in the file, and pieces of any size."""
     model = mixture(
         route=ROUTES["groups"],
         layout=layout,

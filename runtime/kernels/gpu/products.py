@@ -69,29 +69,11 @@ def _weights(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pairs", "x_stride", "out_stride"])
 def _multiply(
-    data,
-    stride,
-    bias,
-    x,
-    power,
-    out,
-    tile,
-    row,
-    factor,
-    num_pairs,
-    num_rows,
-    num_tokens,
-    x_stride,
-    out_stride,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
+    data, stride, bias, x, power, out, tile, row, factor, num_pairs, num_rows, num_tokens,
+    x_stride, out_stride, KIND: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    ALIGN: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
     TOKENS: tl.constexpr,
-):
+):  # fmt: skip
     NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live_R = row_R < num_rows
@@ -130,29 +112,11 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pairs", "hidden_stride"])
 def _multiply_down(
-    data,
-    stride,
-    bias,
-    hidden,
-    power,
-    out,
-    tile,
-    row,
-    factor,
-    num_pairs,
-    num_rows,
-    num_tokens,
-    hidden_stride,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    IS_ADDED: tl.constexpr,
-):
+    data, stride, bias, hidden, power, out, tile, row, factor, num_pairs, num_rows, num_tokens,
+    hidden_stride, KIND: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    ALIGN: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    TOKENS: tl.constexpr, IS_ADDED: tl.constexpr,
+):  # fmt: skip
     NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
     if tile is None:
         place = 0
