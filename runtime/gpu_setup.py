@@ -35,7 +35,7 @@ from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, Traffic
 from hotsplit.runtime.prefill.cold_experts import ColdExperts
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
@@ -367,11 +367,14 @@ def cold_streams(
 
 def with_stream(weights: Weights, stream: ColdStream | ExpertStream) -> Weights:
     """Weights with the stream attached to its layers."""
-    name = "cold" if isinstance(stream, ColdStream) else "cold_experts"
+
+    def attached(ffn: FeedForward) -> FeedForward:
+        if isinstance(stream, ColdStream):
+            return replace(ffn, cold=stream)
+        return replace(ffn, cold_experts=stream)
+
     layers = tuple(
-        replace(layer, ffn=replace(layer.ffn, **{name: stream}))
-        if index in stream.blocks
-        else layer
+        replace(layer, ffn=attached(layer.ffn)) if index in stream.blocks else layer
         for index, layer in enumerate(weights.layers)
     )
     return replace(weights, layers=layers)
