@@ -268,29 +268,24 @@ def experts(p: Pass, index: int) -> PoolBytes:
 
 def _experts_on_gpu(p: Pass, index: int) -> PoolBytes:
     """The outputs of all experts of each token; the pairs of tokens and experts; and the values of a part
-    of them, or the outputs of one expert that the CPU has computed.
-
-    With tiles, outputs twice, and the values of one expert if all tokens have chosen it: its tokens and
-    output, some copies of its hidden values, and its products."""
+    of them, or the outputs of an expert of the CPU. With tiles, all of one expert for all tokens."""
     spec, width = p.spec.layers[index], p.spec.hidden_size
     assert spec.route is not None
     used, own = spec.route.num_used, spec.neurons
     if p.way == "gpu":
         number = p.num_tokens * used
-        tiles = -(-number // SMALL_TILE) + spec.route.num_experts
-        pairs = p.tensor(4 * (3 * number + 3 * tiles))
+        pairs = p.tensor(12 * (number + number // SMALL_TILE + 1 + spec.route.num_experts))
         part = min(number, pass_parts.expert_part_pairs(p.num_tokens, own.of_expert))
-        values = p.tensor(FLOAT_BYTES * part * own.of_expert)
-        hidden = p.tensor(2 * part * own.of_expert) + p.tensor(FLOAT_BYTES * part)
-        hidden = values if part_bytes.down_kind(p.model, index) == "f32" else hidden
-        inputs = {p.kind(f"blk.{index}.{name}"): None for name in own.matrices}
-        rounded = sum((p.rounded(kind, width) for kind in inputs), PoolBytes())
-        of_cpu = p.floats(width) + p.tensor(8 * p.num_tokens)
+        hidden = values = p.tensor(FLOAT_BYTES * part * own.of_expert)
+        if part_bytes.down_kind(p.model, index) != "f32":
+            hidden = p.tensor(2 * part * own.of_expert) + p.tensor(FLOAT_BYTES * part)
+        kinds = {p.kind(f"blk.{index}.{name}") for name in own.matrices}
+        rounded = sum((p.rounded(kind, width) for kind in kinds), PoolBytes())
         found = p.floats(used * width) + p.floats(width) * 2 + p.floats(used) + pairs + rounded
-        return found + (values * (1 + own.is_gated) + hidden | of_cpu)
+        return found + (values * (1 + own.is_gated) + hidden | p.floats(width) + p.floats(2))
     chosen = p.tensor(p.num_tokens * used) * 2 + p.floats(2 * used) * 3 + p.floats(2) * 2
-    outputs = p.floats(used * width) * 2 + p.floats(width)
-    return outputs + chosen + p.floats(width) * 3 + _by_output(p, index, own, own.of_expert)
+    outputs = p.floats(used * width) * 2 + p.floats(width) * 4
+    return outputs + chosen + _by_output(p, index, own, own.of_expert)
 
 
 def _by_output(p: Pass, index: int, own: Neurons, number: int) -> PoolBytes:
