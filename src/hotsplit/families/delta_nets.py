@@ -272,11 +272,11 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
     return {**expert_keys(spec), **found}
 
 
-def _sections(spec: ModelSpec) -> Value:
+def _sections(spec: ModelSpec) -> list[int]:
     """Pairs of values that rotate by a place in time, two in an image, and none, which are all the same
     in a text; llama.cpp wants the key."""
     pairs = spec.attentions[0].num_rotated // 2
-    return [*(np.int32((pairs + more) // 3) for more in (2, 1, 0)), np.int32(0)]
+    return [*((pairs + more) // 3 for more in (2, 1, 0)), 0]
 
 
 def _not_in_stock(spec: ModelSpec) -> str | None:
