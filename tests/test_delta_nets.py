@@ -121,7 +121,7 @@ def test_the_layer_equals_the_one_of_transformers_in_float64(is_grouped):
 
 @pytest.mark.parametrize("case", ["qwen35", "qwen35moe"])
 def test_the_text_model_beside_a_model_for_images(checkpoints, tmp_path, case):
-    """As published: with a config in the config, other names, and further layers."""
+    """The published form has a config in the config, other names, and further layers."""
     plain, folder = checkpoints(case), tmp_path / "hf"
     folder.mkdir()
     for file in plain.iterdir():

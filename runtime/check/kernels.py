@@ -134,8 +134,8 @@ def _with_few_blocks(launch: Launch) -> Launch:
     a few slots; unchanged if the cache has no block table."""
     given = launch.arguments
     count = _NUM_SLOTS if given.get("table_SN") is None else _num_sequences(launch)
-    cut = SLOTS if given.get("table_SN") is None else _CACHES
-    cut = [name for name in cut if name in given]
+    tables = SLOTS if given.get("table_SN") is None else _CACHES
+    cut = [name for name in tables if name in given]
     return replace(launch, arguments=given | {name: given[name][:count] for name in cut})
 
 

@@ -67,7 +67,8 @@ def qwen3_5_moe(read: ConfigReader) -> Blueprint:
 
 def _blueprint(read: ConfigReader, name: str, *, renormalises: bool = True) -> Blueprint:
     read.refuse("attention_bias", False, why="its attention has no biases here")
-    sizes = whole_sizes(read, read.count("max_position_embeddings"))
+    neurons_key = "moe_intermediate_size" if name == "qwen35moe" else "intermediate_size"
+    sizes = whole_sizes(read, read.count("max_position_embeddings"), neurons_key)
     delta = _delta(read, sizes, is_grouped=name == "qwen3next")
     experts = None
     if name != "qwen35":
@@ -205,7 +206,7 @@ def delta_spec(
     attention = replace(sizes.attention(rotary, has_head_norms=True), is_gated=True)
     arrange, neurons = sizes.arrangement(), sizes.neurons(activation)
     num_dense = sizes.num_layers if experts is None else experts.num_dense
-    mixture = experts and experts.mixture(activation)
+    mixture = None if experts is None else experts.mixture(activation)
     layers = [
         arrange.pre_norm(
             attention if attends else delta,
@@ -271,11 +272,11 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
     return {**expert_keys(spec), **found}
 
 
-def _sections(spec: ModelSpec) -> list[Value]:
+def _sections(spec: ModelSpec) -> list[int]:
     """Pairs of values that rotate by a place in time, two in an image, and none, which are all the same
     in a text; llama.cpp wants the key."""
     pairs = spec.attentions[0].num_rotated // 2
-    return [*(np.int32((pairs + more) // 3) for more in (2, 1, 0)), np.int32(0)]
+    return [*((pairs + more) // 3 for more in (2, 1, 0)), 0]
 
 
 def _not_in_stock(spec: ModelSpec) -> str | None:
@@ -314,7 +315,7 @@ QWEN3_5_MOE = Family(
     blueprint=qwen3_5_moe,
     model_types=("qwen3_5_moe_text",),
     read_keys=COUNTS,
-    defaults=_MIXTURE | {"num_experts_per_tok": 8, "num_experts": 256, "intermediate_size": 1},
+    defaults=_MIXTURE | {"num_experts_per_tok": 8, "num_experts": 256},
 )
 QWEN3_5_WITH_IMAGES = replace(QWEN3_5, model_types=("qwen3_5",), text_key="text_config")
 QWEN3_5_MOE_WITH_IMAGES = replace(QWEN3_5_MOE, model_types=("qwen3_5_moe",), text_key="text_config")

@@ -71,13 +71,16 @@ def llama_sizes(read: ConfigReader, has_window: bool = True) -> tuple[Sizes, tup
     return whole_sizes(read, context), notes
 
 
-def whole_sizes(read: ConfigReader, context_length: int) -> Sizes:
-    """The sizes, from the keys that Llama's relatives share, but for the context."""
+def whole_sizes(
+    read: ConfigReader, context_length: int, neurons_key: str = "intermediate_size"
+) -> Sizes:
+    """The sizes, from the keys that Llama's relatives share, but for the context. `neurons_key`: of the
+    neurons of a layer, or of an expert if all layers have experts."""
     heads, kv_heads, head_dim = read.heads("num_attention_heads")
     return Sizes(
         num_layers=read.count("num_hidden_layers"),
         hidden_size=read.count("hidden_size"),
-        num_neurons=read.count("intermediate_size"),
+        num_neurons=read.count(neurons_key),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
