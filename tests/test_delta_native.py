@@ -262,7 +262,7 @@ def test_impossible_sizes_are_refused(name, value):
 
 
 def test_gates_stay_finite_where_their_functions_do_not(restore_library):
-    """The arguments of decays and betas far from 0, as float64 has them."""
+    """Decays and betas far from 0 are those of float64."""
     for level in LEVELS:
         library.set_level(level)
         for bias in (-200.0, -20.0, 20.0, 200.0):
@@ -275,7 +275,7 @@ def test_gates_stay_finite_where_their_functions_do_not(restore_library):
 
 @pytest.fixture
 def model_path(tmp_path):
-    """The files of a model of five layers, two of which attend with gates."""
+    """The path of a model of five layers, one of which attends with gates."""
     sizes = make_sizes(num_layers=5, context_length=400, num_heads=4, num_kv_heads=2)
     model = replace(delta_model(sizes, period=3), path=tmp_path / "m.gguf")
     model.save(model.path)
