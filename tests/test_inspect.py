@@ -129,6 +129,7 @@ def test_tensors_of_one_layer_or_of_all(tmp_path, capsys):
         ("output.weight", "head"),
         ("output_norm.weight", "head"),
         ("rope_freqs.weight", "other"),
+        ("blk.2.ssm_out.weight", "attention"),
         ("blk.2.ssm_in.weight", "other"),
     ],
 )

@@ -42,7 +42,8 @@ PARTS = (
     ("attn_", "attention"),
     ("ffn_norm", "attention"),
     ("post_", "attention"),
-    ("ssm_", "attention"),
+    # Of gated delta nets; other recurrent layers, which nothing here runs, have more.
+    *((f"ssm_{name}", "attention") for name in ("a", "b", "conv1d", "dt", "norm", "out")),
     ("ffn_", "ffn"),
     ("token_embd", "embedding"),
     ("position_embd", "embedding"),
