@@ -161,7 +161,7 @@ def _projected(p: Pass, index: int) -> PoolBytes:
     joined."""
     mixer, width = p.spec.layers[index].mixer, p.spec.hidden_size
     kinds = {p.kind(f"blk.{index}.{each}") for each in mixer.projections}
-    is_joined = isinstance(mixer, Attention) and not mixer.biases
+    is_joined = isinstance(mixer, Attention) and not (mixer.biases or mixer.is_gated)
     is_joined &= len(kinds if p.is_on_gpu else mixer.projections) == 1
     size = sum(mixer.projections.values())
     joined = p.floats(size) if is_joined else p.floats(size) * 2
