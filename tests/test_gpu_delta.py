@@ -176,7 +176,7 @@ def assert_same_bits(kernels: Kernels) -> None:
 
 
 def test_a_token_has_the_same_bits_in_every_pass():
-    """As PTX, unless there is a device."""
+    """Executed as PTX, unless there is a device."""
     is_there = torch.cuda.is_available()
     assert_same_bits(triton_kernels() if is_there else PtxKernels(ADA).kernels)
 

@@ -55,7 +55,7 @@ PLANS = {
 def delta_mixture(
     kind: str = "f32", *, num_layers: int = 4, width: int = 64, **options
 ) -> ModelFile:
-    """Of three delta nets and one attention with gates and rotation of half a head, with a gated shared
+    """Three delta nets and one attention with gates and rotation of half a head, with a gated shared
     expert; routers choose clearly."""
     sizes = make_sizes(num_layers=num_layers, width=width, num_neurons=32, context_length=96)
     spec = mixture_spec(

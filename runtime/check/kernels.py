@@ -134,9 +134,9 @@ def _with_few_blocks(launch: Launch) -> Launch:
     a few slots; unchanged if the cache has no block table."""
     given = launch.arguments
     count = _NUM_SLOTS if given.get("table_SN") is None else _num_sequences(launch)
-    tables = SLOTS if given.get("table_SN") is None else _CACHES
-    cut = [name for name in tables if name in given]
-    return replace(launch, arguments=given | {name: given[name][:count] for name in cut})
+    names = SLOTS if given.get("table_SN") is None else _CACHES
+    cut = {name: given[name][:count] for name in names if name in given}
+    return replace(launch, arguments=given | cut)
 
 
 def _num_sequences(launch: Launch) -> int:

@@ -135,11 +135,9 @@ def attention(p: Pass, index: int) -> PoolBytes:
     a, width = _attention_of(p, index), p.spec.hidden_size
     qkv, query, key = p.floats(a.qkv_size), p.floats(a.query_size), p.floats(a.key_size)
     heads = _heads(p, a)
-    gates = PoolBytes()
-    if a.is_gated and p.is_on_gpu:  # in the projection, where the kernels read them
-        qkv += p.floats(a.gate_size)
-    elif a.is_gated:  # as projected, and apart; then the heads' output before and after them
-        gates = p.floats(a.qkv_size + 2 * a.gate_size) + p.floats(a.gate_size) * 3
+    gates = p.floats(a.qkv_size + 2 * a.gate_size) + p.floats(a.gate_size) * 3
+    if p.is_on_gpu or not a.is_gated:  # else also apart, and with the heads
+        gates, qkv = PoolBytes(), p.floats(a.qkv_size + a.gate_size)
     after = qkv + heads + p.floats(width) * (1 + ("attn_output" in a.biases))
     if p.is_on_gpu:
         kinds = [p.kind(f"blk.{index}.{each}") for each in a.projections]
@@ -163,8 +161,8 @@ def _projected(p: Pass, index: int) -> PoolBytes:
     joined."""
     mixer, width = p.spec.layers[index].mixer, p.spec.hidden_size
     kinds = {p.kind(f"blk.{index}.{each}") for each in mixer.projections}
-    has_biases = isinstance(mixer, Attention) and bool(mixer.biases)
-    is_joined = len(kinds if p.is_on_gpu else mixer.projections) == 1 and not has_biases
+    is_joined = isinstance(mixer, Attention) and not (mixer.biases or mixer.is_gated)
+    is_joined &= len(kinds if p.is_on_gpu else mixer.projections) == 1
     size = sum(mixer.projections.values())
     joined = p.floats(size) if is_joined else p.floats(size) * 2
     for kind in kinds if p.is_on_gpu else ():
@@ -202,9 +200,8 @@ def _attend(p: Pass, a: Attention) -> PoolBytes:
 
 
 def delta(p: Pass, index: int) -> PoolBytes:
-    """Projections; inputs of the convolution with earlier ones, its sums and activations, queries and
-    keys of each value head, their norms, values, outputs; some states; the gated output and its
-    projection."""
+    """Projections; inputs of the convolution, its sums and activations, queries and keys of each value
+    head, their norms, values, outputs; some states; the gated output and its projection."""
     d, width = p.spec.layers[index].delta, p.spec.hidden_size
     assert d is not None
     if p.is_on_gpu:
@@ -217,12 +214,10 @@ def delta(p: Pass, index: int) -> PoolBytes:
 
 
 def _delta_on_gpu(p: Pass, index: int, d: DeltaNet) -> PoolBytes:
-    """Projections; with them the inputs of the recurrence and its outputs, and the rows' slots; then
-    the outputs' projection."""
+    """Projections; inputs of the recurrence, its outputs and slots; the outputs' projection."""
     width, projected = p.spec.hidden_size, p.floats(sum(d.projections.values()))
-    kinds = [p.kind(f"blk.{index}.{each}") for each in d.projections]
-    rounded = reduce(or_, [p.rounded(kind, width) for kind in kinds])
-    kept = projected + rounded + p.floats(d.value_size)
+    rounded = [p.rounded(p.kind(f"blk.{index}.{each}"), width) for each in d.projections]
+    kept = projected + reduce(or_, rounded) + p.floats(d.value_size)
     out = p.floats(width) + p.product(p.kind(f"blk.{index}.ssm_out"), d.value_size, width)
     return _projected(p, index) | kept + p.floats(d.mixed_size) + p.floats(1) | kept + out
 

@@ -64,7 +64,7 @@ class Convolve(Protocol):
         mixed_TX: Tensor,
         num_key_heads: int,
     ) -> None:
-        """Of each row of a run: u = silu(the sum over taps j of taps_j x of the row J-1-j before);
+        """For each row of a run: u = silu(the sum over taps j of taps_j x of the row J-1-j before);
         queries and keys divided by sqrt(|.|^2 + 1e-6) of their head, queries also by sqrt(N);
         strength = sigmoid(its number); decay = exp(rate softplus(its number + step_bias)). The x of
         rows before a run are in its slot of `conv_SJC` [S, J-1, C]; that of the last rows is a part
@@ -83,7 +83,7 @@ class DeltaRule(Protocol):
         *,
         is_grouped: bool,
     ) -> None:
-        """Of each row of a run, in order, and each value head h, which reads key head h % G or, if
+        """For each row of a run, in order, and each value head h, which reads key head h % G or, if
         `is_grouped`, h // (V / G), with its state S: S *= decay; S += k (strength (v - S^T k))^T; out = S^T q."""
 
 

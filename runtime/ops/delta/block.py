@@ -65,7 +65,7 @@ class DeltaNet:
         return self._project((self.output,), heads_TZ)
 
     def _mix(self, projected_TW: Tensor, slots: StateRun) -> Tensor:
-        """From projections to the gated outputs of the heads [T, V * M], on the CPU."""
+        """Turns projections into the gated outputs of the heads [T, V * M], on the CPU."""
         sizes = [linear.weight.num_rows for linear in self.inputs]
         qkv_TC, z_TZ, beta_TV, alpha_TV = projected_TW.split(sizes, dim=1)
         state_VNM, conv_JC = self._begin(slots.reads)

@@ -50,7 +50,8 @@ class Call:
 def calls(
     kernels: Kernels, delta: Heads, projected: Tensor, slots: Slots, mixed: Tensor, heads: Tensor
 ) -> tuple[Call, ...]:
-    """From projections [T, W] to the heads' gated outputs [T, V M], by way of `mixed` [T, X]."""
+    """The kernels that turn projections [T, W] into the heads' gated outputs [T, V M], by way of
+    `mixed` [T, X]."""
     spec, state, conv = delta.spec, delta.state.state_SVNM, delta.state.conv_SJC
     weights = delta.conv_CJ, delta.decay_bias_V, delta.decay_V
     out_TVM = heads.unflatten(-1, (spec.num_value_heads, spec.value_head_dim))
