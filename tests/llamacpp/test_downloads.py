@@ -48,7 +48,7 @@ class Text:
 
 
 def greedy(engine: Engine, ids: list[int]) -> list[int]:
-    """As the oracle does: the end of a text is a token like others."""
+    """Takes the most probable token each time; as in the oracle, the end of a text is a token like others."""
     tokens: list[int] = []
     with engine.sequence() as text:
         logits_V = text.extend(ids)[-1]
