@@ -80,7 +80,7 @@ def parts_of(folder: Path, models: Path, rival: Path | None) -> list[Part]:
              file=file),
         part("plans", 100, bench, str(folder / "plans"), "--short", "--rounds", "3", *minutes,
              *beside, file="gpu.json"),
-        part("prompts", 90, "benchmarks/gpu_prompts.py", *seconds, *beside, *output("prompts", file),
+        part("prompts", 110, "benchmarks/gpu_prompts.py", *seconds, *beside, *output("prompts", file),
              file=file),
         part("other-tests", 150, tests, "--without", TESTS, "--resume", *minutes,
              *output("other-tests"), file="test-gpu.json"),

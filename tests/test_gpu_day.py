@@ -355,6 +355,8 @@ def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys):
     assert len(rows) == 3 and all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows)
     (row,) = json.loads(path.read_text())["sections"]["overlap"]["tables"][0]["rows"]
     assert float(row[1]) > 0 and float(row[2]) > 0 and row[3] == "True"
+    (row,) = json.loads(path.read_text())["sections"]["launches, a 7B shape"]["tables"][0]["rows"]
+    assert row[0] == "16" and 0 < float(row[1]) <= float(row[2]) and row[4] == "True"
     assert not list(tmp_path.rglob("*.gguf"))
 
 
