@@ -704,13 +704,16 @@ std::vector<Step> all_steps() {
         for (bool is_named : {false, true})
             for (bool is_gated : {false, true})
                 for (int64_t rank : {0, 32, 256})
-                    if (is_named || rank < 256) found.push_back({computes_all, is_named, is_gated, rank});
+                    if (is_named || rank < 256)
+                        found.push_back({computes_all, is_named, is_gated, rank});
     return found;
 }
 
 // These call every kernel of a level; in what order steps call them is the same at every level.
-const std::vector<Step> FEW_STEPS = {
-    {true, false, true, 0}, {false, true, true, 32}, {false, false, false, 0}, {true, true, false, 256}};
+const std::vector<Step> FEW_STEPS = {{true, false, true, 0},
+                                     {false, true, true, 32},
+                                     {false, false, false, 0},
+                                     {true, true, false, 256}};
 
 bool level(const std::vector<Step>& which) {
     for (int32_t kind : {KIND_F32, KIND_Q8_0, KIND_Q4_K_TILED})

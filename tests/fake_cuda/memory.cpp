@@ -106,8 +106,7 @@ int check_alive(const Work& work) {
       return violation(kIllegalAddress, "a graph is launched after memory of its %s was %s",
                        work.name.c_str(), region ? "freed and given away again" : "freed or unpinned");
     if (use.is_pooled && is_given_away(use))
-      return violation(kIllegalAddress,
-                       "a graph is launched while other tensors have memory of its %s",
+      return violation(kIllegalAddress, "a graph is launched while other tensors have memory of its %s",
                        work.name.c_str());
     if (use.is_pooled) continue;
     char* first = nullptr;

@@ -77,6 +77,7 @@ class SplitSummary(Summary):
             "context_length": split.context_length,
             "num_sequences": split.num_sequences,
             "num_experts": split.num_experts,
+            "prompt_rates": None if split.prompt_rates is None else vars(split.prompt_rates),
             "kv_offload": None if split.kv_offload is None else str(split.kv_offload),
             "head_on_gpu": split.head_on_gpu,
             "home": split.home,
