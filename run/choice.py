@@ -306,8 +306,6 @@ def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     """Why no GPU can run this model as wished; None if one can."""
     if model.has_limits:
         return "on the CPU: limits run only there so far"
-    if model.spec.has_states:
-        return "on the CPU: run makes no plans of gated delta nets so far; solve and --split do"
     if not model.spec.has_experts:
         return None
     if wishes.engine.mode == "exact":

@@ -144,7 +144,7 @@ class Engine(TextEngine):
         sampling; for benchmarks.
 
         Needs no text: the first token is 0, the others are the most probable ones, and the cache's
-        content before `start` is used as it is."""
+        content before `start`, or that of a recurrent state, is used as it is."""
         if not (steps >= 1 and start >= 0 and start + steps <= self.context_length):
             raise HotsplitError(
                 f"{steps} steps from position {start} of a context of {self.context_length}, wanted 1"
@@ -153,7 +153,10 @@ class Engine(TextEngine):
         chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.spec.vocab_size)
         token_id = 0
         with self._sequences.open(yields=True) as text:
-            self._live.weights.cache.reserve(text.number, 0, start + steps)
+            weights = self._live.weights
+            weights.cache.reserve(text.number, 0, start + steps)
+            if weights.states is not None and start:
+                weights.states.take(text.number, [start])
             began = time.perf_counter()
             for position in range(start, start + steps):
                 rows = rows_of([token_id], position, sequence=text.number)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from delta_models import FEW, delta_model
 from fake_cuda import library as fake_library
 from fake_cuda.torch_cuda import fake_cuda
 from models import byte_level_keys, make_machine, make_model, make_sizes, mixture_spec
@@ -14,7 +15,6 @@ from test_run import made, timed
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.model.spec import ModelSpec
 from hotsplit.run import choice, housekeeping, prepare, stages
 from hotsplit.run.choice import Wishes, choose
 from hotsplit.run.default_budgets import Room
@@ -26,11 +26,16 @@ pytestmark = pytest.mark.usefixtures("cache")
 VRAM = "2730KiB"  # 2,560 of temporaries
 
 
-def saved(path: Path) -> Path:
+def saved(path: Path, *, has_delta_nets: bool = False) -> Path:
     keys, vocab_size = byte_level_keys()
     sizes = make_sizes(num_layers=3, width=64, num_neurons=64, vocab_size=vocab_size,
                        context_length=64)  # fmt: skip
-    make_model(spec=mixture_spec(sizes, num_neurons=64), kind="q8_0", extra_keys=keys).save(path)
+    if has_delta_nets:
+        model = delta_model(sizes, experts=FEW, period=2, kind="q8_0", extra_keys=keys)
+    else:
+        spec = mixture_spec(sizes, num_neurons=64)
+        model = make_model(spec=spec, kind="q8_0", extra_keys=keys)
+    model.save(path)
     return path
 
 
@@ -82,7 +87,12 @@ def test_whatever_is_fastest_runs(capsys, monkeypatch, card, tmp_path, text, cac
 
 
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
-def test_plans_are_tried_and_run_on_a_device(capsys, monkeypatch, card, tmp_path, text):
+@pytest.mark.parametrize(
+    ("has_delta_nets", "vram", "shown"), [(False, VRAM, "2.67 MiB"), (True, "4620KiB", "4.51 MiB")]
+)
+def test_plans_are_tried_and_run_on_a_device(
+    capsys, monkeypatch, card, tmp_path, text, has_delta_nets, vram, shown
+):
     """Each way is loaded and run; the text is that of the CPU."""
     monkeypatch.setattr(stages, "EXPERT_TOKENS", 64)
     tried = []
@@ -95,13 +105,13 @@ def test_plans_are_tried_and_run_on_a_device(capsys, monkeypatch, card, tmp_path
                         prompt_s=measured.prompt_s)  # fmt: skip
 
     monkeypatch.setattr(stages, "measured_by", timed_as_predicted)
-    path = saved(tmp_path / "m.gguf")
+    path = saved(tmp_path / "m.gguf", has_delta_nets=has_delta_nets)
     want, lines = run(capsys, path, "--vram", "0")
     assert "on the CPU, without a plan: torch sees no GPU here" in lines or made(want) == []
     with fake_cuda():
-        report, lines = run(capsys, path, "--corpus", text, "--vram", VRAM)
+        report, lines = run(capsys, path, "--corpus", text, "--vram", vram)
     assert sorted(tried) == ["cpu", "experts", "layers", "model"]
-    assert any("by a plan for 2.67 MiB of VRAM" in line for line in lines)
+    assert any(f"by a plan for {shown} of VRAM" in line for line in lines)
     assert report["bytes"]["gpu"]["neurons"] > 0 and report["text"] == want["text"]
 
 
@@ -121,14 +131,6 @@ def test_what_plans_lack_runs_on_the_cpu(monkeypatch, tmp_path, options, lacking
     assert (found.budgets, found.device) == ((), "cpu") and found.lines[
         -1
     ] == f"on the CPU: {words}"
-
-
-def test_gated_delta_nets_run_on_the_cpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(ModelSpec, "has_states", True)
-    given = look_at(saved(tmp_path / "m.gguf"), None, tmp_path / "none.gguf")
-    found = choose(given, Wishes(), Room(main=1 << 40, gpus=(4 * MIB,)))
-    assert (found.budgets, found.device) == ((), "cpu")
-    assert found.lines[-1].startswith("on the CPU: run makes no plans of gated delta nets so far")
 
 
 def test_a_mixture_that_fits_has_a_plan_too(tmp_path):
