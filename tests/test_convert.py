@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from texts import (
     LLAMA3_SPLIT,
     QWEN2_SPLIT,
+    QWEN35_SPLIT,
     byte_level_tokenizer,
     merge_by_score,
     sentencepiece_tokenizer,
@@ -715,6 +716,7 @@ def byte_level(pattern: str | None, ignore_merges: bool, nfc: bool, prefix: bool
         ((None, False, False), "gpt-2"),
         ((LLAMA3_SPLIT, True, False), "llama-bpe"),
         ((QWEN2_SPLIT, False, True), "qwen2"),
+        ((QWEN35_SPLIT, False, True), "qwen35"),
         ((None, True, False), None),
         ((None, False, False, True), None),
         ((LLAMA3_SPLIT, False, False), "smaug-bpe"),

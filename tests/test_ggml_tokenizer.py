@@ -54,7 +54,17 @@ def keys_of(folder: Path, **changes: object) -> dict:
     return {name: value for name, value in keys.items() if value is not None}
 
 
-NAMES = ["bundled", "few words", "gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "llama"]
+NAMES = [
+    "bundled",
+    "few words",
+    "gpt-2",
+    "smollm",
+    "llama-bpe",
+    "smaug-bpe",
+    "qwen2",
+    "qwen35",
+    "llama",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,6 +104,7 @@ SPLITS = {  # by llama.cpp's patterns; tests/llamacpp compares tokens with llama
     "llama-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
     "smaug-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
     "qwen2": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
+    "qwen35": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
     "falcon": "HelloWORLD| it|'|S| x|==|y|,| |123|45| a|.|b|\n\n",
     "tekken": "Hello|WORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
     "deepseek-v3": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
@@ -101,6 +112,14 @@ SPLITS = {  # by llama.cpp's patterns; tests/llamacpp compares tokens with llama
     "seed-coder": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
     "viking": "HelloWORLD| it'S| x==y|,| |1|2|3|4|5| a|.|b|\n\n",
 }
+
+
+def test_marks_belong_to_words_of_qwen_35_and_not_of_qwen_2(tmp_path):
+    text, found = "\u0e19\u0e49\u0e33 \u0915\u093f", {}
+    for pre in ("qwen2", "qwen35"):
+        keys = keys_of(folder_of("gpt-2", tmp_path / pre), pre=pre, add_bos_token=False)
+        found[pre] = len(ggml_tokenizer(WHERE, keys).pre_tokenizer.pre_tokenize_str(text))
+    assert found["qwen35"] == 2 and found["qwen2"] > 2
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL_KINDS, ids=lambda kind: kind.name)

@@ -23,6 +23,9 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
+QWEN35_SPLIT = QWEN2_SPLIT.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
 COMBINING = ["e\u0301te\u0301", "a\u0308 o\u0308u\u0308", "n\u0303 c\u0327a", "\u1100\u1161\u11a8"]
 PLAIN = [
     "", " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n\n", " \n", "\n ", " \r\n \t\r\n", "a", " a",
@@ -73,13 +76,14 @@ def training_text() -> list[str]:
 def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
     """A byte-level BPE as it is published under llama.cpp's name `pre`."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    split = {"llama-bpe": LLAMA3_SPLIT, "smaug-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}.get(pre)
+    split = {"llama-bpe": LLAMA3_SPLIT, "smaug-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT,
+             "qwen35": QWEN35_SPLIT}.get(pre)  # fmt: skip
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     first = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
     if pre == "smollm":
         first = [pre_tokenizers.Digits(individual_digits=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

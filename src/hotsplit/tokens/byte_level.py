@@ -7,11 +7,15 @@ is one difference: llama.cpp has the tables of Unicode 15.1, `tokenizers` those 
 
 from dataclasses import dataclass
 
-# The patterns of Meta-Llama-3, Qwen2 and Seed-Coder as in their tokenizer.json; llama.cpp's
+# The patterns of Meta-Llama-3, Qwen2, Qwen 3.5 and Seed-Coder as in their tokenizer.json; llama.cpp's
 # llama-vocab.cpp has them under these names. The other ones are as they are there.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Instead of the published \p{Lu} and \p{Ll}, which llama.cpp's expressions do not have.
 _BEFORE, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
 
@@ -69,6 +73,8 @@ BYTE_LEVEL_KINDS = (
         patterns=(_CONTRACTIONS + r"\p{N}" + _SPACES,),
         is_published_with_nfc=True,
     ),
+    # Qwen 3.5 and 3.6: marks, as in Thai and Hindi, belong to words.
+    ByteLevelKind(name="qwen35", patterns=(_QWEN35,), is_published_with_nfc=True),
     ByteLevelKind(name="falcon", patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     ByteLevelKind(
         name="tekken",
