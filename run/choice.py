@@ -98,7 +98,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     )
     device = "cpu" if why_cpu or not room.gpus else wishes.engine.device
     _check_cache(model, wishes, budgets, device)
-    where = why_cpu or _where_line(wishes, room, budgets, context)
+    where = (room.gpus and why_cpu) or _where_line(wishes, room, budgets, context)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
     lines = (type_line, *notes, mode_line, where)
     return Choice(

@@ -17,7 +17,7 @@ Letters: L layers, O choices of a layer, R room in steps."""
 
 import shlex
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import combinations
 
 import numpy as np
 
@@ -60,11 +60,11 @@ def ways(inputs: Inputs) -> list[Told]:
             " plan with one --vram-budget"
         )
     found = [_layers(inputs)]
-    if (moe := cpu_moe(inputs)) is not None:
+    if (moe := cpu_moe(inputs)) is not None and moe[0]:
         arguments = ("-ngl", ALL, "--n-cpu-moe", str(moe[0]))
         words = f"all but the experts of {moe[0]} layers on the GPU"
         found.append(Told(arguments=arguments, words=words, seconds=moe[1]))
-    if (tensors := _tensors(inputs)) is not None:
+    if (tensors := _tensors(inputs)) is not None and "-ot" in tensors.arguments:
         found.append(tensors)
     best = found[0]
     for other in found[1:]:
@@ -141,7 +141,8 @@ def _tensors(inputs: Inputs) -> Told | None:
     patterns = [_pattern(names, layers) for names, layers in of_names.items()]
     number = sum(map(len, cold))
     return Told(
-        arguments=("-ngl", ALL, *chain.from_iterable(("-ot", each) for each in patterns)),
+        # Joined by commas: of several -ot only the last may count.
+        arguments=("-ngl", ALL, *(("-ot", ",".join(patterns)) if patterns else ())),
         words=f"all but {number} matrices of {sum(map(bool, cold))} layers on the GPU",
         seconds=seconds,
     )

@@ -8,7 +8,7 @@ from hotsplit.solver.inputs import Inputs
 
 def prompt_rates(inputs: Inputs) -> PromptRates | None:
     """Means over the bytes of all experts, with the first GPU's link; None for a model without experts,
-    and if the machine file has no rate of a prompt's products."""
+    without a GPU, and if the machine file has no rate of a prompt's products."""
     found = {"cpu_s": 0.0, "token_s": 0.0}
     total = 0.0
     for index, layer in enumerate(inputs.model.spec.layers):
@@ -21,7 +21,7 @@ def prompt_rates(inputs: Inputs) -> PromptRates | None:
             for name, value in zip(found, seconds, strict=True):
                 found[name] += value * size
             total += size
-    if not total:
+    if not total or not inputs.machine.gpus:
         return None
     link_s = 1e-9 / inputs.machine.gpus[0].host_to_device_gb_per_s.median
     return PromptRates(**{n: value / total for n, value in found.items()}, link_s=link_s)

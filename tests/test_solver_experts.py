@@ -216,6 +216,8 @@ def test_plans_have_the_rates_of_prompts(tmp_path):
     assert prompt_rates(inputs) is None
     costs = replace(inputs.machine.costs, pass_rows_gb_per_s=rates)
     inputs = replace(inputs, machine=replace(inputs.machine, cpu_costs=costs))
+    no_gpus = replace(inputs, machine=replace(inputs.machine, gpus=()))
+    assert prompt_rates(no_gpus) is None
     found = prompt_rates(inputs)
     read_s = 1 / inputs.machine.cpu_rate("f32")
     assert found.cpu_s == pytest.approx(read_s)

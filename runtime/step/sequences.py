@@ -25,6 +25,7 @@ from hotsplit.files.typed import shown
 from hotsplit.options.kinds import check_kind
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
+from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, is_decoded, rows_of
 from hotsplit.runtime.step.decoder import Decoder
 
@@ -162,7 +163,7 @@ class Sequences:
 
     def _rows(self, part: Part) -> list[Row]:
         """The rows of a part. With recurrent states, rows before them repeat the tokens after the
-        sequence's latest state; on a GPU those are decode steps again, if necessary one of their own,
+        sequence's latest state; on a GPU those are decode steps again, if necessary of their own,
         because only those are bit-identical."""
         sequence, start = part.sequence, part.sequence.length
         number, states = sequence.number, self.states
@@ -176,7 +177,9 @@ class Sequences:
         has_steps = self.live.has_hybrid_steps
         again = rows_of(sequence.ids[first:], first, "all" if has_steps else "none", number)
         if again and has_steps and not is_decoded([*again, *rows]):
-            self.live.run(sequence.marked(again))
+            repeated = sequence.marked(again)
+            for at in range(0, len(repeated), ROWS[-1]):
+                self.live.run(repeated[at : at + ROWS[-1]])
             again = []
         return sequence.marked([*again, *rows])
 

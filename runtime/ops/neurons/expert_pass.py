@@ -2,7 +2,8 @@
 once. A product is one launch over the pairs of a token and one of its experts, sorted by expert.
 
 Each pair's output has a row of its own, and a token's rows are added in the order in which its router
-chose them, so that its result does not depend on where experts are computed, nor on the other tokens.
+chose them, wherever these were computed. Which experts the CPU computes depends on the other tokens of
+the pass, so that a token's result may differ by the rounding of the devices.
 
 Letters: T tokens, K experts of a token, P = T K pairs, E experts, A some experts, F neurons of an
 expert, D model width."""
@@ -144,11 +145,17 @@ class ExpertPass:
                 ),
                 x_TD, y_PD,
             )  # fmt: skip
+        found: list[tuple[Tensor, Tensor]] = []
         for expert in on_cpu.tolist():
             assert cold is not None and x_host is not None and weight_host is not None
             own_P = torch.from_numpy(choices.pairs(expert))
+            # In main memory, whatever the device is that these operations are tried on.
+            own_PD = torch.from_numpy(np.empty((len(own_P), x_TD.shape[1]), np.float32))
             y_TD = self.run_on_cpu(cold, expert, x_host[own_P // choices.num_used])
-            y_PD[own_P.to(self.device)] = (y_TD * weight_host[own_P, None]).to(self.device)
+            torch.mul(y_TD, weight_host[own_P, None], out=own_PD)
+            found.append((own_P, own_PD))
+        for own_P, own_PD in found:  # at the end: a copy waits for all that was streamed before it
+            y_PD[own_P.to(self.device)] = own_PD.to(self.device)
         return y_PD.view(choices.num_tokens, choices.num_used, -1).sum(dim=1)
 
     def _divided(

@@ -8,6 +8,7 @@ import click
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.commands.options.shared import aligned
+from hotsplit.errors import HotsplitError
 from hotsplit.solver.llamacpp import Told, ways
 from hotsplit.solver.prediction import inputs_for
 from hotsplit.solver.solve import SolveConfig
@@ -28,16 +29,21 @@ def told(
     assert split is not None and profile is not None and machine is not None
     plan = Split.load(split)
     plan.check_files(split, profile=profile, machine=machine)
+    if plan.kv_offload is not None:
+        raise HotsplitError(
+            f"{split}: a plan with --kv-offload; llama.cpp has no such option: make a plan without it"
+        )
     config = SolveConfig(
         model=model, profile=profile, machine=machine, output=split, mode="dense",
         vram_budget_bytes=plan.budgets, context_length=plan.context_length,
+        num_sequences=plan.num_sequences,
     )  # fmt: skip
     inputs = inputs_for(plan, config, workspace_bytes)
     inputs = replace(inputs, workspace=plan.cpu_bytes["workspace"])
     plan.check_against(inputs.model, split)
     best, *others = ways(inputs)
     if not as_json:
-        click.echo(f"-c {plan.context_length} {best.line}")
+        click.echo(f"{_context(plan)} {best.line}")
     content = {"plan_s": plan.objective_s, "llama_cpp": [asdict(way) for way in (best, *others)]}
     rows = [
         ("the plan, by hotsplit", _speed(plan.objective_s), ""),
@@ -49,6 +55,12 @@ def told(
         "for the model in llama.cpp's layout; its own kernels' rates are not known: those of this"
         " machine file are assumed",
     ]  # fmt: skip
+
+
+def _context(plan: Split) -> str:
+    """llama.cpp divides its context among texts."""
+    texts = f" -np {plan.num_sequences}" if plan.num_sequences > 1 else ""
+    return f"-c {plan.num_sequences * plan.context_length}{texts}"
 
 
 def _speed(seconds: float) -> str:

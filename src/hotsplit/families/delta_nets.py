@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 PERIOD, SHARE, MOST_TAPS = 4, 0.25, 16
 # Layers that only predict tokens further ahead, and the model for images.
-LEFT_OUT = ("mtp.", "model.visual.", "visual.")
+LEFT_OUT = ("mtp.", "model.mtp.", "model.visual.", "visual.")
 _ARCHES = {
     "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen35": gguf.MODEL_ARCH.QWEN35,
