@@ -52,7 +52,6 @@ class Times:
 class Mixture:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.folder = asked, asked.output.parent
-        self.cache = self.folder / "cache"
         self.path = asked.model or self.folder / f"{SHAPE}-{LAYERS}-{KIND}.gguf"
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +65,9 @@ class Mixture:
         budget = int(share * self.path.stat().st_size) // 2**20 * 2**20
         case = Case(model=self.path, name=f"{share:.0%}", vram_bytes=budget)
         more = ("-t", str(threads), "-c", str(self.context))
-        run(case, self.asked.device, self.cache, TRIED_TOKENS, more)
-        trial, split = self._chosen(budget)
+        cache = self.folder / f"cache-{threads}"  # what is calibrated depends on them
+        run(case, self.asked.device, cache, TRIED_TOKENS, more)
+        trial, split = self._chosen(budget, cache)
         ours = self._ours(split, threads)
         theirs: Times | str = "no rival"
         if self.asked.rival:
@@ -89,12 +89,12 @@ class Mixture:
         title = f"{self.model.spec.num_layers} layers of {SHAPE}, against --n-cpu-moe"
         return [Table(title=title, columns=COLUMNS, rows=[row], note=note)]
 
-    def _chosen(self, budget: int) -> tuple[Trial | None, Path | None]:
+    def _chosen(self, budget: int, cache: Path) -> tuple[Trial | None, Path | None]:
         """The trial of the plan for this budget, and the plan that runs; (None, None) without a GPU,
         (trial, None) for the CPU alone."""
         paths: dict[str, list[Path]] = {"plan": [], "trial": []}
-        for entry in list_cache(self.cache):
-            paths.setdefault(entry.kind, []).append(self.cache / entry.name / entry.file)
+        for entry in list_cache(cache):
+            paths.setdefault(entry.kind, []).append(cache / entry.name / entry.file)
         plans = {Split.load(path).objective_s: path for path in paths["plan"]
                  if Split.load(path).vram_budget_bytes == budget}  # fmt: skip
         for path in paths["trial"]:
@@ -113,7 +113,7 @@ class Mixture:
         process = Process.of(command, "hotsplit", self.folder / "ours.log")
         try:
             process.ask("load")
-            steps = [process.ask("decode", steps=1, start=n)["seconds"] for n in range(STEPS)]
+            steps = process.ask("follow", ids=self.ids[:STEPS])["seconds"]
             return Times(median(steps[4:]), self._prompts(process, lambda found: found["seconds"]))
         finally:
             process.close()

@@ -9,6 +9,7 @@ with the number of threads, comes once everything is imported. The answer for a 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -49,6 +50,7 @@ class Worker:
             "load": self.load,
             "prefill": self.prefill,
             "decode": self.decode,
+            "follow": self.follow,
             "memory": self.memory,
         }
 
@@ -88,6 +90,16 @@ class Worker:
         before = self.engine.traffic.total
         seconds = self.engine.decode_seconds(steps=steps, start=start)
         return {"seconds": seconds, "ffn_bytes": self.engine.traffic.total - before}
+
+    def follow(self, ids: list[int]) -> dict[str, Any]:
+        """Seconds of the step of each of these tokens, from the beginning of a text."""
+        times = []
+        with self.engine.sequence() as text:
+            for token_id in ids:
+                began = time.perf_counter()
+                text.extend([token_id])
+                times.append(time.perf_counter() - began)
+        return {"seconds": times}
 
     def memory(self) -> dict[str, Any]:
         """The engine's memory report of each device."""
