@@ -1,5 +1,5 @@
 """Every family that has a stock layout, in llama.cpp: its logits after a prompt equal those of
-transformers, with which test_families compares ours."""
+transformers, with which test_families compares ours, and its next tokens are ours."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from reference import rel_error
 from test_families import CASES, GATED, IDS, STOCK, transformers_logits
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hotsplit import Engine
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 
@@ -27,14 +28,17 @@ def test_llama_cpp_computes_the_same(llama_cpp, tmp_path, case):
     save_tokenizer(folder, 320)
     path = tmp_path / "m.gguf"
     convert(ConvertConfig(source=folder, output=path, layout="stock", outtype="f32"))
-    llama_cpp(
-        "greedy", model=path, prompt=IDS, count=1, kv_kind="f32", logits=tmp_path / "logits.npy"
+    found = llama_cpp(
+        "greedy", model=path, prompt=IDS, count=40, kv_kind="f32", logits=tmp_path / "logits.npy"
     )
-    got_V = np.load(tmp_path / "logits.npy")[-1]
+    got_V = np.load(tmp_path / "logits.npy")[0]
     want_TV = transformers_logits(folder)
     bound = BOUNDS.get(case, 5e-6)
     assert rel_error(got_V, want_TV[-1]) < bound
     assert rel_error(got_V, want_TV[-2]) > 10 * bound  # rejects another token's logits
+    with Engine.load(path, mode="dense") as engine, engine.sequence() as text:
+        rows = [text.extend(ids) for ids in (IDS, *([token] for token in found["ids"]))]
+    assert [int(row.argmax()) for row in rows[:-1]] == found["ids"]
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
