@@ -48,8 +48,8 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
         read_tokenizer(f"{config.source}: {TOKENIZER_KEY}", tokenizer)
     found = layout_of(tensors)
     keys = keys | _activation_keys(config, keys, found)
-    read = KeyReader(config.source, keys, tensors)
-    roles = Roles.of(read.graph.of_keys(read), is_tied="output.weight" not in tensors)
+    spec, tensors = KeyReader(config.source, keys, tensors).model()
+    roles = Roles.of(spec, is_tied="output.weight" not in tensors)
     importances = Importances.load(config.importances) if config.importances else None
     types = TensorTypes(
         outtype=config.outtype or "f16", roles=roles, overrides=config.tensor_types,
@@ -72,7 +72,8 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
             " another type or the other layout"
         )
     notes = (
-        *activation_notes(keys, model), *([fallen] if fallen else []),
+        *activation_notes(keys, model), *([model.skipped_note] if model.num_skipped else []),
+        *([fallen] if fallen else []),
         *check_and_note(types.importances, entries),
         *_error_notes(tensors, entries, names),
     )  # fmt: skip
@@ -100,7 +101,9 @@ def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str
 
 def restored(source: Path, types: TensorTypes, written: ModelFile) -> Iterator[Restored]:
     """Every tensor of a GGUF except predictors and limits, with the values in `written`."""
-    _, tensors = read_model_gguf(source)
+    keys, tensors = read_model_gguf(source)
+    keys = keys | {"hotsplit.ffn.activation": written.activation}
+    _, tensors = KeyReader(source, keys, tensors).model()
     for name, entry in tensors.items():
         if "ffn_pred_" in name or name.endswith(".limit"):
             continue

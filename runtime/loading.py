@@ -93,6 +93,8 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "Loaded"
     """Loads a model for this configuration; loads it again, on the CPU, if a GPU stops answering
     during the checks."""
     model, config = _with_rules(model, config, has_plan=plan is not None)
+    if model.num_skipped:
+        log.info(f"{model.path}: {model.skipped_note}")
     try:
         return Loaded(model, plan, config)
     except DeviceLost as lost:

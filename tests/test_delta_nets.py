@@ -19,7 +19,8 @@ from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import TensorEntry, write_gguf
+from hotsplit.files.gguf_file import array_entry, write_gguf
+from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.spec import DeltaNet
 from hotsplit.runtime.ops.delta.block import heads_of, key_heads, mixed, token
 
@@ -160,26 +161,125 @@ def rewritten(path, output, keys=None, tensors=None):
     return output
 
 
-@pytest.mark.parametrize("case", ["qwen3nextmoe-stock", "qwen35-stock"])
-def test_layers_that_predict_further_ahead_are_left_out(checkpoints, tmp_path, case):
-    """A file of llama.cpp's converter has them last, as layers with attention."""
-    path = converted(checkpoints(case), tmp_path / "m.gguf", layout="stock")
-    model = ModelFile.load(path)
-    name, last = model.architecture, model.spec.num_layers
-    one = TensorEntry(
-        shape=(4,), kind="f32", read_rows=lambda start, stop: np.ones(stop - start, np.float32)
-    )
-    own = {f"blk.{last}.{n}.weight": one for n in ("attn_norm", "nextn.eh_proj", "nextn.enorm")}
+def test_layers_that_predict_further_ahead_are_left_out_of_a_list(checkpoints, tmp_path):
+    """They are the last layers of a file, and have attention."""
+    path = converted(checkpoints("qwen35-stock"), tmp_path / "m.gguf", layout="stock")
+    model, last = ModelFile.load(path), 4
     keys = {
-        f"{name}.block_count": np.uint32(last + 1),
-        f"{name}.nextn_predict_layers": np.uint32(1),
-        f"{name}.attention.recurrent_layers": [
+        "qwen35.block_count": np.uint32(last + 1),
+        "qwen35.nextn_predict_layers": np.uint32(1),
+        "qwen35.attention.recurrent_layers": [
             *(layer.delta is not None for layer in model.spec.layers), False
         ],
     }  # fmt: skip
+    own = {f"blk.{last}.nextn.enorm.weight": array_entry(np.ones(64, np.float32), "f32")}
     got = ModelFile.load(rewritten(path, tmp_path / "mtp.gguf", keys, own))
-    assert got.bare_spec == model.bare_spec
+    assert got.bare_spec == model.bare_spec and got.num_skipped == 1
     assert got.tensors.keys() == model.tensors.keys()
+
+
+# What convert_hf_to_gguf.py of llama.cpp of July 2026 makes of these checkpoints with a layer `mtp`.
+NORMS = {"attn_norm.weight": (64,), "post_attention_norm.weight": (64,)}
+EXPERTS = NORMS | {
+    "ffn_down_exps.weight": (7, 64, 37), "ffn_gate_exps.weight": (7, 37, 64),
+    "ffn_up_exps.weight": (7, 37, 64), "ffn_gate_inp.weight": (7, 64),
+    "ffn_down_shexp.weight": (64, 43), "ffn_gate_shexp.weight": (43, 64),
+    "ffn_up_shexp.weight": (43, 64), "ffn_gate_inp_shexp.weight": (1, 64),
+}  # fmt: skip
+STATES = EXPERTS | {
+    "ssm_a": (6,), "ssm_conv1d.weight": (160, 4), "ssm_dt.bias": (6,),
+    "attn_qkv.weight": (160, 64), "attn_gate.weight": (96, 64), "ssm_norm.weight": (16,),
+    "ssm_out.weight": (64, 96),
+}  # fmt: skip
+PLAIN = EXPERTS | {
+    "attn_k_norm.weight": (24,), "attn_k.weight": (48, 64), "attn_output.weight": (64, 96),
+    "attn_q_norm.weight": (24,), "attn_q.weight": (192, 64), "attn_v.weight": (48, 64),
+}  # fmt: skip
+AHEAD = PLAIN | {
+    "nextn.eh_proj.weight": (64, 128), "nextn.shared_head_norm.weight": (64,),
+    "nextn.enorm.weight": (64,), "nextn.hnorm.weight": (64,),
+}  # fmt: skip
+OF_STEPS = {
+    "qwen3next": {"ssm_ba.weight": (12, 64)},
+    "qwen35moe": {"ssm_alpha.weight": (6, 64), "ssm_beta.weight": (6, 64)},
+}
+COUNTS = {
+    "block_count": 5, "context_length": LONG, "embedding_length": 64, "feed_forward_length": 160,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "expert_count": 7,
+    "expert_used_count": 3, "attention.key_length": 24, "attention.value_length": 24,
+    "expert_feed_forward_length": 37, "expert_shared_feed_forward_length": 43,
+    "nextn_predict_layers": 1, "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2,
+    "ssm.time_step_rank": 6, "ssm.inner_size": 96, "full_attention_interval": 4,
+    "rope.dimension_count": 6,
+}  # fmt: skip
+FLOATS = {"rope.freq_base": 1e4, "attention.layer_norm_rms_epsilon": 1e-3}
+
+
+def of_llama_cpp(path, name, changes):
+    """Keys and tensors, as llama.cpp's converter writes them, of a stock file made here."""
+    _, own = read_model_gguf(path)
+    keys = {f"{name}.{key}": np.uint32(value) for key, value in COUNTS.items()}
+    keys |= {f"{name}.{key}": np.float32(value) for key, value in FLOATS.items()}
+    if name == "qwen35moe":
+        keys[f"{name}.rope.dimension_sections"] = [11, 11, 10, 0]
+    states = STATES | OF_STEPS[name]
+    tensors = {n: e for n, e in own.items() if not n.startswith("blk.")}
+    for layer, shapes in enumerate([states, states, states, PLAIN, AHEAD]):
+        for tensor, shape in shapes.items():
+            source = own.get(f"blk.{min(layer, 3)}.{tensor}")
+            values = np.ones(shape, np.float32) if source is None else source.read()
+            tensors[f"blk.{layer}.{tensor}"] = array_entry(values.reshape(shape), "f32")
+    tensors = {n: e for n, e in (tensors | changes).items() if e is not None}
+    return keys, tensors
+
+
+def older(folder):
+    """Queries, keys, values and gates of each key head in turn, as in the checkpoint: what llama.cpp's
+    converter wrote for Qwen3-Next before it had two matrices."""
+    weights, changes = load_file(folder / "model.safetensors"), {}
+    for layer in range(3):
+        joined = weights[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"].numpy()
+        changes |= {f"blk.{layer}.{name}.weight": None for name in ("attn_qkv", "attn_gate")}
+        changes[f"blk.{layer}.ssm_in.weight"] = array_entry(joined, "f32")
+    return changes
+
+
+@pytest.mark.parametrize("case, is_older", [("qwen35moe", False), ("qwen3nextmoe-stock", False),
+                                            ("qwen3nextmoe-stock", True)])  # fmt: skip
+def test_a_file_of_llama_cpps_converter_runs_and_converts(
+    checkpoints, tmp_path, caplog, case, is_older
+):
+    stock = converted(checkpoints(case), tmp_path / "m.gguf", layout="stock")
+    name, ids = ModelFile.load(stock).architecture, list(range(40))
+    changes = older(checkpoints(case)) if is_older else {}
+    keys, tensors = of_llama_cpp(stock, name, changes)
+    write_gguf(source := tmp_path / "theirs.gguf", name, keys, tensors)
+    note = "the last layer, which predicts tokens further ahead (MTP), is not used"
+    with Engine.load(stock, mode="dense") as engine:
+        want_TV = engine.logits(ids)
+    with caplog.at_level("INFO", "hotsplit"), Engine.load(source, mode="dense") as engine:
+        assert torch.equal(engine.logits(ids), want_TV)
+    assert f"{source}: {note}" in caplog.messages
+    config = ConvertConfig(source=source, output=tmp_path / "sparse.gguf")
+    report = convert(config, verify=lambda written: [verify(written).line])
+    assert note in report.notes and "logits equal the source's" in report.verified
+    with Engine.load(config.output, mode="dense") as engine:
+        assert rel_error(engine.logits(ids), want_TV) < 1e-5
+
+
+def test_what_is_no_whole_file_of_llama_cpps_converter_is_refused(checkpoints, tmp_path):
+    folder = checkpoints("qwen3nextmoe-stock")
+    stock = converted(folder, tmp_path / "m.gguf", layout="stock")
+    wrong = older(folder)
+    wrong["blk.1.ssm_in.weight"] = array_entry(np.ones((255, 64), np.float32), "f32")
+    keys, tensors = of_llama_cpp(stock, "qwen3next", wrong)
+    write_gguf(tmp_path / "a.gguf", "qwen3next", keys, tensors)
+    with pytest.raises(HotsplitError, match="unknown tensor 'blk.1.ssm_in.weight'"):
+        ModelFile.load(tmp_path / "a.gguf")
+    ahead = {n: e for n, e in tensors.items() if n.startswith(("blk.4.", "token", "output"))}
+    write_gguf(tmp_path / "b.gguf", "qwen3next", keys, ahead)
+    with pytest.raises(HotsplitError, match="has only the layers that predict tokens further"):
+        ModelFile.load(tmp_path / "b.gguf")
 
 
 WRONG = {

@@ -23,6 +23,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.errors import HotsplitError
 from hotsplit.families.experts import expert_place
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.typed import shown
 from hotsplit.files.written import Restored, Written
@@ -244,12 +245,13 @@ def _source_logits(written: Written, ids: list[int]) -> Tensor:
     """f32 [T, V]: our runtime's logits with the source's header and layout, and the file's values,
     activation and thresholds. Raises Skipped if memory is too small."""
     keys, tensors = read_model_gguf(written.source)
-    needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
-    if needed > 0.8 * free_memory_bytes():
-        raise Skipped(f"the source needs about {needed / 1e9:.0f} GB in f32")
     own = ModelFile.load(written.path)
     keys = keys | {"hotsplit.ffn.activation": own.activation}
     keys["hotsplit.ffn.threshold"] = list(own.threshold_L)
+    _, tensors = KeyReader(written.source, keys, tensors).model()
+    needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
+    if needed > 0.8 * free_memory_bytes():
+        raise Skipped(f"the source needs about {needed / 1e9:.0f} GB in f32")
     values: dict[str, list[np.ndarray]] = {}
     for item in written.restored():
         values.setdefault(item.source, []).append(item.values)

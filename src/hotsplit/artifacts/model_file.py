@@ -82,6 +82,8 @@ class ModelFile:
     # The measured quality of modes with these thresholds, limits and predictors; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     is_trained_sparse: bool = False  # see limits.Limits.is_trained
+    # Layers of the file that only predict tokens further ahead, which nothing here runs.
+    num_skipped: int = 0
 
     @classmethod
     def load(cls, path: Path) -> "ModelFile":
@@ -94,7 +96,7 @@ class ModelFile:
     def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
         """The model from the output of `read_model_gguf`; errors quote `path`."""
         read = KeyReader(path, keys, tensors)
-        spec, tensors = read.graph.of_keys(read), read.used_tensors()
+        spec, tensors = read.model()
         own = ("GGUF.", f"{read.graph.name}.", "hotsplit.", *_GENERAL)
         model = cls(
             path=path,
@@ -107,6 +109,7 @@ class ModelFile:
             extra_keys={k: v for k, v in keys.items() if not k.startswith(own)},
             quality=read.quality(),
             is_trained_sparse=read.flag("hotsplit.limits.trained"),
+            num_skipped=read.num_skipped,
         )
         model.validate()
         return model
@@ -267,6 +270,14 @@ class ModelFile:
             raise HotsplitError(
                 f"{self.path}: {what} not supported for mixtures of experts; {instead}"
             )
+
+    @property
+    def skipped_note(self) -> str:
+        """A clause on the layers of the file that nothing runs; "" without any."""
+        if self.num_skipped == 1:
+            return "the last layer, which predicts tokens further ahead (MTP), is not used"
+        count = f"the last {self.num_skipped} layers, which predict tokens further ahead (MTP),"
+        return f"{count} are not used" if self.num_skipped else ""
 
     @property
     def has_limits(self) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from hotsplit.errors import HotsplitError, about
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
 from hotsplit.files.typed import shown
+from hotsplit.model.tensors import OUTPUT_GATE
 
 SPLIT_ARCHITECTURE = "hotsplit-split"  # in split files, which are GGUF too
 # By architecture of PowerInfer's files, which do not state it: that of PowerInfer's graphs.
@@ -52,9 +53,26 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
         keys = keys | {"hotsplit.model_id": compute_model_id(config, samples)}
     if file.magic == "GGUF":
         with about(path, "; get the file again"):
-            return keys, _with_experts_apart(tensors)
+            return keys, _with_experts_apart(_with_vectors(tensors))
     with about(path, "; convert its checkpoint again"):
         return _adopted(keys, tensors)
+
+
+def _with_vectors(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors, with the gates of shared experts as the vectors that they are: llama.cpp's converter
+    writes them as matrices of one row, and its quantize as vectors."""
+
+    def vector(entry: TensorEntry) -> TensorEntry:
+        return replace(
+            entry, shape=entry.shape[1:], read_rows=lambda start, stop: entry.read()[0, start:stop]
+        )
+
+    return {
+        name: vector(entry)
+        if name.endswith(f".{OUTPUT_GATE}") and entry.kind == "f32" and entry.shape[:-1] == (1,)
+        else entry
+        for name, entry in tensors.items()
+    }
 
 
 _JOINED = ".ffn_gate_up_exps.weight"

@@ -28,12 +28,12 @@ from hotsplit.families.experts import (
     other_in_stock,
     with_dense_layers,
 )
-from hotsplit.families.family import Architecture, Family
+from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.glm import SECOND_NORM
 from hotsplit.families.llama import whole_sizes
 from hotsplit.families.row_order import Rows
 from hotsplit.families.sizes import Sizes
-from hotsplit.files.gguf_file import Value
+from hotsplit.files.gguf_file import Value, chosen_rows
 from hotsplit.model.spec import Activation, DeltaNet, ModelSpec, Rotary, Route
 
 if TYPE_CHECKING:
@@ -194,6 +194,21 @@ def _joined_rows(delta: DeltaNet) -> dict[str, Rows]:
     }  # fmt: skip
 
 
+def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
+    """The tensors, with the rows of `ssm_in`, which llama.cpp's converter wrote for Qwen3-Next before
+    2026, as two matrices. One of another height stays, and is refused as unknown."""
+    found = dict(tensors)
+    for layer, delta in enumerate(layer.delta for layer in spec.layers):
+        if delta is None or not delta.is_grouped:
+            continue
+        for name, rows in _joined_rows(delta).items():
+            entry = tensors.get(source := f"blk.{layer}.{rows.source}")
+            if entry is not None and entry.shape[0] == rows.num_rows:
+                found.pop(source, None)
+                found[f"blk.{layer}.{name}"] = chosen_rows(entry, rows.order)
+    return found
+
+
 def delta_spec(
     name: str, where: str, sizes: Sizes, rotary: Rotary, activation: Activation, delta: DeltaNet,
     attends_L: Sequence[bool], experts: Experts | None,
@@ -332,6 +347,7 @@ GRAPHS = tuple(
         known_keys=_KEYS if name == "qwen35" else (*KEYS, *_KEYS),
         stock_activations=("silu",),
         not_in_stock=_not_in_stock,
+        apart=apart,
     )
     for name in _ARCHES
 )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hotsplit.files.gguf_file import Value
+from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.model.spec import Activation, ModelSpec
 
 if TYPE_CHECKING:  # their readers refuse what they read with the names of all families
@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # their readers refuse what they read with the names of all f
     from hotsplit.families.config_reader import ConfigReader
     from hotsplit.families.key_reader import KeyReader
 
+Tensors = dict[str, TensorEntry]
 PROJECTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
 GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 
@@ -22,7 +23,8 @@ class Architecture:
     of a model have or none. `stock_activations` and `stock_options`: what llama.cpp's graph of this
     name computes and loads; empty if it has none; `not_in_stock` says what else of a spec it would
     compute otherwise. `keys` writes what `of_keys` reads beyond the
-    keys that all architectures have (spec_keys); `known_keys` are the names of these."""
+    keys that all architectures have (spec_keys); `known_keys` are the names of these. `apart` takes
+    apart what older files of llama.cpp's converter have in one tensor."""
 
     name: str
     of_keys: Callable[["KeyReader"], ModelSpec]
@@ -32,6 +34,7 @@ class Architecture:
     stock_activations: tuple[Activation, ...] = ()
     stock_options: tuple[str, ...] = ()
     not_in_stock: Callable[[ModelSpec], str | None] = lambda spec: None
+    apart: Callable[[ModelSpec, Tensors], Tensors] = lambda spec, tensors: tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import KINDS, NO_SCALING, Pairing, RopeScaling
-from hotsplit.model.spec import Activation, NormKind, Rotary
+from hotsplit.model.spec import Activation, ModelSpec, NormKind, Rotary
 from hotsplit.model.unsupported import why_key, why_not_run
 
 VERSION = 1
@@ -210,11 +210,25 @@ class KeyReader:
             )
         return count
 
-    def used_tensors(self) -> dict[str, TensorEntry]:
-        """The tensors without those of layers that are skipped."""
+    def model(self) -> tuple[ModelSpec, dict[str, TensorEntry]]:
+        """The spec, and the file's tensors by the names that a model file of this spec has.
+
+        Raises HotsplitError for a spec that cannot be, or cannot be run."""
+        spec = self.graph.of_keys(self)
+        return spec, self.graph.apart(spec, self._used_tensors())
+
+    def _used_tensors(self) -> dict[str, TensorEntry]:
+        """The tensors without those of layers that are skipped. Raises HotsplitError for a file that
+        has no others, which llama.cpp's converter makes for drafts."""
         last = self.count("block_count") if self.num_skipped else 0
         skipped = tuple(f"blk.{layer}." for layer in range(last - self.num_skipped, last))
-        return {name: e for name, e in self.tensors.items() if not name.startswith(skipped)}
+        used = {name: e for name, e in self.tensors.items() if not name.startswith(skipped)}
+        if skipped and not any(name.startswith("blk.") for name in used):
+            raise HotsplitError(
+                f"{self.path}: has only the layers that predict tokens further ahead (multi-token"
+                " prediction), which are not supported; give the file of the model itself"
+            )
+        return used
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 0."""

@@ -163,6 +163,7 @@ class GgufSummary(Summary):
                 ("thresholds", span(m.threshold_L)),
                 *([("limits", f"sha256 {limits[:12]}")] if limits else []),
                 *spec_facts(m.bare_spec),
+                *([("note", m.skipped_note)] if m.num_skipped else []),
                 *([("a text keeps", kept)] if (kept := text_words(m)) else []),
                 *_read_rows(m),
                 (
