@@ -201,10 +201,15 @@ class Decoder:
             weights.embedding, weights.positions, ids_T, start, scale=weights.embedding_scale
         )
         self.observers.show("embedding", None, as_tensor(x))
-        found, run = None, partial(self._run_layers, sequence=sequence, start=start, slots=slots)
         if self.captured is not None and not self.observers.active:
+            run = partial(self._run_layers, sequence=sequence, start=start, slots=slots)
             found = self.captured.run(as_tensor(x), sequence, start, run)
-        found = run(x, Turns(start, len(ids_T))) if found is None else found
+            if found is not None:
+                return found.to(weights.head_device)
+        handed = [x]
+        del x  # else it would be kept until the last layer
+        turns = Turns(start, len(ids_T))
+        found = self._run_layers(handed.pop(), turns, sequence=sequence, start=start, slots=slots)
         return found.to(weights.head_device)
 
     def _run_layers(
