@@ -208,9 +208,9 @@ def test_a_bound_that_is_too_low_is_found_at_load_and_kept(monkeypatch, capsys):
     monkeypatch.setattr(gpu_setup, "temporaries", lambda p, piece_bytes: PoolBytes())
     found, forward, passes = [], Decoder.forward, []
 
-    def counted(decoder, ids_T, start, sequence=0):
+    def counted(decoder, ids_T, *where):
         passes.append(len(ids_T))
-        return forward(decoder, ids_T, start, sequence)
+        return forward(decoder, ids_T, *where)
 
     monkeypatch.setattr(Decoder, "forward", counted)
     for _ in range(2):

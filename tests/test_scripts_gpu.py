@@ -126,7 +126,7 @@ def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wan
         def close(self):
             pass
 
-    def loaded(rival, count, log):
+    def loaded(rival, count, log, *, moves_experts):
         loads.append(count)
         return gpu_rival.Rival(process=Closed(), num_layers=count, gpu_bytes=60 + 115 * count)
 
@@ -155,7 +155,7 @@ def test_the_rival_that_fits_best_stays_open_and_no_other(monkeypatch, tmp_path,
         def close(self):
             is_open[self.count] = False
 
-    def loaded(rival, count, log):
+    def loaded(rival, count, log, *, moves_experts):
         if fails and count == 3:
             raise ProcessError("llama.cpp: no memory")
         return gpu_rival.Rival(process=Loaded(count), num_layers=count, gpu_bytes=needed[count])

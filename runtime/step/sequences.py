@@ -125,7 +125,7 @@ class Sequences:
         starts = {part.sequence.number: part.sequence.length for part in parts}
         is_new = [row.position >= starts[row.sequence] for row in rows if row.has_logits]
         for part in parts:
-            part.sequence.add(part.tokens)
+            part.sequence._add(part.tokens)
         if not all(is_new):
             logits_RV = logits_RV[torch.tensor(is_new)]
         if len(parts) == 1:
@@ -177,11 +177,11 @@ class Sequences:
         has_steps = self.live.has_hybrid_steps
         again = rows_of(sequence.ids[first:], first, "all" if has_steps else "none", number)
         if again and has_steps and not is_decoded([*again, *rows]):
-            repeated = sequence.marked(again)
+            repeated = sequence._marked(again)
             for at in range(0, len(repeated), ROWS[-1]):
                 self.live.run(repeated[at : at + ROWS[-1]])
             again = []
-        return sequence.marked([*again, *rows])
+        return sequence._marked([*again, *rows])
 
 
 def _are_tokens(tokens: object) -> bool:
@@ -236,14 +236,14 @@ class Sequence:
         if self._live.states is not None and position > 0:
             self._marks.add(position)
 
-    def marked(self, rows: list[Row]) -> list[Row]:
+    def _marked(self, rows: list[Row]) -> list[Row]:
         """The rows, of which those at marked positions save the state before them."""
         start = rows[0].position
         for position in self._marks.intersection(range(start, start + len(rows))):
             rows[position - start] = replace(rows[position - start], saves="lasting")
         return rows
 
-    def add(self, tokens: Several[int]) -> None:
+    def _add(self, tokens: Several[int]) -> None:
         """Notes that tokens have been computed."""
         self.ids.extend(tokens)
         self._marks = {position for position in self._marks if position >= self.length}
