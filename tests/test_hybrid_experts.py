@@ -208,6 +208,7 @@ def test_a_divided_layer_takes_one_round_trip():
     assert main.count("kernel") == counted - 2 + 2 * (HOT_KERNELS - 1) + HEAD_KERNELS
 
 
+@pytest.mark.slow  # test_fake_experts.py executes the same kernels, compiled, in every run
 def test_triton_kernels_give_the_references_logits():
     """In Triton's interpreter, with the weights in main memory."""
     model = stock(kind="q4_0", width=32, num_neurons=32, num_shared=32, has_shared_gate=True)

@@ -35,25 +35,24 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null", "-pthread"]
 # program that fails is compiled again with such messages.
 TRAPS = ["-fsanitize-undefined-trap-on-error"]
 SAYS = ["-g", "-fno-sanitize-recover=all"]
-# On a processor without AMX, dispatch.cpp never calls the level amx; test_amx.py runs it on
-# emulated tiles.
-NO_AMX = '#include "kernels.h"\nconst Kernels kernels_amx = {};\n'
+# dispatch.cpp never calls levels that the processor lacks; test_amx.py and test_avxvnni.py run two of
+# them on emulated instructions.
+LACKING = '#include "kernels.h"\nconst Kernels kernels_{} = {{}};\n'
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"
 )
 
 
-def has_amx() -> bool:
-    return "amx_int8" in Path("/proc/cpuinfo").read_text().split()
-
-
 def all_compiled(folder: Path, how: list[str]) -> list[Path]:
     """Compiles the kernels and their driver, two files at a time, as CI has two cores."""
     sources = {name: (KERNELS / f"{name}.cpp", flags) for name, flags in SOURCES.items()}
-    if not has_amx():
-        (folder / "no_amx.cpp").write_text(NO_AMX)
-        sources["rows_amx"] = (folder / "no_amx.cpp", [f"-I{KERNELS}"])
+    usable = library.usable_levels() if library.is_available() else []
+    for name in sources if usable else ():
+        level = name.removeprefix("rows_")
+        if level != name and level not in usable:
+            (folder / f"no_{level}.cpp").write_text(LACKING.format(level))
+            sources[name] = (folder / f"no_{level}.cpp", [f"-I{KERNELS}"])
     sources["driver"] = (ROOT / "tests" / "sanitized_kernels.cpp", [])
 
     def compile_one(name: str) -> Path:
