@@ -60,7 +60,7 @@ def qwen3_5(read: ConfigReader) -> Blueprint:
 
 
 def qwen3_5_moe(read: ConfigReader) -> Blueprint:
-    """Qwen3_5MoeForCausalLM, which has no number of neurons of a layer without experts, and the text
+    """Qwen3_5MoeForCausalLM, all of whose layers have experts, and the text
     model of Qwen3_5MoeForConditionalGeneration."""
     return _blueprint(read, "qwen35moe")
 
