@@ -23,6 +23,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import NUM_BINS, Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.kernel_counts import HOT_KERNELS, dense_kernels
+from hotsplit.measure.calibrate import step_costs
 from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes
 from hotsplit.measure.calibrate.cpu_costs import measure_costs
 from hotsplit.measure.calibrate.step_costs import (
@@ -38,6 +39,7 @@ from hotsplit.measure.calibrate.step_costs import (
 from hotsplit.measure.timing.interleave import Probe, time_rounds
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu import reference
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
 from hotsplit.runtime.kernels.stored import StoredMatrix
 from hotsplit.solver.inputs import Inputs
@@ -162,7 +164,11 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="*", help="f16 model files")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each part")
     asked = parser.parse_args()
-    with mock.patch.multiple(reference, _product=product, down=down):
+    kernels = replace(reference_kernels(), down=down)
+    with (
+        mock.patch.object(reference, "product", product),
+        mock.patch.object(step_costs, "reference_kernels", lambda: kernels),
+    ):
         measure(asked)
 
 
