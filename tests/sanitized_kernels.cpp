@@ -16,6 +16,8 @@
 
 namespace {
 
+constexpr float UNSEEN = -1e30f;
+
 uint32_t state = 1;
 uint32_t next() { return state = state * 1664525u + 1013904223u; }
 float uniform() { return static_cast<float>(next() >> 8) / (1 << 23) - 1.0f; }
@@ -341,7 +343,6 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     feed_forward.block = &block, feed_forward.num_blocks = 1, feed_forward.num_neurons = F;
     double frequency[32];
     for (int64_t i = 0; i < W / 2; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
-    constexpr float UNSEEN = -1e30f;
     HsStep step = {};
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
     step.output_norm = norm(D, false);
@@ -461,6 +462,14 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
         if (hs_step(&step, &rows[t], 1, logits + t * V)) return false;
     }
     if (hs_step(&step, rows, R, together)) return false;
+    const int64_t chosen = R * layer.route.num_used * F;
+    step.seen_gate = floats(chosen, UNSEEN), step.seen_hidden = floats(chosen, UNSEEN);
+    step.seen_shared = floats(R * F, UNSEEN), step.seen_heads = floats(R * H * padded, UNSEEN);
+    if (hs_step(&step, rows, R, together)) return false;
+    for (const auto& [seen, count] :
+         {std::pair(step.seen_gate, chosen), std::pair(step.seen_hidden, chosen),
+          std::pair(step.seen_shared, R * F), std::pair(step.seen_heads, R * H * padded)})
+        if (std::find(seen, seen + count, UNSEEN) != seen + count) return false;
     if (std::memcmp(together, logits, R * V * sizeof(float))) return false;
     auto is_refused = [&](int64_t& field, int64_t value) {
         const int64_t before = field;

@@ -301,7 +301,7 @@ def test_a_model_agrees_with_torch(model_path, restore_library, level):
 
 def test_observers_see_native_layers(model_path):
     """In memory and streamed, where a delta net is a layer by itself."""
-    names = ("layer_out", "ffn_hidden")
+    names = ("layer_out", "ffn_hidden", "attn_norm", "attn_heads")
     with Engine.load(model_path, mode="dense") as engine:
         assert engine.has_native_layers
         passes = []
@@ -316,7 +316,7 @@ def test_observers_see_native_layers(model_path):
             passes.append(seen)
         layers = engine._live.weights.layers
     native, torches = passes
-    assert len(native) == 2 * len(layers) and native.keys() == torches.keys()
+    assert len(native) == 4 * len(layers) and native.keys() == torches.keys()
     for key, values in native.items():
         assert rel_error(values, torches[key]) < 1e-5
     assert NativeLayers.build({0: layers[0]}) is not None and layers[0].delta is not None

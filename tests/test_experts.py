@@ -274,10 +274,10 @@ def test_bytes_are_those_of_the_chosen_experts(layout):
     with Engine.of(model, mode="dense") as engine:
         seen = {}
         with engine.observe(
-            lambda n, i, t: seen.setdefault(i, (t != 0).any(0)), lambda n, i: n == "ffn_hidden"
+            lambda n, i, t: seen.setdefault(i, t.unique()), lambda n, i: n == "ffn_experts"
         ):
             engine.logits(IDS)
-        used = sum(int(fired.view(7, 96).any(1).sum()) for fired in seen.values())
+        used = sum(map(len, seen.values()))
         row, of_expert = 68, 3 * 96 * 68 if layout == "sparse" else 2 * 96 * 68 + 64 * 102
         for run, experts in (
             (partial(engine._step, IDS[0], 0), 2 * 3),
@@ -421,11 +421,15 @@ def test_experts_and_their_neurons_are_counted(activation):
             engine.logits(IDS)
         router = engine.layers[1].router
         chosen = router.forward(seen["ffn_norm", 1]).id_TK
+        assert torch.equal(seen["ffn_experts", 1], chosen)
     arrays = counter.arrays()
     assert torch.equal(arrays["expert_count_LE"][1], chosen.flatten().bincount(minlength=12))
     assert arrays["expert_count_LE"][0].sum() == 0 and len(IDS) * 4 == len(chosen.flatten())
-    fired_TF = seen["ffn_gate", 1] > 0 if activation == "relu" else seen["ffn_hidden", 1] != 0
-    assert torch.equal(arrays["active_count_LF"][1], fired_TF.sum(dim=0))
+    fired_TA = seen["ffn_gate", 1] > 0 if activation == "relu" else seen["ffn_hidden", 1] != 0
+    want_EN = torch.zeros(12, 37, dtype=torch.int64)
+    for experts_K, fired_KN in zip(chosen, fired_TA.unflatten(1, (4, 37)), strict=True):
+        want_EN[experts_K] += fired_KN
+    assert torch.equal(arrays["active_count_LF"][1], want_EN.flatten())
     profile = Profile(
         model_id=model.model_id, num_tokens=len(IDS), threshold_L=model.threshold_L,
         corpora=(Corpus(name="ids", sha256="0" * 64, num_tokens=len(IDS)),),
@@ -449,14 +453,13 @@ def test_experts_and_their_neurons_are_counted(activation):
 def test_each_process_records_its_share_of_experts(monkeypatch):
     """Added up, the shares of three processes are what each has seen, also after a resumption."""
     monkeypatch.setattr(counting, "MAX_RECORDED", 6)
-    gates, nan = (Gate(activation="relu", threshold=0.0),), float("nan")
+    gates = (Gate(activation="relu", threshold=0.0),)
     counters = [Counter(gates, 8, experts_L=(4,), share=(number, 3)) for number in range(3)]
     for number, counter in enumerate(counters):
         for batch in ([number], [3, number], [1]):  # the experts besides expert 2 of each token
-            gate_TEN = torch.full((len(batch), 4, 2), nan)
-            for token, expert in enumerate(batch):
-                gate_TEN[token, [expert if expert != 2 else 0, 2]] = 1.0
-            counter.observe("ffn_gate", 0, gate_TEN.flatten(1))
+            id_TK = torch.tensor([[expert if expert != 2 else 0, 2] for expert in batch])
+            counter.observe("ffn_experts", 0, id_TK)
+            counter.observe("ffn_gate", 0, torch.ones(len(batch), 4))
     again = Counter(gates, 8, experts_L=(4,), share=(0, 3))
     again.load(counters[0].arrays())
     parts = [counter.arrays()["recorded_LRK"] for counter in (again, *counters[1:])]

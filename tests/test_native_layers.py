@@ -8,6 +8,7 @@ import torch
 from models import make_model, make_sizes
 from reference import logits_ref, rel_error
 from test_by_output import stock_of
+from test_experts import ROUTES, mixture
 from test_native_step import BOUNDS, PAIRS
 from test_runtime import PATTERNS, make_split, saved
 
@@ -15,11 +16,13 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.families.sizes import sizes_of
 from hotsplit.measure.evaluate.quality import compare_all
+from hotsplit.profile.count.counting import Counter, experts_of, gates_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.native_layers import SHOWN, NativeLayers
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 IDS = [(7 * i + i * i) % 50 for i in range(30)]
+OF_ALL = SHOWN - {"ffn_predicted", "ffn_experts", "ffn_shared_hidden"}  # what every layer has
 
 
 @pytest.fixture
@@ -57,8 +60,9 @@ def test_observers_see_what_torch_computes(tmp_path, calls, mode, kind, activati
         assert calls == [0, 1]
     # A neuron that is named in one path only changes what later layers see.
     compare(got, want, BOUNDS[kind] * (2 if mode == "predicted" else 1))
-    names = SHOWN if mode == "predicted" else SHOWN - {"ffn_predicted"}
-    assert {name for name, _ in got} == names
+    assert {name for name, _ in got} == OF_ALL | (
+        {"ffn_predicted"} if mode == "predicted" else set()
+    )
     assert (got["ffn_hidden", 0] != 0).any()
     assert got["ffn_gate", 1].isnan().any() == (mode == "predicted")
 
@@ -117,7 +121,7 @@ def test_any_number_of_tokens_and_neurons(tmp_path, calls, num_neurons, count, a
     for mode in ("dense", "exact"):
         with Engine.load(model.path, mode=mode) as engine:
             got = observed(engine, SHOWN, IDS[:count])
-            want = observed(engine, SHOWN | {"attn_norm"}, IDS[:count])
+            want = observed(engine, SHOWN | {"attn_out"}, IDS[:count])
         compare(got, want, BOUNDS["f32"])
     assert calls == [0, 1] * 2
 
@@ -131,6 +135,42 @@ def test_bits_do_not_depend_on_threads(tmp_path):
             found.append(observed(engine, SHOWN))
     for other in found[1:]:
         assert all(torch.equal(tensor, other[key]) for key, tensor in found[0].items())
+
+
+@pytest.mark.parametrize("layout, mode, kind", [
+    ("sparse", "dense", "q8_0"), ("sparse", "exact", "f32"), ("stock", "dense", "f32"),
+    ("stock", "dense", "q4_k"),
+])  # fmt: skip
+def test_mixtures(calls, layout, mode, kind):
+    """Experts, of which some have one token, shared ones, and a layer without a router."""
+    activation, width = ("relu" if mode == "exact" else "silu"), 256 if kind == "q4_k" else 64
+    model = mixture(
+        route=ROUTES["sigmoid"], kind=kind, layout=layout, width=width, num_neurons=max(96, width),
+        activation=activation, num_dense=1, num_shared=width, has_shared_gate=True,
+    )  # fmt: skip
+    counters = []
+    with Engine.of(model, mode=mode) as engine:
+        found = []
+        for names in (SHOWN, SHOWN | {"ffn_out"}):
+            counter = Counter(
+                gates_of(model, model.threshold_L), model.spec.most_neurons,
+                experts_L=experts_of(model),
+            )  # fmt: skip
+            with engine.observe(counter.observe, counter.wants):
+                found.append(observed(engine, names, IDS[:6]))
+            counters.append(counter.arrays())
+    assert calls == [0, 1]
+    got, want = found
+    assert {name for name, layer in got if layer == 1} == SHOWN - {"ffn_predicted"}
+    assert torch.equal(got["ffn_experts", 1], want["ffn_experts", 1])
+    assert mode == "dense" or 1 in got["ffn_experts", 1].flatten().bincount()
+    compare(got, want, BOUNDS[kind])
+    assert ("ffn_experts", 0) not in got and (got["ffn_hidden", 1] == 0).any() == (mode == "exact")
+    for name, array in counters[0].items():
+        other, is_rounded = counters[1][name], name == "gate_histogram_LB"  # into bins
+        assert torch.equal(array, other) or (
+            is_rounded and (array - other).abs().sum() < 0.01 * array[:, 1:].sum()
+        ), name
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_k"])
@@ -211,7 +251,7 @@ def test_a_pass_that_is_seen_leaves_the_same_keys_and_values(tmp_path, calls):
     assert rel_error(logits, logits_ref(model, IDS[:21])[-1]) < BOUNDS["f32"]
 
 
-@pytest.mark.parametrize("names", [set(), {"attn_heads"}, {"ffn_norm", "attn_norm"}])
+@pytest.mark.parametrize("names", [set(), {"attn_out"}, {"ffn_norm", "ffn_out"}])
 def test_other_tensors_are_shown_by_torch(tmp_path, calls, names):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
@@ -232,7 +272,7 @@ def test_torch_can_be_asked_for(tmp_path, calls):
         assert engine.has_native_layers
         with engine.observe(lambda *a: seen.append(a[0]), lambda n, i: n in SHOWN, in_torch=True):
             engine.hidden(IDS)
-    assert set(seen) == SHOWN - {"ffn_predicted"} and not calls
+    assert set(seen) == OF_ALL and not calls
 
 
 def test_new_thresholds_apply(tmp_path):

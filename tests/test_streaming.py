@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
-from delta_models import delta_model
+from delta_models import FEW, delta_model
 from forked import run_command
 from models import byte_level_keys, make_model, make_sizes, shape_only
 from reference import rel_error
@@ -53,6 +53,7 @@ CASES = {
     "falcon-40b": FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
     "falcon-one-after-the-other": FalconConfig(**FALCON, parallel_attn=False, bias=True),
 }
+LACKING = {"ffn_predicted", "ffn_experts", "ffn_shared_hidden"}  # no case has them
 WORDS = ["the ", "quick ", "brown ", "fox ", "def ", "add(a, ", "b):\n", "return ", "jumps "]
 
 
@@ -114,14 +115,17 @@ def windows_of(seed=0, lengths=(200, 16, 129, 128, 256)):
 def test_recurrent_states_go_from_chunk_to_chunk(tmp_path):
     path, (keys, _) = tmp_path / "m.gguf", byte_level_keys()
     sizes = make_sizes(num_layers=4, vocab_size=320, context_length=256)
-    delta_model(sizes, extra_keys=keys).save(path)
-    want, got = Record(), Record()
-    with Engine.load(path, mode="dense") as engine, engine.observe(want.observe):
-        for ids in windows_of():
-            engine.hidden(ids)
-    with stream_of(path, tmp_path) as stream, stream.observe(got.observe):
-        stream.run(windows_of(), lambda count: None)
-    assert is_same(got, want)
+    delta_model(sizes, extra_keys=keys, experts=FEW).save(path)
+    for wants in (None, lambda name, layer: name in SHOWN):
+        want, got, said = Record(), Record(), []
+        with Engine.load(path, mode="dense") as engine, engine.observe(want.observe, wants):
+            for ids in windows_of():
+                engine.hidden(ids)
+        with stream_of(path, tmp_path) as stream, stream.observe(got.observe, wants):
+            stream.say = said.append
+            stream.run(windows_of(), lambda count: None)
+        assert is_same(got, want) and ("ffn_experts", 3) in got.seen
+        assert len(said) == 2
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,7 +146,7 @@ def test_observers_see_the_same_bits_layer_by_layer(folder, tmp_path, case, spil
             stream.run(windows_of(seed=1), lambda count: None)
     assert is_same(got, want)
     assert not is_same(other, want)
-    in_layers = NAMES.keys() - {"embedding", "ffn_predicted", "output_norm", "logits"}
+    in_layers = NAMES.keys() - {"embedding", "output_norm", "logits", *LACKING}
     assert {n for n, layer in got.seen if layer is not None} == in_layers
     assert not list(tmp_path.iterdir())
 
@@ -162,7 +166,7 @@ def test_native_layers_show_the_same_bits_one_at_a_time(folder, tmp_path, case):
     ):
         stream.run(windows_of(), lambda count: None)
     assert is_same(got, want)
-    assert {name for name, layer in got.seen} == SHOWN - {"ffn_predicted"}
+    assert {name for name, layer in got.seen} == SHOWN - LACKING
     for key, tensors in got.seen.items():
         for mine, other in zip(tensors, in_torch.seen[key], strict=True):
             assert rel_error(mine, other) < 1e-3, key

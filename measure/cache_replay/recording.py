@@ -61,15 +61,31 @@ def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
         )
     name = "ffn_predicted" if runs_predictors(engine.mode) else "ffn_hidden"
     parts: dict[int, list[np.ndarray]] = {}
+    chosen: dict[int, Tensor] = {}  # [T, K], by layer
 
-    def see(_: str, layer: int | None, value: Tensor) -> None:
+    def see(shown: str, layer: int | None, value: Tensor) -> None:
         assert layer is not None
+        if shown == "ffn_experts":
+            chosen[layer] = value
+            return
         predictor = engine.layers[layer].ffn.predictor
         is_read = ~(value <= predictor.threshold) if predictor else value != 0
+        if layer in chosen:
+            num_experts = engine.model.spec.layers[layer].neurons.num_experts
+            is_read = _of_all_experts(is_read, chosen[layer], num_experts)
         parts.setdefault(layer, []).append(packed(is_read.cpu().numpy()))
 
-    with engine.observe(see, lambda shown, layer: shown == name), torch.inference_mode():
+    wanted = (name, "ffn_experts")
+    with engine.observe(see, lambda shown, layer: shown in wanted), torch.inference_mode():
         for start in range(0, len(token_ids), window):
             engine.logits(list(token_ids[start : start + window]))
     bits = [np.concatenate(parts[layer]) for layer in range(len(engine.layers))]
     return Trace(num_neurons=engine.model.spec.most_neurons, bits_TLW=np.stack(bits, axis=1))
+
+
+def _of_all_experts(is_read_TA: Tensor, id_TK: Tensor, num_experts: int) -> Tensor:
+    """bool [T, F]: the neurons of all experts, of those of the chosen ones [T, K * neurons]."""
+    is_read_TKN = is_read_TA.unflatten(1, (id_TK.shape[1], -1))
+    whole_TEN = is_read_TKN.new_zeros(len(id_TK), num_experts, is_read_TKN.shape[2])
+    whole_TEN[torch.arange(len(id_TK))[:, None], id_TK] = is_read_TKN
+    return whole_TEN.flatten(1)

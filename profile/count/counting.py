@@ -28,7 +28,8 @@ MAX_RECORDED = 4096
 
 
 class Counter:
-    """An observer of `ffn_gate` and the last `layer_out`; it counts what this process runs.
+    """An observer of `ffn_gate`, `ffn_experts` and the last `layer_out`; it counts what this process
+    runs.
 
     `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
     its activated gate is above it. Such a model must run in mode exact. `experts_L`: the number of
@@ -46,6 +47,7 @@ class Counter:
         self.limits = tuple(limits) or (LayerLimits(),) * len(gates)
         self.experts_L = tuple(experts_L) or (1,) * len(gates)
         self._chosen: dict[int, Tensor] = {}  # i64 [E] a layer with experts
+        self._id_TK: Tensor | None = None  # of the tokens whose gates come next
         self._recorded: dict[int, Tensor] = {}  # i64 [R, K] a layer, experts + 1; 0: none yet
         number, size = share
         self._slots = MAX_RECORDED * number // size, MAX_RECORDED * (number + 1) // size
@@ -54,7 +56,8 @@ class Counter:
         self._has_nan: Tensor | None = None  # bool []
 
     def wants(self, name: str, layer: int | None) -> bool:
-        return name == "ffn_gate" or (name == "layer_out" and layer == len(self.gates) - 1)
+        is_last = layer == len(self.gates) - 1
+        return name in ("ffn_experts", "ffn_gate") or (name == "layer_out" and is_last)
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
@@ -65,40 +68,53 @@ class Counter:
         if layer not in self._count:
             zeros = partial(torch.zeros, dtype=torch.int64, device=tensor.device)
             self._count[layer], self._histogram[layer] = zeros(self.num_neurons), zeros(NUM_BINS)
-        num_experts = self.experts_L[layer]
-        if num_experts > 1:
-            tensor = self._of_chosen(layer, tensor, num_experts)
-        self._add(layer, tensor)
+        if name == "ffn_experts":
+            self._id_TK = self._chosen_of(layer, tensor)
+            return
+        count_F = self._count[layer]
+        if self.experts_L[layer] > 1:
+            self._add_experts(layer, tensor, count_F)
+        else:
+            self._add(layer, tensor, count_F[: tensor.shape[1]])
         self._histogram[layer][0] += len(tensor) * (self.num_neurons - tensor.shape[1])
         if layer == 0:
             self.num_tokens += len(tensor)
 
-    def _of_chosen(self, layer: int, gate_TF: Tensor, num_experts: int) -> Tensor:
-        """Counts the experts that were chosen, which have gates, and returns the gates, with 0 for
-        those of the others."""
-        chosen_TE = ~torch.isnan(gate_TF.unflatten(1, (num_experts, -1))).all(dim=2)
+    def _chosen_of(self, layer: int, id_TK: Tensor) -> Tensor:
+        """The experts that were chosen, on the CPU; counts and records them."""
+        id_TK, num_experts = id_TK.cpu(), self.experts_L[layer]
         if layer not in self._chosen:
             self._chosen[layer] = torch.zeros(num_experts, dtype=torch.int64)
-        self._chosen[layer] += chosen_TE.sum(dim=0)
-        self._record(layer, chosen_TE)
-        return gate_TF.nan_to_num(nan=0.0)
+        self._chosen[layer] += torch.bincount(id_TK.flatten(), minlength=num_experts)
+        self._record(layer, id_TK.sort(dim=1).values)
+        return id_TK
 
-    def _record(self, layer: int, chosen_TE: Tensor) -> None:
-        """Records the experts of these tokens, as far as there are slots; none of a batch in which
-        a token has another number of experts, as after a NaN."""
-        num_used = int(chosen_TE[:1].sum())
-        if (chosen_TE.sum(dim=1) != num_used).any():
-            return
+    def _add_experts(self, layer: int, gate_TA: Tensor, count_F: Tensor) -> None:
+        """Adds the gates [T, K * neurons of an expert] of the experts that were chosen last."""
+        assert self._id_TK is not None
+        id_P, order_P = self._id_TK.flatten().sort(stable=True)
+        gate_PN = gate_TA.reshape(len(id_P), -1)[order_P.to(gate_TA.device)]
+        size, start = gate_PN.shape[1], 0
+        experts, counts = id_P.unique_consecutive(return_counts=True)
+        for expert, num_tokens in zip(experts.tolist(), counts.tolist(), strict=True):
+            own_N = count_F[expert * size : (expert + 1) * size]
+            self._add(layer, gate_PN[start : start + num_tokens], own_N)
+            start += num_tokens
+
+    def _record(self, layer: int, id_TK: Tensor) -> None:
+        """Records the experts of these tokens, in ascending order, as far as there are slots."""
         if layer not in self._recorded:
-            self._recorded[layer] = torch.zeros(MAX_RECORDED, num_used, dtype=torch.int64)
+            self._recorded[layer] = torch.zeros(MAX_RECORDED, id_TK.shape[1], dtype=torch.int64)
         slots_SK = self._recorded[layer][slice(*self._slots)]
         start = int((slots_SK[:, 0] > 0).sum())
-        id_TK = chosen_TE.nonzero()[:, 1].view(-1, num_used)[: len(slots_SK) - start].cpu()
-        slots_SK[start : start + len(id_TK)] = id_TK + 1
+        added_NK = id_TK[: len(slots_SK) - start]
+        slots_SK[start : start + len(added_NK)] = added_NK + 1
 
-    def _add(self, layer: int, gate_TF: Tensor) -> None:
+    def _add(self, layer: int, gate_TF: Tensor, count_F: Tensor) -> None:
+        """Adds the gates of some of a layer's neurons to the histogram, and to `count_F` how often they
+        fire."""
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
-        count_F, histogram_B = self._count[layer][: gate_TF.shape[1]], self._histogram[layer]
+        histogram_B = self._histogram[layer]
         # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
         value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
         limit_F, is_on_cpu = self.limits[layer].gate_F, gate_TF.device.type == "cpu"
@@ -123,7 +139,7 @@ class Counter:
     def _add_magnitudes(self, layer: int, value_TF: Tensor) -> None:
         """Adds every |value| to the histogram alone."""
         if value_TF.device.type == "cpu":
-            none_F = torch.zeros_like(self._count[layer])
+            none_F = torch.zeros(value_TF.shape[1], dtype=torch.int64)
             count(value_TF, -1.0, none_F, self._histogram[layer], is_magnitude=True)
         else:
             self._histogram[layer] += histogram(value_TF)

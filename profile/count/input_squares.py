@@ -1,9 +1,8 @@
 """Adds up, while the model runs, the squares of the inputs of every matrix of its layers, for an
 importance matrix.
 
-The inputs of attention are seen only in torch's passes, which are slower than native ones.
-
-Letters: T tokens, E matrices of a tensor (experts; else 1), M values of a row."""
+Letters: T tokens, E matrices of a tensor (experts; else 1), M values of a row, K experts of a token, P = T K
+pairs."""
 
 import re
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from hotsplit.profile.corpus.corpus import WINDOW, Windows
 from hotsplit.profile.count.run import Part
 
 # The observed tensor that a matrix is multiplied by (see runtime.ops.observers), by the matrix's name.
-# The inner values of shared experts are not observed, so that their down projections have none.
 SEEN_AS = {
     "attn_q": "attn_norm", "attn_k": "attn_norm", "attn_v": "attn_norm", "attn_qkv": "attn_norm",
-    "attn_output": "attn_heads", "ffn_gate": "ffn_norm", "ffn_up": "ffn_norm", "ffn_down": "ffn_hidden",
-    "ffn_gate_shexp": "ffn_norm", "ffn_up_shexp": "ffn_norm", "ffn_gate_exps": "ffn_norm",
-    "ffn_up_exps": "ffn_norm", "ffn_down_exps": "ffn_hidden",
+    "attn_output": "attn_heads", "attn_gate": "attn_norm", "ssm_alpha": "attn_norm", "ssm_beta": "attn_norm",
+    "ssm_ba": "attn_norm", "ssm_out": "attn_heads", "ffn_gate": "ffn_norm", "ffn_up": "ffn_norm", "ffn_down": "ffn_hidden",
+    "ffn_gate_shexp": "ffn_norm", "ffn_up_shexp": "ffn_norm", "ffn_down_shexp": "ffn_shared_hidden",
+    "ffn_gate_exps": "ffn_norm", "ffn_up_exps": "ffn_norm", "ffn_down_exps": "ffn_hidden",
 }  # fmt: skip
 
 
@@ -44,7 +43,7 @@ class Input:
 
 
 class InputSquares(Part):
-    """An observer of the inputs, and of `ffn_gate`, which tells what experts a token has."""
+    """An observer of the inputs, and of the experts of each token."""
 
     is_sum = True
 
@@ -62,14 +61,16 @@ class InputSquares(Part):
             x.key: torch.zeros(x.num_experts or 1, dtype=torch.int64) for x in self.inputs.values()
         }
         self._norm_TD: Tensor | None = None  # the input of a layer's experts, until they are known
-        self._chosen_TE: Tensor | None = None
+        self._id_TK: Tensor | None = None
 
     def wants(self, name: str, layer: int | None) -> bool:
-        return (name, layer) in self._wanted or (name == "ffn_gate" and layer in self._of_experts)
+        return (name, layer) in self._wanted or (
+            name == "ffn_experts" and layer in self._of_experts
+        )
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        if name == "ffn_gate":
+        if name == "ffn_experts":
             self._see_choice(layer, tensor)
             return
         for each in self._wanted[name, layer]:
@@ -77,18 +78,23 @@ class InputSquares(Part):
                 self._add(each, tensor.double().square().sum(dim=0, keepdim=True), len(tensor))
             elif name == "ffn_norm":
                 self._norm_TD = tensor.clone()
-            else:  # zero where an expert is not chosen
-                assert self._chosen_TE is not None
-                squares_F = tensor.double().square().sum(dim=0)
-                self._add(each, squares_F.view(each.num_experts, -1), self._chosen_TE.sum(dim=0))
+            else:
+                assert self._id_TK is not None
+                self._add_pairs(each, tensor.unflatten(1, (self._id_TK.shape[1], -1)), self._id_TK)
 
-    def _see_choice(self, layer: int, gate_TF: Tensor) -> None:
-        of_experts = [x for x in self._wanted["ffn_norm", layer] if x.num_experts is not None]
-        for each in of_experts:
-            assert self._norm_TD is not None and each.num_experts is not None
-            self._chosen_TE = ~torch.isnan(gate_TF.unflatten(1, (each.num_experts, -1))).all(dim=2)
-            squares_ED = self._chosen_TE.double().T @ self._norm_TD.double().square()
-            self._add(each, squares_ED, self._chosen_TE.sum(dim=0))
+    def _see_choice(self, layer: int, id_TK: Tensor) -> None:
+        self._id_TK = id_TK
+        for each in self._wanted["ffn_norm", layer]:
+            if each.num_experts is not None:
+                assert self._norm_TD is not None
+                self._add_pairs(each, self._norm_TD[:, None].expand(*id_TK.shape, -1), id_TK)
+
+    def _add_pairs(self, each: Input, value_TKM: Tensor, id_TK: Tensor) -> None:
+        """Adds the squares of the inputs of each token's experts."""
+        assert each.num_experts is not None
+        id_P, square_PM = id_TK.flatten(), value_TKM.flatten(0, 1).double().square()
+        sum_EM = square_PM.new_zeros(each.num_experts, each.width).index_add_(0, id_P, square_PM)
+        self._add(each, sum_EM, torch.bincount(id_P, minlength=each.num_experts))
 
     def _add(self, each: Input, squares_EM: Tensor, count: Tensor | int) -> None:
         self._squares[each.key] += squares_EM.cpu()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +28,7 @@ from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode, runs_predictors
+from hotsplit.model.spec import LayerSpec
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.candidates import Choices
@@ -240,7 +242,8 @@ class LayerStream:
         layers, plan, waiting = self.model.spec.num_layers, self.plan, step.waiting
         entries, num_tokens = self._entries(0), waiting.starts[-1]
         num_bytes = sum(e.num_bytes for e in entries)
-        values = sum(e.shape[0] * e.shape[1] for e in entries if len(e.shape) == 2)
+        values = sum(prod(e.shape) for e in entries if len(e.shape) == 2)
+        values += _used_values(self.model.spec.layers[0], entries)
         flops, rate = 2 * layers * num_tokens * values, _flops_per_s(step.layer)
         self.say(
             f"streaming {layers} layers of {format_bytes(num_bytes)}, one at a time:"
@@ -364,9 +367,19 @@ def _touch(entry: TensorEntry) -> None:
         flat[::4096].max()
 
 
+def _used_values(layer: LayerSpec, entries: Sequence[TensorEntry]) -> int:
+    """Values of the experts that a token uses, of a layer's tensors."""
+    route = layer.route
+    if route is None:
+        return 0
+    stored = sum(prod(e.shape) for e in entries if len(e.shape) == 3)
+    return stored * route.num_used // route.num_experts
+
+
 def _flops_per_s(layer: Layer) -> float:
     """FLOP/s of a product like those of the pass, unpacking included; the second run is timed."""
-    gate = layer.ffn.blocks[0].gate
+    experts = layer.ffn.experts
+    gate = experts[0].gate.linear(0) if experts else layer.ffn.blocks[0].gate
     x_TD = torch.ones(SHORT_CHUNK, gate.weight.width, device=layer.device)
     for _ in range(2):
         began = time.perf_counter()

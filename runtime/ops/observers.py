@@ -11,8 +11,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-# Letters: T tokens, D model width, H heads, W head width, F neurons, V vocabulary. Values that a
-# sparse mode does not compute are NaN in `ffn_gate` and zero in `ffn_hidden`.
+# Letters: T tokens, D model width, H heads, W head width, F neurons, V vocabulary, K experts of a token. Values
+# that a sparse mode does not compute are NaN in `ffn_gate` and zero in `ffn_hidden`. In a layer with a router
+# both are [T, K * F], with the F neurons of each chosen expert in the order of `ffn_experts`.
 NAMES = {
     "embedding": "[T, D] token embeddings",
     "attn_norm": "[T, D] input of attention",
@@ -20,8 +21,10 @@ NAMES = {
     "attn_out": "[T, D] output of attention",
     "ffn_norm": "[T, D] input of the feed-forward layer",
     "ffn_predicted": "[T, F] scores of the predictor",
+    "ffn_experts": "[T, K] numbers of the experts that the router has chosen, the first choice first",
     "ffn_gate": "[T, F] gate pre-activations",
     "ffn_hidden": "[T, F] act(gate) * up, input of the down projection",
+    "ffn_shared_hidden": "[T, F] ffn_hidden of the experts that all tokens share",
     "ffn_out": "[T, D] output of the feed-forward layer",
     "layer_out": "[T, D] hidden state after the layer",
     "output_norm": "[T, D] input of the head, only of the tokens whose logits are wanted",

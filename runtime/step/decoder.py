@@ -317,7 +317,7 @@ def run_layer(
 
     def run(op: Op, read: list[Any]) -> Any:
         if op.kind in ("norm", "add", "route", "shared"):
-            return _run_simple(op, layer, read, is_lazy)
+            return _run_simple(op, layer, read, is_lazy, observers)
         read = [x.values() if isinstance(x, HiddenState) else x for x in read]
         if layer.router is not None and op.kind == "neurons":
             read[0] = as_tensor(read[0])
@@ -359,19 +359,21 @@ def _mixing(
     return partial(layer.delta.forward, slots=slots)
 
 
-def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool) -> Any:
+def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers: Observers) -> Any:
     """A norm, a sum, a router, or the neurons that all tokens share."""
     if op.kind == "norm":
         norm = layer.norms[op.part]
         return Normed(norm, _state(read[0])) if is_lazy else norm.apply(read[0])
-    if op.kind == "add":
-        first, *more = read
-        others = as_tensor(more[0]) if len(more) == 1 else as_tensor(more[0]) + as_tensor(more[1])
-        first = _state(first) if is_lazy else first
-        return first + (others if op.factor == 1.0 else op.factor * others)
-    part = layer.router if op.kind == "route" else layer.shared
-    assert part is not None
-    return part.forward(as_tensor(read[0]))
+    if op.kind == "route":
+        assert layer.router is not None
+        return layer.router.forward(as_tensor(read[0]))
+    if op.kind == "shared":
+        assert layer.shared is not None
+        return layer.shared.forward(as_tensor(read[0]), observers)
+    first, *more = read
+    others = as_tensor(more[0]) if len(more) == 1 else as_tensor(more[0]) + as_tensor(more[1])
+    first = _state(first) if is_lazy else first
+    return first + (others if op.factor == 1.0 else op.factor * others)
 
 
 def _moved(

@@ -4,7 +4,7 @@
 to the bit if native layers support all of them. What they do not support goes through torch
 (decoder.run_layer).
 
-Letters: T tokens, D model width, F neurons of a layer, L layers."""
+Letters: T tokens, D model width, F neurons of a layer, L layers, K experts of a token."""
 
 from collections.abc import Collection, Mapping
 from ctypes import Array, addressof, c_int64, pointer
@@ -30,13 +30,17 @@ from hotsplit.runtime.step.native_step import (
     table_and_types,
     take_traffic,
 )
-from hotsplit.runtime.step.program import ffn_in, layer_ops
+from hotsplit.runtime.step.program import ffn_in, layer_ops, name_of
 
 # The tensors within a layer that observers of these passes can see.
-SHOWN = frozenset({"ffn_norm", "ffn_predicted", "ffn_gate", "ffn_hidden", "layer_out"})
-# Those of all neurons, with the field of the step that says where they are written.
-_OF_NEURONS = {
-    "ffn_predicted": "seen_predicted", "ffn_gate": "seen_gate", "ffn_hidden": "seen_hidden",
+SHOWN = frozenset({
+    "attn_norm", "attn_heads", "ffn_norm", "ffn_predicted", "ffn_experts", "ffn_gate", "ffn_hidden",
+    "ffn_shared_hidden", "layer_out",
+})  # fmt: skip
+# Those within operations, with the field of the step that says where they are written.
+_WITHIN = {
+    "attn_heads": "seen_heads", "ffn_predicted": "seen_predicted", "ffn_gate": "seen_gate",
+    "ffn_hidden": "seen_hidden", "ffn_shared_hidden": "seen_shared",
 }  # fmt: skip
 
 
@@ -49,9 +53,13 @@ class NativeLayers:
     block_SN: Tensor  # int32, the cache blocks of each sequence
     block_length: int
     x_TD: Tensor
+    attn_in_TD: Tensor
     ffn_in_2TD: Tensor
-    num_neurons: Mapping[int, int]  # F, by layer
-    seen: Mapping[str, Tensor]  # f32, by name, with room for [max_rows, F] of the widest layer
+    routed_TR: Tensor  # numbers of experts, and their weights; a layer's own rows are [2 K]
+    num_used: Mapping[int, int]  # K, by layer; 0 without a router
+    mixed: Mapping[int, str]  # the input of attention or of the delta net, by layer
+    widths: Mapping[int, Mapping[str, int]]  # of the tensors within operations, by layer and name
+    seen: Mapping[str, Tensor]  # f32, by name, with room for [max_rows, width] of the widest layer
     traffic: Traffic
     kept: tuple[object, ...]
     _rows: Array[RowStruct] | None = field(default=None, repr=False)
@@ -77,28 +85,39 @@ class NativeLayers:
         step = builder.frame_of(all_layers, structs, width=width)
         step.max_rows = min(MAX_ROWS, step.context_length)
         x_TD = torch.zeros(step.max_rows, width)
-        ffn_in_2TD = torch.zeros(2, step.max_rows, width)
-        shared = {"x": x_TD, "ffn_in.0": ffn_in_2TD[0], "ffn_in.1": ffn_in_2TD[1]}
+        attn_in_TD, ffn_in_2TD = torch.zeros_like(x_TD), torch.zeros(2, step.max_rows, width)
+        num_used = {
+            i: layer.router.spec.num_used if layer.router else 0 for i, layer in layers.items()
+        }
+        routed_TR = torch.zeros(step.max_rows, 2 * max(num_used.values()))
+        shared = {"x": x_TD, "attn_in": attn_in_TD, "ffn_in.0": ffn_in_2TD[0],
+                  "ffn_in.1": ffn_in_2TD[1], "routed": routed_TR}  # fmt: skip
         for name, values in shared.items():
             step.vector[VALUES.index(name)] = values.data_ptr()
         ops: list[OpStruct] = []
         ranges: dict[int, tuple[int, int]] = {}
+        mixed: dict[int, str] = {}
         for index, layer in layers.items():
             begin = len(ops)
-            own = layer_ops(index, layer.spec, host_place(roles_of(layer)))
+            own = list(layer_ops(index, layer.spec, host_place(roles_of(layer))))
+            (mixer,) = (op for op in own if op.kind in ("attention", "delta"))
+            mixed[index] = name_of(mixer.reads[0])
             ops += chain.from_iterable(native_ops(own, layers))
             ranges[index] = (begin, len(ops))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
         table, _ = table_and_types(all_layers)
-        has_scores = any(layer.spec.predict for layer in all_layers)
-        names = set(_OF_NEURONS) - (set() if has_scores else {"ffn_predicted"})
+        widths = {index: _widths(layer) for index, layer in layers.items()}
+        most = {
+            name: max(of_layer.get(name, 0) for of_layer in widths.values()) for name in _WITHIN
+        }
         (traffic,) = {id(layer.ffn.traffic): layer.ffn.traffic for layer in all_layers}.values()
         return cls(
             step=step, ranges=ranges, block_SN=table.block_SN, block_length=table.block_length,
-            x_TD=x_TD, ffn_in_2TD=ffn_in_2TD,
-            num_neurons={index: layer.ffn.num_neurons for index, layer in layers.items()},
-            seen={name: torch.empty(step.max_rows * step.num_neurons) for name in names},
+            x_TD=x_TD, attn_in_TD=attn_in_TD, ffn_in_2TD=ffn_in_2TD, routed_TR=routed_TR,
+            num_used=num_used, mixed=mixed,
+            widths=widths,
+            seen={name: torch.empty(step.max_rows * size) for name, size in most.items()},
             traffic=traffic, kept=tuple(builder.kept),
         )  # fmt: skip
 
@@ -120,8 +139,8 @@ class NativeLayers:
         self.x_TD[:T].copy_(x_TD)
         if predictor_input_TD is not None:
             self._ffn_in(index - 1)[:T].copy_(predictor_input_TD)
-        wanted = [name for name in _OF_NEURONS if name in self.seen and observers.want(name, index)]
-        for name, place in _OF_NEURONS.items():
+        wanted = [name for name in self.widths[index] if observers.want(name, index)]
+        for name, place in _WITHIN.items():
             setattr(self.step, place, self.seen[name].data_ptr() if name in wanted else None)
         assert self._rows is not None
         begin, end = self.ranges[index]
@@ -134,12 +153,25 @@ class NativeLayers:
         )  # fmt: skip
         take_traffic(self.step, self.traffic)
         ffn_in_TD, out_TD = self._ffn_in(index)[:T].clone(), self.x_TD[:T].clone()
-        observers.show("ffn_norm", index, ffn_in_TD)
-        for name in wanted:
-            size = T * self.num_neurons[index]
-            observers.show(name, index, self.seen[name][:size].view(T, -1).clone())
+        self._show(index, x_TD, ffn_in_TD, wanted, observers)
         observers.show("layer_out", index, out_TD)
         return out_TD, ffn_in_TD
+
+    def _show(
+        self, index: int, x_TD: Tensor, ffn_in_TD: Tensor, wanted: Collection[str],
+        observers: Observers,
+    ) -> None:  # fmt: skip
+        T, num_used = len(x_TD), self.num_used[index]
+        if observers.want("attn_norm", index):
+            inputs = {"x": x_TD, "attn_in": self.attn_in_TD[:T].clone()}
+            observers.show("attn_norm", index, inputs.get(self.mixed[index], ffn_in_TD))
+        observers.show("ffn_norm", index, ffn_in_TD)
+        if num_used:
+            routed_TR = self.routed_TR.flatten()[: T * 2 * num_used].view(T, -1)
+            observers.show("ffn_experts", index, routed_TR[:, :num_used].long())
+        for name in wanted:
+            size = T * self.widths[index][name]
+            observers.show(name, index, self.seen[name][:size].view(T, -1).clone())
 
     def _ffn_in(self, index: int) -> Tensor:
         """f32 [T, D], of even or of odd layers."""
@@ -169,7 +201,22 @@ def shows_all(wanted: Collection[str]) -> bool:
 
 
 def _is_supported(layer: Layer) -> bool:
-    """Layers with experts are not: torch shows their tensors."""
-    return layer.router is None and all(
-        d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks))
-    )
+    blocks = (*layer.ffn.blocks, *layer.ffn.experts)
+    return all(d.type == "cpu" for d in (layer.device, *(block.device for block in blocks)))
+
+
+def _widths(layer: Layer) -> dict[str, int]:
+    """The values per token of a layer's tensors within operations, by name."""
+    num_neurons = layer.ffn.num_neurons
+    if layer.router is not None:
+        num_neurons = layer.router.spec.num_used * len(layer.ffn.experts[0].id_F)
+    found = {
+        "attn_heads": layer.mixer.widths[1],
+        "ffn_gate": num_neurons,
+        "ffn_hidden": num_neurons,
+    }
+    if layer.spec.predict:
+        found["ffn_predicted"] = num_neurons
+    if layer.shared is not None:
+        found["ffn_shared_hidden"] = layer.shared.ffn.num_neurons
+    return found

@@ -41,7 +41,7 @@ class Experts {
         const int64_t F = groups_of(sizes.most_neurons) * SUM_ROWS;
         count_ = arena.take<int32_t>(sizes.most_experts + 1);
         pair_ = arena.take<int32_t>(P);
-        token_ = arena.take<int32_t>(P);
+        choice_ = arena.take<int32_t>(P);
         used_ = arena.take<Used>(std::min(P, sizes.most_experts));
         x_ = arena.operand(D, T > 1 ? P : 0, sizes.forms);
         hidden_ = arena.operand(F, P, sizes.down_forms);
@@ -56,10 +56,10 @@ class Experts {
     }
 
     // Writes the sum of the outputs of the chosen experts that are stored, each times its weight, to
-    // out [T, D]. `routed`: [T, 2 K].
+    // out [T, D]. `routed`: [T, 2 K]. `seen`: of rows [T, K], for two tokens or more.
     void run(const HsExperts& experts, const Gate& gate, const float* routed, int64_t num_used,
-             Operand& x, int64_t T, float* out, NeuronBytes& read) {
-        e_ = &experts, K = num_used, F = experts.first.num_neurons, T_ = T;
+             Operand& x, int64_t T, float* out, NeuronBytes& read, const Seen& seen = {}) {
+        e_ = &experts, K = num_used, F = experts.first.num_neurons, T_ = T, seen_ = seen;
         sort(routed);
         if (experts.first.is_by_output)
             run_by_output(gate, x, read);
@@ -110,8 +110,17 @@ class Experts {
             for (int64_t k = 0; k < K; ++k) {
                 const int64_t place = place_of({routed + t * 2 * K, K}, k);
                 pair_[t * K + k] = place < 0 ? -1 : count_[place];
-                if (place >= 0) token_[count_[place]++] = static_cast<int32_t>(t);
+                if (place >= 0) choice_[count_[place]++] = static_cast<int32_t>(t * K + k);
             }
+    }
+
+    // The token of an expert's i-th pair.
+    int64_t token_of(const Used& used, int64_t i) const { return choice_[used.begin + i] / K; }
+
+    Seen seen_of(const Used& used) const {
+        Seen own = seen_;
+        own.row = choice_ + used.begin;
+        return own;
     }
 
     HsBlock block_of(const Used& used) const {
@@ -180,7 +189,7 @@ class Experts {
         over_vectors(D, [&](const Used& u, int64_t i0, int64_t i1) {
             const Operand own = vectors(x_, u, D);
             for (int64_t i = i0; i < i1; ++i) {
-                const float* row = x.row(token_[u.begin + i]);
+                const float* row = x.row(token_of(u, i));
                 copy(row, own, b.gate.kind, i);
                 if (has_up && form_of(b.up.kind) != form_of(b.gate.kind)) copy(row, own, b.up.kind, i);
             }
@@ -256,7 +265,7 @@ class Experts {
         if (block.up.data)
             kernels().dot_rows[block.up.kind](ups, input_of(up_x_, u, block.up.kind), up, F, a0, a1);
         for (int64_t i = 0; i < u.count; ++i)
-            activate_whole(block, gate, i, a0, a1, hidden + i * F, up + i * F, {});
+            activate_whole(block, gate, i, a0, a1, hidden + i * F, up + i * F, seen_of(u));
     }
 
     // ---- a row of `down` per neuron --------------------------------------------------------------
@@ -306,8 +315,9 @@ class Experts {
         for (const Used* u = used_; u < used_ + num_used_; ++u) {
             Operand own = vectors(x_, *u, D);
             for (int64_t i = 0; i < u->count; ++i)
-                std::memcpy(own.row(i), x.row(token_[u->begin + i]), D * sizeof(float));
-            neurons_.run(block_of(*u), gate, nullptr, own, u->count, out_ + u->begin * D, read);
+                std::memcpy(own.row(i), x.row(token_of(*u, i)), D * sizeof(float));
+            neurons_.run(block_of(*u), gate, nullptr, own, u->count, out_ + u->begin * D, read, {},
+                         seen_of(*u));
         }
     }
 
@@ -321,13 +331,15 @@ class Experts {
     const HsExperts* e_ = nullptr;
     int64_t K = 0, F = 0, T_ = 0, num_used_ = 0;
     int64_t work_ = 0;  // on a group of rows of all chosen experts
-    int32_t *count_ = nullptr, *pair_ = nullptr, *token_ = nullptr;  // pair_: of [T, K]; below 0: none
+    // pair_: of [T, K], its place among the sorted; below 0: none. choice_: the inverse, t * K + k
+    int32_t *count_ = nullptr, *pair_ = nullptr, *choice_ = nullptr;
     Used* used_ = nullptr;
     Operand x_ = {}, hidden_ = {};   // by pair
     Input gate_x_ = {}, up_x_ = {};  // of one row
     float *up_ = nullptr, *out_ = nullptr, *gate_ = nullptr, *sum_ = nullptr;
     int32_t *open_ = nullptr, *open_position_ = nullptr;
     uint64_t* mask_ = nullptr;
+    Seen seen_ = {};
 };
 
 // True if these are experts of a layer of width D, of which a router chooses `num_used`.

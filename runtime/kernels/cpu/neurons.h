@@ -37,7 +37,7 @@ class Neurons {
         if (block.is_by_output) return run_by_output(block, gate, x, T, out, read, fired);
         if (!named && T <= RowSums::MOST_TOGETHER && WholeNeurons::takes(block, gate))
             return run_whole(block, gate, x, T, out, read, fired);
-        if (T > 1) return run_many(block, gate, named, x, T, out, read, fired);
+        if (T > 1 || seen.is_wanted()) return run_many(block, gate, named, x, T, out, read, fired);
         if (!named) return run_one(block, gate, nullptr, block.num_neurons, x, out, read, fired);
         run_one(block, gate, position_, list(block, *named, position_), x, out, read, fired);
     }

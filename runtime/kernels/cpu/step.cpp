@@ -364,6 +364,7 @@ class Step {
         project(l.input, l.input[1].data ? 3 : 1, input, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
+        show_heads();
         project(&l.output, 1, w.heads_out, out, D);
         clock.ended(TIMED_OUTPUT);
     }
@@ -374,8 +375,13 @@ class Step {
         clock.ended(TIMED_INPUTS);
         run_delta(l, row, w.attention, w.qkv, w.heads_out);
         clock.ended(TIMED_ATTEND);
+        show_heads();
         project(&l.output, 1, w.heads_out, out, D);
         clock.ended(TIMED_OUTPUT);
+    }
+
+    void show_heads() {
+        if (s.seen_heads) std::copy_n(w.heads_out.f32, T * w.heads_out.size, s.seen_heads);
     }
 
     // Norms and rotates queries and keys of qkv [T, (H + 2 K) W] in place (and values, if the cache stores
@@ -450,7 +456,7 @@ class Step {
             named[t] = {nullptr, w.named + t * f.num_neurons, l.predictor.threshold};
         NeuronBytes read;
         w.neurons.run(block, gate, are_named ? named : nullptr, input, T, out, read, fired,
-                      {s.seen_gate, s.seen_hidden, f.num_neurons});
+                      {s.seen_gate, s.seen_hidden, f.num_neurons, nullptr});
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
@@ -471,7 +477,7 @@ class Step {
         const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
         NeuronBytes read;
         w.experts.run(f.experts[op.part], gate, w.vector[VALUE_ROUTED].f32, l.route.num_used, input, T,
-                      out, read);
+                      out, read, {s.seen_gate, s.seen_hidden, f.num_neurons, nullptr});
         count(read, op.part == 0 ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
@@ -479,7 +485,8 @@ class Step {
         const HsFeedForward& f = l.shared;
         const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
         NeuronBytes read;
-        w.neurons.run(f.block[0], gate, nullptr, input, T, out, read);
+        w.neurons.run(f.block[0], gate, nullptr, input, T, out, read, {},
+                      {nullptr, s.seen_shared, f.num_neurons, nullptr});
         if (l.shared_gate.data) {
             multiply(&l.shared_gate, 1, input, T, w.shared_gate, 1);
             rows(D, [&](int64_t t) {
@@ -589,8 +596,7 @@ bool fits(const HsFeedForward& f, const HsStep& s) {
 bool fits_experts(const HsLayer& l, const HsStep& s) {
     const HsFeedForward& f = l.feed_forward;
     if (!f.experts) return fits(l.route, s.width);
-    if (!l.route.router.data || !fits(l.route, s.width) || s.fired || s.seen_gate || s.seen_hidden)
-        return false;
+    if (!l.route.router.data || !fits(l.route, s.width) || s.fired) return false;
     for (const HsExperts* e = f.experts; e < f.experts + f.num_blocks; ++e)
         if (f.num_neurons != e->first.num_neurons || e->num_experts != l.route.router.num_rows ||
             !fits(*e, l.route.num_used, s.width, f.computes_all))

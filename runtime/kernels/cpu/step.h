@@ -243,10 +243,11 @@ struct HsStep {
     // in order: the named neurons, in a layer where neurons are named; otherwise those whose row of
     // `down` is used. Null: nothing is written.
     uint32_t* fired;
-    // [max_rows, F] what observers see of a layer's neurons, for two rows or more: the predictor's scores,
-    // written by OP_PREDICT; gates before the activation (NaN where a neuron is not predicted) and hidden
-    // values, written by OP_NEURONS. Null: nothing is written.
-    float *seen_predicted, *seen_gate, *seen_hidden;
+    // What observers see of a layer, for two rows or more; null: nothing is written. The heads' outputs,
+    // written by OP_ATTENTION and OP_DELTA; [max_rows, F] the predictor's scores, written by OP_PREDICT; gates
+    // before the activation (NaN where a neuron is not predicted) and hidden values, written by OP_NEURONS,
+    // of chosen experts [max_rows, K, F]; hidden values of shared experts, written by OP_SHARED.
+    float *seen_heads, *seen_predicted, *seen_gate, *seen_hidden, *seen_shared;
     int64_t num_layers, num_ops, num_rotaries, width, context_length;
     int64_t num_neurons;  // of the layer with most
     int64_t max_rows;     // 1 .. MAX_ROWS

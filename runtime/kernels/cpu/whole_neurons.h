@@ -7,12 +7,15 @@
 struct Seen {
     float *gate, *hidden;
     int64_t stride;
+    const int32_t* row;  // [T] the tokens' rows there, or null: in order
+
+    bool is_wanted() const { return gate || hidden; }
 
     // Keeps `count` values of token t, from position p of the block on.
     void keep(float* to, const HsBlock& block, int64_t t, int64_t p, const float* value,
               int64_t count) const {
         if (!to) return;
-        to += t * stride;
+        to += (row ? row[t] : t) * stride;
         if (!block.id) std::memcpy(to + p, value, count * sizeof(float));
         for (int64_t i = 0; block.id && i < count; ++i) to[block.id[p + i]] = value[i];
     }

@@ -125,7 +125,7 @@ class FeedForward:
 
     def routed(self, x_TD: Tensor, routed: Routed, *, observers: Observers) -> Tensor:
         """Output [T, D] of the experts that each token's router has chosen."""
-        first = self.experts[0]
+        observers.show("ffn_experts", self.layer, routed.id_TK)
         is_watched = self._is_watched(observers)
         streams = self.cold_experts if not observers.active else None
         device = expert_pass.device_of(self.experts, streams, len(x_TD))
@@ -136,20 +136,20 @@ class FeedForward:
             )  # fmt: skip
             return experts.run(x_TD, routed).to(x_TD.device)
         y_TKD = x_TD.new_zeros(*routed.id_TK.shape, x_TD.shape[1])
-        shape = len(x_TD), first.num_experts, len(first.id_F)
-        seen_TEF = {name: x_TD.new_full(shape, unknown) for name, unknown in _SHOWN.items()
+        shape = *routed.id_TK.shape, len(self.experts[0].id_F)
+        seen_TKF = {name: x_TD.new_empty(shape) for name in _SHOWN
                     if observers.want(name, self.layer)}  # fmt: skip
         for expert in routed.id_TK.unique().tolist():
             token_N, number_N = (routed.id_TK == expert).nonzero(as_tuple=True)
             block = next(each for each in self.experts if each.place_of(expert) >= 0)
             result = self._expert(block, expert, x_TD[token_N].to(block.device), is_watched)
             y_TKD[token_N, number_N] = result.y_TD.to(x_TD.device)
-            for name, values_TEF in seen_TEF.items():
+            for name, values_TKF in seen_TKF.items():
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 assert part is not None
-                values_TEF[token_N, expert] = part.to(x_TD.device)
-        for name, values_TEF in seen_TEF.items():
-            observers.show(name, self.layer, values_TEF.flatten(1))
+                values_TKF[token_N, number_N] = part.to(x_TD.device)
+        for name, values_TKF in seen_TKF.items():
+            observers.show(name, self.layer, values_TKF.flatten(1))
         return (routed.weight_TK[..., None] * y_TKD).sum(dim=1)
 
     def _expert(

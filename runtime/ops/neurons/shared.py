@@ -18,7 +18,13 @@ class SharedExperts:
     ffn: FeedForward
     gate: Linear | None
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, observers: Observers) -> Tensor:
         """Output [T, D] for the input of T tokens."""
-        y_TD = self.ffn.forward(x_TD, observers=Observers())
+        own = Observers()
+        if observers.want("ffn_shared_hidden", self.ffn.layer):
+            own.add(
+                lambda _, layer, hidden_TF: observers.show("ffn_shared_hidden", layer, hidden_TF),
+                lambda name, _: name == "ffn_hidden",
+            )
+        y_TD = self.ffn.forward(x_TD, observers=own)
         return y_TD if self.gate is None else y_TD * self.gate.apply(x_TD).sigmoid()
