@@ -75,7 +75,8 @@ def _hidden(model, layer, gate, up, silent):
         return value * up if silent is None else np.where(silent(value), 0, value * up)
     if model.activation == "drelu":
         return np.maximum(gate, 0) * np.maximum(up, 0)
-    return np.where(gate > (threshold if model.activation == "fatrelu" else 0), gate, 0) * up
+    active = np.where(gate > (threshold if model.activation == "fatrelu" else 0), gate, 0)
+    return (active**2 if model.activation == "relu2" else active) * up
 
 
 def _attention(x, model, w):

@@ -68,7 +68,9 @@ def test_gate_up(kernels, kind, blocks):
 
 @pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "activation", ["relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
+)
 def test_gate_up_of_every_activation(kernels, activation, is_gated, is_dense):
     gate = make_matrix("f16", 13, 64)
     up = make_matrix("q8_0_planar", 13, 64, seed=5) if is_gated else None
@@ -90,7 +92,7 @@ def test_gate_up_of_nan_and_large_values(kernels):
     gate.data[:, 0] = torch.tensor([NAN, -200.0, 200.0, -3e18, 3e18, 1.0])
     x = vector(32)
     x[0] = 1
-    for activation in ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"):
+    for activation in ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"):
         for is_dense in (False, True):
             got = torch.empty(6, device=device())
             want = got.clone()

@@ -27,7 +27,7 @@ from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import Gate
 
 BOUND = 3e-6
-ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 
 # Experts, which have another, are computed on the CPU.
-ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 ERRORS = {torch.float32: 8 * EPS, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 

@@ -33,7 +33,7 @@ def watched(engine, ids):
         return decoded(engine, ids)
 
 
-ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 PAIRS = [*((a, "f32") for a in ACTIVATIONS), *(("relu", kind) for kind in BOUNDS if kind != "f32")]
 
 

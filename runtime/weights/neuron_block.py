@@ -37,13 +37,14 @@ class Gate:
         that do not fire give zero. A `limit` per neuron, for SiLU and GELU only, replaces the
         threshold.
 
-        The threshold of FATReLU is part of the model (ProSparse, arXiv 2402.13516), so it always
+        ReLU squared is that of Primer (So et al. 2021). The threshold of FATReLU is part of the model (ProSparse, arXiv 2402.13516), so it always
         counts. NaN fires, so that it is not lost."""
         value = self.before_threshold(gate)
         if self.computes_all and self.activation in SMOOTH:
             return value, torch.ones_like(value, dtype=torch.bool)
         fires = self._fires(value) if limit is None else above(value, limit)
-        return torch.where(fires, value, 0.0), fires  # a product would turn -inf into NaN
+        value = torch.where(fires, value, 0.0)  # a product would turn -inf into NaN
+        return value.square_() if self.activation == "relu2" else value, fires
 
     def hidden_factor(
         self, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None, dtype: torch.dtype

@@ -30,13 +30,19 @@ struct Gate {
                     1.0f;
     }
 
+    // Squares n gates that are not below 0, if the activation does.
+    void square(float* gate, int64_t n) const {
+        for (int64_t i = 0; activation == ACTIVATION_RELU2 && i < n; ++i) gate[i] *= gate[i];
+    }
+
     // True if the neuron fires: its gate, after smooth(), is above the threshold (SiLU and GELU: its
     // magnitude above `limit`), or NaN; always if all are computed. ReLU and its variants set a gate that is not
-    // above the threshold to 0.
+    // above the threshold to 0, and ReLU squared squares the others.
     bool act(float& gate, float limit) const {
         if (is_smooth()) return computes_all || !(std::fabs(gate) <= limit);
         const bool fires = !(gate <= least());
         if (!fires) gate = 0.0f;
+        square(&gate, 1);
         return fires || computes_all;
     }
 

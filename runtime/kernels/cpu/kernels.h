@@ -111,6 +111,7 @@ constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // kinds in which keys and v
 
 enum Activation : int32_t {
     ACTIVATION_RELU,
+    ACTIVATION_RELU2,
     ACTIVATION_FATRELU,
     ACTIVATION_DRELU,
     ACTIVATION_SILU,

@@ -285,14 +285,15 @@ class Neurons {
         }
     }
 
-    // Activates gates of the group at position p0; the mask of those that fire.
+    // Activates gates of the group at position p0; the mask of those that fire. The values of others
+    // are not used.
     static uint64_t act(const Gate& gate, const NeuronLimits& limits, int64_t p0, float* value,
                         int64_t count) {
         if (gate.is_smooth()) return gate.computes_all ? ~0ull : limits.open_gates(value, p0, count);
         const uint64_t fired = kernels().above(value, count, gate.least());
-        if (!gate.computes_all) return fired;
-        kernels().keep_only(value, fired);
-        return ~0ull;
+        if (gate.computes_all) kernels().keep_only(value, fired);
+        gate.square(value, count);
+        return gate.computes_all ? ~0ull : fired;
     }
 
     static Rows rows_of(const HsMatrix& m, const HsBlock& block, int64_t p0, int64_t count) {

@@ -47,7 +47,10 @@ def activate(gate, threshold, ACTIVATION: tl.constexpr):
         if ACTIVATION == "fatrelu":
             is_silent = gate <= threshold
         else:
-            tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "drelu", "unknown activation")
+            IS_RELU: tl.constexpr = ACTIVATION == "relu" or ACTIVATION == "relu2"
+            tl.static_assert(IS_RELU or ACTIVATION == "drelu", "unknown activation")
             is_silent = gate <= 0.0
         value = tl.where(is_silent, 0.0, gate)
+        if ACTIVATION == "relu2":
+            value *= value
     return value, is_silent == 0

@@ -347,7 +347,8 @@ def _activate(gate_N: Tensor, activation: Activation, threshold: float) -> tuple
         value_N = _smooth(gate_N, activation)
         return value_N, ~(value_N.abs() <= threshold)
     fires_N = ~(gate_N <= (threshold if activation == "fatrelu" else 0.0))
-    return torch.where(fires_N, gate_N, 0.0), fires_N
+    value_N = torch.where(fires_N, gate_N, 0.0)
+    return value_N**2 if activation == "relu2" else value_N, fires_N
 
 
 def _factor(up: Tensor, activation: Activation) -> Tensor:

@@ -23,7 +23,7 @@ from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
 
 # In the order of step.h's enum.
-ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai")
+ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
 class BlockStruct(Structure):

@@ -25,8 +25,8 @@ ROPE_WORDS = {
 }
 # transformers' names, and a model file's.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-GATED = {name: name for name in ("relu", "fatrelu", "drelu", "silu")} | GELUS
-UNGATED = {"relu": "relu", "fatrelu": "fatrelu", "silu": "silu"} | GELUS
+GATED = {name: name for name in ("relu", "relu2", "fatrelu", "drelu", "silu")} | GELUS
+UNGATED = {name: name for name in ("relu", "relu2", "fatrelu", "silu")} | GELUS
 
 
 class ConfigReader:

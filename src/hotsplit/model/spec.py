@@ -21,7 +21,9 @@ from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.rope import NO_SCALING, RopeScaling, Rotary
 
-Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"]
+Activation = Literal[
+    "relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"
+]  # fmt: skip
 PredictorKind = Literal["linear", "relu", "gate"]
 NormKind = Literal["rms", "layer"]
 Gating = Literal["softmax", "sigmoid", "softmax_of_chosen"]
