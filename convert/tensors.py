@@ -78,8 +78,7 @@ def tensor_entries(
             None if importance is None else importance[0],
         )  # fmt: skip
         entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
-    if plan.rope_factors is not None:
-        entries["rope_freqs.weight"] = array_entry(plan.rope_factors, "f32")
+    entries |= {name: array_entry(each, "f32") for name, each in plan.rope_factors.items()}
     types.check_used(entries)
     return entries
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hotsplit.artifacts.changed_model import with_rope_scaling
+from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.options import Outtype
 from hotsplit.costs.bytes_read import neurons_read
@@ -100,7 +100,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     _check_cache(model, wishes, budgets, device)
     where = (room.gpus and why_cpu) or _where_line(wishes, room, budgets, context)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
-    lines = (type_line, *notes, mode_line, where)
+    lines = (type_line, *notes, mode_line, where, *_position_lines(model, wishes, context))
     return Choice(
         model=model, outtype=outtype, layout=layout, is_converted=own is None, device=device,
         predictors=predictors, budgets=budgets, context_length=context, lines=lines,
@@ -123,6 +123,14 @@ def context_of(model: ModelFile, wishes: Wishes) -> int:
     model = with_rope_scaling(model, *asked.rope, asked.context_length)
     selection = None if asked.kv_offload is None else KeySelection.parse(asked.kv_offload)
     return longest_text(model, None, asked.context_length, selection)
+
+
+def _position_lines(model: ModelFile, wishes: Wishes, context_length: int) -> list[str]:
+    """How positions are scaled, if they are."""
+    asked = wishes.engine
+    model = with_rope_scaling(model, *asked.rope, asked.context_length)
+    scaling = for_context(model, context_length).spec.rope_scaling
+    return [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]
 
 
 def _check_cache(

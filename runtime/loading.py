@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hotsplit.artifacts.changed_model import with_rope_scaling, with_thresholds
+from hotsplit.artifacts.changed_model import for_context, with_rope_scaling, with_thresholds
 from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
@@ -180,6 +180,7 @@ class Loaded:
                 f" their layers (a text keeps {kept})"
             )
         self.context_length = context_of(model, plan, config.context_length, selection)
+        self.model = for_context(model, self.context_length)
         if selection is not None and self.context_length > max(selection.longest, selection.full):
             after = f"after {selection.full:,} positions " if selection.full else ""
             self.notice(

@@ -268,7 +268,8 @@ def context_of(
     if selection is not None and selection.is_capped:
         longest = MOST
     if asked > longest:
-        hint = "; --rope-scaling yarn stretches it" if model.spec.rotary else ""
+        rotary = model.spec.rotary
+        hint = "; --rope-scaling yarn stretches it" if rotary and not rotary.factors else ""
         raise HotsplitError(
             f"context of {asked} asked for, but the model has up to {longest}{hint}"
         )

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hotsplit.artifacts.changed_model import for_context
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import context_words
@@ -37,6 +38,9 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         if gpu.source not in ("measured", NO_GPU.source):
             line = f"the figures of {gpu.name} were not measured here: {gpu.source}"
             notes += [] if line in notes else [line]
+    scaling = for_context(model, split.context_length).spec.rope_scaling
+    if scaling.kind == "longrope":
+        notes.append(f"rotary embeddings: {scaling.words}")
     notes += _context_notes(inputs, split)
     notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)

@@ -91,10 +91,13 @@ def as_checkpoint(source: Path, folder: Path) -> Path:
             f"{source}: has limits already; give the model that it was made from, with --start-from to"
             " continue a trained checkpoint"
         )
-    if model.architecture not in CLASSES or "rope_freqs.weight" in model.tensors:
+    rotary = model.bare_spec.rotary
+    is_scaled = rotary is not None and (rotary.factors or rotary.num_values)
+    is_scaled = is_scaled or any(attention.window for attention in model.bare_spec.attentions)
+    if model.architecture not in CLASSES or is_scaled:
         raise HotsplitError(
             f"{source}: a {model.architecture} graph"
-            f"{' with scaled rotary angles' if model.architecture in CLASSES else ''} cannot be"
+            f"{' with scaled or partial rotary angles, or windows,' if model.architecture in CLASSES else ''} cannot be"
             " trained from a GGUF; give its checkpoint folder"
         )
     if not (folder / "config.json").exists():

@@ -259,8 +259,8 @@ class Builder:
         key = block.rotary, block.num_rotated, device
         if key not in self.rotaries:
             factors = None
-            if block.rotary.has_factors:
-                factors = vector_of(self.model.tensors["rope_freqs.weight"], device)
+            if block.rotary.factors is not None:
+                factors = vector_of(self.model.tensors[block.rotary.factors], device)
             self.rotaries[key] = Rotary.of(block.rotary, block.num_rotated, factors, device)
         return self.rotaries[key]
 

@@ -23,14 +23,14 @@ class Rotary:
 
     frequency_W: Tensor  # f64 [W / 2]
     is_adjacent: bool
-    magnitude: float = 1.0  # factor of cos and sin; 1 except for YaRN
+    magnitude: float = 1.0  # factor of cos and sin; 1 except for YaRN and longrope
 
     @classmethod
     def of(
         cls, rotary: RotarySpec, width: int, factors: Tensor | None, device: torch.device
     ) -> "Rotary":
         """The rotary embedding of heads of a width; `factors` divide the frequencies elementwise
-        (Llama 3's long-context scaling)."""
+        (Llama 3's long-context scaling, longrope)."""
         theta, scaling = rotary.theta, rotary.scaling
         pairs = torch.arange(0, width, 2, dtype=torch.float64, device=device)
         divisors = torch.as_tensor(scaling.divisors(theta, width), device=device)

@@ -67,6 +67,14 @@ def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: s
     return replace(model, threshold_L=tuple(threshold_L), quality={})
 
 
+def for_context(model: ModelFile, context_length: int) -> ModelFile:
+    """The model for texts of up to `context_length` tokens, on which longrope's factors depend."""
+    scaling = model.bare_spec.rope_scaling.for_context(context_length)
+    if scaling == model.bare_spec.rope_scaling:
+        return model
+    return replace(model, bare_spec=model.bare_spec.with_scaling(scaling))
+
+
 def with_rope_scaling(
     model: ModelFile, kind: str | None, factor: float | None, context_length: int | None
 ) -> ModelFile:
@@ -84,8 +92,8 @@ def with_rope_scaling(
         why = "its positions are learned"
     elif rotary.scaling.kind == "linear":
         why = f"it was trained with positions divided by {rotary.scaling.factor:g}"
-    elif "rope_freqs.weight" in model.tensors:
-        why = "its frequencies are scaled already (rope_freqs.weight)"
+    elif rotary.factors is not None:
+        why = f"its frequencies are scaled already ({rotary.factors})"
     if why is not None:
         raise HotsplitError(f"{model.path}: {why}; leave --rope-scaling and --rope-scale out")
     assert rotary is not None

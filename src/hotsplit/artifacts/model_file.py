@@ -32,6 +32,7 @@ from hotsplit.files.gguf_file import (
 )
 from hotsplit.files.typed import shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
+from hotsplit.model.rope import LONG, SHORT
 from hotsplit.model.spec import SMOOTH, Activation, ModelSpec, Predict, PredictorKind
 from hotsplit.model.tensors import (
     Layout,
@@ -206,16 +207,24 @@ class ModelFile:
                 )
 
     def _check_rotary(self) -> None:
-        """Raises HotsplitError unless the divisors of the frequencies are finite and positive."""
-        entry = self.tensors.get("rope_freqs.weight")
-        if entry is None:
-            return
-        factors = dequantize(entry.read(), type_of(entry.kind))
-        if not ((factors > 0) & (factors < np.inf)).all():
-            raise HotsplitError(
-                f"{self.path}: rope_freqs.weight is not all finite and above zero: rotary"
-                " embeddings would be wrong; download the file again"
-            )
+        """Raises HotsplitError unless the divisors of the frequencies are finite and positive, and
+        those of longrope are there."""
+        is_longrope = self.bare_spec.rope_scaling.kind == "longrope"
+        for name in ("rope_freqs.weight", SHORT, LONG):
+            entry = self.tensors.get(name)
+            if entry is None:
+                if is_longrope and name != "rope_freqs.weight":
+                    raise HotsplitError(
+                        f"{self.path}: no tensor {name!r}, which longrope needs; download the file"
+                        " again"
+                    )
+                continue
+            factors = dequantize(entry.read(), type_of(entry.kind))
+            if not ((factors > 0) & (factors < np.inf)).all():
+                raise HotsplitError(
+                    f"{self.path}: {name} is not all finite and above zero: rotary embeddings would be"
+                    " wrong; download the file again"
+                )
 
     def _check_predictor(self, info: PredictorInfo) -> None:
         if info.kind == "gate" and self.activation not in SMOOTH:

@@ -2,6 +2,7 @@
 
 Keys may be spelt as in transformers 4 or 5."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.files.typed import shown
-from hotsplit.model.rope import NO_SCALING, Pairing, RopeScaling
+from hotsplit.model.rope import LONG, NO_SCALING, SHORT, Pairing, RopeScaling
 from hotsplit.model.spec import Activation, Rotary
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -22,7 +23,9 @@ ROPE_WORDS = {
     "linear": "positions divided by a factor (linear)",
     "llama3": "Llama 3's (llama3)",
     "yarn": "YaRN (yarn)",
+    "longrope": "LongRoPE (longrope)",
 }
+LONGROPE = ("longrope", "su", "yarn")  # as Phi-3's configs have spelt it
 # transformers' names, and a model file's.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 GATED = {name: name for name in ("relu", "relu2", "fatrelu", "drelu", "silu")} | GELUS
@@ -158,9 +161,9 @@ class ConfigReader:
         self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = ROPE_TYPES,
         default_theta: float = 10000.0, default_share: float | None = None,
         rounds_borders: bool = True,
-    ) -> tuple[Sizes, Rotary, np.ndarray | None]:  # fmt: skip
-        """The sizes, whose context YaRN may extend, the rotary embedding, and Llama 3's divisors of
-        the frequencies (f32 [head_dim / 2]) or None.
+    ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:  # fmt: skip
+        """The sizes, whose context YaRN may extend, the rotary embedding, and the divisors of the
+        frequencies of Llama 3 and of longrope (f32 [head_dim / 2]), by the names of their tensors.
 
         They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys
         are given, `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a
@@ -173,10 +176,12 @@ class ConfigReader:
             raise HotsplitError(f"{self.path}: {key} is {shown(values)}, wanted an object or null")
         rope = ConfigReader(self.path, values, prefix=key + ".")
         kind = values.get("rope_type", values.get("type", "default"))  # old configs spell it `type`
+        if "longrope" in known and kind in LONGROPE:
+            kind = "longrope"
         if kind not in known:
             raise HotsplitError(
                 f"{self.path}: {key} is of type {shown(kind)}, which is not supported; supported for"
-                f" this family: {', '.join(ROPE_WORDS[name] for name in known)}{_instead(kind)}"
+                f" this family: {', '.join(ROPE_WORDS[name] for name in known)}"
             )
         num_values = None
         if default_share is None:
@@ -191,9 +196,14 @@ class ConfigReader:
         elif kind == "yarn":
             rope.refuse("truncate", rounds_borders)
             sizes, scaling = _with_yarn(rope, sizes, theta)
-        factors = _llama3_factors(rope, sizes.head_dim, theta) if kind == "llama3" else None
+        factors: Mapping[str, np.ndarray] = {}
+        if kind == "llama3":
+            factors = {"rope_freqs.weight": _llama3_factors(rope, sizes.head_dim, theta)}
+        elif kind == "longrope":
+            scaling = _longrope(rope, sizes, self.count("original_max_position_embeddings"))
+            factors = _longrope_factors(rope, (num_values or sizes.head_dim) // 2)
         rotary = Rotary(
-            theta=theta, pairing=pairing, scaling=scaling, has_factors=factors is not None,
+            theta=theta, pairing=pairing, scaling=scaling, has_factors=kind == "llama3",
             num_values=num_values,
         )  # fmt: skip
         return sizes, rotary, factors
@@ -212,7 +222,7 @@ class ConfigReader:
 
     def rotary_of(
         self, sizes: Sizes, layers: str, theta_key: str, default_theta: float
-    ) -> tuple[Sizes, Rotary, np.ndarray | None]:
+    ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:
         """`rotary`, with pairs half a head apart, of the layers of a type of which the config has
         parameters of their own (`rope_parameters[layers]`, transformers 5) or at least a theta
         (4); `rope_scaling` is that of layers with full attention."""
@@ -276,13 +286,6 @@ class ConfigReader:
             )
 
 
-def _instead(rope_type: object) -> str:
-    """A hint about Phi-3, which is published with and without its long context, as two
-    checkpoints; empty for other types."""
-    is_long = rope_type in ("longrope", "su")
-    return "; use the checkpoint for the short context, if there is one" if is_long else ""
-
-
 def _number(value: object) -> float | None:
     """The value if it is a number below 1e38 in magnitude, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -317,6 +320,39 @@ def _with_yarn(rope: ConfigReader, sizes: Sizes, theta: float) -> tuple[Sizes, R
     scaling = replace(scaling, attn_factor=attention / scaling.magnitude)
     context_length = max(sizes.context_length, int(longest))
     return replace(sizes, context_length=context_length), scaling
+
+
+def _longrope(rope: ConfigReader, sizes: Sizes, length: int) -> RopeScaling:
+    """Longrope, of a model that was trained on texts of `length` tokens first; its magnitude is as in
+    transformers (modeling_rope_utils.py)."""
+    factor = rope.positive("factor", sizes.context_length / length)
+    magnitude = 1.0
+    if factor > 1.0:
+        if length < 2:
+            raise HotsplitError(
+                f"{rope.path}: original_max_position_embeddings is {length}, wanted at least 2"
+            )
+        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(length))
+    return RopeScaling(
+        kind="longrope",
+        original_length=length,
+        attn_factor=rope.positive("attention_factor", magnitude),
+    )
+
+
+def _longrope_factors(rope: ConfigReader, num_pairs: int) -> dict[str, np.ndarray]:
+    """The divisors for short and for long contexts, f32 [W / 2] each."""
+    found = {}
+    for key, name in (("short_factor", SHORT), ("long_factor", LONG)):
+        values = rope.values.get(key)
+        numbers = [_number(value) for value in values] if isinstance(values, list) else []
+        if len(numbers) != num_pairs or not all(n is not None and n > 0 for n in numbers):
+            raise HotsplitError(
+                f"{rope.path}: {rope.prefix}{key} is {shown(values)}, wanted {num_pairs} positive"
+                " numbers, one for each pair of values that rotate"
+            )
+        found[name] = np.array(numbers, np.float32)
+    return found
 
 
 def _llama3_factors(rope: ConfigReader, head_dim: int, theta: float) -> np.ndarray:

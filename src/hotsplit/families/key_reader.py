@@ -13,7 +13,7 @@ from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
-from hotsplit.model.rope import KINDS, NO_SCALING, Pairing, RopeScaling
+from hotsplit.model.rope import KINDS, LONG, NO_SCALING, Pairing, RopeScaling
 from hotsplit.model.spec import Activation, ModelSpec, NormKind, Rotary
 from hotsplit.model.unsupported import why_key, why_not_run
 
@@ -343,6 +343,11 @@ class KeyReader:
         linear scaling by its factor, or by 1 without one."""
         prefix = f"{self.graph.name}.rope.scaling."
         kind = self.keys.get(prefix + "type")
+        if LONG in self.tensors or kind == "longrope":  # llama.cpp's converter writes no type
+            return RopeScaling(
+                kind="longrope", attn_factor=self.positive(prefix + "attn_factor", 1.0),
+                original_length=self._original_length(),
+            )  # fmt: skip
         if kind not in (None, *KINDS):
             raise HotsplitError(
                 f"{self.path}: this kind of rotary embedding is not supported"
@@ -368,13 +373,14 @@ class KeyReader:
         return RopeScaling(
             kind="yarn",
             factor=self.positive(prefix + "factor"),
-            original_length=self.count(
-                "rope.scaling.original_context_length", self.count("context_length")
-            ),
+            original_length=self._original_length(),
             beta_fast=self.positive(prefix + "yarn_beta_fast", 32.0),
             beta_slow=self.positive(prefix + "yarn_beta_slow", 1.0),
             attn_factor=self.positive(prefix + "attn_factor", 1.0),
         )
+
+    def _original_length(self) -> int:
+        return self.count("rope.scaling.original_context_length", self.count("context_length"))
 
 
 def _found(value: object) -> str:

@@ -4,10 +4,10 @@ Sparse variants differ by the activation: `relu` (ReLULLaMA), `fatrelu` with the
 config (ProSparse, arXiv 2402.13516), `drelu` (TurboSparse, arXiv 2406.05955)."""
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 import gguf
+import numpy as np
 
 from hotsplit.families.blueprint import IGNORED, Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
@@ -16,11 +16,13 @@ from hotsplit.families.experts import Experts, expert_keys, experts_of_keys, oth
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.row_order import rotary_rows
 from hotsplit.families.sizes import Sizes
+from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
+WINDOW = "attention.sliding_window"
 # Predictors inside a TurboSparse checkpoint; their training target is not documented.
 INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")
 
@@ -93,13 +95,14 @@ def whole_sizes(
 def llama_spec(
     sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = (),
     *, architecture: str = "llama", has_head_norms: bool = False, experts: Experts | None = None,
-    norms_all_heads: bool = False,
+    norms_all_heads: bool = False, window: int | None = None,
 ) -> ModelSpec:  # fmt: skip
     """RMS norms before attention and feed-forward, in layers that are all alike but for the first of
     a mixture, which may have no experts."""
     attention = sizes.attention(
-        rotary, options, has_head_norms=has_head_norms, norms_all_heads=norms_all_heads
-    )
+        rotary, options, has_head_norms=has_head_norms, norms_all_heads=norms_all_heads,
+        window=window,
+    )  # fmt: skip
     arrange, neurons = sizes.arrangement(), sizes.neurons(activation, options)
     num_dense = sizes.num_layers if experts is None else experts.num_dense
     layers = [arrange.pre_norm(attention, neurons)] * num_dense
@@ -111,12 +114,33 @@ def llama_spec(
 
 def of_keys(read: "KeyReader") -> ModelSpec:
     """With experts, it is a Mixtral."""
-    sizes = read.sizes()
+    sizes = read.sizes(is_partly_rotated=True)
     options = read.options(sizes.num_layers)
     experts = experts_of_keys(read) if read.whole("expert_count", 0) else None
     return llama_spec(
-        sizes, read.rotary("adjacent"), read.activation(), options, experts=experts
+        sizes, read.rotary("adjacent", sizes.head_dim), read.activation(), options, experts=experts,
+        window=read.whole(WINDOW, 0) or None,
     )  # fmt: skip
+
+
+def keys(spec: ModelSpec) -> Mapping[str, Value]:
+    window = spec.attentions[0].window
+    own: dict[str, Value] = {} if window is None else {WINDOW: np.uint32(window)}
+    return {**expert_keys(spec), **own}
+
+
+def not_in_stock(spec: ModelSpec) -> str | None:
+    attention = spec.attentions[0]
+    if attention.num_rotated != attention.head_dim:
+        return (
+            f"rotates whole heads, this model {attention.num_rotated} of {attention.head_dim} values"
+        )
+    if (attention.window or spec.context_length) < spec.context_length:
+        return (
+            f"attends to all of a text, this model to {attention.window:,} tokens of up to"
+            f" {spec.context_length:,}"
+        )
+    return other_in_stock(spec, renormalises=True)
 
 
 # transformers' Mistral has neither of the keys for biases; `mistral` refuses them.
@@ -131,9 +155,9 @@ OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
 GRAPH = Architecture(
     name="llama",
     of_keys=of_keys,
-    keys=expert_keys,
-    known_keys=EXPERT_KEYS,
-    not_in_stock=partial(other_in_stock, renormalises=True),
+    keys=keys,
+    known_keys=(*EXPERT_KEYS, WINDOW),
+    not_in_stock=not_in_stock,
     options=OPTIONS,
     stock_activations=("silu",),
     stock_options=OPTIONS,

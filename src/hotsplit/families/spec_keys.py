@@ -58,6 +58,12 @@ def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
     """The keys that `KeyReader._rope_scaling` reads, without YaRN's constants at their default."""
     if scaling.kind == "none":
         return {}
+    if scaling.kind == "longrope":
+        return {
+            "rope.scaling.type": scaling.kind,
+            "rope.scaling.original_context_length": np.uint32(scaling.original_length),
+            "rope.scaling.attn_factor": np.float32(scaling.attn_factor),
+        }
     keys: dict[str, Value] = {
         "rope.scaling.type": scaling.kind,
         "rope.scaling.factor": np.float32(scaling.factor),

@@ -67,6 +67,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         opt.GRAPH,
         gemma.GRAPH,
         smollm.GRAPH,
+        phi.GRAPH,
         mixtures.OLMOE_GRAPH,
         mixtures.QWEN2_GRAPH,
         mixtures.QWEN3_GRAPH,

@@ -75,9 +75,12 @@ class TensorEntry:
 
 
 def chosen_rows(entry: TensorEntry, rows: np.ndarray) -> TensorEntry:
-    """A matrix of some rows of another, in this order."""
+    """A matrix of some rows of another, in this order; a view of it if they follow one another."""
+    first, is_run = int(rows[0]), bool((np.diff(rows) == 1).all())
 
     def read_rows(start: int, stop: int) -> np.ndarray:
+        if is_run:
+            return entry.read_rows(first + start, first + stop)
         return entry.read()[rows[start:stop]]
 
     return replace(entry, shape=(len(rows), *entry.shape[1:]), read_rows=read_rows)

@@ -1,41 +1,55 @@
 """Rotary embeddings and their scaling, for texts longer than those a model was trained on.
 
 linear  all positions are divided by a factor (Chen et al. 2023, arXiv 2306.15595)
+longrope  each frequency is divided by a number of the model's own, of which it has two sets: for short
+        and for long contexts; cos and sin are multiplied by a magnitude (Ding et al. 2024, arXiv
+        2402.13753)
 yarn    fast frequencies stay, slow ones are divided by the factor, and those between are
         interpolated; cos and sin are multiplied by a magnitude (Peng et al. 2023, arXiv
         2309.00071). As in transformers (modeling_rope_utils.py) and llama.cpp
         (ggml_rope_yarn_corr_dims), both borders are rounded outwards to whole pairs, except in
-        gpt-oss, of which transformers does not round them."""
+        gpt-oss, of which transformers does not round them.
+
+Longrope's set for a text is that of the context for which the engine is made: the short one up to the
+length of the training, the long one above. Keys are cached as they were rotated, so a text needs one
+set from its first token to its last. transformers takes that of the text's length at each pass, so that
+a text which grows past the limit has keys of both sets in its cache; llama.cpp takes that of the
+context size, as here. Both agree with this rule on a text whose context is its length."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 
 from hotsplit.errors import HotsplitError
 
-RopeKind = Literal["none", "linear", "yarn"]
+RopeKind = Literal["none", "linear", "yarn", "longrope"]
+AskedKind = Literal["none", "linear", "yarn"]
 Pairing = Literal["adjacent", "halves"]
-KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+KINDS: tuple[AskedKind, ...] = get_args(AskedKind)  # that a user may ask for
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # longrope's divisors
 MOST = 1e4  # the largest factor: a context of 4,096 tokens becomes one of 41 million
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """A scaling; `original_length` is the training length in tokens, for YaRN only."""
+    """A scaling; `original_length` is the training length in tokens, for YaRN and longrope."""
 
     kind: RopeKind = "none"
     factor: float = 1.0
     original_length: int = 0
     beta_fast: float = 32.0  # pairs with more turns than this within the original length are kept
     beta_slow: float = 1.0  # pairs with fewer turns than this are divided by the factor
-    attn_factor: float = 1.0  # factor on the paper's magnitude
+    attn_factor: float = 1.0  # factor on YaRN's magnitude; longrope's magnitude
     rounds_borders: bool = True  # of the interpolated pairs
+    is_long: bool = False  # the divisors are longrope's for long contexts
 
     @property
     def magnitude(self) -> float:
         """Factor on cos and sin; attention scores are thus multiplied by its square."""
+        if self.kind == "longrope":
+            return self.attn_factor
         if self.kind != "yarn":
             return 1.0
         return self.attn_factor * (1.0 + 0.1 * math.log(max(1.0, self.factor)))
@@ -66,7 +80,16 @@ class RopeScaling:
             return (
                 f"YaRN, {self.factor:g} times the {self.original_length:,} tokens of its training"
             )
+        if self.kind == "longrope":
+            length = f"the {self.original_length:,} tokens of its training"
+            if self.is_long:
+                return f"longrope's long factors, for a context above {length}"
+            return f"longrope's short factors, for a context up to {length} (above: its long ones)"
         return "as trained"
+
+    def for_context(self, length: int) -> "RopeScaling":
+        """The scaling for texts of up to `length` tokens."""
+        return replace(self, is_long=self.kind == "longrope" and length > self.original_length)
 
 
 NO_SCALING = RopeScaling()
@@ -129,3 +152,10 @@ class Rotary:
     scaling: RopeScaling = NO_SCALING
     has_factors: bool = False
     num_values: int | None = None
+
+    @property
+    def factors(self) -> str | None:
+        """The name of the tensor of divisors of the frequencies."""
+        if self.scaling.kind == "longrope":
+            return LONG if self.scaling.is_long else SHORT
+        return "rope_freqs.weight" if self.has_factors else None

@@ -385,11 +385,15 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     def with_scaling(self, scaling: RopeScaling) -> "ModelSpec":
-        """The model with this scaling of the rotary embeddings of layers without a window."""
+        """The model with this scaling of the rotary embeddings of layers without a window; of all,
+        if all have one."""
+        some_whole = any(attention.window is None for attention in self.attentions)
 
         def scaled(layer: LayerSpec) -> LayerSpec:
             attention = layer.attention
-            if attention is None or attention.rotary is None or attention.window is not None:
+            if attention is None or attention.rotary is None:
+                return layer
+            if attention.window is not None and some_whole:
                 return layer
             return layer.with_rotary(replace(attention.rotary, scaling=scaling))
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
+from hotsplit.model.rope import LONG, SHORT
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -71,7 +72,9 @@ def optional_outer_shapes(spec: ModelSpec) -> Shapes:
     of rotary frequencies."""
     shapes: Shapes = {"output.weight": (spec.vocab_size, spec.hidden_size)}
     rotating = [attention.num_rotated for attention in spec.attentions if attention.rotary]
-    return shapes | ({"rope_freqs.weight": (max(rotating) // 2,)} if rotating else {})
+    is_longrope = spec.rope_scaling.kind == "longrope"
+    names = (SHORT, LONG) if is_longrope else ("rope_freqs.weight",) if rotating else ()
+    return shapes | {name: (max(rotating) // 2,) for name in names}
 
 
 def layout_of(names: Iterable[str]) -> Layout:

@@ -59,7 +59,7 @@ _BY_KEY = {
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
 CHECKPOINTS = (
-    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3, Gemma 3, SmolLM3, Falcon and OPT, sparse variants of"
+    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3 and Phi-4-mini, Gemma 3, SmolLM3, Falcon and OPT, sparse variants of"
     " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE,"
     " Qwen 2 and Qwen 3, Granite, GLM-4.5, gpt-oss and SmallThinker, and Qwen3-Next, Qwen 3.5 and 3.6"
 )
@@ -73,8 +73,6 @@ def why_not_run(name: object, values: Mapping[str, object]) -> str | None:
         is_count = key.rpartition(".")[2] in _EXPERT_KEYS and isinstance(value, Integral)
         if is_count and int(value) > 1:  # type: ignore[call-overload]
             return _EXPERTS
-    if name == "phi3":
-        return "only checkpoints of it are supported; convert the one that this file was made from"
     plain = name.lower() if isinstance(name, str) else ""
     return next((why for parts, why in _BY_NAME if any(p in plain for p in parts)), None)
 
