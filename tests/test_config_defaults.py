@@ -4,7 +4,6 @@ the config is refused. Oracle: the defaults of the config classes of transformer
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 from test_families import CASES
 
@@ -48,10 +47,10 @@ def facts(values: dict) -> object:
     rows = {name: (r.source, r.order.tolist(), r.num_rows) for name, r in plan.rows.items()}
     # The key's default gives True; a missing key gives None, with which a head is allowed.
     is_tied = plan.is_tied is not False
-    factors = None if plan.rope_factors is None else np.asarray(plan.rope_factors).tolist()
+    factors = {name: each.tolist() for name, each in plan.rope_factors.items()}
     columns = {name: order.tolist() for name, order in plan.columns.items()}
     kept = dataclasses.replace(
-        plan, rows={}, columns={}, rope_factors=None, name_of=str, is_tied=is_tied
+        plan, rows={}, columns={}, rope_factors={}, name_of=str, is_tied=is_tied
     )
     return kept, rows, columns, factors
 

@@ -122,7 +122,7 @@ def test_cold_weights_stream_to_the_device(tmp_path, mode, is_resident):
     assert not torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("case", ["opt", "phi3", "llama-biases"])
+@pytest.mark.parametrize("case", ["opt", "phi4-mini", "llama-biases"])
 def test_a_graph_of_layers_from_the_tests_for_real_devices(tmp_path, case):
     """OPT's learned positions are in the type of the weights; biases are stacked with q, k and v."""
     with checked_cuda():

@@ -4,13 +4,15 @@ transformers lacks Bamboo, whose oracle is a Mistral with an MLP of the test's o
 Llama, so only what its config adds is tested."""
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
-from gguf import GGMLQuantizationType
+from gguf import MODEL_ARCH, GGMLQuantizationType
 from gguf.quants import dequantize
 from reference import rel_error
 from safetensors.torch import load_file, save_file
@@ -45,6 +47,8 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import gguf_names
+from hotsplit.files.gguf_file import array_entry, write_gguf
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.tensors import is_neuron_major
 from hotsplit.runtime.step.batch import rows_of
@@ -88,6 +92,16 @@ DELTA = {
 # As llama.cpp has them.
 EQUAL = DELTA | {"num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 SHARED = {"shared_expert_intermediate_size": 43}
+# Factors for a context above the training's, which is shorter than IDS and than the model's context.
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0], "partial_rotary_factor": 0.75,
+}  # fmt: skip
+WHOLE = LONGROPE | {
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0],
+}
+del WHOLE["partial_rotary_factor"]
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 CASES = {
@@ -119,7 +133,14 @@ CASES = {
     ),
     "falcon-one-after-the-other": FalconConfig(**FALCON | UNTIED, parallel_attn=False, bias=True),
     "falcon-many-keys": FalconConfig(**FALCON, multi_query=False, bias=True, activation="relu"),
-    "phi3": Phi3Config(**GATED | ODD, sliding_window=None),
+    "phi3": Phi3Config(
+        **GATED | ODD, sliding_window=None, original_max_position_embeddings=10,
+        rope_parameters=WHOLE,
+    ),
+    "phi4-mini": Phi3Config(
+        **GATED | ODD | TIED, sliding_window=7, original_max_position_embeddings=10,
+        rope_parameters=LONGROPE,
+    ),
     # Contexts beyond the window, which is no multiple of a block.
     "gemma3": Gemma3TextConfig(
         **GATED | ODD, head_dim=32, sliding_window=5, query_pre_attn_scalar=48,
@@ -307,6 +328,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("falcon-one-after-the-other", "graph has no"),
         ("opt", "llama.cpp has no opt graph"),
         ("gemma3", "has windows in all layers but each 6th, this model in others"),
+        ("phi4-mini", "rotates whole heads, this model 12 of 16 values"),
         ("gemma3-biases-untied", "computes GELU, this model is silu"),
         ("olmoe-renormalised", "does not divide the weights of experts by their sum"),
         ("olmoe-grouped", "has norms of 64 keys, this model of 32"),
@@ -337,6 +359,89 @@ def test_a_plan_with_offloaded_keys_is_refused_for_windows(checkpoints, tmp_path
     with pytest.raises(HotsplitError, match=r"layers have windows.* leave --kv-offload out$"):
         solve(config, workspace_bytes)
     assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.parametrize("case", ["phi3", "phi4-mini"])
+def test_longrope_takes_the_factors_of_the_context(tmp_path, case):
+    """transformers takes those of the text's length, which is the context here."""
+    rope = WHOLE | {"attention_factor": 1.3} if case == "phi3" else LONGROPE
+    folder = random_model(
+        tmp_path / "hf", Phi3Config(**CASES[case].to_dict() | {"rope_parameters": rope})
+    )
+    save_tokenizer(folder, 320)
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
+    want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = []
+    for length in (9, 10, 11):
+        ids = IDS[:length]
+        with torch.no_grad():
+            want_TV = want(torch.tensor([ids])).logits[0]
+        with Engine.load(path, mode="dense", context_length=length) as engine:
+            assert rel_error(engine.logits(ids), want_TV) < 1e-5
+            assert rel_error(decoded(engine, ids), want_TV[-1]) < 1e-5
+            with engine.observe(lambda name, layer, tensor: None):
+                assert rel_error(engine.logits(ids), want_TV) < 1e-5
+            texts.append(engine.model.spec.rope_scaling.words)
+    assert [words.split()[1] for words in texts] == ["short", "short", "long"]
+
+
+def as_phi3(folder: Path, path: Path) -> Path:
+    """A checkpoint of Phi-3 as llama.cpp's converter writes it, with fused matrices
+    (conversion/phi.py)."""
+    config, weights = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
+    rope, length = config["rope_parameters"], config["max_position_embeddings"]
+    keys = {
+        "general.architecture": "phi3", "hotsplit.model_id": "x", "phi3.context_length": length,
+        "phi3.rope.scaling.original_context_length": config["original_max_position_embeddings"],
+        "phi3.embedding_length": config["hidden_size"], "phi3.block_count": config["num_hidden_layers"],
+        "phi3.feed_forward_length": config["intermediate_size"],
+        "phi3.attention.head_count": config["num_attention_heads"],
+        "phi3.attention.head_count_kv": config["num_key_value_heads"],
+        "phi3.rope.dimension_count": int(16 * rope["partial_rotary_factor"]),
+        "phi3.attention.sliding_window": config["sliding_window"] or 0,
+    }  # fmt: skip
+    keys = {
+        name: np.uint32(value) if isinstance(value, int) else value for name, value in keys.items()
+    }
+    keys["phi3.attention.layer_norm_rms_epsilon"] = np.float32(config["rms_norm_eps"])
+    keys["phi3.rope.freq_base"] = np.float32(rope["rope_theta"])
+    name_of = gguf_names(MODEL_ARCH.PHI3, config["num_hidden_layers"])
+    tensors = {name_of(name): array_entry(each.numpy(), "f32") for name, each in weights.items()}
+    if rope["rope_type"] == "longrope":
+        ratio = length / config["original_max_position_embeddings"]
+        factor = math.sqrt(1 + math.log(ratio) / math.log(length / ratio))
+        keys["phi3.rope.scaling.attn_factor"] = np.float32(factor)
+        for size in ("long", "short"):
+            numbers = np.array(rope[f"{size}_factor"])
+            tensors[f"rope_factors_{size}.weight"] = array_entry(numbers, "f32")
+    write_gguf(
+        path, "phi3", {k: v for k, v in keys.items() if k != "general.architecture"}, tensors
+    )
+    return path
+
+
+@pytest.mark.parametrize("case", ["phi3", "phi4-mini", "plain"])
+def test_a_phi3_of_llama_cpp_is_a_llama(tmp_path, case):
+    """It runs as it is, and in another layout and type."""
+    plain = Phi3Config(**GATED, sliding_window=5)
+    folder = random_model(tmp_path / "hf", CASES.get(case, plain))
+    path, want = as_phi3(folder, tmp_path / "phi3.gguf"), transformers_logits(folder)
+    assert ModelFile.load(path).architecture == "llama"
+    other = converted(path, tmp_path / "m.gguf")
+    for file in (path, other):
+        with Engine.load(file, mode="dense") as engine:
+            assert rel_error(engine.logits(IDS), want) < 1e-5
+    keys, tensors = read_model_gguf(path)
+    if case == "phi3":
+        del tensors["rope_factors_short.weight"]
+        with pytest.raises(HotsplitError, match="no tensor 'rope_factors_short.weight', which"):
+            ModelFile.of(path, keys, tensors)
+        tensors["blk.1.ffn_up.weight"] = array_entry(np.zeros((319, 64)), "f32")
+        with pytest.raises(HotsplitError, match="no tensor 'blk.1.ffn_gate.weight'"):
+            ModelFile.of(path, keys, tensors)
 
 
 def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
@@ -383,8 +488,23 @@ REFUSED = {
     "num_ln_in_parallel_attn is 2": ("falcon-7b", {"num_ln_in_parallel_attn": 2}),
     "parallel_attn false": ("falcon-40b", {"parallel_attn": False}),
     "known: relu, fatrelu, silu, gelu": ("falcon-7b", {"activation": "drelu"}),
-    "type 'longrope'": ("phi3", {"rope_parameters": {"rope_type": "longrope"}}),
-    "partial_rotary_factor": ("phi3", {"partial_rotary_factor": 0.75}),
+    "long_factor is .*, wanted 6 positive numbers": (
+        "phi4-mini",
+        {"rope_parameters": LONGROPE | {"long_factor": [1.0] * 8}},
+    ),
+    "short_factor is .*, wanted 8 positive": ("phi3", {"rope_parameters": {"type": "su"}}),
+    "original_max_position_embeddings is 1, wanted at least 2": (
+        "phi3",
+        {"original_max_position_embeddings": 1},
+    ),
+    "longrope', which is not supported; supported for this family: ordinary": (
+        "llama",
+        {"rope_parameters": WHOLE},
+    ),
+    "partial_rotary_factor is 0.7: 11 of 16 values": (
+        "phi3",
+        {"rope_parameters": WHOLE | {"partial_rotary_factor": 0.7}},
+    ),
     "no tensor for 'blk.0.attn_k.bias'": ("llama", {"architectures": ["Qwen2ForCausalLM"]}),
     "no tensor for 'blk.0.attn_k_norm.weight'": ("llama", {"architectures": ["Qwen3ForCausalLM"]}),
     "max_position_embeddings is 1000000002": ("opt", {"max_position_embeddings": 10**9}),
