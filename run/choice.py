@@ -89,7 +89,8 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     context = context_of(model, wishes)
     room = _usable(model, context, room)
     first = sum(room.gpus[:1])
-    fits = wishes.engine.kv_offload is None and run_bytes(model, context, first) <= first
+    texts = wishes.engine.num_sequences
+    fits = wishes.engine.kv_offload is None and run_bytes(model, context, first, texts) <= first
     fits = fits and not model.spec.has_experts  # a mixture is on a GPU by a plan alone
     why_cpu = _only_on_the_cpu(model, wishes)
     budgets = () if fits or why_cpu or not room.gpus else room.gpus
@@ -144,11 +145,13 @@ def _check_cache(
         cache_types_of(model, asked, has_plan=has_plan, device=device_of(device), planned=planned)
 
 
-def run_bytes(model: ModelFile, context_length: int, gpu_budget_bytes: int = 0) -> int:
-    """Bytes of a model on one device, a GPU if it has a budget: weights, keys and values,
-    temporaries."""
-    workspace = workspace_bytes(model, context_length, "dense", gpu_budget_bytes=gpu_budget_bytes)
-    items = bytes_on_one_side(model, context_length, workspace)
+def run_bytes(
+    model: ModelFile, context_length: int, gpu_budget_bytes: int = 0, num_sequences: int = 1
+) -> int:
+    """Bytes of a model on one device, a GPU if it has a budget: weights, keys and values of so many
+    texts, temporaries."""
+    workspace = workspace_bytes(model, context_length, "dense", num_sequences, gpu_budget_bytes)
+    items = bytes_on_one_side(model, context_length, workspace, num_sequences)
     if model.layout == "stock":  # run as it is
         layers = range(model.spec.num_layers)
         items["neurons"] = sum(stored_neuron_bytes(model, layer) for layer in layers)
@@ -203,7 +206,8 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
         for kind in kinds:
             if kind not in sizes:
                 model = own if kind is None and own is not None else source.draft(kind)
-                sizes[kind] = run_bytes(model, context_of(model, wishes))
+                context, texts = context_of(model, wishes), wishes.engine.num_sequences
+                sizes[kind] = run_bytes(model, context, num_sequences=texts)
             if sizes[kind] <= limit:
                 return kind, _type_line(source, kind, sizes[kind], limit, place)
     least = min(sizes, key=lambda kind: sizes[kind])

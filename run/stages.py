@@ -112,11 +112,13 @@ def full_key(job: Job, tokens: int) -> dict[str, Any]:
 def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
     """The key of a plan. `tokens` are those of the profile with predictors; None without."""
     of_profile = look_key(job) if tokens is None else profile_key(job, tokens)
+    texts = job.wishes.engine.num_sequences
     return {
         "profile": of_profile, "predictors": tokens is not None, "machine": machine_key(),
         "kv_offload": job.wishes.engine.kv_offload, "budgets": job.choice.budgets, "context": job.choice.context_length,
         "mode": job.wishes.engine.mode, "max loss": job.wishes.engine.max_loss,
         **({"rope": job.wishes.engine.rope} if any(job.wishes.engine.rope) else {}),
+        **({"texts": texts} if texts > 1 else {}),
     }  # fmt: skip
 
 
@@ -275,7 +277,7 @@ def _solve_config(
         vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
         mode=job.wishes.engine.mode, max_loss=job.wishes.engine.max_loss, force=True,
         kv_offload=job.wishes.engine.kv_offload, rope_scaling=job.wishes.engine.rope_scaling,
-        rope_scale=job.wishes.engine.rope_scale,
+        rope_scale=job.wishes.engine.rope_scale, num_sequences=job.wishes.engine.num_sequences,
     )  # fmt: skip
 
 

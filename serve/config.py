@@ -26,7 +26,7 @@ class ServeConfig:
     model: Path
     host: str = "127.0.0.1"
     port: int = 8080
-    parallel: int = 4
+    parallel: int = 1
     kept: int | None = None  # None: as many as parallel
     queue: int = 64
     max_tokens: int = -1

@@ -63,7 +63,7 @@ class Server:
     def run(self) -> None:
         """Runs until a signal. Raises HotsplitError if the port or the model is unavailable."""
         _limit_arenas()
-        listener = _listener(self.config)
+        listener = listener_of(self.config)
         try:
             asyncio.run(self._serve(listener))
         finally:
@@ -224,7 +224,8 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
     return served
 
 
-def _listener(config: ServeConfig) -> socket.socket:
+def listener_of(config: ServeConfig) -> socket.socket:
+    """Listens at the address. Raises HotsplitError if it is no address, or taken."""
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]

@@ -9,6 +9,7 @@ import click
 
 from hotsplit.commands.options.engine import long_text_options, neuron_cache_option
 from hotsplit.commands.options.kept_files import bench_line
+from hotsplit.commands.options.preparation import preparation, preparation_options
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
@@ -42,6 +43,7 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
+@preparation_options
 @click.option("-p", "--n-prompt", "prompt_lengths", type=_LENGTHS, multiple=True,
               help="Prompt lengths to test; 0: none. [default: 512]")  # fmt: skip
 @click.option("-n", "--n-gen", "gen_lengths", type=_LENGTHS, multiple=True,
@@ -79,8 +81,6 @@ def bench(
 
     Speeds are compared with the limit set by the memory's speed and, if the step is native,
     broken down by its parts."""
-    from hotsplit.measure.bench.config import BenchConfig
-
     _check_replay(ctx)
     replayed = {name: options.pop(name) for name in ("cache_replay", "cache_tokens", "cache_plot")}
     if replayed["cache_replay"]:
@@ -90,6 +90,14 @@ def bench(
         raise click.UsageError("--json and --md are two forms of one report: leave one out.")
     lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
     options |= {name: sum(values, ()) for name, values in lengths.items() if values}
+    with preparation(options):
+        _measure(options, as_json=as_json, as_markdown=as_markdown)
+    return None
+
+
+def _measure(options: dict[str, Any], *, as_json: bool, as_markdown: bool) -> None:
+    from hotsplit.measure.bench.config import BenchConfig
+
     engine = take_engine_options(options)
     config = BenchConfig(
         engine=engine, **options
@@ -109,7 +117,6 @@ def bench(
         finish({}, False, [f"note: {note}" for note in report.notes])
     else:
         finish(to_json(report) if as_json else {}, as_json, lines_of(report))
-    return None
 
 
 # ---- --cache-replay: policies of the neuron cache on a text, without a GPU

@@ -14,6 +14,7 @@ import click
 
 from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
 from hotsplit.commands.options.engine import neuron_cache_option
+from hotsplit.commands.options.preparation import preparation, preparation_options
 from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
@@ -62,6 +63,7 @@ A message that begins with / is written with //."""
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @placement_options
+@preparation_options
 @click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
               help="The system message.")  # fmt: skip
 @click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
@@ -86,7 +88,8 @@ def chat(**options: Any) -> None:
     """Talk with a model.
 
     If stdin is not a terminal, each of its lines is a message. /help lists the commands."""
-    talk(**options)
+    with preparation(options) as name:
+        talk(name=name, **options)
 
 
 def talk(

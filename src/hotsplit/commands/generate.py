@@ -12,6 +12,7 @@ import click
 
 from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
 from hotsplit.commands.options.engine import neuron_cache_option
+from hotsplit.commands.options.preparation import preparation, preparation_options
 from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
@@ -84,6 +85,7 @@ text_options = joined(
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @placement_options
+@preparation_options
 @text_options
 @click.option("--chat", "is_chat", is_flag=True,
               help="Treat the prompt as a message and print the answer; for a conversation:"
@@ -109,7 +111,9 @@ def generate(**options: Any) -> None:
     """Continue a text, or several together.
 
     The text, or the JSON asked for instead, goes to stdout; everything else goes to stderr."""
-    write(**options)
+    prompts = options["prompts_file"]
+    with preparation(options, lambda: len(prompts_of(None, None, prompts)) if prompts else 1):
+        write(**options)
 
 
 def write(

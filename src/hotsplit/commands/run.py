@@ -3,7 +3,6 @@
 The stages are chosen, run and cached by the package hotsplit.run; texts are written by the
 command `generate`, conversations held by `chat`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,15 @@ from hotsplit.commands.chat import talk
 from hotsplit.commands.generate import check_output_options, endings_of, text_options, write
 from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
 from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.commands.options.preparation import (
+    announce,
+    said_when_ready,
+    vram_option,
+    yes_option,
+)
 from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
-    SIZE,
     FileCommand,
     context_option,
     finish,
@@ -32,19 +36,15 @@ from hotsplit.commands.terminal.prompts import prompts_of, system_message, templ
 from hotsplit.errors import HotsplitError
 
 if TYPE_CHECKING:
-    from hotsplit.run.estimate import Estimate
     from hotsplit.run.prepare import Ready
     from hotsplit.run.stages import Job
 
-ASKED_FROM_S = 600.0  # longer work must be confirmed at a terminal
 ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # defaults of -n
 _PROMPTS = ("prompt", "prompt_file", "prompts_file")
 # Options for a text, which a conversation does not take.
 _WRITE = (*_PROMPTS, "keep", "num_logprobs", "is_shown", "json_lines", "is_chat", "as_json")
 _own_options = joined(
-    click.option("-vb", "--vram", "--vram-budget", "vram", type=SIZE, multiple=True,
-                 help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
-                 " GPU. [default: most of what is free on the first, or on --device]"),
+    vram_option,
     click.option("--chat", "is_chat", is_flag=True,
                  help="With a prompt: treat it as a message and print the answer. Without one, run"
                  " always holds a conversation."),
@@ -76,7 +76,7 @@ _own_options = joined(
                  help="Compare a converted model with its source. [default: if it takes less than a"
                  " minute]"),
     click.option("--dry-run", is_flag=True, help="Print what would be done, and how long it would take."),
-    click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation of long work."),
+    yes_option,
 )  # fmt: skip
 
 
@@ -114,25 +114,11 @@ def run(
         if dry_run:
             finish(summary(job, planned), options["as_json"], [planned.line])
             return
-        _announce(job, planned, yes=yes)
+        announce(job, planned, yes=yes)
         ready = prepare(job, planned)
-        if ready.made:
-            say(f"ready in {ready.seconds:.0f} s; hotsplit cache list shows what is kept")
+        said_when_ready(ready)
         more = {"run": summary(job, planned) | {"prepared_s": ready.seconds, "made": ready.made}}
         _speak(job, ready, options, more)
-
-
-def _announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
-    """Announces the work; asks the user if it takes long."""
-    if not planned.works:
-        return
-    say(planned.line)
-    if any(work.kind in ("look", "profile") for work in planned.works) and not job.texts:
-        say("profiling on the text in the package (Python's documentation, two old books); --corpus"
-            " with text like yours makes a better profile")  # fmt: skip
-    is_asked = planned.seconds > ASKED_FROM_S and not yes
-    if is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
-        click.confirm("continue?", default=True, abort=True, err=True)
 
 
 def _speak(job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotsplit.commands.options.engine import long_text_options
+from hotsplit.commands.options.preparation import preparation, preparation_options
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.commands.options.shared import (
     FILE,
@@ -41,14 +42,15 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @placement_options
+@preparation_options
 @click.option("--host", default="127.0.0.1", show_default=True,
               help="Address to listen on; 0.0.0.0 means all, best with --api-key.")  # fmt: skip
 @click.option(
     "--port", default=8080, show_default=True, help="Port to listen on; 0 picks a free one."
 )
-@click.option("-np", "--parallel", type=int, default=4, show_default=True,
-              help="Texts generated at a time, each with a whole --context; with a plan, by default no more"
-                   " than it has room for.")  # fmt: skip
+@click.option("-np", "--parallel", type=int, default=1, show_default=True,
+              help="Texts generated at a time, each with a whole --context. [with --split: half of those that"
+                   " the plan has room for]")  # fmt: skip
 @click.option("--kept", type=int,
               help="Number of further texts whose KV cache is kept for requests with the same prefix."
                    " [default: as many as --parallel; with a plan, all that it has room for]")  # fmt: skip
@@ -95,23 +97,40 @@ def serve(
 
     Sampling options are the defaults for requests. With --json, one line on stdout gives the
     address as soon as the server is ready."""
-    from hotsplit.artifacts.split_file import Split
     from hotsplit.serve.config import ServeConfig
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     sampling, asked = take_sampling_options(options), take_engine_options(options)
-    plan_places = None
-    if split is not None:
-        plan_places = Split.load(split).num_sequences
-        options |= _places_of(split, plan_places, options["parallel"], options["kept"])
+    placing = {name: options.pop(name) for name in ("vram", "yes")} | {
+        "model": model, "split": split, "threads": threads,
+        **{field.name: getattr(asked, field.name) for field in fields(EngineConfig)},
+    }  # fmt: skip
     config = ServeConfig(model=model, sampling=sampling, **options)
     _check_packages()
+    from hotsplit.serve.server import listener_of
+
+    listener_of(config).close()  # an address that cannot be had is refused before long work
+    with preparation(placing, lambda: config.parallel + config.num_kept) as name:
+        if name is not None and config.alias is None:
+            config = replace(config, alias=Path(name).name.removesuffix(".gguf"))
+        _serve(config, placing, as_json=as_json)
+
+
+def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> None:
+    """Serves the model of `placing` (options of an engine, and "model", "split" and "threads")."""
+    from hotsplit.artifacts.split_file import Split
     from hotsplit.runtime.engine import load_engine
     from hotsplit.runtime.kernels.threads import use_threads
     from hotsplit.runtime.resolved_options import device_of
     from hotsplit.serve.request_log import start_log
     from hotsplit.serve.server import Server
 
+    model, split, threads = (placing.pop(name) for name in ("model", "split", "threads"))
+    asked, plan_places = EngineConfig(**placing), None
+    config = replace(config, model=model)
+    if split is not None:
+        plan_places = Split.load(split).num_sequences
+        config = replace(config, **_places_of(split, plan_places, config.parallel, config.kept))
     num_places = config.parallel + config.num_kept
     start_log(is_json=config.log_json)
 
@@ -149,11 +168,11 @@ def _check_packages() -> None:
 
 def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> dict[str, int]:
     """--parallel and --kept, within the number of texts that a plan budgets, `places`. If not
-    given, the default of --parallel is lowered to fit, and --kept takes what is left. Raises
+    given, --parallel is half of them, or what --kept leaves, and --kept takes the rest. Raises
     HotsplitError if more are given."""
     source = click.get_current_context().get_parameter_source("parallel")
     if source == click.core.ParameterSource.DEFAULT:
-        parallel = max(1, min(parallel, places - (kept or 0)))
+        parallel = max(1, places // 2 if kept is None else places - kept)
     kept = max(0, places - parallel) if kept is None else kept
     if parallel + kept > places:
         raise HotsplitError(

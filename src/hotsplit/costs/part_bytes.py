@@ -326,11 +326,13 @@ def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
     )
 
 
-def bytes_on_one_side(model: ModelFile, context_length: int, workspace: int) -> Items:
+def bytes_on_one_side(
+    model: ModelFile, context_length: int, workspace: int, num_sequences: int = 1
+) -> Items:
     """Itemised bytes of a whole model on one device."""
     none, context = [False] * model.spec.num_layers, context_length
     return plan_bytes(model, context_length=context, num_hot=none, dense_on_gpu=none,
-                      head_on_gpu=False, workspace=workspace)[1]  # fmt: skip
+                      head_on_gpu=False, workspace=workspace, num_sequences=num_sequences)[1]  # fmt: skip
 
 
 def plan_bytes(

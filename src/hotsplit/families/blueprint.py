@@ -47,7 +47,9 @@ class Blueprint:
     # These two are read from every config in the same way (table.read_blueprint).
     threshold: float = 0.0
     is_tied: bool | None = None  # None if only transformers' default says so
-    rope_factors: Mapping[str, np.ndarray] = field(default_factory=dict)  # f32 [head_dim / 2], by tensor
+    rope_factors: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # f32 [head_dim / 2], by tensor
     rows: Mapping[str, Rows] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)

@@ -132,9 +132,7 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 def not_in_stock(spec: ModelSpec) -> str | None:
     attention = spec.attentions[0]
     if attention.num_rotated != attention.head_dim:
-        return (
-            f"rotates whole heads, this model {attention.num_rotated} of {attention.head_dim} values"
-        )
+        return f"rotates whole heads, this model {attention.num_rotated} of {attention.head_dim} values"
     if (attention.window or spec.context_length) < spec.context_length:
         return (
             f"attends to all of a text, this model to {attention.window:,} tokens of up to"

@@ -13,7 +13,7 @@ from hotsplit.files.gguf_parts import part_paths
 READ = {".safetensors", ".bin", ".pt", ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".parquet",
         ".model", ".jinja"}  # fmt: skip
 _Stamp = tuple[int, int, int]  # inode, bytes, time of the last change in nanoseconds
-_inputs: ContextVar[dict[Path, _Stamp | None]] = ContextVar("inputs")
+_inputs: ContextVar[dict[Path, _Stamp | None] | None] = ContextVar("inputs")
 _new: ContextVar[set[Path]] = ContextVar("new")
 
 
@@ -30,6 +30,17 @@ def reading(*paths: Path | None, new: Sequence[Path] = ()) -> Iterator[None]:
     files = [file for path in paths if path is not None for file in _files_of(path)]
     stamps = {(real := _real(file)): _stamp(real) for file in files}
     tokens = _inputs.set(stamps), _new.set({_real(path) for path in new})
+    try:
+        yield
+    finally:
+        _inputs.reset(tokens[0])
+        _new.reset(tokens[1])
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Within the block, `reading` may be called although it was called before."""
+    tokens = _inputs.set(None), _new.set(set())
     try:
         yield
     finally:
@@ -56,13 +67,13 @@ def _stamp(path: Path) -> _Stamp | None:
 
 def changed_inputs() -> list[Path]:
     """The inputs of `reading` that have changed."""
-    return [path for path, stamp in _inputs.get({}).items() if _stamp(path) != stamp]
+    return [path for path, stamp in (_inputs.get(None) or {}).items() if _stamp(path) != stamp]
 
 
 def wrote(path: Path) -> None:
     """Called after an output was renamed into place. Stops checking that path, and all within it,
     which may be in an input folder."""
-    real, inputs = _real(path), _inputs.get({})
+    real, inputs = _real(path), _inputs.get(None) or {}
     for file in [file for file in inputs if file == real or real in file.parents]:
         del inputs[file]
     _new.get(set()).discard(real)
