@@ -61,7 +61,7 @@ from hotsplit.runtime.resolved_options import (
 )
 from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
-from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.host_mixers import HostMixers, host_ways
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.step.scratch import Pass
 from hotsplit.runtime.step.workspace import step_rows
@@ -352,17 +352,18 @@ class Loaded:
             observers=Observers(),
             native=step,
             chunk=chunk,
-            host_attention=self._host_attention(),
+            host=self._host_mixers(),
         )
 
-    def _host_attention(self) -> HostAttention | None:
-        """The attention of prompts if weights are on a GPU and the KV cache is in main memory."""
-        if self.device.type == "cpu" or not self.placement.is_cache_on_host:
+    def _host_mixers(self) -> HostMixers | None:
+        """What the CPU computes of attention and delta nets in prompts beside a GPU."""
+        ways = host_ways(self.weights)
+        if self.device.type == "cpu" or not ways:
             return None
-        found = HostAttention.of(self.weights)
+        found = HostMixers.of(self.weights, ways)
         if isinstance(found, str):
             self.warn(
-                f"{found}: torch computes the attention of prompts, which is many times slower"
+                f"{found}: torch computes the CPU's attention of prompts, which is many times slower"
             )
             return None
         return found

@@ -37,6 +37,7 @@ from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons import mixture
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
@@ -608,7 +609,11 @@ def allocate_as_on_cuda(monkeypatch):
     def nothing(*arguments, **options):
         pass
 
+    def experts_on_cpu(block, gate, x_TD, routed):  # in main memory
+        return torch.from_numpy(np.empty(x_TD.shape, np.float32)), (0, 0, 0)
+
     kernels = Kernels(**{each.name: nothing for each in dataclasses.fields(Kernels)})
+    monkeypatch.setattr(mixture, "experts_on_cpu", experts_on_cpu)
     monkeypatch.setattr(gpu_products, "kernels", lambda: kernels)
     monkeypatch.setattr(
         gpu_products, "_in_f32", lambda left, right: torch.zeros(len(left), right.shape[1])

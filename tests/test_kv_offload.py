@@ -28,7 +28,7 @@ from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.ops.attention.rotary import Turns
-from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.plain_backend import plain_backend
 
 pytestmark = [
@@ -123,7 +123,7 @@ def test_heads_have_the_same_bits_however_many_rows_come(tmp_path, num_sequences
     with Engine.load(model.path, split=tmp_path / "s.gguf", **options) as engine:
         weights = engine._live.weights
         attention = weights.layers[layer].attention
-        host = HostAttention.of(weights)
+        host = HostMixers.of(weights, dict.fromkeys(range(len(weights.layers)), "attend"))
         qkv = torch.randn(100, attention.widths[0], generator=torch.Generator().manual_seed(1))
         weights.cache.reserve(num_sequences - 1, 0, 100)
         found = []
@@ -131,7 +131,7 @@ def test_heads_have_the_same_bits_however_many_rows_come(tmp_path, num_sequences
             start, rows = 0, []
             for count in pieces:
                 piece = qkv[start : start + count]
-                rows.append(host.attend(layer, piece, num_sequences - 1, start))
+                rows.append(host.run(layer, piece, sequence=num_sequences - 1, start=start))
                 start += count
             found.append(torch.cat(rows))
         plain = attention._attend(qkv, num_sequences - 1, 0, Turns(0, 100))

@@ -22,7 +22,7 @@ from hotsplit.runtime.ops.attention import attend
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row, rows_of
-from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.plain_backend import plain_backend
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -290,12 +290,15 @@ def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
         model, mode="dense", cache_type_k="f32", num_sequences=num_sequences
     ) as engine, torch.inference_mode():  # fmt: skip
         found = engine._live.weights
-        host, found_heads = HostAttention.of(found), []
+        host, found_heads = (
+            HostMixers.of(found, dict.fromkeys(range(len(found.layers)), "attend")),
+            [],
+        )
         found.cache.reserve(num_sequences - 1, 0, 150)
         for index, layer in enumerate(found.layers):
             size = layer.attention.widths[0]
             qkv = torch.randn(150, size, generator=torch.Generator().manual_seed(index))
-            got = host.attend(index, qkv, num_sequences - 1, 0)
+            got = host.run(index, qkv, sequence=num_sequences - 1, start=0)
             turns = Turns(0, 150)
             plain = layer.attention._attend(qkv.clone(), num_sequences - 1, 0, turns)
             assert rel_error(got, plain) < BOUND

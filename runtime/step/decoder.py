@@ -16,16 +16,16 @@ from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.ops.attention.block import Attend
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.head import logits
+from hotsplit.runtime.ops.neurons.mixture import run_mixture
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step.batch import Row, is_decoded, rows_of, runs_of, slots_of, with_slots
 from hotsplit.runtime.step.captured_passes import CapturedPasses
 from hotsplit.runtime.step.decode_step import DecodeStep
-from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
 from hotsplit.runtime.step.native_step import NativeStep
@@ -52,8 +52,8 @@ class Decoder:
     chunk: int = SHORT_CHUNK  # tokens per pass without observers, at most
     length: PassLength = field(default_factory=PassLength)
     captured: CapturedPasses | None = None
-    # Attends in torch's passes if weights are on a GPU and the cache is not; None: torch does.
-    host_attention: HostAttention | None = None
+    # In torch's passes, attention and delta nets on the host beside a GPU; None: torch does.
+    host: HostMixers | None = None
 
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, by the decode step if there is one and no active
@@ -217,7 +217,7 @@ class Decoder:
         slots: StateRun | None,
     ) -> Tensor:  # fmt: skip
         """The hidden state [T, D] after all layers."""
-        weights, host, num_tokens = self.weights, self.host_attention, x.shape[0]
+        weights, host, num_tokens = self.weights, self.host, x.shape[0]
         is_native = num_tokens > 1 and self._is_seen_natively()
         native = self._native_layers if is_native else None
         before: Tensor | Factor | None = None
@@ -241,9 +241,9 @@ class Decoder:
                 slots=slots,
                 predictor_input=before,
                 observers=self.observers,
-                attend=None
-                if host is None
-                else partial(host.attend, index, sequence=sequence, start=start),
+                on_host=None
+                if host is None or index not in host.calls
+                else partial(host.run, index, sequence=sequence, start=start),
             )
         return as_tensor(x)
 
@@ -295,7 +295,7 @@ def run_layer(
     slots: StateRun | None = None,
     predictor_input: Tensor | Factor | None,
     observers: Observers,
-    attend: Attend | None = None,
+    on_host: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor | HiddenState, Tensor | Factor]:
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
@@ -313,7 +313,7 @@ def run_layer(
     if predictor_input is not None:
         values[ffn_in(index - 1)] = _moved(predictor_input, layer.device, is_lazy)
     del x, moved, predictor_input
-    mix = _mixing(layer, sequence, start, turns, slots, attend)
+    mix = _mixing(layer, sequence, start, turns, slots, on_host, is_seen=bool(observers.active))
 
     def run(op: Op, read: list[Any]) -> Any:
         if op.kind in ("norm", "add", "route", "shared"):
@@ -331,8 +331,8 @@ def run_layer(
             observers.show("ffn_norm", index, values[ffn_in(index)])
         if op.kind == "predict":
             return layer.ffn.named(read[0], observers=observers)
-        forward = layer.ffn.forward if layer.router is None else layer.ffn.routed
-        out_TD = forward(*read, observers=observers)
+        run_neurons = layer.ffn.forward if layer.router is None else partial(run_mixture, layer.ffn)
+        out_TD = run_neurons(*read, observers=observers)
         observers.show("ffn_out", index, out_TD)
         return out_TD
 
@@ -348,9 +348,14 @@ def run_layer(
 
 def _mixing(
     layer: Layer, sequence: int, start: int, turns: Turns, slots: StateRun | None,
-    attend: Attend | None,
+    on_host: Callable[..., Tensor] | None, *, is_seen: bool,
 ) -> Callable[[Tensor | Factor, Callable[[Tensor], None]], Tensor]:  # fmt: skip
-    """Attention, or the delta net, as a function of its input and of the receiver of heads."""
+    """Attention, or the delta net, as a function of its input and of the receiver of heads. `on_host`: that of
+    the CPU, for a layer there as a whole (unless what is within is seen), else without projections."""
+    is_whole = layer.device.type == "cpu"
+    if on_host is not None and is_whole and not is_seen:
+        return lambda x, _: on_host(as_tensor(x), slots=slots)
+    attend = None if is_whole else on_host
     if layer.delta is None:
         return partial(
             layer.attention.forward, sequence=sequence, start=start, turns=turns, attend=attend

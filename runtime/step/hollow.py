@@ -12,7 +12,8 @@ from hotsplit.model.modes import Mode, computes_all
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.neurons.native import NeuronsStruct, block_struct
+from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
+from hotsplit.runtime.ops.neurons.native import NeuronsStruct, block_struct, experts_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative, Structs
 from hotsplit.runtime.step.native_step import StepBuilder
 from hotsplit.runtime.weights.store import CPU
@@ -60,6 +61,18 @@ def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> 
     step.context_length = context_length
     step.max_rows = min(MAX_ROWS, context_length * num_sequences)
     return max(0, library.step_bytes(step))
+
+
+def chosen_bytes(hollow: Builder, index: int, max_tokens: int) -> int:
+    """Workspace bytes of a call for the experts of a layer that up to `max_tokens` tokens have chosen."""
+    route = hollow.spec.layers[index].route
+    assert route is not None
+    structs, (block, *_) = Structs(), hollow.expert_loader(index).experts()
+    struct = ChosenStruct(
+        experts=experts_struct(structs, block), width=hollow.spec.hidden_size,
+        num_used=route.num_used, max_tokens=max_tokens, computes_all=block.is_by_output,
+    )  # fmt: skip
+    return max(0, library.chosen_bytes(struct))
 
 
 def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> int:

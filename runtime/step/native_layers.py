@@ -201,8 +201,12 @@ def shows_all(wanted: Collection[str]) -> bool:
 
 
 def _is_supported(layer: Layer) -> bool:
-    blocks = (*layer.ffn.blocks, *layer.ffn.experts)
-    return all(d.type == "cpu" for d in (layer.device, *(block.device for block in blocks)))
+    devices = (
+        layer.device,
+        *(b.device for b in layer.ffn.blocks),
+        *(b.device for b in layer.ffn.experts),
+    )
+    return all(device.type == "cpu" for device in devices)
 
 
 def _widths(layer: Layer) -> dict[str, int]:

@@ -61,6 +61,11 @@ def attend_op(layer: int) -> OpStruct:
     return _op("attend", layer, "qkv", out="heads")
 
 
+def mix_op(layer: int, is_delta: bool) -> OpStruct:
+    """The operation of a layer's attention or delta net as a whole."""
+    return _op("delta" if is_delta else "attention", layer, "attn_in", out="attn_out")
+
+
 def overwritten(op: Op) -> tuple[str, ...]:
     """Values that an operation of the host overwrites: a sum of three or more terms accumulates in
     the second, and queries and keys are rotated in place."""

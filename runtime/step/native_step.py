@@ -268,8 +268,11 @@ class StepBuilder(Structs):
             struct.shared_gate = MatrixStruct() if gate is None else self.linear(gate)
         return struct
 
-    def heads(self, layer: Layer) -> LayerStruct:
-        """The struct of a layer whose heads attend on the host while its weights are on a GPU."""
+    def mixer(self, layer: Layer, *, projects: bool) -> LayerStruct:
+        """The struct of a layer of which only attention, or the delta net, is on the host, without its
+        projections unless it `projects`."""
+        if layer.delta:
+            return LayerStruct(delta=delta_struct(self, layer.delta))
         return LayerStruct(
-            attention=attention_struct(self, layer.attention, self.rotaries, projects=False)
+            attention=attention_struct(self, layer.attention, self.rotaries, projects=projects)
         )

@@ -23,7 +23,7 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.ops.structs import MAX_ROWS
-from hotsplit.runtime.step.hollow import hollow_builder, neurons_bytes
+from hotsplit.runtime.step.hollow import chosen_bytes, hollow_builder, neurons_bytes
 from hotsplit.runtime.step.program import Kind, Op, name_of
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.store import num_appended
@@ -248,16 +248,21 @@ def route(p: Pass, index: int) -> PoolBytes:
 
 
 def experts(p: Pass, index: int) -> PoolBytes:
-    """The outputs of all experts of each token, twice, and one expert's values if it has all tokens; if
-    watched, gates and hidden values of all."""
+    """In one native call, its workspace and the output, twice. Else the outputs of all experts of each token,
+    twice, and one expert's values if it has all tokens; if watched, gates and hidden values of the
+    chosen ones."""
     spec, width = p.spec.layers[index], p.spec.hidden_size
     assert spec.route is not None
     if p.is_on_gpu:
         return _experts_on_gpu(p, index)
-    seen = 2 * spec.neurons.number + 5 * spec.neurons.of_expert if p.way == "watched" else 0
-    outputs = p.floats(2 * spec.route.num_used * width + 4 * width + seen)
-    tile = FLOAT_BYTES * width * part_bytes.tile_rows(min(width, spec.neurons.of_expert))
-    one = _on_cpu(p, index, spec.neurons.of_expert, is_divided=False)
+    used, own = spec.route.num_used, spec.neurons.of_expert
+    if p.way == "unwatched" and library.is_available():
+        rows = min(p.num_tokens, MAX_ROWS)
+        return p.floats(2 * width + 4 * used) + p.tensor(chosen_bytes(p.hollow, index, rows))
+    seen = 2 * used * own + 5 * own if p.way == "watched" else 0
+    outputs = p.floats(2 * used * width + 4 * width + seen)
+    tile = FLOAT_BYTES * width * part_bytes.tile_rows(min(width, own))
+    one = _on_cpu(p, index, own, is_divided=False)
     return outputs + (p.tensor(tile) | one)
 
 

@@ -28,9 +28,9 @@ from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.ops.attention import block as attention_block
-from hotsplit.runtime.ops.neurons import feed_forward
+from hotsplit.runtime.ops.neurons import feed_forward, mixture
 from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.host_mixers import HostMixers
 
 _DTYPES = {"f32": np.float32, "f16": np.float16}
 
@@ -101,8 +101,11 @@ def _replaced(seed: int) -> list[tuple[object, str, object]]:
     def attend(query: Tensor, *given: object, **options: object) -> Tensor:
         return torch.empty_like(query).flatten(1)
 
-    def host_attend(self: HostAttention, layer: int, qkv: Tensor, *at: int, **place: int) -> Tensor:
-        return torch.empty(len(qkv), self.widths[layer][1])
+    def host_run(self: HostMixers, index: int, x: Tensor, **place: object) -> Tensor:
+        return torch.empty(len(x), self.calls[index].num_outputs)
+
+    def experts_on_cpu(block: object, gate: object, x: Tensor, routed: object) -> object:
+        return torch.from_numpy(np.empty(x.shape, np.float32)), (0, 0, 0)
 
     def send(self: Staging, target: Tensor, fill: object) -> object:
         return self.stream.record()
@@ -113,7 +116,7 @@ def _replaced(seed: int) -> list[tuple[object, str, object]]:
         (Dispatch, "_kernel", _kernel), (HostNode, "run", _nothing), (Staging, "send", send), (CheckBook, "known", _is_known),
         (Norm, "fits_f16", fits), (cpu_kernels, "dot_rows", dot_rows),
         (cpu_kernels, "unpack_rows", _nothing), (attention_block, "attend", attend),
-        (HostAttention, "attend", host_attend),
+        (HostMixers, "run", host_run), (mixture, "experts_on_cpu", experts_on_cpu),
         (feed_forward, "add_neurons", lambda *args: (0, 0, 0)),
     ]  # fmt: skip
 

@@ -306,9 +306,13 @@ def chosen_bytes(chosen: ctypes.Structure) -> int:
     return int(_built().hs_chosen_bytes(ctypes.addressof(chosen)))
 
 
+def run_chosen(chosen: ctypes.Structure) -> None:
+    """Runs the experts for their tokens; chosen_bytes must have checked them."""
+    (_lib or _built()).hs_chosen(ctypes.addressof(chosen))
+
+
 def chosen_function() -> int:
-    """The address of a function void (*)(void*) that runs them; chosen_bytes must have checked
-    them."""
+    """The address of the function behind `run_chosen`: void (*)(void*)."""
     return _address("hs_chosen")
 
 

@@ -2,14 +2,14 @@
 once. A product is one launch over the pairs of a token and one of its experts, sorted by expert.
 
 Each pair's output has a row of its own, and a token's rows are added in the order in which its router
-chose them, wherever these were computed. Which experts the CPU computes depends on the other tokens of
+chose them; then the sum of those that the CPU computes. Which these are depends on the other tokens of
 the pass, so that a token's result may differ by the rounding of the devices.
 
 Letters: T tokens, K experts of a token, P = T K pairs, E experts, A some experts, F neurons of an
 expert, D model width."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ def device_of(
 @dataclass(frozen=True, kw_only=True)
 class ExpertPass:
     """The experts of a layer on a GPU: those stored there, and of the others those that `cold` streams to
-    it; the CPU computes the rest meanwhile by `run_on_cpu`, given a block, an expert and its tokens."""
+    it; the CPU computes the rest meanwhile by `run_on_cpu`, given a block and the tokens."""
 
     layer: int
     blocks: tuple[ExpertBlock, ...]
@@ -113,16 +113,17 @@ class ExpertPass:
     cold: ColdExpertStream | None
     device: torch.device
     is_input_small: bool
-    run_on_cpu: Callable[[ExpertBlock, int, Tensor], Tensor]
+    run_on_cpu: Callable[[Sequence[ExpertBlock], Tensor, Routed], Tensor]
 
     def run(self, x_TD: Tensor, routed: Routed) -> Tensor:
         """Output [T, D] on the GPU."""
         hot, cold = by_role(self.blocks)
         choices = Choices.of(routed.id_TK, self.blocks[0].num_experts)
         streamed, on_cpu = self._divided(choices, cold)
-        weight_P, x_host, weight_host = routed.weight_TK.flatten(), None, None
+        weight_P, x_host, routed_host = routed.weight_TK.flatten(), None, routed
         if len(on_cpu):  # before launches, for which these copies would wait
-            x_host, weight_host = x_TD.cpu(), weight_P.cpu()
+            x_host = x_TD.cpu()
+            routed_host = Routed(id_TK=routed.id_TK.cpu(), weight_TK=routed.weight_TK.cpu())
         x_TD, weight_P = x_TD.to(self.device), weight_P.to(self.device)
         stored = [] if hot is None else self._parts(choices, np.flatnonzero(hot.places >= 0))
         count_E = choices.count_E
@@ -133,7 +134,8 @@ class ExpertPass:
                           most_of_tile=SMALL_TILE)) for part in streamed),
         ])  # fmt: skip
         x = Factor.of(x_TD, is_small=self.is_input_small)
-        y_PD = torch.empty(weight_P.numel(), x_TD.shape[1], device=self.device)
+        new = torch.zeros if len(on_cpu) else torch.empty
+        y_PD = new(weight_P.numel(), x_TD.shape[1], device=self.device)
         for own in pairs[: len(stored)]:
             assert hot is not None
             run_experts(hot, self.gate, x, own, weight_P, y_PD)
@@ -145,18 +147,15 @@ class ExpertPass:
                 ),
                 x_TD, y_PD,
             )  # fmt: skip
-        found: list[tuple[Tensor, Tensor]] = []
-        for expert in on_cpu.tolist():
-            assert cold is not None and x_host is not None and weight_host is not None
-            own_P = torch.from_numpy(choices.pairs(expert))
-            # In main memory, whatever the device is that these operations are tried on.
-            own_PD = torch.from_numpy(np.empty((len(own_P), x_TD.shape[1]), np.float32))
-            y_TD = self.run_on_cpu(cold, expert, x_host[own_P // choices.num_used])
-            torch.mul(y_TD, weight_host[own_P, None], out=own_PD)
-            found.append((own_P, own_PD))
-        for own_P, own_PD in found:  # at the end: a copy waits for all that was streamed before it
-            y_PD[own_P.to(self.device)] = own_PD.to(self.device)
-        return y_PD.view(choices.num_tokens, choices.num_used, -1).sum(dim=1)
+        host_TD = None
+        if cold is not None and x_host is not None:  # while the GPU computes
+            place_E = np.where(np.isin(np.arange(cold.num_experts), on_cpu), cold.places, -1)
+            some = replace(cold, place_E=torch.from_numpy(place_E.astype(np.int32)))
+            host_TD = self.run_on_cpu([some], x_host, routed_host)
+        y_TD = y_PD.view(choices.num_tokens, choices.num_used, -1).sum(dim=1)
+        if host_TD is not None:
+            y_TD += host_TD.to(self.device)
+        return y_TD
 
     def _divided(
         self, choices: Choices, cold: ExpertBlock | None

@@ -18,18 +18,16 @@ Except in mode `dense`, limits may silence gates; see hotsplit.artifacts.limits_
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hotsplit.costs.pass_parts import gpu_part_neurons, part_neurons
-from hotsplit.runtime.ops.neurons import expert_pass
 from hotsplit.runtime.ops.neurons.native import add_neurons
 from hotsplit.runtime.ops.neurons.streams import ColdExpertStream, ColdNeurons
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.predict import Predictor
-from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.gpu_products import Factor
@@ -59,6 +57,12 @@ class Traffic:
         """Bytes of the feed-forward layers."""
         return self.gate + self.up + self.down + self.predictor
 
+    def add(self, read: tuple[int, int, int]) -> None:
+        """Counts bytes of gate, up and down."""
+        self.gate += read[0]
+        self.up += read[1]
+        self.down += read[2]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockResult:
@@ -72,7 +76,7 @@ class BlockResult:
 
 
 # Tensors of a layer's neurons that observers see, with the value for neurons that are not computed.
-_SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
+SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +105,7 @@ class FeedForward:
         """Output [T, D] for the normed input of T tokens; of the neurons in
         `named_TF`, if given. The hot block comes first, so that a GPU computes it while the CPU
         computes the cold one."""
-        is_watched = self._is_watched(observers)
+        is_watched = self.is_watched(observers)
         cold = None if observers.active else self.cold  # observers need every value
         results = []
         for block in self.blocks:
@@ -112,65 +116,21 @@ class FeedForward:
             if named_TN is not None and not block.is_whole:
                 named_TN = named_TN[:, block.id_N]
             if gpu_products.is_gpu(block.device) and not is_watched and not block.is_by_output:
-                y_TD = self._on_gpu(block, self._factor(x, block.device), named_TN)
+                y_TD = self.on_gpu(block, self._factor(x, block.device), named_TN)
                 results.append(BlockResult(y_TD=y_TD))
                 continue
             x_TD = gpu_products.as_tensor(x).to(block.device)
-            results.append(self._run(block, x_TD, named_TN, is_watched))
+            results.append(self.run_block(block, x_TD, named_TN, is_watched))
         self._show(results, observers)
         total = results[0].y_TD.to(x.device)
         for result in results[1:]:
             total = total + result.y_TD.to(x.device)
         return total if self.down_bias_D is None else total + self.down_bias_D
 
-    def routed(self, x_TD: Tensor, routed: Routed, *, observers: Observers) -> Tensor:
-        """Output [T, D] of the experts that each token's router has chosen."""
-        observers.show("ffn_experts", self.layer, routed.id_TK)
-        is_watched = self._is_watched(observers)
-        streams = self.cold_experts if not observers.active else None
-        device = expert_pass.device_of(self.experts, streams, len(x_TD))
-        if device is not None and not is_watched and gpu_products.multiplies_blocks(device):
-            experts = expert_pass.ExpertPass(
-                layer=self.layer, blocks=self.experts, gate=self.gate, cold=streams, device=device,
-                is_input_small=self.is_input_small, run_on_cpu=self._expert_on_cpu,
-            )  # fmt: skip
-            return experts.run(x_TD, routed).to(x_TD.device)
-        y_TKD = x_TD.new_zeros(*routed.id_TK.shape, x_TD.shape[1])
-        shape = *routed.id_TK.shape, len(self.experts[0].id_F)
-        seen_TKF = {name: x_TD.new_empty(shape) for name in _SHOWN
-                    if observers.want(name, self.layer)}  # fmt: skip
-        for expert in routed.id_TK.unique().tolist():
-            token_N, number_N = (routed.id_TK == expert).nonzero(as_tuple=True)
-            block = next(each for each in self.experts if each.place_of(expert) >= 0)
-            result = self._expert(block, expert, x_TD[token_N].to(block.device), is_watched)
-            y_TKD[token_N, number_N] = result.y_TD.to(x_TD.device)
-            for name, values_TKF in seen_TKF.items():
-                part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
-                assert part is not None
-                values_TKF[token_N, number_N] = part.to(x_TD.device)
-        for name, values_TKF in seen_TKF.items():
-            observers.show(name, self.layer, values_TKF.flatten(1))
-        return (routed.weight_TK[..., None] * y_TKD).sum(dim=1)
+    def is_watched(self, observers: Observers) -> bool:
+        return any(observers.want(name, self.layer) for name in SHOWN)
 
-    def _expert(
-        self, block: ExpertBlock, expert: int, x_TD: Tensor, is_watched: bool
-    ) -> BlockResult:
-        """One expert of a block, on its device."""
-        place, bias_PD = block.place_of(expert), block.down.bias_PN
-        own = block.expert(place)
-        if gpu_products.is_gpu(block.device) and not (is_watched or block.is_by_output):
-            result = BlockResult(y_TD=self._on_gpu(own, Factor.of(x_TD), None))
-        else:
-            result = self._run(own, x_TD, None, is_watched)
-        return result if bias_PD is None else replace(result, y_TD=result.y_TD + bias_PD[place])
-
-    def _expert_on_cpu(self, block: ExpertBlock, expert: int, x_TD: Tensor) -> Tensor:
-        return self._expert(block, expert, x_TD, False).y_TD
-
-    def _is_watched(self, observers: Observers) -> bool:
-        return any(observers.want(name, self.layer) for name in _SHOWN)
-
-    def _run(
+    def run_block(
         self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None, is_watched: bool
     ) -> BlockResult:
         """A block of neurons, on its device."""
@@ -243,7 +203,7 @@ class FeedForward:
         def add(piece: NeuronBlock) -> None:
             named_TN = None if named_TF is None else named_TF[:, piece.id_N]
             if is_on_gpu:
-                self._on_gpu(piece, factor, named_TN, y_TD)
+                self.on_gpu(piece, factor, named_TN, y_TD)
             else:
                 self._add_parts(y_TD, piece, x_TD, named_TN)
 
@@ -255,10 +215,7 @@ class FeedForward:
     ) -> None:
         """Adds the output of a block."""
         if block.is_native:
-            read = add_neurons(y_TD, block, self.gate, x_TD, named_TN)
-            self.traffic.gate += read[0]
-            self.traffic.up += read[1]
-            self.traffic.down += read[2]
+            self.traffic.add(add_neurons(y_TD, block, self.gate, x_TD, named_TN))
             return
         count, size = len(block.id_N), part_neurons(x_TD.shape[1], len(x_TD))
         for start in range(0, count, size):
@@ -267,7 +224,7 @@ class FeedForward:
             part = block if size >= count else block.part(start, stop)
             self._add_part(y_TD, part, x_TD, named)
 
-    def _on_gpu(
+    def on_gpu(
         self,
         block: NeuronBlock,
         x: Factor,
@@ -338,9 +295,8 @@ class FeedForward:
         gate_TF = block.gate.apply(x_TD)
         up_TF = None if block.up is None else block.up.apply(x_TD)
         hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
-        self.traffic.gate += block.gate.weight.num_bytes
-        self.traffic.up += 0 if block.up is None else block.up.weight.num_bytes
-        self.traffic.down += block.down.num_bytes
+        up_bytes = 0 if block.up is None else block.up.weight.num_bytes
+        self.traffic.add((block.gate.weight.num_bytes, up_bytes, block.down.num_bytes))
         y_TD = block.down.product(hidden_TF)
         return BlockResult(y_TD=y_TD, gate_TA=gate_TF, hidden_TA=hidden_TF, position_A=None)
 
@@ -363,7 +319,7 @@ class FeedForward:
 
     def _show(self, results: list[BlockResult], observers: Observers) -> None:
         """Passes the values of all blocks to observers, with neurons in the layer's order."""
-        for name, unknown in _SHOWN.items():
+        for name, unknown in SHOWN.items():
             if not observers.want(name, self.layer):
                 continue
             if self.blocks[0].is_whole and results[0].position_A is None:
