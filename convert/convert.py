@@ -40,7 +40,7 @@ from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import layer_shapes
 from hotsplit.model.weight_types import TYPES
 
-STOCK_NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU"}
+STOCK_NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU", "relu2": "ReLU squared"}
 FILE_TYPES: dict[str, LlamaFileType] = {
     **{each.name: LlamaFileType[each.file_type] for each in TYPES},
     **{name: LlamaFileType[f"MOSTLY_{name.upper()}"] for name in MIXTURES},

@@ -67,8 +67,8 @@ def random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Pa
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
-            is_norm = weight.ndim == 1 and name.endswith("weight")
-            if weight.ndim == 1:
+            is_norm = name.endswith("norm.weight") or (weight.ndim == 1 and name.endswith("weight"))
+            if weight.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 torch.nn.init.normal_(weight, mean=1.0 if is_norm else 0.0, std=0.2)
             if name.endswith("conv1d.weight"):
                 # Queries and keys longer than the 1e-3 that transformers adds to their lengths; and

@@ -34,6 +34,10 @@ FIRST = {
     "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",
     "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM", "Glm4MoeConfig": "Glm4MoeForCausalLM",
     "GptOssConfig": "GptOssForCausalLM", "Qwen3NextConfig": "Qwen3NextForCausalLM",
+    "NemotronConfig": "NemotronForCausalLM", "ArceeConfig": "ArceeForCausalLM",
+    "Starcoder2Config": "Starcoder2ForCausalLM", "CohereConfig": "CohereForCausalLM",
+    "Cohere2Config": "Cohere2ForCausalLM", "MinistralConfig": "MinistralForCausalLM",
+    "Ministral3Config": "Ministral3ForCausalLM",
     "Qwen3_5TextConfig": "Qwen3_5ForCausalLM", "Qwen3_5MoeTextConfig": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
 

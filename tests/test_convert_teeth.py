@@ -33,8 +33,7 @@ UNUSED = {"use_sliding_window": False}
 @pytest.mark.parametrize(
     "config, context",
     [
-        (MistralConfig(**GATED, **WINDOW), 16),
-        (MistralConfig(**GATED, sliding_window=None), 64),
+        (MistralConfig(**GATED, **WINDOW), 64),
         (Qwen2Config(**GATED, **WINDOW, use_sliding_window=True, max_window_layers=1), 16),
         (Qwen2Config(**GATED, **WINDOW, **UNUSED), 64),
     ],

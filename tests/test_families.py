@@ -17,7 +17,10 @@ from gguf.quants import dequantize
 from reference import rel_error
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     FalconConfig,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -25,8 +28,11 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
@@ -38,6 +44,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 from hotsplit import Engine
@@ -102,6 +109,12 @@ WHOLE = LONGROPE | {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0],
 }
 del WHOLE["partial_rotary_factor"]
+HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+# Queries grow at the 4th token, and a second time at the 8th.
+GROWING = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "rope_theta": 1e4,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 CASES = {
@@ -110,7 +123,28 @@ CASES = {
     "llama-biases": LlamaConfig(**GATED, hidden_act="relu", attention_bias=True, mlp_bias=True),
     "llama-gelu": LlamaConfig(**GATED, hidden_act="gelu_pytorch_tanh", head_dim=32),
     "mistral": MistralConfig(**GATED | ODD, sliding_window=None, head_dim=16),
-    "mistral-window": MistralConfig(**GATED, sliding_window=16, head_dim=32),
+    "mistral-window": MistralConfig(**GATED, sliding_window=5, head_dim=32),
+    "ministral": MinistralConfig(
+        **GATED | ODD, head_dim=16, sliding_window=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "ministral3": Ministral3Config(**GATED | ODD, head_dim=24, rope_parameters=GROWING),
+    "nemotron": NemotronConfig(**GATED | ODD),
+    "nemotron-biases-tied": NemotronConfig(
+        **GATED | MQA | TIED, attention_bias=True, mlp_bias=True, head_dim=32,
+        rope_parameters=HALF | {"rope_type": "linear", "factor": 2.0},
+    ),
+    "arcee": ArceeConfig(**GATED | ODD),
+    "arcee-biases": ArceeConfig(**GATED | MQA | TIED, attention_bias=True, mlp_bias=True),
+    "starcoder2": Starcoder2Config(**GATED | ODD, sliding_window=5),
+    "starcoder2-stock": Starcoder2Config(**GATED | UNTIED),
+    "command-r": CohereConfig(**GATED | ODD, logit_scale=0.3),
+    "command-r-plus": CohereConfig(**GATED | MQA, use_qk_norm=True, attention_bias=True),
+    "cohere2": Cohere2Config(**GATED | ODD | {"num_hidden_layers": 5}, sliding_window=5),
+    "cohere2-others": Cohere2Config(
+        **GATED | MQA, sliding_window=3, attention_bias=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
     "qwen2": Qwen2Config(**GATED | ODD),
     "qwen2-mqa-tied-relu": Qwen2Config(**GATED | MQA | TIED, hidden_act="relu"),
     "qwen2-window": Qwen2Config(
@@ -304,6 +338,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 
 STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
+    "ministral3", "nemotron", "arcee", "starcoder2-stock", "command-r", "cohere2",
     "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",
     "qwen3nextmoe-stock", "qwen35-stock", "qwen35moe",
 ]  # fmt: skip
@@ -327,6 +362,12 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("falcon-7b", "computes GELU, this model is relu"),
         ("falcon-one-after-the-other", "graph has no"),
         ("opt", "llama.cpp has no opt graph"),
+        ("mistral-window", "attends to all tokens, this model to the latest 5"),
+        ("nemotron-biases-tied", "has heads of 64 values together, this model of 128"),
+        ("arcee-biases", "has no attn_output.bias|has no ffn_down.bias"),
+        ("starcoder2", "attends to all tokens, this model to the latest 5"),
+        ("command-r-plus", "norms heads in models of 64 layers and more"),
+        ("cohere2-others", "has windows in all layers but each 4th, this model in others"),
         ("gemma3", "has windows in all layers but each 6th, this model in others"),
         ("phi4-mini", "rotates whole heads, this model 12 of 16 values"),
         ("gemma3-biases-untied", "computes GELU, this model is silu"),
@@ -514,6 +555,30 @@ REFUSED = {
         "phi3",
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
+    "has 'full_attention', wanted sliding_attention: transformers' Mistral ignores": (
+        "mistral-window",
+        {"layer_types": ["full_attention"] * 3},
+    ),
+    "wanted 3 of full_attention or sliding_attention": ("ministral", {"layer_types": ["x"] * 3}),
+    "rope_parameters.llama_4_scaling_beta is missing": (
+        "ministral3",
+        {"rope_parameters": {k: v for k, v in GROWING.items() if not k.startswith("llama")}},
+    ),
+    "hidden_act 'drelu' is unknown; known: relu, relu2": ("nemotron", {"hidden_act": "drelu"}),
+    "partial_rotary_factor is 0.2": (
+        "nemotron",
+        {"rope_parameters": HALF | {"partial_rotary_factor": 0.2}},
+    ),
+    "no tensor for 'blk.0.attn_q.bias'": ("arcee", {"attention_bias": True}),
+    "tie_word_embeddings is False": ("command-r", {"tie_word_embeddings": False}),
+    "logit_scale is 0": ("command-r", {"logit_scale": 0}),
+    "no tensor for 'blk.0.attn_k_norm.weight'|no tensor for 'blk.0.attn_q_norm": (
+        "command-r",
+        {"use_qk_norm": True},
+    ),
+    "rotary_pct is 0.5": ("cohere2", {"rotary_pct": 0.5}),
+    "sliding_window is None": ("cohere2", {"sliding_window": None}),
+    "use_bias is None": ("starcoder2", {"use_bias": None}),
     "attention_bias is True": ("mistral", {"attention_bias": True}),
     "has 'sliding_attention', wanted full_attention:": (
         "qwen2",

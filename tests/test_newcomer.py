@@ -301,7 +301,7 @@ def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
     "key, why",
     [
         ("ssm.state_size", "recurrent layers"),
-        ("attention.sliding_window", "attention over a sliding window is not supported"),
+        ("attn_logit_softcapping", "logits with a soft cap are not supported"),
         ("something.else", "the key is unknown"),
     ],
 )

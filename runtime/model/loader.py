@@ -104,6 +104,7 @@ class Builder:
     cache_types: CacheTypes | None = None
     resident_LN: Sequence[np.ndarray] | None = None
     are_slots_joined: bool = True
+    zeros: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # shared biases
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -224,18 +225,21 @@ class Builder:
         }
 
     def output_norm(self, device: torch.device, item: str = "attention") -> Norm | None:
-        """Its weights also scale the logits."""
+        """It also scales the logits."""
         if self.spec.output_norm is None:
             return None
         norm = self.norm(self.spec.output_norm, self.spec.output_norm.name, device, item)
         scale = self.spec.logit_scale
-        return norm if scale == 1.0 else replace(norm, weight_D=norm.weight_D * scale)
+        return norm if scale == 1.0 else norm.times(scale)
 
     def norm(
         self, norm: NormSpec, name: str, device: torch.device, item: str = "attention"
     ) -> Norm:
         weight_D = self.vector(f"{name}.weight", device, item)
         bias_D = self.vector(f"{name}.bias", device, item)
+        if norm.kind == "layer_without_bias":
+            place = norm.size, device
+            bias_D = self.zeros.setdefault(place, torch.zeros(norm.size, device=device))
         assert weight_D is not None, name
         return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=norm.epsilon)
 
@@ -315,9 +319,9 @@ class Builder:
     def attention(self, index: int, block: AttentionSpec, device: torch.device) -> Attention:
         attends_on = self.placement.cache_device(index)
         norms = [
-            None
-            if (norm := block.head_norm) is None
-            else self.norm(norm, f"blk.{index}.{name}", attends_on)
+            self.norm(norm, f"blk.{index}.{name}", attends_on)
+            if (norm := block.head_norm)
+            else None
             for name in (QUERY_NORM, KEY_NORM)
         ]
         return Attention(
@@ -337,10 +341,9 @@ class Builder:
             num_heads=block.num_heads,
             is_gated=block.is_gated,
             rotary=self.rotary(block, attends_on),
-            window=block.window,
-            score_scale=block.score_scale,
+            window=block.window, growth=block.growth, score_scale=block.score_scale,
             on_bytes=self.count_attention,
-        )
+        )  # fmt: skip
 
     def count_attention(self, num_bytes: int) -> None:
         self.traffic.attention += num_bytes

@@ -5,7 +5,7 @@ Letters: T tokens, D model width, P summands."""
 
 import math
 from ctypes import Structure, c_float, c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,7 +23,7 @@ LEAST_WEIGHT = 2.0**-6  # the largest weight of a norm whose outputs are rounded
 class Norm:
     """A layer norm if there is a bias (Ba et al. 2016): (x - mean) / sqrt(variance + epsilon) *
     weight + bias; else an RMS norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + epsilon) *
-    weight."""
+    weight. Norms of heads may have weights [H, D], and a bias [D]."""
 
     weight_D: Tensor
     bias_D: Tensor | None
@@ -39,7 +39,19 @@ class Norm:
         most += 0.0 if self.bias_D is None else float(self.bias_D.abs().max())
         return largest >= LEAST_WEIGHT and most <= gpu_products.MOST_SMALL
 
+    def times(self, scale: float) -> "Norm":
+        """The norm whose results are multiplied by a scale."""
+        bias_D = None if self.bias_D is None else self.bias_D * scale
+        return replace(self, weight_D=self.weight_D * scale, bias_D=bias_D)
+
+    @property
+    def is_by_head(self) -> bool:
+        return self.weight_D.dim() == 2
+
     def apply(self, x_TD: Tensor) -> Tensor:
+        if self.is_by_head:
+            one = replace(self, weight_D=torch.ones_like(self.weight_D[0]))
+            return one.apply(x_TD) * self.weight_D
         if self.bias_D is None:
             return F.rms_norm(x_TD, self.weight_D.shape, self.weight_D, self.epsilon)
         return F.layer_norm(x_TD, self.weight_D.shape, self.weight_D, self.bias_D, self.epsilon)

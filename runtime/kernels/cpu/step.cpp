@@ -395,6 +395,7 @@ class Step {
             if (l.is_gated) take_gates(l, values, w.gates + t * H * W);
             norm_heads(l, values);
             if (is_rotated(l)) rotate_heads(l, t, values);
+            if (l.growth_length) grow_queries(l, w.attention.position(t), values);
             for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
             for (int64_t k = 0; s.is_value_rotated && k < K; ++k)
                 turn_by_hadamard(values + (H + K + k) * W, W);
@@ -433,8 +434,17 @@ class Step {
             apply(l.query_norm, values, H * W, values);
             return apply(l.key_norm, values + H * W, K * W, values + H * W);
         }
-        for (int64_t h = 0; h < H + K; ++h)
-            apply(h < H ? l.query_norm : l.key_norm, values + h * W, W, values + h * W);
+        for (int64_t h = 0; h < H + K; ++h) {
+            HsNorm norm = h < H ? l.query_norm : l.key_norm;
+            if (l.norms_by_head) norm.weight += (h < H ? h : h - H) * W;
+            apply(norm, values + h * W, W, values + h * W);
+        }
+    }
+
+    static void grow_queries(const HsAttention& l, int64_t position, float* values) {
+        const double steps = static_cast<double>(position / l.growth_length);
+        const float factor = static_cast<float>(1.0 + l.growth * std::log1p(steps));
+        for (float* x = values; x < values + heads_size(l); ++x) *x *= factor;
     }
 
     // Multiplies x by attention's matrices, y [T, stride].

@@ -104,6 +104,10 @@ struct HsAttention {
     const float* sink;                  // [H] a further score of each head, of no value; or null
     int64_t num_heads, num_kv_heads, head_width;
     int64_t window;           // a token attends to this many of the latest positions; 0: to all
+    // Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) (Llama 4).
+    int64_t growth_length;    // 0: they are not
+    float growth;
+    int32_t norms_by_head;    // query_norm and key_norm have weights for each head, [H, W] and [K, W]
     float scale;              // of the scores
     int32_t rotary;           // index in HsStep's `rotary`; below 0: queries and keys are not rotated
     int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each

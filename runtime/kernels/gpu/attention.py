@@ -54,6 +54,10 @@ def _rotate_append(
     HAS_ROWS: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
     MAGNITUDE: tl.constexpr,
+    CENTRES: tl.constexpr,
+    NORM_STRIDE: tl.constexpr,
+    GROWTH: tl.constexpr,
+    GROWTH_LENGTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """One program per head and row. Values are loaded in pairs even if they are not rotated: of a
@@ -105,16 +109,21 @@ def _rotate_append(
         if head < NUM_HEADS:
             if query_weight is not None:
                 first, second = _head_norm(
-                    first, second, query_weight, first_at, second_at, in_head, epsilon, WIDTH
-                )
+                    first, second, query_weight + head * NORM_STRIDE, first_at, second_at, in_head,
+                    epsilon, WIDTH, CENTRES,
+                )  # fmt: skip
         else:
             if key_weight is not None:
                 first, second = _head_norm(
-                    first, second, key_weight, first_at, second_at, in_head, epsilon, WIDTH
-                )
+                    first, second, key_weight + kv_head * NORM_STRIDE, first_at, second_at, in_head,
+                    epsilon, WIDTH, CENTRES,
+                )  # fmt: skip
         if frequency is not None:
             first, second = _turn(first, second, frequency, pair, at, ROTATED, MAGNITUDE)
         if head < NUM_HEADS:
+            if GROWTH != 0.0:
+                factor = 1.0 + GROWTH * tl.log(1.0 + (at // GROWTH_LENGTH).to(tl.float32))
+                first, second = first * factor, second * factor
             if query is not None:
                 target = query + head * WIDTH
                 first, second = first * query_scale, second * query_scale
@@ -131,7 +140,14 @@ def _rotate_append(
 
 
 @triton.jit
-def _head_norm(first, second, weight, first_at, second_at, in_head, epsilon, WIDTH: tl.constexpr):
+def _head_norm(
+    first, second, weight, first_at, second_at, in_head, epsilon, WIDTH: tl.constexpr,
+    CENTRES: tl.constexpr,
+):  # fmt: skip
+    if CENTRES:
+        mean = tl.sum(first + second, axis=0) / WIDTH
+        first = tl.where(in_head, first - mean, 0.0)
+        second = tl.where(in_head, second - mean, 0.0)
     mean_square = tl.sum(first * first + second * second, axis=0) / WIDTH
     scale = tl.rsqrt(mean_square + epsilon)
     first = first * scale * tl.load(weight + first_at, mask=in_head, other=0.0)
@@ -353,6 +369,8 @@ def rotate_append(
     query_scale: float = 1.0,
     *,
     is_gated: bool = False,
+    centres: bool = False,
+    growth: tuple[float, int] | None = None,
 ) -> None:
     cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = 1 if qkv.dim() == 1 else len(qkv), *key_CKW.shape[-2:]
@@ -385,6 +403,10 @@ def rotate_append(
         HAS_ROWS=num_rows > 1,
         BLOCK_LENGTH=cache.block_length,
         MAGNITUDE=magnitude,
+        CENTRES=centres,
+        NORM_STRIDE=width if query_weight_W is not None and query_weight_W.dim() == 2 else 0,
+        GROWTH=growth[0] if growth else 0.0,
+        GROWTH_LENGTH=growth[1] if growth else 1,
         **overlap_options(),
         num_warps=1,
     )

@@ -117,12 +117,15 @@ class RotateAppend(Protocol):
         query_scale: float = 1.0,
         *,
         is_gated: bool = False,
+        centres: bool = False,
+        growth: tuple[float, int] | None = None,
     ) -> None:
-        """RMS norm of each head of q and k, and rotation by f64 frequencies of as many pairs as there
+        """RMS norm of each head of q and k, whose weights may be [H, W] and [K, W], or if it `centres` a
+        layer norm without biases, and rotation by f64 frequencies of as many pairs as there
         are, the first of a head; both optional. Rotated values are multiplied by `magnitude`. `qkv`
         is f32 [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or f16, at
         `position_1` (int64 on the device) of `sequence_1` (int32). `is_gated`: behind each head of q
-        are W gates of its output, [(2 H + 2 K) W].
+        are W gates of its output, [(2 H + 2 K) W]. `growth`: factor and length of QueryGrowth.
 
         A prompt's pass has any number T of rows. `query_THW`, if given, takes q times
         `query_scale`, and `qkv` stays as it is."""

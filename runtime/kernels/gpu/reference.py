@@ -3,6 +3,8 @@ plain. The rows of a step are computed one by one.
 
 Letters and contracts: see kernels.py."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -92,6 +94,8 @@ def rotate_append(
     query_scale: float = 1.0,
     *,
     is_gated: bool = False,
+    centres: bool = False,
+    growth: tuple[float, int] | None = None,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
     of_heads = num_heads * (1 + is_gated)
@@ -100,13 +104,15 @@ def rotate_append(
     )
     query = query[:: 1 + is_gated]
     if query_weight_W is not None:
-        query = _rms_norm(query, query_weight_W, epsilon)
+        query = _rms_norm(_centred(query, centres), query_weight_W, epsilon)
     if key_weight_W is not None:
-        key = _rms_norm(key, key_weight_W, epsilon)
+        key = _rms_norm(_centred(key, centres), key_weight_W, epsilon)
     if frequency_W2 is not None:
         angle_W2 = position_1 * frequency_W2.double()
         query = _turn(query, angle_W2, is_adjacent, magnitude)
         key = _turn(key, angle_W2, is_adjacent, magnitude)
+    if growth is not None:
+        query = query * (1.0 + growth[0] * math.log(1 + int(position_1) // growth[1]))
     if query_THW is None:
         qkv[: of_heads * width].view(-1, width)[:: 1 + is_gated] = query.to(qkv.dtype)
     else:
@@ -339,6 +345,10 @@ def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool, magnitude: float) -
     turned = torch.complex(first, second) * torch.polar(magnitude + 0 * angle_W2, angle_W2)
     turned_HW = torch.stack([turned.real, turned.imag], -1 if is_adjacent else -2).flatten(-2)
     return torch.cat([turned_HW, rest_HW], dim=-1)
+
+
+def _centred(x_HW: Tensor, centres: bool) -> Tensor:
+    return x_HW - x_HW.mean(dim=-1, keepdim=True) if centres else x_HW
 
 
 def _activate(gate_N: Tensor, activation: Activation, threshold: float) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hotsplit.model.rope import QueryGrowth
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
 from hotsplit.runtime.ops.attention.attend import attend, attend_with_sinks, in_window
 from hotsplit.runtime.ops.attention.gpu_pass import attend_tokens
-from hotsplit.runtime.ops.attention.rotary import Rotary, Turns
+from hotsplit.runtime.ops.attention.rotary import Rotary, Turns, growth_of
 from hotsplit.runtime.ops.attention.selected import attend_capped, attend_to_chosen
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
@@ -40,6 +41,7 @@ class Attention:
     is_gated: bool
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
     window: int | None
+    growth: QueryGrowth | None
     score_scale: float
     on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
     is_input_small: bool = False  # see gpu_products.Factor
@@ -108,6 +110,8 @@ class Attention:
         scale, window, turn = self.score_scale, self.window, turns.of(self.rotary)
         if turn and not is_capped:
             query, key = turn.apply(query), turn.apply(key)
+        if self.growth:
+            query = query * growth_of(self.growth, start, len(query))
         if types.key.is_rotated:  # as the cache rotates its keys
             query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)

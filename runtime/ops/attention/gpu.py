@@ -40,12 +40,14 @@ def launch_attend(
     (keys, values), num_heads = attention.cache.for_kernels, attention.num_heads
     frequency_W = rotary.frequency_W if rotary else None
     query_W, key_W = query.weight_D if query else None, key.weight_D if key else None
+    growth = attention.growth
     on.launch(
         lambda: on.kernels.rotate_append(
             qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
             query.epsilon if query else 0.0, at.position_T, keys, values, num_heads,
             at.sequence_T, at.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
-            is_gated=attention.is_gated,
+            is_gated=attention.is_gated, centres=bool(query and query.bias_D is not None),
+            growth=(growth.factor, growth.length) if growth else None,
         ),
         [qkv, frequency_W, query_W, key_W, *at.tensors],
         [qkv, keys, values],

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hotsplit.model.rope import QueryGrowth
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.ops.attention.rotary import Places, Rotary, Turns
@@ -29,6 +30,8 @@ class Heads(Protocol):
     def query_norm(self) -> Norm | None: ...
     @property
     def key_norm(self) -> Norm | None: ...
+    @property
+    def growth(self) -> QueryGrowth | None: ...
     @property
     def score_scale(self) -> float: ...
     @property
@@ -70,11 +73,13 @@ def append(
     """Norms and rotates queries and keys, appends keys and values, and writes the queries, scaled
     and in the type of the keys."""
     rotary, query, key = heads.rotary, heads.query_norm, heads.key_norm
-    keys, values = heads.cache.for_kernels
+    (keys, values), growth = heads.cache.for_kernels, heads.growth
     kernels.rotate_append(
         joined_TQ, rotary.frequency_W if rotary else None, bool(rotary and rotary.is_adjacent),
         query.weight_D if query else None, key.weight_D if key else None,
         query.epsilon if query else 0.0, places.position_T, keys, values, heads.num_heads,
         places.sequence_T, places.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
         query_THW=query_THW, query_scale=heads.score_scale, is_gated=heads.is_gated,
+        centres=bool(query and query.bias_D is not None),
+        growth=(growth.factor, growth.length) if growth else None,
     )  # fmt: skip

@@ -22,7 +22,8 @@ class AttentionStruct(Structure):
                 ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
                 ("code_factor", c_void_p), ("sink", c_void_p),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
-                ("window", c_int64), ("scale", c_float), ("rotary", c_int32),
+                ("window", c_int64), ("growth_length", c_int64), ("growth", c_float),
+                ("norms_by_head", c_int32), ("scale", c_float), ("rotary", c_int32),
                 ("norms_all_heads", c_int32), ("is_gated", c_int32)]  # fmt: skip
 
 
@@ -46,10 +47,10 @@ def attention_struct(
     structs: Structs, attention: Attention, rotaries: Rotaries, *, projects: bool
 ) -> AttentionStruct:
     """`projects`: with its matrices; else others project, and only the heads attend here."""
-    cache = attention.cache
+    cache, growth, query = attention.cache, attention.growth, attention.query_norm
     tables = () if cache.tables is None else cache.tables.tensors
     struct = AttentionStruct(
-        query_norm=norm_struct(structs, attention.query_norm),
+        query_norm=norm_struct(structs, query),
         key_norm=norm_struct(structs, attention.key_norm),
         key=structs.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
         value=structs.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
@@ -57,6 +58,9 @@ def attention_struct(
         num_kv_heads=cache.num_kv_heads,
         head_width=cache.head_width,
         window=attention.window or 0,
+        growth_length=growth.length if growth else 0,
+        growth=growth.factor if growth else 0.0,
+        norms_by_head=query is not None and query.is_by_head,
         scale=rounded_scale(attention.score_scale),
         rotary=rotaries.index(attention.rotary),
         norms_all_heads=attention.norms_all_heads,

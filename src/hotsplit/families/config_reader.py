@@ -170,18 +170,15 @@ class ConfigReader:
         key of the config itself. `default_share`: of the values of a head that rotate, where a part
         of them may. `rounds_borders`: what YaRN does in this family."""
         self.check_size(sizes)
-        key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
-        values = self.values.get(key) or {}
-        if not isinstance(values, dict):
-            raise HotsplitError(f"{self.path}: {key} is {shown(values)}, wanted an object or null")
-        rope = ConfigReader(self.path, values, prefix=key + ".")
-        kind = values.get("rope_type", values.get("type", "default"))  # old configs spell it `type`
+        rope = self.rope()
+        # Old configs spell it `type`.
+        kind = rope.values.get("rope_type", rope.values.get("type", "default"))
         if "longrope" in known and kind in LONGROPE:
             kind = "longrope"
         if kind not in known:
             raise HotsplitError(
-                f"{self.path}: {key} is of type {shown(kind)}, which is not supported; supported for"
-                f" this family: {', '.join(ROPE_WORDS[name] for name in known)}"
+                f"{self.path}: {rope.prefix[:-1]} is of type {shown(kind)}, which is not supported;"
+                f" supported for this family: {', '.join(ROPE_WORDS[name] for name in known)}"
             )
         num_values = None
         if default_share is None:
@@ -207,6 +204,14 @@ class ConfigReader:
             num_values=num_values,
         )  # fmt: skip
         return sizes, rotary, factors
+
+    def rope(self) -> "ConfigReader":
+        """A reader of `rope_scaling`, or without one of `rope_parameters`."""
+        key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
+        values = self.values.get(key) or {}
+        if not isinstance(values, dict):
+            raise HotsplitError(f"{self.path}: {key} is {shown(values)}, wanted an object or null")
+        return ConfigReader(self.path, values, prefix=key + ".")
 
     def _rotated(self, rope: "ConfigReader", head_dim: int, default: float) -> int | None:
         """The number of values of a head that rotate; None for all."""
@@ -264,7 +269,8 @@ class ConfigReader:
 
         Within one window's length, attention is the same with and without a window."""
         window = self.values.get("sliding_window")
-        self._check_layer_types(has_window=is_used and window is not None)
+        has_window = is_used and window is not None
+        self.check_layer_types("full", *(["sliding"] if has_window else []))
         if not is_used or window is None:
             return context_length, ()
         length = self.count("sliding_window")
@@ -275,14 +281,15 @@ class ConfigReader:
             " and only the first window is supported",
         )
 
-    def _check_layer_types(self, *, has_window: bool) -> None:
-        known = ["full_attention", *(["sliding_attention"] if has_window else [])]
+    def check_layer_types(self, *kinds: str, why: str = "the graph does not compute that") -> None:
+        """Raises HotsplitError if `layer_types` has others than these."""
+        known = [f"{kind}_attention" for kind in kinds]
         types = self.values.get("layer_types") or []
         found = [t for t in types if t not in known] if isinstance(types, list) else [types]
         if found:
             raise HotsplitError(
                 f"{self.path}: layer_types has {shown(found[0])}, wanted {' or '.join(known)}:"
-                " the graph does not compute that; this checkpoint is not supported"
+                f" {why}; this checkpoint is not supported"
             )
 
 
@@ -296,8 +303,6 @@ def _number(value: object) -> float | None:
 def _with_yarn(rope: ConfigReader, sizes: Sizes, theta: float) -> tuple[Sizes, RopeScaling]:
     """YaRN's constants (transformers, modeling_rope_utils.py), and the sizes with the context
     length that they extend the original one to, unless it is longer already."""
-    for key in ("mscale", "mscale_all_dim"):
-        rope.refuse(key, 0)
     if theta <= 1.0:
         raise HotsplitError(f"{rope.path}: rope_theta is {theta:g}; YaRN wants above 1")
     length = rope.count("original_max_position_embeddings", sizes.context_length)
@@ -310,7 +315,14 @@ def _with_yarn(rope: ConfigReader, sizes: Sizes, theta: float) -> tuple[Sizes, R
         beta_slow=rope.positive("beta_slow", 1.0),
         rounds_borders=rope.values.get("truncate", True) is not False,
     )
-    attention = rope.positive("attention_factor", scaling.magnitude)
+    magnitude, scales = scaling.magnitude, ("mscale", "mscale_all_dim")
+    if all(map(rope.values.get, scales)):
+        one, other = (1 + rope.positive(key) * (magnitude - 1) for key in scales)
+        magnitude = one / other
+    else:
+        for key in scales:
+            rope.refuse(key, 0)
+    attention = rope.positive("attention_factor", magnitude)
     longest = scaling.factor * length
     if longest > MAX_COUNT:
         raise HotsplitError(

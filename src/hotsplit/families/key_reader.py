@@ -1,5 +1,6 @@
 """The keys of a model file's header, each read with a check and an error of its own."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast, get_args
@@ -36,6 +37,7 @@ LEAST_F32, MOST_F32 = (
 NORM_EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
+    "layer_without_bias": "attention.layer_norm_epsilon",
 }
 # Keys of an architecture that are accepted with any value, since they change nothing here.
 SILENT_KEYS = {
@@ -370,13 +372,16 @@ class KeyReader:
         base = f"{self.graph.name}.rope.freq_base"
         if self.positive(base, 10000.0) <= 1.0:
             raise HotsplitError(f"{self.path}: key {base!r} must be above 1 for YaRN")
+        factor = self.positive(prefix + "factor")
+        less = self.number(prefix + "yarn_log_multiplier", 0.0)
+        magnitude = 1.0 + 0.1 * less * math.log(max(1.0, factor))
         return RopeScaling(
             kind="yarn",
-            factor=self.positive(prefix + "factor"),
+            factor=factor,
             original_length=self._original_length(),
             beta_fast=self.positive(prefix + "yarn_beta_fast", 32.0),
             beta_slow=self.positive(prefix + "yarn_beta_slow", 1.0),
-            attn_factor=self.positive(prefix + "attn_factor", 1.0),
+            attn_factor=self.positive(prefix + "attn_factor", 1.0) / magnitude,
         )
 
     def _original_length(self) -> int:

@@ -13,9 +13,10 @@ import numpy as np
 from hotsplit.families.blueprint import Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
-from hotsplit.families.llama import WINDOW, llama_spec, whole_sizes
+from hotsplit.families.llama import llama_spec, whole_sizes
 from hotsplit.families.row_order import Rows, adjacent_pairs
 from hotsplit.families.sizes import Sizes, sizes_of
+from hotsplit.families.windows import KEYS, Windows
 from hotsplit.files.gguf_file import chosen_rows
 from hotsplit.model.spec import ModelSpec
 
@@ -33,16 +34,17 @@ def phi3(read: ConfigReader) -> Blueprint:
     window = None if read.values.get("sliding_window") is None else read.count("sliding_window")
     activation = read.activation("hidden_act", GATED)
     return Blueprint(
-        spec=llama_spec(sizes, rotary, activation, window=_window(sizes, window)),
+        spec=llama_spec(sizes, rotary, activation, windows=_windows(sizes, window)),
         name_of=gguf_names(gguf.MODEL_ARCH.PHI3, sizes.num_layers),
         rope_factors=factors,
         rows=_split_rows(sizes, rotary.num_values),
     )
 
 
-def _window(sizes: Sizes, window: int | None) -> int | None:
-    """The window, unless no text of the model is longer."""
-    return None if (window or sizes.context_length) >= sizes.context_length else window
+def _windows(sizes: Sizes, window: int | None) -> Windows:
+    """The window of each layer, none if no text of the model is longer."""
+    is_used = (window or sizes.context_length) < sizes.context_length
+    return [window if is_used else None] * sizes.num_layers
 
 
 def _split_rows(sizes: Sizes, num_rotated: int | None) -> Mapping[str, Rows]:
@@ -67,9 +69,9 @@ def _split_rows(sizes: Sizes, num_rotated: int | None) -> Mapping[str, Rows]:
 def of_keys(read: "KeyReader") -> ModelSpec:
     """llama.cpp ignores the window, transformers does not."""
     sizes = read.sizes(is_partly_rotated=True)
-    window = _window(sizes, read.whole(WINDOW, 0) or None)
+    windows = _windows(sizes, read.whole(KEYS[0], 0) or None)
     rotary = read.rotary("adjacent", sizes.head_dim)
-    return llama_spec(sizes, rotary, read.activation(), window=window)
+    return llama_spec(sizes, rotary, read.activation(), windows=windows)
 
 
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
@@ -97,7 +99,7 @@ PHI3 = Family(
 GRAPH = Architecture(
     name="phi3",
     of_keys=of_keys,
-    known_keys=(WINDOW,),
+    known_keys=KEYS[:1],
     stock_activations=("silu",),
     apart=apart,
 )

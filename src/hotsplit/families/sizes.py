@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hotsplit.model.arrangements import Arrangement
+from hotsplit.model.rope import QueryGrowth
 from hotsplit.model.spec import (
     Activation,
     Attention,
@@ -43,10 +44,11 @@ class Sizes:
     def attention(
         self, rotary: Rotary | None, options: Collection[str] = (), *, window: int | None = None,
         scale: float | None = None, has_head_norms: bool = False, norms_all_heads: bool = False,
-        is_fused: bool = False,
+        is_fused: bool = False, head_norm: NormKind = "rms", norms_by_head: bool = False,
+        growth: QueryGrowth | None = None,
     ) -> Attention:  # fmt: skip
         """`options`: names of optional tensors, of which the biases are used."""
-        norm = Norm(name="attn_q_norm", kind="rms", size=self.head_dim, epsilon=self.epsilon)
+        norm = Norm(name="attn_q_norm", kind=head_norm, size=self.head_dim, epsilon=self.epsilon)
         return Attention(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -56,6 +58,8 @@ class Sizes:
             scale=scale,
             head_norm=norm if has_head_norms else None,
             norms_all_heads=norms_all_heads,
+            norms_by_head=norms_by_head,
+            growth=growth,
             is_fused=is_fused,
             biases=_biased(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), options),
         )

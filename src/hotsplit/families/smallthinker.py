@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import gguf
-import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Blueprint, gguf_names
@@ -13,6 +12,8 @@ from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.experts import KEYS, Experts, check_experts, expert_keys, experts_of_keys
 from hotsplit.families.family import Architecture, Family
 from hotsplit.families.sizes import Sizes
+from hotsplit.families.windows import KEYS as WINDOW_KEYS
+from hotsplit.families.windows import window_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation, ModelSpec, Rotary, Route
@@ -114,13 +115,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    attentions = spec.attentions
-    window = next((a.window for a in attentions if a.window is not None), None)
-    own: dict[str, Value] = {}
-    if window is not None:
-        own["attention.sliding_window"] = np.uint32(window)
-        own["attention.sliding_window_pattern"] = [a.window is not None for a in attentions]
-    return {**expert_keys(spec), **own}
+    return {**expert_keys(spec), **window_keys(spec)}
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
@@ -144,7 +139,7 @@ GRAPH = Architecture(
     name="smallthinker",
     of_keys=of_keys,
     keys=keys,
-    known_keys=(*KEYS, "attention.sliding_window", "attention.sliding_window_pattern"),
+    known_keys=(*KEYS, *WINDOW_KEYS),
     stock_activations=("relu",),
     not_in_stock=not_in_stock,
 )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families import (
+    arcee,
+    cohere,
     delta_nets,
     falcon,
     gemma,
@@ -13,12 +15,15 @@ from hotsplit.families import (
     gpt_oss,
     granite,
     llama,
+    mistral,
     mixtures,
+    nemotron,
     opt,
     phi,
     qwen,
     smallthinker,
     smollm,
+    starcoder,
 )
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.config_reader import ConfigReader
@@ -30,14 +35,22 @@ from hotsplit.model.unsupported import CHECKPOINTS, CONFIG_KEYS, why_not_run
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": llama.LLAMA,
     "SparseLlamaForCausalLM": llama.PROSPARSE,
-    "MistralForCausalLM": llama.MISTRAL,
-    "BambooForCausalLM": llama.BAMBOO,
+    "ArceeForCausalLM": arcee.ARCEE,
+    "MistralForCausalLM": mistral.MISTRAL,
+    "MinistralForCausalLM": mistral.MINISTRAL,
+    "Ministral3ForCausalLM": mistral.MINISTRAL3,
+    "Mistral3ForConditionalGeneration": mistral.MISTRAL3,
+    "BambooForCausalLM": mistral.BAMBOO,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
     "OPTForCausalLM": opt.OPT,
     "FalconForCausalLM": falcon.FALCON,
     "RWForCausalLM": falcon.FALCON,
     "Phi3ForCausalLM": phi.PHI3,
+    "NemotronForCausalLM": nemotron.NEMOTRON,
+    "Starcoder2ForCausalLM": starcoder.STARCODER2,
+    "CohereForCausalLM": cohere.COMMAND_R,
+    "Cohere2ForCausalLM": cohere.COHERE2,
     "Gemma3ForCausalLM": gemma.GEMMA3,
     "SmolLM3ForCausalLM": smollm.SMOLLM3,
     "MixtralForCausalLM": mixtures.MIXTRAL,
@@ -61,10 +74,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     graph.name: graph
     for graph in (
         llama.GRAPH,
+        arcee.GRAPH,
+        mistral.GRAPH,
         qwen.QWEN2_GRAPH,
         qwen.QWEN3_GRAPH,
         falcon.GRAPH,
         opt.GRAPH,
+        nemotron.GRAPH,
+        starcoder.GRAPH,
+        *cohere.GRAPHS,
         gemma.GRAPH,
         smollm.GRAPH,
         phi.GRAPH,

@@ -19,13 +19,13 @@ from typing import Literal
 
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, runs_predictors
-from hotsplit.model.rope import NO_SCALING, RopeScaling, Rotary
+from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 
 Activation = Literal[
     "relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"
 ]  # fmt: skip
 PredictorKind = Literal["linear", "relu", "gate"]
-NormKind = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer", "layer_without_bias"]
 Gating = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 # What the names of the tensors of neurons end with: of a layer's own, of its experts, of experts
 # that always fire.
@@ -36,8 +36,7 @@ SMOOTH = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A layer norm (Ba et al. 2016), with biases, or an RMS norm (Zhang and Sennrich 2019), over
-    `size` values. `name`: of its tensors within the layer, or in the model for the output norm."""
+    """A layer norm (Ba et al. 2016) or an RMS norm (Zhang and Sennrich 2019), over `size` values. `name`: of its tensors within the layer, or in the model for the output norm."""
 
     name: str
     kind: NormKind
@@ -51,8 +50,8 @@ class Norm:
 class Attention:
     """Causal grouped-query attention. `window`: how many of the latest tokens a token attends to,
     itself included; None for all. `head_norm`: the norm of each head of queries and keys, before
-    they rotate; of all heads together if `norms_all_heads` (OLMoE). `biases`: names of the
-    projections that have one. `has_sinks`: each head has one more score, whose share is of no value
+    they rotate; of all heads together if `norms_all_heads` (OLMoE), with weights for each head if
+    `norms_by_head` (Command R+). `biases`: names of the projections that have one. `has_sinks`: each head has one more score, whose share is of no value
     (arXiv 2309.17453). `is_gated`: attn_q has a gate after each head's query, whose sigmoid multiplies
     the head's output (Qwen3-Next)."""
 
@@ -64,6 +63,8 @@ class Attention:
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     head_norm: Norm | None = None
     norms_all_heads: bool = False
+    norms_by_head: bool = False
+    growth: QueryGrowth | None = None
     has_sinks: bool = False
     is_gated: bool = False
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv

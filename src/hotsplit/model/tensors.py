@@ -125,8 +125,10 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
     shapes["attn_output.weight"] = (hidden_size, block.query_size)
     if block.head_norm is not None:
         whole = {QUERY_NORM: block.query_size, KEY_NORM: block.key_size}
-        sizes = whole if block.norms_all_heads else dict.fromkeys(whole, block.head_dim)
-        shapes |= {f"{name}.weight": (size,) for name, size in sizes.items()}
+        for name, size in whole.items():
+            one = (size,) if block.norms_all_heads else (block.head_dim,)
+            by_head = (size // block.head_dim, block.head_dim)
+            shapes[f"{name}.weight"] = by_head if block.norms_by_head else one
     if block.has_sinks:
         shapes[SINKS] = (block.num_heads,)
     sizes = {"attn_output": hidden_size, **rows}
