@@ -21,7 +21,8 @@ class ServeConfig:
     with the same prefix. `max_tokens` bounds every answer (-1: only the context does); a request
     may ask for fewer. Limits in seconds: `timeout_s` for a request's texts, counted from when they
     are tokenised; `drain_s` for running answers at shutdown; `read_s` for a client to send a
-    request's headers, to send its body, and to accept each piece of the answer."""
+    request's headers, to send its body, and to accept each piece of the answer. `is_strict`: requests
+    with unknown fields are refused."""
 
     model: Path
     host: str = "127.0.0.1"
@@ -42,6 +43,7 @@ class ServeConfig:
     template: str | None = None
     sampling: SamplingOptions = SamplingOptions()
     log_json: bool = False
+    is_strict: bool = False
 
     def __post_init__(self) -> None:
         self._check_range("parallel", 1, MAX_PARALLEL)

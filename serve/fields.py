@@ -1,8 +1,9 @@
-"""Reads and checks the fields of a request one by one; unread fields are refused.
+"""Reads and checks the fields of a request one by one; unread fields are said in the log, or refused.
 
 A null field counts as absent, because OpenAI's clients send nulls."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 
 from hotsplit.serve.api_error import ApiError, wrong
 
+log = logging.getLogger("hotsplit.serve")
+
 MAX_SHOWN = 60  # characters of a wrong value in an error
 LARGEST = sys.float_info.max
 MAX_DEPTH = 64  # of lists and objects in a request
@@ -18,14 +21,19 @@ MAX_DEPTH = 64  # of lists and objects in a request
 MAX_MARKS = 3 << 16
 _IS_MARK = np.isin(np.arange(256), np.frombuffer(b",:[{.", np.uint8))
 _SLICE = 1 << 20  # bytes
+MAX_SAID = 64  # names of unknown fields that the log says, each once
+_SAID: set[str] = set()
 
 
 class Fields:
-    """Fields of an object. `name` is its path within the request, for errors: "stream_options"."""
+    """Fields of an object. `name` is its path within the request, for errors: "stream_options".
+    `is_strict`: unknown fields are refused."""
 
-    def __init__(self, values: Mapping[str, object], name: str = "") -> None:
+    def __init__(
+        self, values: Mapping[str, object], name: str = "", *, is_strict: bool = False
+    ) -> None:
         self._left = {key: value for key, value in values.items() if value is not None}
-        self._name = name
+        self._name, self.is_strict = name, is_strict
 
     def has(self, name: str) -> bool:
         return name in self._left
@@ -82,7 +90,7 @@ class Fields:
 
     def inner(self, name: str) -> "Fields | None":
         value = self._checked(name, lambda value: isinstance(value, dict), "an object")
-        return None if value is None else Fields(value, self.place(name))
+        return None if value is None else Fields(value, self.place(name), is_strict=self.is_strict)
 
     def ignore(self, *names: str) -> None:
         """Accepts fields that do not change an answer."""
@@ -102,10 +110,15 @@ class Fields:
         return left
 
     def finish(self) -> None:
-        """Refuses unread fields: a misspelt one would silently change an answer."""
-        if self._left:
-            name = self.place(next(iter(self._left)))[:MAX_SHOWN]
-            raise wrong(name, f"Unknown parameter: {name!r}.", "unknown_parameter")
+        """Refuses unread fields if the server is strict; otherwise the log says each of them once, since
+        a misspelt one changes an answer."""
+        for key in self._left:
+            name = self.place(key)[:MAX_SHOWN]
+            if self.is_strict:
+                raise wrong(name, f"Unknown parameter: {name!r}.", "unknown_parameter")
+            if name not in _SAID and len(_SAID) < MAX_SAID:
+                _SAID.add(name)
+                log.warning("ignored %r, which is no parameter here; --strict refuses it", name)
 
     def place(self, name: str) -> str:
         return f"{self._name}.{name}" if self._name else name
@@ -115,7 +128,7 @@ class Fields:
         return wrong(place, f"{place} is {_shown(value)}, wanted {wanted}")
 
 
-def fields_of(body: bytes) -> Fields:
+def fields_of(body: bytes, *, is_strict: bool = False) -> Fields:
     """The fields of a request. Raises ApiError unless the body is a JSON object that is at most
     MAX_DEPTH deep."""
     if num_marks(body) > MAX_MARKS:
@@ -136,7 +149,7 @@ def fields_of(body: bytes) -> Fields:
     _check_depth(found)
     if b"\\u" in body:
         _check_unicode(found)
-    return Fields(found)
+    return Fields(found, is_strict=is_strict)
 
 
 def num_marks(body: bytes) -> int:

@@ -27,7 +27,7 @@ def responses_request(fields: Fields, served: ServedModel, timeout_s: float) -> 
     """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
     chat = _chat_fields(fields)
     try:
-        return chat_request(Fields(chat), served, timeout_s)
+        return chat_request(Fields(chat, is_strict=fields.is_strict), served, timeout_s)
     except ApiError as error:
         error.param = _PARAMS.get(error.param or "", error.param)
         raise

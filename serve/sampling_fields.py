@@ -18,10 +18,16 @@ MAX_BIASES, MAX_BIAS, MAX_BIASED_LENGTH = 1024, 1e6, 256
 MAX_BREAKERS, MAX_BREAKER_LENGTH = 64, 256
 RANDOM_SEEDS = (-1, 0xFFFFFFFF)  # llama.cpp's values for a random seed
 # A request's name -> the field of SamplingOptions, where they differ.
-RENAMED = {"typical_p": "typ_p", "mirostat_tau": "mirostat_ent", "mirostat_eta": "mirostat_lr"}
+RENAMED = {
+    "typical_p": "typ_p",
+    "repetition_penalty": "repeat_penalty",
+    "mirostat_tau": "mirostat_ent",
+    "mirostat_eta": "mirostat_lr",
+}
 NUMBERS = (
     "temperature", "dynatemp_range", "dynatemp_exponent", "top_p", "min_p", "typical_p", "typ_p",
-    "top_n_sigma", "xtc_probability", "xtc_threshold", "repeat_penalty", "presence_penalty",
+    "top_n_sigma", "xtc_probability", "xtc_threshold", "repeat_penalty", "repetition_penalty",
+    "presence_penalty",
     "frequency_penalty", "dry_multiplier", "dry_base", "adaptive_target", "adaptive_decay",
     "mirostat_tau", "mirostat_eta",
 )  # fmt: skip

@@ -95,7 +95,8 @@ class Service:
         if length > most:  # after the deadline's block: the rest may arrive later
             await drop_body(request.receive)
             raise too_large(most)
-        return await self.prepared(lambda: fields_of(b"".join(pieces)))
+        is_strict = self.config.is_strict
+        return await self.prepared(lambda: fields_of(b"".join(pieces), is_strict=is_strict))
 
     async def prepared(self, make: Callable[[], Result]) -> Result:
         """Runs `make`, which would block the loop, in a thread."""

@@ -180,6 +180,25 @@ def test_longer_texts_by_another_scaling_of_positions(capsys, silu, text, gpu, v
     assert "rotary embeddings: YaRN, 8 times the" in capsys.readouterr().err
 
 
+def test_other_commands_prepare_a_checkpoint_as_run_does(capsys, silu, gpu, tmp_path, cache):
+    """With a plan that has room for all the texts, whose files the next command finds."""
+    asked = ("--vram", "1300KiB", "-c", "32", "-n", "3", "--temp", "0", "-t", "1", "--json")
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("the\nfox\n")
+    assert main(["generate", str(silu), "--prompts", str(prompts), *asked]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert "stage 5 of 5" in shown.err and "gpu" in found["bytes"]
+    kept = housekeeping.list_cache(cache)
+    (plan,) = [cache / each.name / each.file for each in kept if each.kind == "plan"]
+    assert Split.load(plan).num_sequences == 2
+    assert main(["generate", str(silu), "-p", "the", *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == found["texts"][0]["text"]
+    more = ("--split", str(plan))
+    assert main(["chat", str(silu), "--vram", "1MiB", *more]) == 2
+    assert "--vram makes a plan: leave --split out" in capsys.readouterr().err
+
+
 # ---- a trial ------------------------------------------------------------------------------------
 
 

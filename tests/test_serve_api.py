@@ -47,6 +47,22 @@ def text_of(answer, index=0):
     return answer["choices"][index]["message"]["content"]
 
 
+def test_an_unknown_field_is_ignored_and_said_once(served):
+    body = {"prompt": "a", "max_tokens": 4, "temperature": 0}
+    plain = served.ask("/v1/completions", body)[1]["choices"]
+    for _ in range(2):
+        status, answer = served.ask("/v1/completions", {**body, "num_ctx": 5})
+        assert status == 200 and answer["choices"] == plain
+    assert len([line for line in served.log if "ignored 'num_ctx'" in line]) == 1
+
+
+def test_the_penalty_has_the_name_that_other_servers_give_it(served):
+    body = {"prompt": "a", "max_tokens": 24, "temperature": 0}
+    found = [served.ask("/v1/completions", {**body, name: 1.9})[1]["choices"][0]["text"]
+             for name in ("repeat_penalty", "repetition_penalty")]  # fmt: skip
+    assert found[0] == found[1] != served.ask("/v1/completions", body)[1]["choices"][0]["text"]
+
+
 def test_what_is_reported_at_the_start(served):
     assert served.start["model"] == "tiny" and served.start["context"] == CONTEXT
     assert any("for 7 texts of 256 tokens (4 at a time, 3 kept)" in line for line in served.log)

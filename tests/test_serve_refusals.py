@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kerne
 
 @pytest.fixture(scope="module")
 def served(model):
-    with Served(model, "--parallel", "1") as served:
+    with Served(model, "--parallel", "1", "--strict") as served:
         yield served
 
 

@@ -83,6 +83,8 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 )
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help="Instead of the model's own: a name, or a Jinja file.")  # fmt: skip
+@click.option("--strict", "is_strict", is_flag=True,
+              help="Refuse requests with unknown fields, which are otherwise said in the log and ignored.")  # fmt: skip
 @click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
 @sampling_options
 @long_text_options
