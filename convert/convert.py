@@ -9,7 +9,7 @@ memory."""
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -23,7 +23,7 @@ from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import gguf_source, tensors
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.convert.hub import find_folder
+from hotsplit.convert.hub import find_source
 from hotsplit.convert.importances import check_and_note
 from hotsplit.convert.mixtures import NAMES as MIXTURES
 from hotsplit.convert.mixtures import Roles
@@ -116,8 +116,12 @@ def draft_of(config: ConvertConfig) -> Draft:
 
     Tensors are read on demand. Of a checkpoint's weights only the samples for the model id are read
     here, and a stored output head with the embedding that it has to equal."""
-    is_file = config.source.is_file() or config.source.suffix == ".gguf"
-    return _from_model_file(config) if is_file else _from_checkpoint(config)
+    if config.source.is_file() or config.source.suffix == ".gguf":
+        return _from_model_file(config)
+    found = find_source(config.source)
+    if found.is_file():
+        return _from_model_file(replace(config, source=found))
+    return _from_checkpoint(config, found)
 
 
 def _check_output(config: ConvertConfig, source: Path) -> None:
@@ -133,8 +137,7 @@ def _check_output(config: ConvertConfig, source: Path) -> None:
     check_output(config.output, force=config.force, inputs=files, folders=folders)
 
 
-def _from_checkpoint(config: ConvertConfig) -> Draft:
-    folder = find_folder(config.source)
+def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
     _check_output(config, folder)
     checkpoint = Checkpoint.open(folder)
     plan = read_blueprint(folder / "config.json", checkpoint.config, checkpoint.max_rows)

@@ -1,16 +1,24 @@
-"""Finds the folder of a checkpoint named as on the Hugging Face hub: downloaded, or cached.
+"""Finds a checkpoint or a GGUF named as on the Hugging Face hub: downloaded, or cached.
 
 Only data is fetched, no Python file."""
 
+import glob
 import re
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hotsplit.convert.chat_templates import OTHERS
 from hotsplit.errors import HotsplitError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# A path has one slash where an address has two.
+HUB_NAME = re.compile(
+    r"(https?:/)?((www\.)?huggingface\.co/|hf\.co/)?"
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<kind>[A-Za-z0-9_-]+))?"
+)
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+_BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # a model for images, an importance matrix
 # Configs, tokenizers (including SentencePiece's), chat templates, and indices of shards.
 DESCRIPTIONS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
@@ -24,34 +32,35 @@ IN_FOLDERS = [
 ]
 
 
-def find_folder(source: Path) -> Path:
+def find_source(source: Path) -> Path:
     """`source` itself if it exists, if its parent folder does, or if it is not of the form
-    `org/name`; otherwise the folder in the hub's usual cache, with missing files downloaded.
+    `org/name`, with or without the hub's address before it and `:TYPE` after it; otherwise, in the
+    hub's usual cache, with missing files downloaded, the folder of the checkpoint, or the GGUF of that
+    type, in one file or several: without TYPE, if there is no checkpoint, that in Q4_K_M, or the only one.
 
-    Raises HotsplitError if files are missing there and cannot be downloaded."""
-    name = source.as_posix()
+    Raises HotsplitError if files are missing there and cannot be downloaded, or if there is no such
+    type."""
+    found = HUB_NAME.fullmatch(source.as_posix())
     # models/llama beside a folder `models` is a mistyped path rather than an organisation.
-    if source.exists() or source.parent.is_dir() or not HUB_NAME.fullmatch(name):
+    if source.exists() or source.parent.is_dir() or found is None:
         return source
-    return _download(name)
+    return _download(found["name"], found["kind"])
 
 
-def _download(name: str) -> Path:
+def _download(name: str, kind: str | None) -> Path:
     # Slow to import, and not needed for folders.
-    from huggingface_hub import constants, get_session, snapshot_download
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    # A broken connection raises the error of the HTTP library, which differs between versions of
-    # the hub's client (httpx, httpx2); in both its base class is HTTPError.
-    library = sys.modules[type(get_session()).__module__.partition(".")[0]]
-
-    def fetch(patterns: list[str]) -> Path:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=IN_FOLDERS))
-
+    library = _library()
     try:
-        folder = fetch([*DESCRIPTIONS, *SAFETENSORS])
-        if not any(folder.glob("model*.safetensors")):
-            folder = fetch([*DESCRIPTIONS, *PICKLED])
+        names = _names(name)
+        for weights in (SAFETENSORS, PICKLED) if kind is None else ():
+            if any(fnmatchcase(each, pattern) for each in names for pattern in weights):
+                return _fetched(name, [*DESCRIPTIONS, *weights])
+        if kind is not None or any(map(_is_gguf, names)):
+            return _gguf(name, kind, list(filter(_is_gguf, names)))
+        return _fetched(name, DESCRIPTIONS)  # whose weights will be missed
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
             tried = f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has no copy"
@@ -71,7 +80,63 @@ def _download(name: str) -> Path:
     except (OSError, ValueError, library.HTTPError) as error:
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else "no reason"
         _refuse(name, f"cannot be downloaded ({reason})", "give the folder of a copy", error)
-    return folder
+
+
+def _library() -> Any:
+    """The HTTP library of the hub's client, which differs between its versions (httpx, httpx2). A broken
+    connection raises its HTTPError."""
+    from huggingface_hub import get_session
+
+    return sys.modules[type(get_session()).__module__.partition(".")[0]]
+
+
+def _names(name: str) -> list[str]:
+    """The names of the files of a repository; of those in the cache if the hub cannot be asked."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            return [each.rfilename for each in HfApi().model_info(name).siblings or ()]
+        except RepositoryNotFoundError:
+            raise
+        except (OSError, HfHubHTTPError, _library().HTTPError):
+            pass  # the next call says why, if there is no copy
+    folder = Path(snapshot_download(name, allow_patterns=[]))
+    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+
+def _fetched(name: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=IN_FOLDERS))
+
+
+def _is_gguf(name: str) -> bool:
+    return name.endswith(".gguf") and not _BESIDE.search(name)
+
+
+def _gguf(name: str, kind: str | None, names: list[str]) -> Path:
+    """The GGUF of a type, of those with these names."""
+    from huggingface_hub import snapshot_download
+
+    by_stem: dict[str, list[str]] = {}  # of a file, or of the parts of one model
+    for each in sorted(names):
+        by_stem.setdefault(_PART.sub("", each.removesuffix(".gguf")), []).append(each)
+    wanted = (kind or "Q4_K_M").upper()
+    chosen = [
+        stem for stem in by_stem if re.search(rf"(^|[-._/]){re.escape(wanted)}$", stem.upper())
+    ]
+    if kind is None and not chosen and len(by_stem) == 1:
+        chosen = list(by_stem)
+    if len(chosen) != 1:
+        shown = ", ".join(Path(stem).name for stem in (chosen or by_stem))[:600]
+        what = "several GGUFs" if chosen else f"no GGUF of type {wanted}" if by_stem else "no GGUF"
+        more = f"; it has {shown}: give the type after a colon, {name}:Q8_0" if by_stem else ""
+        raise HotsplitError(f"{name}: on the hub there is {what}{more}")
+    files = by_stem[chosen[0]]
+    patterns = [glob.escape(file) for file in files]
+    return Path(snapshot_download(name, allow_patterns=patterns)) / files[0]
 
 
 def _refuse(name: str, what: str, next_step: str, error: Exception) -> NoReturn:

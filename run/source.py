@@ -13,7 +13,7 @@ from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import draft_of
 from hotsplit.convert.gguf_source import activation_notes
-from hotsplit.convert.hub import find_folder
+from hotsplit.convert.hub import find_source
 from hotsplit.convert.options import ConvertConfig, Outtype
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout, layout_of
@@ -67,7 +67,7 @@ def _draft(
 def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
     """Inspects a source, fetching it from the hub if needed. Raises HotsplitError if it is
     missing or cannot be read."""
-    path = find_folder(given)
+    path = find_source(given)
     if not path.exists():
         raise HotsplitError(
             f"{given}: no such folder or file; wanted a checkpoint folder, a model file (.gguf) or"

@@ -257,7 +257,7 @@ def test_a_cached_model_needs_no_network(llama, tmp_path, monkeypatch, is_pickle
     convert(ConvertConfig(source=llama, output=tmp_path / "b.gguf"))
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
     with pytest.raises(HotsplitError, match="HF_HUB_OFFLINE is set.*give its folder"):
-        hub.find_folder(Path("some-org/other"))
+        hub.find_source(Path("some-org/other"))
 
 
 def test_an_unreachable_hub_gives_one_line_within_seconds(tmp_path, monkeypatch, capsys):
@@ -311,7 +311,7 @@ def test_a_hub_that_answers_with_an_error_is_not_called_unreachable(
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         try:
             with pytest.raises(HotsplitError) as caught:
-                hub.find_folder(Path("some-org/none"))
+                hub.find_source(Path("some-org/none"))
         finally:
             server.shutdown()
     assert f"{endpoint} {what}" in str(caught.value)
@@ -322,8 +322,8 @@ def test_a_hub_that_answers_with_an_error_is_not_called_unreachable(
 def test_paths_are_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "_download", lambda name: pytest.fail("asked the hub"))
-    assert hub.find_folder(Path(name)) == Path(name)
+    monkeypatch.setattr(hub, "_download", lambda *_: pytest.fail("asked the hub"))
+    assert hub.find_source(Path(name)) == Path(name)
     with pytest.raises(HotsplitError, match="no such folder"):
         convert(ConvertConfig(source=Path(name), output=tmp_path / "a.gguf"))
 

@@ -110,7 +110,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("-lv --verbosity", _note(_LOG, "one")),
     ("-e --escape", _refuse("write the characters themselves: -p $'a\\nb' or -f FILE")),
     ("-mli --multiline-input", _refuse("Alt-Enter, or a backslash before Enter, makes a new line")),
-    ("-hf -hfr --hf-repo", Flag(does="rename", values="one", commands=("convert", "run"))),
+    ("-hf -hfr --hf-repo", Flag(does="rename", values="one", commands=(*MODEL_COMMANDS, "convert"))),
     ("-hf -hfr --hf-repo -mu --model-url -dr --docker-repo",
      _refuse("fetch and convert it first: hotsplit convert ORG/NAME -o model.gguf")),
     ("--lora --lora-scaled --control-vector",

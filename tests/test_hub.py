@@ -1,0 +1,131 @@
+"""GGUFs named as on the hub, which a local server stands for."""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
+
+import pytest
+from models import byte_level_keys, make_model, make_sizes
+
+from hotsplit.cli import main
+from hotsplit.convert import hub
+from hotsplit.errors import HotsplitError
+
+NAME, COMMIT = "some-org/tiny-GGUF", "1" * 40
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The hub's API as its client asks it, for one repository whose files are in `files`."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith(f"/api/models/{NAME}"):
+            siblings = [{"rfilename": name} for name in self.files]
+            found: object = {"id": NAME, "sha": COMMIT, "siblings": siblings}
+            if "/tree/" in path:
+                found = [{"type": "file", "path": name, "size": len(data), "oid": name.encode().hex()}
+                         for name, data in self.files.items()]  # fmt: skip
+            self.reply(json.dumps(found).encode())
+            return
+        if not path.startswith(f"/{NAME}/resolve/"):
+            self.send_error(404)
+            return
+        name = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
+        self.reply(self.files[name], {"ETag": f'"{name.encode().hex()}"', "X-Repo-Commit": COMMIT})
+        if self.command == "GET":
+            self.asked.append(name)
+
+    do_HEAD = do_GET
+
+    def reply(self, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
+    """The files of the repository, some of which are only names."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    names = ("README.md", "tiny-Q4_K_M.gguf", "tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf",
+             "mmproj-F16.gguf", "UD/tiny-UD-Q2_K_XL.gguf")  # fmt: skip
+    monkeypatch.setattr(FakeHub, "files", {name: name.encode() for name in names})
+    monkeypatch.setattr(FakeHub, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield FakeHub.files
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        (NAME, ["tiny-Q4_K_M.gguf"]),
+        (f"{NAME}:q4_k_m", ["tiny-Q4_K_M.gguf"]),
+        (f"hf.co/{NAME}:Q8_0", ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"]),
+        (f"https:/huggingface.co/{NAME}:UD-Q2_K_XL", ["UD/tiny-UD-Q2_K_XL.gguf"]),
+    ],
+)
+def test_a_gguf_is_fetched_by_its_type_and_found_again_without_the_hub(
+    files, monkeypatch, name, wanted
+):
+    from huggingface_hub import constants
+
+    path = hub.find_source(Path(name))
+    assert sorted(FakeHub.asked) == wanted
+    assert path.as_posix().endswith(f"{COMMIT}/{wanted[0]}")
+    assert [(path.parent / Path(each).name).read_bytes() for each in wanted] == [files[each] for each in wanted]  # fmt: skip
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.find_source(Path(name)) == path
+
+
+@pytest.mark.parametrize(
+    "kind, names, words",
+    [
+        (":Q3_K", None, "no GGUF of type Q3_K; it has tiny-UD-Q2_K_XL, tiny-Q4_K_M, tiny-Q8_0:"),
+        ("", ["a-Q8_0.gguf", "b-Q6_K.gguf"], "no GGUF of type Q4_K_M; it has a-Q8_0, b-Q6_K:"),
+        (":Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "several GGUFs; it has a-Q8_0, b-Q8_0:"),
+        (":Q8_0", ["README.md"], "there is no GGUF"),
+    ],
+)
+def test_a_type_that_is_not_there_is_refused_in_one_line(files, monkeypatch, kind, names, words):
+    if names is not None:
+        monkeypatch.setattr(FakeHub, "files", dict.fromkeys(names, b""))
+    with pytest.raises(HotsplitError, match="on the hub") as caught:
+        hub.find_source(Path(NAME + kind))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert not FakeHub.asked
+
+
+def test_the_only_gguf_needs_no_type_and_is_run(files, tmp_path, monkeypatch, capsys):
+    keys, vocab_size = byte_level_keys()
+    make_model(sizes=make_sizes(vocab_size=vocab_size), kind="q8_0", extra_keys=keys).save(tmp_path / "m.gguf")  # fmt: skip
+    monkeypatch.setattr(FakeHub, "files", {"m.gguf": (tmp_path / "m.gguf").read_bytes()})
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "kept"))
+    asked = ("-p", "the", "-n", "3", "--temp", "0", "-t", "1", "--json", "--mode", "exact")
+    texts = []
+    for model in ([NAME], ["-hf", NAME], ["m.gguf"]):
+        assert main(["generate", *model, *asked]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] == texts[2]
