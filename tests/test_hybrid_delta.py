@@ -33,6 +33,7 @@ from hotsplit.runtime.check.launches import launches_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons import mixture
 from hotsplit.runtime.step import scratch
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.scratch import Pass
@@ -194,6 +195,10 @@ def test_a_step_that_fails_changes_no_state():
 def test_prompts_on_a_gpu_stay_within_their_bound(kind, monkeypatch, as_on_a_gpu):
     """Temporaries as torch allocates them on a GPU."""
     allocate_as_on_cuda(monkeypatch)
+    monkeypatch.setattr(  # the CPU's, in main memory
+        mixture, "_of_blocks",
+        lambda ffn, blocks, x_TD, routed, seen_TKF: torch.from_numpy(np.empty(x_TD.shape, np.float32)),
+    )  # fmt: skip
     model = delta_mixture(kind, width=128)
     weights = gpu_weights(model, "dense", 300, [range(8), range(0, 8, 2), [], [1]], 1)
     peak = peak_of(weights, 200, 300, measure=pool_peaks)
