@@ -283,6 +283,21 @@ def test_the_comparison_finds_a_token_that_is_folded_twice(path):
             check(text, text.extend([5]), decoder.vocab_size)
 
 
+def test_a_pass_that_fails_after_others_makes_no_text_repeat_tokens(path):
+    engine, decoder = folded(path, 2, rows_of_pass=1)
+    with engine, engine.sequence() as first, engine.sequence() as second:
+        parts = [Part(sequence=text, tokens=[7]) for text in (first, second)]
+        for text in (first, second):
+            text.extend([3, 4, 5])
+        decoder.fail_after(1)
+        with pytest.raises(Failure):
+            first.owner.run(parts)
+        before = decoder.num_computed
+        for text, logits_RV in zip((first, second), first.owner.run(parts), strict=True):
+            check(text, logits_RV, decoder.vocab_size)
+        assert decoder.num_computed - before == 2
+
+
 def test_a_rollback_repeats_the_tokens_after_the_nearest_state(path):
     engine, decoder = folded(path, rows_of_pass=100)
     with engine, engine.sequence() as text:

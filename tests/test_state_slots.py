@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from hotsplit.costs.state_bytes import SAVED_STATES, num_slots
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.state_slots import NO_SLOT, LayerState, StateSlots, Stretch
-from hotsplit.runtime.step.batch import Row, rows_of, with_slots
+from hotsplit.runtime.step.batch import Row, rows_of, runs_of, with_slots
 
 
 class Cancelled(Exception):
@@ -55,7 +56,7 @@ class Folded:
         self.content |= new
 
     def run(self, tokens: dict[int, list[int]], chance: random.Random, *, fails: bool) -> None:
-        """Appends tokens to sequences in one pass, after those that a rollback left uncomputed."""
+        """Appends tokens to sequences in one pass or two, after those that a rollback left uncomputed."""
         rows = []
         for number, more in tokens.items():
             text = self.texts[number]
@@ -63,12 +64,18 @@ class Folded:
             for row in rows_of([*text[start:], *more], start, "last", number):
                 how = chance.choice((None, None, None, "briefly", "lasting"))
                 rows.append(Row(token=row.token, position=row.position, sequence=number, saves=how))
-        with suppress(Cancelled), with_slots(self.slots, rows) as planned:
-            self.compute(list(planned))
-            if fails:
-                raise Cancelled
+        before = [self.slots.states(number)[-1] for number in tokens]
+        runs = runs_of(rows)
+        half = chance.randrange(len(runs))
+        with suppress(Cancelled), self.slots.restoring(list(tokens)):
+            for part in (runs[:half], runs[half:]):
+                with with_slots(self.slots, list(chain.from_iterable(part))) as planned:
+                    self.compute(list(planned))
+                    if fails and part[-1:] == runs[-1:]:
+                        raise Cancelled
             for number, more in tokens.items():
                 self.texts[number] += more
+        assert not fails or before == [self.slots.states(number)[-1] for number in tokens]
 
     def check(self) -> None:
         """Counts of users and contents of slots are right."""
@@ -192,6 +199,40 @@ def test_of_too_many_states_brief_ones_go_first_then_the_oldest():
     assert positions() == [20] and slots.num_free == 3
     slots.release(0)
     assert slots.num_free == 4
+
+
+def test_a_lasting_state_stays_so_after_a_rollback():
+    """Whatever begins at it: a prompt's pass, which saves its beginning briefly, or a step."""
+    for count in (5, 1):
+        slots = StateSlots(1)
+        with with_slots(slots, rows_that_save([7] * 10, 0, at_4="lasting")):
+            pass
+        slots.rollback(0, 4)
+        for start in (4, 4 + count, 4 + 2 * count):
+            with with_slots(
+                slots, rows_that_save([7] * count, start, **{f"at_{start}": "briefly"})
+            ):
+                pass
+        assert [state.position for state in slots.lasting(0)] == [4, 4 + 3 * count]
+
+
+def test_what_several_texts_have_is_dropped_last():
+    """By a text with too many of its own, and for another that needs room."""
+    slots = StateSlots(3)
+    with with_slots(slots, rows_that_save([7] * 10, 0, at_4="lasting")):
+        pass
+    slots.share(0, 1)
+    slots.rollback(1, 4)
+    for start, mark in ((10, 15), (20, 25)):
+        with with_slots(slots, rows_that_save([7] * 10, start, **{f"at_{mark}": "lasting"})):
+            pass
+    assert [state.position for state in slots.lasting(0)] == [4, 25, 30]
+    with with_slots(slots, rows_that_save([7] * 10, 30, at_35="lasting")):
+        pass
+    assert [state.position for state in slots.lasting(0)] == [4, 35, 40]
+    with slots.passing([Stretch(sequence=1, start=4, stop=9)]):
+        slots._make_room(slots.num_free + 1)
+    assert [state.position for state in slots.lasting(0)] == [4, 40]
 
 
 def test_rows_that_do_not_begin_at_a_state_are_refused():

@@ -7,8 +7,8 @@ cancelled or is repeated, nothing has changed. A fork shares slots; nothing is e
 
 Besides its current state a sequence has up to SAVED_STATES earlier ones, to which it can be rolled
 back: "lasting" ones at positions that its users mark (near the end of a prompt, where texts part),
-and a "brief" one before each pass of several rows, for rejected drafts and failing passes. Of too
-many, brief ones go first, then the oldest. A rollback to any other position goes to the nearest state
+and a "brief" one before each pass of several rows, for rejected drafts. Of too many, brief ones go first,
+then those that no other sequence has, then the oldest. A rollback to any other position goes to the nearest state
 before it, perhaps to the beginning; the tokens after that are computed again, which gives the same
 bits because a row's bits do not depend on how a text is divided into passes.
 
@@ -34,7 +34,8 @@ NO_SLOT = -1  # zeros: the state before the first token
 
 @dataclass(frozen=True)
 class State:
-    """The state after the first `position` tokens of a sequence."""
+    """The state after the first `position` tokens of a sequence. The current one is brief, too, unless its
+    position was marked or another text begins with it."""
 
     position: int
     slot: int
@@ -135,6 +136,7 @@ class StateSlots:
         self._states: list[tuple[State, ...]] = [(BEGINNING,)] * num_sequences  # by position
         self._num_users = [0] * num_slots(num_sequences)
         self._free = list(reversed(range(len(self._num_users))))
+        self._held: dict[int, State] = {}  # by sequence, see `restoring`
 
     @property
     def num_free(self) -> int:
@@ -173,7 +175,10 @@ class StateSlots:
         self.release(sequence)
         self._make_room(len(positions))
         slots = [self._free[-1 - n] for n in range(len(positions))]
-        self._set(sequence, tuple(map(State, positions, slots)) or (BEGINNING,))
+        states = [
+            State(*at, is_brief=at[0] == positions[-1]) for at in zip(positions, slots, strict=True)
+        ]
+        self._set(sequence, tuple(states) or (BEGINNING,))
         return slots
 
     @contextmanager
@@ -189,7 +194,7 @@ class StateSlots:
         planned = [self._planned(stretch, free) for stretch in stretches]
         yield [run for run, _ in planned]
         for stretch, (_, states) in zip(stretches, planned, strict=True):
-            self._set(stretch.sequence, _fewer(states))
+            self._set(stretch.sequence, self._fewer(states))
 
     def _begin(self, stretch: Stretch) -> None:
         """Rolls the sequence back to where the stretch begins."""
@@ -204,10 +209,11 @@ class StateSlots:
     def _planned(self, stretch: Stretch, free: Iterator[int]) -> tuple[StateRun, tuple[State, ...]]:
         """(slots of its rows, the sequence's states after them)."""
         *saved, current = self._states[stretch.sequence]
-        if current.position and (first := stretch.saves.get(stretch.start)):
-            saved.append(replace(current, is_brief=first == "briefly"))
+        first = stretch.saves.get(stretch.start)
+        if current.position and (first or not current.is_brief):
+            saved.append(replace(current, is_brief=current.is_brief and first == "briefly"))
         writes = [NO_SLOT] * (stretch.stop - stretch.start)
-        for position, how in (*stretch.inner.items(), (stretch.stop, "lasting")):
+        for position, how in (*stretch.inner.items(), (stretch.stop, "briefly")):
             writes[position - stretch.start - 1] = slot = next(free)
             saved.append(State(position, slot, how == "briefly"))
         return StateRun(current.slot, tuple(writes)), tuple(saved)
@@ -228,18 +234,49 @@ class StateSlots:
                 self._set(sequence, states)
                 self._use(states, -1)
 
+    @contextmanager
+    def restoring(self, sequences: Sequence[int]) -> Iterator[None]:
+        """If the block raises, the states of these sequences before it are current again, although passes
+        inside may have gone on; unless their slots were needed."""
+        self._held = {sequence: self._states[sequence][-1] for sequence in sequences}
+        self._use(list(self._held.values()), 1)
+        try:
+            yield
+        except BaseException:
+            for sequence, state in self._held.items():
+                earlier = (s for s in self._states[sequence] if s.position < state.position)
+                self._set(sequence, (*earlier, state))
+            raise
+        finally:
+            self._use(list(self._held.values()), -1)
+            self._held = {}
+
     def _make_room(self, count: int) -> None:
-        """Drops saved states until so many slots are free."""
+        """Drops saved states until so many slots are free, then held ones."""
         while len(self._free) < count:
             saved = [
-                (not state.is_brief, state.position, number)
+                (self._worth(state), number)
                 for number, states in enumerate(self._states)
                 for state in states[:-1]
                 if state.slot != NO_SLOT
             ]
-            _, position, number = min(saved)  # two slots a sequence suffice without any
+            if not saved:  # two slots a sequence suffice without any
+                self._use([self._held.popitem()[1]], -1)
+                continue
+            (_, _, position), number = min(saved)
             left = tuple(s for s in self._states[number] if s.position != position)
             self._set(number, left)
+
+    def _worth(self, state: State) -> tuple[bool, bool, int]:
+        """The order in which states are dropped."""
+        return not state.is_brief, self._num_users[state.slot] > 1, state.position
+
+    def _fewer(self, states: tuple[State, ...]) -> tuple[State, ...]:
+        """At most SAVED_STATES of them and the current one."""
+        *saved, current = states
+        while len(saved) > SAVED_STATES:
+            saved.remove(min(saved, key=self._worth))
+        return (*saved, current)
 
     def _set(self, sequence: int, states: tuple[State, ...]) -> None:
         before, self._states[sequence] = self._states[sequence], states
@@ -260,11 +297,3 @@ class StateSlots:
 def _until(states: tuple[State, ...], length: int) -> tuple[State, ...]:
     """The states of the first `length` tokens, at least that of the beginning."""
     return tuple(state for state in states if state.position <= length) or (BEGINNING,)
-
-
-def _fewer(states: tuple[State, ...]) -> tuple[State, ...]:
-    """At most SAVED_STATES of them and the current one."""
-    *saved, current = states
-    while len(saved) > SAVED_STATES:
-        saved.remove(min(saved, key=lambda state: (not state.is_brief, state.position)))
-    return (*saved, current)

@@ -10,6 +10,7 @@ stored."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import lt
@@ -118,7 +119,9 @@ class Sequences:
         rows = [row for part in parts for row in self._rows(part)]
         decoder = self.live
         size = decoder.most_tokens  # a pass may shorten later ones
-        pieces = [decoder.run(rows[start : start + size]) for start in range(0, len(rows), size)]
+        numbers = [part.sequence.number for part in parts]
+        with nullcontext() if self.states is None else self.states.restoring(numbers):
+            pieces = [decoder.run(rows[at : at + size]) for at in range(0, len(rows), size)]
         if not pieces:
             return []
         logits_RV = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
