@@ -217,7 +217,7 @@ def test_a_lasting_state_stays_so_after_a_rollback():
 
 
 def test_what_several_texts_have_is_dropped_last():
-    """By a text with too many of its own, and for another that needs room."""
+    """A text drops others first if it has too many, and so does a text that needs room."""
     slots = StateSlots(3)
     with with_slots(slots, rows_that_save([7] * 10, 0, at_4="lasting")):
         pass
