@@ -81,6 +81,9 @@ class Choice:
 
 def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     """Chooses how to run a model. Raises HotsplitError if it cannot be run as wished."""
+    given, why_cpu = room, _only_on_the_cpu(source.any_model, wishes)
+    if why_cpu is not None:  # then type and layout are those for a CPU
+        room = Room(main=room.main)
     outtype, type_line = choose_type(source, wishes, room)
     layout = choose_layout(source, outtype, wishes, room)
     own = source.as_it_is(outtype, layout)
@@ -92,14 +95,13 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     texts = wishes.engine.num_sequences
     fits = wishes.engine.kv_offload is None and run_bytes(model, context, first, texts) <= first
     fits = fits and not model.spec.has_experts  # a mixture is on a GPU by a plan alone
-    why_cpu = _only_on_the_cpu(model, wishes)
-    budgets = () if fits or why_cpu or not room.gpus else room.gpus
+    budgets = () if fits or not room.gpus else room.gpus
     predictors, mode_line = choose_predictors(
         model, wishes, is_on_gpu=fits and bool(room.gpus), has_plan=bool(budgets)
     )
-    device = "cpu" if why_cpu or not room.gpus else wishes.engine.device
+    device = wishes.engine.device if room.gpus else "cpu"
     _check_cache(model, wishes, budgets, device)
-    where = (room.gpus and why_cpu) or _where_line(wishes, room, budgets, context)
+    where = (given.gpus and why_cpu) or _where_line(wishes, room, budgets, context)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
     lines = (type_line, *notes, mode_line, where, *_position_lines(model, wishes, context))
     return Choice(

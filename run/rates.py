@@ -20,6 +20,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.gguf_file import type_of
 from hotsplit.files.pipeline import num_threads
+from hotsplit.runtime.kernels.threads import threads_of_steps
 from hotsplit.system.cache_place import unwritable
 from hotsplit.system.processors import processor_name, processors
 from hotsplit.system.system_memory import memory_bytes
@@ -33,7 +34,7 @@ T, M, N = 512, 1024, 4096  # shape of the timed matrix product
 
 
 def machine_key() -> dict[str, Any]:
-    """What identifies this machine, for results that depend on its speed."""
+    """What identifies this machine and the threads in use, for results that depend on their speed."""
     gpus = [
         (torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory)
         for i in range(torch.cuda.device_count())
@@ -41,6 +42,7 @@ def machine_key() -> dict[str, Any]:
     return {
         "cpu": processor_name(), "cores": processors().usable, "memory": memory_bytes()[0], "gpus": gpus,
         "python": platform.python_version(), "torch": torch.__version__,
+        "threads": threads_of_steps(beside_gpu=bool(gpus)),
     }  # fmt: skip
 
 

@@ -38,6 +38,11 @@ class Source:
     activation: str | None  # given by the user for a GGUF that does not record it
     scratch: Path  # an unused path, for files that are only planned
 
+    @property
+    def any_model(self) -> ModelFile:
+        """The model in a layout and a type of this module's choice, for its spec."""
+        return self.own or self.stock or self.draft(None)
+
     def draft(self, outtype: Outtype | None, layout: Layout = "sparse") -> ModelFile:
         """The model file that a conversion would write, without reading weights; `own` if there is
         one and it cannot be converted. Raises HotsplitError for any other source that cannot."""

@@ -40,6 +40,7 @@ from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.prediction import (
     Scales,
+    check_whole_host,
     cpu_alone_seconds,
     inputs_for,
     parts_of,
@@ -292,6 +293,7 @@ def make_trial(
     def by(name: Winner) -> Measured:
         own, context = job.wishes.engine, job.choice.context_length
         if name == "the CPU alone":
+            check_whole_host(inputs)
             return measured_by(model, None, replace(own, device="cpu", context_length=context))
         if not any(own.rope):  # a scaling may follow from the context
             own = replace(own, context_length=None)
@@ -309,7 +311,8 @@ def make_trial(
     )  # fmt: skip
     trial = tried(prediction, by, again, tries_all=job.choice.model.spec.has_experts)
     trial.save(folder / TRIAL)
-    job.rates.note(cpu_alone_name(plan.model_id), 1 / trial.measured_s["the CPU alone"])
+    if (cpu_s := trial.measured_s.get("the CPU alone")) is not None:
+        job.rates.note(cpu_alone_name(plan.model_id), 1 / cpu_s)
     return {}
 
 

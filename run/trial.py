@@ -1,7 +1,8 @@
 """The trial of a plan: a few steps and a prompt by the plan, and a few steps on the CPU alone, each
 loaded as it would run. What is measured decides, not what was predicted.
 
-A plan that is slower than the CPU alone by SLOWER is not run. If a token takes longer than predicted
+What cannot be loaded, and the CPU alone if main memory cannot hold the model, is left out, with the
+reason. A plan that is slower than the CPU alone by SLOWER is not run. If a token takes longer than predicted
 by MISSED, the machine's figures are scaled so that they explain what was measured (`scales_of`), and
 the solver runs once more; that plan and the one by whole layers are tried too. Of a mixture of
 experts, whole layers and everything but the experts on the GPUs are tried in any case. The fastest
@@ -9,13 +10,17 @@ runs, and one line says why."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import MISSED, Trial, Winner, milliseconds
+from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import one_line
 from hotsplit.options.engine_config import EngineConfig
+from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.engine import Engine, load_engine
 from hotsplit.solver.prediction import Scales
 
@@ -62,18 +67,19 @@ def measure(engine: Engine) -> Measured:
 
 
 def measured_by(model: Path, split: Path | None, config: EngineConfig) -> Measured:
-    """Times a model as this configuration runs it."""
-    with load_engine(model, split, config) as engine:
+    """Times a model as this configuration runs it. Raises HotsplitError or MemoryError if it cannot be
+    loaded."""
+    with out_of_memory_as_error(), load_engine(model, split, config) as engine:
         return measure(engine)
 
 
-def scales_of(prediction: Prediction, first: Measured, cpu_s: float) -> Scales:
+def scales_of(prediction: Prediction, first: Measured, cpu_s: float | None) -> Scales:
     """The factors of the CPU's figures, of hand-overs and of the GPU's that explain a trial.
 
-    The CPU alone shows the first factor. What is then left of the plan's seconds is laid to its
-    hand-overs, which depend most on the machine, or if it has none, to the GPU."""
+    The CPU alone, if it was timed, shows the first factor. What is then left of the plan's seconds is
+    laid to its hand-overs, which depend most on the machine, or if it has none, to the GPU."""
     parts = prediction.parts_s
-    cpu = cpu_s / prediction.cpu_alone_s
+    cpu = 1.0 if cpu_s is None else cpu_s / prediction.cpu_alone_s
     rest_s = first.token_s - cpu * parts["cpu"]
     name, other = ("hand_over", "gpu") if parts["hand_over"] > 0 else ("gpu", "hand_over")
     share = (rest_s - parts[other]) / parts[name] if parts[name] > 0 else 1.0
@@ -89,26 +95,43 @@ def tried(
     tries_all: bool,
 ) -> Trial:
     """Measures the plan and the CPU alone; if the prediction was missed, a second plan, which `again`
-    makes by these factors and predicts; then, or if `tries_all`, the obvious ones as well."""
-    first, cpu_s = by("the plan"), by("the CPU alone").token_s
-    scales = scales_of(prediction, first, cpu_s)
-    times: dict[Winner, float] = {"the plan": first.token_s}
-    predicted: dict[Winner, float] = {"the plan": prediction.token_s}
-    is_missed = first.token_s > MISSED * prediction.token_s
+    makes by these factors and predicts; then, or if `tries_all`, the obvious ones as well. What `by`
+    or `again` refuses is left out. Raises HotsplitError if that is all."""
+    found, left_out = dict[Winner, Measured](), dict[Winner, str]()
+    predicted: dict[Winner, float] = {
+        "the plan": prediction.token_s, "the CPU alone": prediction.cpu_alone_s,
+    }  # fmt: skip
+
+    def take(name: Winner, predicted_s: Callable[[], float]) -> None:
+        try:
+            predicted[name] = predicted_s()
+            found[name] = by(name)
+        except (HotsplitError, MemoryError) as error:
+            left_out[name] = one_line(error) or "out of memory"
+
+    for name in ("the plan", "the CPU alone"):
+        take(name, partial(predicted.__getitem__, name))
+    first, alone = found.get("the plan"), found.get("the CPU alone")
+    cpu_s = None if alone is None else alone.token_s
+    scales = Scales() if first is None else scales_of(prediction, first, cpu_s)
+    is_missed = first is not None and first.token_s > MISSED * prediction.token_s
     if is_missed:
-        predicted["the second plan"] = again(scales)
-        times["the second plan"] = by("the second plan").token_s
-    if is_missed or tries_all:
-        predicted |= prediction.obvious_s
-        times |= {name: by(name).token_s for name in prediction.obvious_s}
-    runs = min(times, key=lambda name: times[name])
-    if times[runs] > SLOWER * cpu_s:
-        runs = "the CPU alone"
+        take("the second plan", partial(again, scales))
+    if is_missed or first is None or tries_all:
+        for name in prediction.obvious_s:
+            take(name, partial(prediction.obvious_s.__getitem__, name))
+    if not found:
+        raise HotsplitError(f"nothing that was tried can be loaded: {left_out['the plan']}")
+    runs = min(found, key=lambda name: _seconds_to_beat(name, found[name]))
     return Trial(
-        runs=runs, predicted_s=predicted | {"the CPU alone": prediction.cpu_alone_s},
-        measured_s=times | {"the CPU alone": cpu_s}, prompt_s=first.prompt_s,
-        parts_s=prediction.parts_s, scales=asdict(scales),
+        runs=runs, predicted_s={name: predicted[name] for name in found}, left_out=left_out,
+        measured_s={name: measured.token_s for name, measured in found.items()},
+        prompt_s=(first or found[runs]).prompt_s, parts_s=prediction.parts_s, scales=asdict(scales),
     )  # fmt: skip
+
+
+def _seconds_to_beat(name: Winner, measured: Measured) -> float:
+    return measured.token_s * (SLOWER if name == "the CPU alone" else 1.0)
 
 
 def slow_plan_line(split: Path, token_s: float, cpu_s: float | None) -> str | None:

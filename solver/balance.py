@@ -10,6 +10,7 @@ from hotsplit.solver.problem import Placement, Problem, of_counts, sets_seconds
 
 ENOUGH = 1e-9  # of a layer's seconds: closer to the least possible, a swap is not worth its search
 MAX_SWAPS = 20
+MAX_EXCHANGES = 4  # of experts; the plan that is found has more of them (`replay.polished`)
 MORE = 4
 
 
@@ -45,7 +46,7 @@ def _divided(problem: Problem, layer: int, count: int) -> tuple[np.ndarray, floa
     """This many hot neurons of a layer, bool [F], and M_l."""
     prefix_N, is_hot_F = problem.prefix_LN[layer], np.arange(problem.num_neurons) < count
     if layer in problem.replayed:
-        is_hot_F = replay.improved(problem.sides(layer), is_hot_F, True, MAX_SWAPS)
+        is_hot_F = replay.improved(problem.sides(layer), is_hot_F, MAX_EXCHANGES)
         return is_hot_F, float(sets_seconds(problem, layer, is_hot_F[None], True)[0])
     if not _is_enough(problem, layer, count, prefix_N[count]):
         touched_S = prefix_N[count:] - prefix_N[: len(prefix_N) - count]

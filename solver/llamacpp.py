@@ -10,8 +10,10 @@ Each matrix on the GPU saves the seconds that the CPU would take longer for what
 and a layer without any on the CPU its hand-over; the best choice is a knapsack. Its sizes are rounded
 up to a STEPS-th of the room, so that a plan may be that much better.
 
--ngl counts the output matrix first since 2025 (llama.cpp, src/llama-model.cpp); `layer_split` keeps
-the older rule, by which it comes last. Names are those of files in llama.cpp's layout.
+-ngl counts the output matrix first since 2025, then the layers that predict tokens further ahead (MTP),
+although they are not loaded (llama.cpp, src/llama-model.cpp); `layer_split` keeps the older rule, by
+which the output matrix comes last. Names are those of files in llama.cpp's layout, which may join the
+gates and ups of experts in one matrix.
 
 Letters: L layers, O choices of a layer, R room in steps."""
 
@@ -86,7 +88,8 @@ def _layers(inputs: Inputs) -> Told:
     seconds = split_seconds(inputs, first, homes, has_head)
     words = f"the head and {num_layers - first} of {num_layers} layers on the GPU"
     words = words if homes else "all on the CPU"
-    return Told(arguments=("-ngl", str(len(homes))), words=words, seconds=seconds)
+    count = len(homes) + (model.num_skipped if homes else 0)
+    return Told(arguments=("-ngl", str(count)), words=words, seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,8 @@ def _matrices(inputs: Inputs, layer: int) -> list[_Matrix]:
             continue
         read = read_share(model, layer, name) * entry.num_bytes
         saved_s = read / inputs.machine.cpu_rate(entry.kind) - read * gpu_s
-        base = name.split(".")[0].removesuffix("_t")
+        own = name if entry.part_of is None else entry.part_of.removeprefix(f"blk.{layer}.")
+        base = own.split(".")[0].removesuffix("_t")
         old = found.get(base, _Matrix(base, 0, 0.0))
         found[base] = _Matrix(base, old.num_bytes + entry.num_bytes, old.saved_s + saved_s)
     return list(found.values())

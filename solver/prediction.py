@@ -10,6 +10,7 @@ import numpy as np
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
+from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.mode_choice import Found, obvious_plans
 from hotsplit.solver.multi_gpu import (
@@ -22,6 +23,7 @@ from hotsplit.solver.optimise import Answer
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.solve import SolveConfig, inputs_of, split_of
 from hotsplit.solver.units import ExpertUnits
+from hotsplit.system.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,17 @@ def parts_of(split: Split, inputs: Inputs) -> dict[str, float]:
 def cpu_alone_seconds(inputs: Inputs) -> float:
     pipeline = inputs.pipeline()
     return plan_seconds(pipeline, cpu_only_plan(pipeline))
+
+
+def check_whole_host(inputs: Inputs) -> None:
+    """Raises HotsplitError unless main memory can hold the whole model with its context."""
+    pipeline = inputs.pipeline()
+    if pipeline.need_bytes > 0:
+        num_bytes = pipeline.model.placeable_bytes + inputs.always_on_host
+        raise HotsplitError(
+            f"it takes {format_bytes(num_bytes)} of main memory, which has"
+            f" {format_bytes(inputs.host_budget)}"
+        )
 
 
 def _are_equal(one: PipelinePlacement, other: PipelinePlacement) -> bool:

@@ -23,5 +23,9 @@ def prompt_rates(inputs: Inputs) -> PromptRates | None:
             total += size
     if not total or not inputs.machine.gpus:
         return None
-    link_s = 1e-9 / inputs.machine.gpus[0].host_to_device_gb_per_s.median
-    return PromptRates(**{n: value / total for n, value in found.items()}, link_s=link_s)
+    gpu = inputs.machine.gpus[0]
+    return PromptRates(
+        **{name: value / total for name, value in found.items()},
+        link_s=1e-9 / gpu.host_to_device_gb_per_s.median,
+        staged_s=1e-9 / gpu.host_to_device_pageable_gb_per_s.median,
+    )

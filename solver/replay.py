@@ -22,6 +22,7 @@ import numpy as np
 
 ROUNDS = 40
 GRID = 6  # numbers of hot experts for which sets are relaxed
+ROUNDING = 1e-9  # of an expert's seconds on the CPU
 SMOOTH = 0.25, 0.06  # of an expert's seconds on the CPU, in the first and the last round
 
 
@@ -73,16 +74,6 @@ def sets_seconds(sides: Sides, hot_HE: np.ndarray, dense: bool) -> np.ndarray:
     return sides.seconds(hot_HT, hot_HE.sum(axis=1), dense).mean(axis=1)
 
 
-def weights(sides: Sides, hot_T: np.ndarray) -> np.ndarray:
-    """The slopes of the tangents at h_t of a divided layer, summed over the tokens that chose an
-    expert and divided by T; f64 [E]."""
-    gpu_s = hot_T * sides.hot_s + sides.kernels_s
-    cpu_s = (sides.num_used - hot_T) * sides.cold_s + sides.hand_over_s
-    slope_T = np.where(gpu_s > cpu_s, sides.hot_s, -sides.cold_s) / len(hot_T)
-    slope_TK = np.broadcast_to(slope_T[:, None], sides.rank_TK.shape)
-    return np.bincount(sides.rank_TK.ravel(), slope_TK.ravel(), minlength=sides.num_experts)
-
-
 def least_seconds(sides: Sides, counts: range, by_means_N: np.ndarray) -> np.ndarray:
     """A lower bound on M of a divided layer with any n hot experts, for n in `counts`; convex in n,
     and at least `by_means_N`, which is such a bound."""
@@ -108,8 +99,7 @@ def relax(sides: Sides, count: int) -> tuple[np.ndarray, list[tuple[float, np.nd
         value_TP -= value_TP.max(axis=1, keepdims=True)
         mean_TP = np.exp(value_TP / (smooth * sides.cold_s))
         mean_TP /= mean_TP.sum(axis=1, keepdims=True)
-        slope_T = np.repeat(mean_TP @ slope_P / num_tokens, num_used)
-        weight_E = np.bincount(rank, slope_T, minlength=sides.num_experts)
+        weight_E = _of_experts(sides, mean_TP @ slope_P / num_tokens)
         found.append((float((mean_TP @ start_P).mean()), weight_E))
         share_E *= 1 - 2 / (number + 3)
         share_E[np.argsort(weight_E, kind="stable")[:count]] += 2 / (number + 3)
@@ -118,35 +108,54 @@ def relax(sides: Sides, count: int) -> tuple[np.ndarray, list[tuple[float, np.nd
 
 def _lines(sides: Sides) -> tuple[np.ndarray, np.ndarray]:
     """Slopes and values at 0 of the lines through g at 0..K, at most three different ones."""
-    hot_N = np.arange(sides.num_used + 1)
-    value_N = sides.seconds(hot_N[None], np.ones(1), True)[0]
+    hot_N, value_N = np.arange(sides.num_used + 1), _values(sides)
     slope_K = np.diff(value_N)
     start_K = value_N[:-1] - slope_K * hot_N[:-1]
     _, first = np.unique((slope_K / sides.cold_s).round(9), return_index=True)
     return slope_K[first], start_K[first]
 
 
+def _values(sides: Sides) -> np.ndarray:
+    """g at 0..K."""
+    return sides.seconds(np.arange(sides.num_used + 1)[None], np.ones(1), True)[0]
+
+
+def _of_experts(sides: Sides, value_T: np.ndarray) -> np.ndarray:
+    """For each expert the sum over the tokens that chose it; f64 [E]."""
+    value_TK = np.repeat(value_T, sides.num_used)
+    return np.bincount(sides.rank_TK.ravel(), value_TK, minlength=sides.num_experts)
+
+
 def polished(sides: Sides, hot_E: np.ndarray) -> np.ndarray:
-    """A set with as many experts that is no slower in a divided layer: the largest shares of `relax`,
-    `improved`."""
+    """A set with as many experts that is no slower in a divided layer: this one or the largest shares of
+    `relax`, both `improved`."""
     share_E, count = relax(sides, int(hot_E.sum()))[0], int(hot_E.sum())
     found_E = np.zeros_like(hot_E)
     found_E[np.argsort(-share_E, kind="stable")[:count]] = True
-    found_E = improved(sides, found_E, True, ROUNDS)
-    both_s = sets_seconds(sides, np.stack([hot_E, found_E]), True)
-    return found_E if both_s[1] < both_s[0] else hot_E
+    found_HE = np.stack([improved(sides, each_E, ROUNDS) for each_E in (hot_E, found_E)])
+    return found_HE[int(sets_seconds(sides, found_HE, True).argmin())]
 
 
-def improved(sides: Sides, hot_E: np.ndarray, dense: bool, most: int) -> np.ndarray:
-    """A set with as many experts that is no slower: the experts of the smallest weights at the
-    set's own choices, repeated at most `most` times while that is faster."""
-    count, best_s = int(hot_E.sum()), float(sets_seconds(sides, hot_E[None], dense)[0])
+def improved(sides: Sides, hot_E: np.ndarray, most: int) -> np.ndarray:
+    """A set with as many experts that is no slower in a divided layer: the exchange of a hot expert
+    for a cold one that saves most, repeated at most `most` times while one saves."""
+    hot_E, number = hot_E.copy(), sides.num_experts
+    rank_TK = sides.rank_TK.astype(np.int64)
+    value_N = _values(sides)
+    down_N, up_N = -np.diff(value_N, prepend=np.nan), np.diff(value_N, append=np.nan)
     for _ in range(most):
-        weight_E = weights(sides, hot_E[sides.rank_TK].sum(axis=1))
-        found_E = np.zeros_like(hot_E)
-        found_E[np.argsort(weight_E, kind="stable")[:count]] = True
-        seconds = float(sets_seconds(sides, found_E[None], dense)[0])
-        if seconds >= best_s:
+        hot_T = hot_E[rank_TK].sum(axis=1)
+        less_s, more_s = (_of_experts(sides, each_N[hot_T]) for each_N in (down_N, up_N))
+        # A token that chose both experts keeps its number; it is in both sums.
+        bend_T = np.nan_to_num(down_N + up_N)[hot_T]
+        token_B = np.flatnonzero(bend_T > ROUNDING * sides.cold_s)
+        pair_BKK = rank_TK[token_B, :, None] * number + rank_TK[token_B, None, :]
+        bend_B = np.repeat(bend_T[token_B], sides.num_used**2)
+        both_EE = np.bincount(pair_BKK.ravel(), bend_B, number**2).reshape(number, number)
+        hot_H, cold_C = np.flatnonzero(hot_E), np.flatnonzero(~hot_E)
+        gain_HC = less_s[hot_H, None] + more_s[cold_C] - both_EE[np.ix_(hot_H, cold_C)]
+        hot, cold = np.unravel_index(int(gain_HC.argmin()), gain_HC.shape)
+        if gain_HC[hot, cold] >= -ROUNDING * sides.cold_s * len(hot_T):
             break
-        hot_E, best_s = found_E, seconds
+        hot_E[[hot_H[hot], cold_C[cold]]] = False, True
     return hot_E

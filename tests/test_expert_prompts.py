@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 IDS = np.random.default_rng(3).integers(0, 50, 21).tolist()
 # Seconds per byte with which the CPU takes experts of up to about three tokens.
-RATES = PromptRates(cpu_s=1e-10, token_s=1e-10, link_s=4e-10)
+RATES = PromptRates(cpu_s=1e-10, token_s=1e-10, link_s=4e-10, staged_s=4e-10)
 HOT = [[1, 4, 7], []]
 
 
@@ -187,7 +187,7 @@ def test_rates_divide_experts_as_brute_force_does():
             count_A[~got_A], default=0
         )
         in_turn_A = streamed(rates, count_A, is_in_turn=True)
-        assert (in_turn_A == (cpu_A > link)).all()
+        assert (in_turn_A == (cpu_A > rates.staged_s)).all()
 
 
 @pytest.mark.parametrize("wrong", [{"cpu_s": -1.0}, {"token_s": float("nan")}, {"link_s": 2.0}])

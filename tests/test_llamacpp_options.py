@@ -112,6 +112,32 @@ def test_whole_layers_count_the_head_first():
     assert way.seconds == pytest.approx(layer_split(inputs).seconds)
 
 
+def test_layers_of_mtp_are_counted_after_the_head():
+    inputs = inputs_of(1.0)
+    model = replace(inputs.model, num_skipped=2)
+    assert llamacpp._layers(replace(inputs, model=model)).arguments == ("-ngl", "6")
+    assert llamacpp._layers(replace(inputs, model=model, budgets=(1,))).arguments == ("-ngl", "0")
+
+
+def test_joined_gates_and_ups_move_together():
+    """The file has ffn_gate_up_exps, of which the model's gates and ups are parts."""
+    inputs = inputs_of(0.5)
+    joined = {
+        name: replace(entry, part_of=re.sub("_(gate|up)_", "_gate_up_", name))
+        if re.search("_(gate|up)_exps", name)
+        else entry
+        for name, entry in inputs.model.tensors.items()
+    }
+    inputs = replace(inputs, model=replace(inputs.model, tensors=joined))
+    sizes = {m.name: m.num_bytes for m in llamacpp._matrices(inputs, 0)}
+    assert sizes.keys() == {"ffn_gate_up_exps", "ffn_down_exps"}
+    assert sizes["ffn_gate_up_exps"] == 2 * sizes["ffn_down_exps"]
+    found = llamacpp._tensors(inputs)
+    assert found is not None
+    patterns = [p.removesuffix("=CPU") for p in found.arguments[3].split(",")]
+    assert any(re.search(p, f"blk.{n}.ffn_gate_up_exps.weight") for p in patterns for n in range(3))
+
+
 def test_a_dense_models_matrices_move_too():
     model = make_model(sizes=make_sizes(num_layers=2, width=64, num_neurons=256), kind="q8_0")
     inputs = replace(inputs_of(0.5), model=model)
@@ -152,6 +178,21 @@ def test_the_command_prints_options_and_both_speeds(files, capsys):
     content = json.loads(capsys.readouterr().out)
     assert content["plan_s"] == report.objective_s
     assert content["llama_cpp"][0]["seconds"] >= report.objective_s
+
+
+def test_the_plans_rope_scaling_is_taken_and_printed(tmp_path, capsys):
+    inputs = inputs_of(0.5)
+    save(tmp_path, inputs.model, inputs.profile, inputs.machine)
+    longer = 2 * inputs.model.spec.context_length
+    given = {**solver_files(tmp_path), "output": tmp_path / "plan", "rope_scaling": "yarn",
+             "vram_budget_bytes": inputs.budgets[0], "context_length": longer}  # fmt: skip
+    solve(SolveConfig(**given), take_workspace)
+    files = ("--profile", str(tmp_path / "p"), "--machine", str(tmp_path / "c"))
+    assert main(words(tmp_path, *files)) == 1
+    assert "--rope-scaling yarn extends it" in capsys.readouterr().err
+    assert main(words(tmp_path, *files, "--rope-scaling", "yarn")) == 0
+    begin = f"-c {longer} --rope-scaling yarn --rope-scale 2 --yarn-orig-ctx {longer // 2} -ngl"
+    assert capsys.readouterr().out.startswith(begin)
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,10 @@ def test_what_plans_lack_runs_on_the_cpu(monkeypatch, tmp_path, options, lacking
     monkeypatch.setattr(choice, "lacking_on_gpus", lambda attention: lacking)
     given = look_at(saved(tmp_path / "m.gguf"), None, tmp_path / "none.gguf")
     wishes = Wishes(engine=choice.EngineConfig(**options))
-    found = choose(given, wishes, Room(main=1 << 40, gpus=(4 * MIB,)))
-    assert (found.budgets, found.device) == ((), "cpu") and found.lines[
-        -1
-    ] == f"on the CPU: {words}"
+    small = choice.run_bytes(given.draft("q4_0"), 64, 4 * MIB)  # another type would fit the GPU
+    found = choose(given, wishes, Room(main=1 << 40, gpus=(small,)))
+    assert (found.budgets, found.device, found.is_converted) == ((), "cpu", False)
+    assert found.lines[-1] == f"on the CPU: {words}"
 
 
 def test_a_mixture_that_fits_has_a_plan_too(tmp_path):

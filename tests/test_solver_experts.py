@@ -164,7 +164,7 @@ def test_no_set_is_below_the_bound(seed):
     assert (np.diff(bound_N, 2) >= -1e-12).all()
     for count in range(1, 9):
         start_E = np.arange(9) < count
-        found_E = replay.improved(sides, start_E, True, 20)
+        found_E = replay.improved(sides, start_E, 20)
         start_s, found_s = replay.sets_seconds(sides, np.stack([start_E, found_E]), True)
         assert found_E.sum() == count and least_N[count - 1] * (1 - CLOSE) <= found_s <= start_s
         polished_E = replay.polished(sides, start_E)
@@ -222,7 +222,9 @@ def test_plans_have_the_rates_of_prompts(tmp_path):
     read_s = 1 / inputs.machine.cpu_rate("f32")
     assert found.cpu_s == pytest.approx(read_s)
     assert found.token_s == pytest.approx(max(0.0, 1e-8 - read_s) / 32)
-    assert found.link_s == 1e-9 / inputs.machine.gpus[0].host_to_device_gb_per_s.median
+    gpu = inputs.machine.gpus[0]
+    assert found.link_s == 1e-9 / gpu.host_to_device_gb_per_s.median
+    assert found.staged_s == 1e-9 / gpu.host_to_device_pageable_gb_per_s.median
     plan = replace(
         make_split(inputs.model, [[0]] * inputs.model.spec.num_layers), prompt_rates=found
     )

@@ -35,11 +35,13 @@ from hotsplit.run.trial import (
     slow_plan_line,
     tried,
 )
+from hotsplit.runtime.kernels import threads
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.solver.mode_choice import find
 from hotsplit.solver.multi_gpu import plan_seconds
 from hotsplit.solver.prediction import (
     Scales,
+    check_whole_host,
     cpu_alone_seconds,
     parts_of,
     placement_of,
@@ -100,13 +102,67 @@ def test_the_fastest_of_all_that_is_tried_runs(experts_s, layers_s, cpu_s, runs)
     assert found.line.endswith("runs instead") == (runs in prediction.obvious_s)
 
 
+@pytest.mark.parametrize(
+    ("failing", "runs", "words"),
+    [
+        ({"whole layers"}, "the plan", "the plan takes 3e+03 ms a token"),
+        ({"the CPU alone"}, "the plan", "the CPU alone is left out (no room)"),
+        ({"the plan"}, "whole layers", "the CPU alone takes 9e+03 ms a token"),
+        ({"the plan", "whole layers"}, "the CPU alone", "everything runs on the CPU"),
+    ],
+)
+def test_what_cannot_be_loaded_is_left_out_with_its_reason(tmp_path, failing, runs, words):
+    prediction = replace(PREDICTION, obvious_s={"whole layers": 5.0})
+    times = {"the plan": 3.0, "whole layers": 3.2, "the CPU alone": 9.0}
+
+    def by(name):
+        if name in failing:
+            raise HotsplitError("no room") if name != "whole layers" else MemoryError
+        return Measured(token_s=times[name], prompt_s=1.0)
+
+    found = tried(prediction, by, lambda scales: 1.0, tries_all=True)
+    assert found.runs == runs and found.measured_s.keys() == times.keys() - failing
+    assert words in found.line and found.left_out.keys() == failing
+    found.save(tmp_path / "t.json")
+    assert Trial.load(tmp_path / "t.json") == found
+
+
+def test_without_anything_that_can_be_loaded_the_reason_is_said():
+    def by(name):
+        raise HotsplitError(f"no room for {name}")
+
+    with pytest.raises(HotsplitError, match="nothing that was tried .*: no room for the plan"):
+        tried(PREDICTION, by, lambda scales: 1.0, tries_all=False)
+
+
+def test_the_cpu_alone_is_tried_only_if_main_memory_holds_the_model(solved):
+    inputs, _ = solved
+    whole = inputs.pipeline().model.placeable_bytes + inputs.always_on_host
+    check_whole_host(replace(inputs, host_budget=whole))
+    with pytest.raises(HotsplitError, match="it takes .* of main memory, which has"):
+        check_whole_host(replace(inputs, host_budget=whole - 1))
+
+
+def test_another_number_of_threads_is_another_machine(restore_library, monkeypatch):
+    monkeypatch.setattr(threads, "_named", None)
+    keys = []
+    for count in (1, 3, 1, None):
+        threads.use_threads(count)
+        keys.append(digest(machine_key()))
+    assert keys[0] == keys[2] != keys[1]
+    for beside_gpu in (True, False):  # a load or a calibration chooses the default for its device
+        threads.use_default_threads(beside_gpu=beside_gpu)
+        assert digest(machine_key()) == keys[3]
+
+
 def test_the_record_is_read_back_and_others_are_refused(tmp_path):
     trial = Trial(
         runs="whole layers", prompt_s=0.1, parts_s=PREDICTION.parts_s,
         predicted_s={"the plan": 1e-3, "whole layers": 4e-3, "the CPU alone": 5e-3},
         measured_s={"the plan": 3e-3, "whole layers": 2e-3, "the CPU alone": 9e-3},
-        scales={"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0},
+        scales={"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0}, left_out={"experts on the CPU": "too large"},
     )  # fmt: skip
+    assert "all experts on the CPU is left out (too large): whole layers runs" in trial.line
     assert trial.parts_line.startswith(
         "3 times what was predicted: the CPU 2e+03 ms (measured 2 times"
     )
@@ -114,7 +170,7 @@ def test_the_record_is_read_back_and_others_are_refused(tmp_path):
     trial.save(path)
     assert Trial.load(path) == trial and "whole layers 2 ms (predicted 4 ms)" in trial.line
     for old, new in (('"runs": "whole', '"runs": "hole'), ('"the plan": 0.003', '"the plan": null'),
-                     ('"version": 2', '"version": 1'), ('"hand_over": 6.0', '"hand": 6.0'),
+                     ('"version": 3', '"version": 2'), ('"hand_over": 6.0', '"hand": 6.0'),
                      ('"measured_s"', '"cpu"'), ('"the CPU alone": 0.009', '"no": 1'),
                      ('"runs": "whole layers"', '"runs": "experts on the CPU"')):  # fmt: skip
         path.write_text(path.read_text().replace(old, new))
@@ -131,7 +187,7 @@ def test_doctor_shows_predictions_that_were_missed(tmp_path, monkeypatch):
         scales = {"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0}
         Trial(runs="the plan", predicted_s={"the plan": 1e-3, "the CPU alone": 8e-3},
               measured_s={"the plan": plan_s, "the CPU alone": 9e-3}, prompt_s=0.1,
-              parts_s=PREDICTION.parts_s, scales=scales).save(tmp_path / f"trial-{number}/trial.json")  # fmt: skip
+              left_out={}, parts_s=PREDICTION.parts_s, scales=scales).save(tmp_path / f"trial-{number}/trial.json")  # fmt: skip
     (tmp_path / "trial-2").mkdir()
     (tmp_path / "trial-2" / "trial.json").write_text("{}")
     fine, missed = machine.trials()

@@ -36,11 +36,19 @@ def use_threads(count: int | None) -> int:
 def use_default_threads(*, beside_gpu: bool) -> None:
     """Lets the kernels use the default for work beside a GPU, or for work without one. Changes
     nothing if the user gave a number, by `use_threads` or in another way."""
-    here = processors()
-    if _named is not None or not library.is_available():
-        return
-    if library.num_threads() in (here.threads, here.threads_beside_gpu):
-        library.set_threads(here.threads_beside_gpu if beside_gpu else here.threads)
+    count = threads_of_steps(beside_gpu=beside_gpu)
+    if library.is_available() and count != library.num_threads():
+        library.set_threads(count)
+
+
+def threads_of_steps(*, beside_gpu: bool) -> int:
+    """The threads of decode steps, whichever of the defaults is in use now: the number that the user
+    gave, or the default for work beside a GPU or without one."""
+    here, count = processors(), threads_in_use()
+    is_default = _named is None and count in (here.threads, here.threads_beside_gpu)
+    if not is_default:
+        return count
+    return here.threads_beside_gpu if beside_gpu else here.threads
 
 
 def threads_in_use() -> int:

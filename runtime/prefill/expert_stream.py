@@ -3,7 +3,7 @@ cold_stream does with neurons. Which experts are streamed is known when a layer'
 CPU computes those that have few tokens at the same time.
 
     seconds of the CPU     bytes of the expert * (cpu_s + token_s * tokens)
-    seconds of the link    bytes of the expert * link_s
+    seconds of the link    bytes of the expert * link_s, or staged_s without pinned memory
 
 by the rates of a plan. The CPU takes the experts with the fewest tokens, as many as make the longer of
 the two sides shortest. Without pinned memory, the thread that computes copies as well, so an expert is
@@ -75,7 +75,7 @@ def streamed(rates: PromptRates, count_A: np.ndarray, *, is_in_turn: bool) -> np
     computes none while others are copied."""
     cpu_A, link = rates.cpu_s + rates.token_s * count_A, rates.link_s
     if is_in_turn:
-        return cpu_A > link
+        return cpu_A > rates.staged_s
     order_A = np.argsort(count_A, kind="stable")
     both = np.concatenate([[0.0], np.cumsum(cpu_A[order_A])])
     longer = np.maximum(both, link * np.arange(len(count_A), -1, -1))

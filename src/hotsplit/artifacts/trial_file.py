@@ -13,7 +13,7 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import Fields, shown
 
-FORMAT, VERSION = "hotsplit.trial", 2
+FORMAT, VERSION = "hotsplit.trial", 3
 MISSED = 1.3  # times what was predicted, from which on a prediction was missed
 PARTS = {"cpu": "the CPU", "hand_over": "hand-overs", "gpu": "the GPU"}
 Winner = Literal[
@@ -36,9 +36,10 @@ class Trial:
     """The result for one plan, model and machine, which `run` keeps in its cache."""
 
     runs: Winner
-    predicted_s: Mapping[Winner, float]  # of a token, of all that was tried
+    predicted_s: Mapping[Winner, float]  # of a token, of all that was timed
     measured_s: Mapping[Winner, float]
-    prompt_s: float  # by the plan
+    left_out: Mapping[Winner, str]  # why the others could not be timed
+    prompt_s: float  # by the plan, or if that is left out by what runs
     parts_s: Mapping[str, float]  # of the plan's predicted seconds, by PARTS
     scales: Mapping[str, float]  # of these parts, which explain what was measured
 
@@ -54,12 +55,16 @@ class Trial:
 
         tried = read.values["measured_s"]
         names = set(tried) if isinstance(tried, dict) else set()
-        if not {"the plan", "the CPU alone", read.values["runs"]} <= names <= {*get_args(Winner)}:
+        others = read.part("left_out")
+        told = names | others.values.keys()
+        is_whole = {"the plan", "the CPU alone"} <= told <= {*get_args(Winner)}
+        if not (is_whole and read.values["runs"] in names):
             raise HotsplitError(f"{path}: measured_s is {shown(tried)}")
         return cls(
             runs=read.values["runs"],
             predicted_s=_by_name(read, "predicted_s", names),
             measured_s=_by_name(read, "measured_s", names),
+            left_out={name: others.line(name) for name in others.values},
             prompt_s=read.number("prompt_s"),
             parts_s=_by_name(read, "parts_s", set(PARTS)),
             scales=_by_name(read, "scales", set(PARTS)),
@@ -71,13 +76,17 @@ class Trial:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @property
-    def ratio(self) -> float:
-        """How many times as long the plan takes as was predicted."""
+    def ratio(self) -> float | None:
+        """How many times as long the plan takes as was predicted; None if it was left out."""
+        if "the plan" in self.left_out:
+            return None
         return self.measured_s["the plan"] / self.predicted_s["the plan"]
 
     @property
     def parts_line(self) -> str:
         """The predicted parts, and how many times as long they take by what was measured."""
+        if self.ratio is None:
+            return "the plan was not timed"
         parts = ", ".join(
             f"{words} {milliseconds(self.parts_s[name])} (measured {self.scales[name]:.2g} times as long)"
             for name, words in PARTS.items()
@@ -88,10 +97,11 @@ class Trial:
     def line(self) -> str:
         """What was measured, and what runs."""
         times = [
-            f"{_NAMES.get(name, name)}{' takes' if name == 'the plan' else ''} {milliseconds(seconds)}"
-            f"{' a token' if name == 'the plan' else ''} (predicted {milliseconds(self.predicted_s[name])})"
-            for name, seconds in self.measured_s.items()
+            f"{_NAMES.get(name, name)}{' takes' if not number else ''} {milliseconds(seconds)}"
+            f"{' a token' if not number else ''} (predicted {milliseconds(self.predicted_s[name])})"
+            for number, (name, seconds) in enumerate(self.measured_s.items())
         ]
+        times += [f"{_NAMES.get(n, n)} is left out ({why})" for n, why in self.left_out.items()]
         line = ", ".join(times)
         if self.runs == "the plan":
             return line

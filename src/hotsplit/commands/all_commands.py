@@ -326,9 +326,11 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
 @click.option("--profile", type=FILE, help="The profile that the plan was made from.")
 @click.option("--machine", type=FILE, help="The machine file of the plan, for --llama-cpp.")
 @click.option("--group-size", type=int, help="Neurons per group, for SparkInfer. [default: 16]")
+@rope_options
 @report_options
 def export_command(
-    as_json: bool, is_for_llama_cpp: bool, split: Path | None, machine: Path | None, **options: Any
+    as_json: bool, is_for_llama_cpp: bool, split: Path | None, machine: Path | None,
+    rope_scaling: str | None, rope_scale: float | None, **options: Any,
 ) -> None:  # fmt: skip
     """Write a profile or a plan in the file formats of PowerInfer or SparkInfer, or print the options
     of llama.cpp that come closest to a plan."""
@@ -340,12 +342,17 @@ def export_command(
         others = [name for name in ("format", "output", "group_size") if options[name] is not None]
         if others:
             raise click.UsageError(f"--{others[0].replace('_', '-')} is not for --llama-cpp.")
-        finish(*told(options["source"], split, options["profile"], machine, as_json=as_json))
+        finish(*told(
+            options["source"], split, options["profile"], machine, as_json=as_json,
+            rope=(rope_scaling, rope_scale),
+        ))  # fmt: skip
         return
     if options["format"] is None or options["output"] is None:
         raise click.UsageError("give --format and -o, or --llama-cpp.")
-    if split is not None or machine is not None:
-        raise click.UsageError("--split and --machine are for --llama-cpp.")
+    if any(given is not None for given in (split, machine, rope_scaling, rope_scale)):
+        raise click.UsageError(
+            "--split, --machine, --rope-scaling and --rope-scale are for --llama-cpp."
+        )
     report = export(ExportConfig(**options))
     lines = [f"note: {note}" for note in report.notes]
     hot = "" if report.num_hot is None else f", {report.num_hot:,} hot"

@@ -9,16 +9,19 @@ import click
 from hotsplit.artifacts.split_file import Split
 from hotsplit.commands.options.shared import aligned
 from hotsplit.errors import HotsplitError
+from hotsplit.model.rope import RopeScaling
 from hotsplit.solver.llamacpp import Told, ways
 from hotsplit.solver.prediction import inputs_for
 from hotsplit.solver.solve import SolveConfig
 
 
 def told(
-    model: Path, split: Path | None, profile: Path | None, machine: Path | None, *, as_json: bool
-) -> tuple[dict[str, Any], bool, list[str]]:
-    """What `finish` takes; without --json, the options are printed on stdout. Raises HotsplitError for
-    files that do not belong together, and click.UsageError if one is not given."""
+    model: Path, split: Path | None, profile: Path | None, machine: Path | None, *,
+    rope: tuple[str | None, float | None], as_json: bool,
+) -> tuple[dict[str, Any], bool, list[str]]:  # fmt: skip
+    """What `finish` takes; without --json, the options are printed on stdout. `rope`: the scaling that
+    the plan was made with, as in EngineConfig. Raises HotsplitError for files that do not belong
+    together, and click.UsageError if one is not given."""
     from hotsplit.runtime.step.workspace import workspace_bytes
 
     for name, path in (("split", split), ("profile", profile), ("machine", machine)):
@@ -36,14 +39,15 @@ def told(
     config = SolveConfig(
         model=model, profile=profile, machine=machine, output=split, mode="dense",
         vram_budget_bytes=plan.budgets, context_length=plan.context_length,
-        num_sequences=plan.num_sequences,
+        num_sequences=plan.num_sequences, rope_scaling=rope[0], rope_scale=rope[1],
     )  # fmt: skip
     inputs = inputs_for(plan, config, workspace_bytes)
     inputs = replace(inputs, workspace=plan.cpu_bytes["workspace"])
     plan.check_against(inputs.model, split)
     best, *others = ways(inputs)
     if not as_json:
-        click.echo(f"{_context(plan)} {best.line}")
+        scaling = _scaling(inputs.model.spec.rope_scaling) if any(rope) else ""
+        click.echo(f"{_context(plan)}{scaling} {best.line}")
     content = {"plan_s": plan.objective_s, "llama_cpp": [asdict(way) for way in (best, *others)]}
     rows = [
         ("the plan, by hotsplit", _speed(plan.objective_s), ""),
@@ -61,6 +65,13 @@ def _context(plan: Split) -> str:
     """llama.cpp divides its context among texts."""
     texts = f" -np {plan.num_sequences}" if plan.num_sequences > 1 else ""
     return f"-c {plan.num_sequences * plan.context_length}{texts}"
+
+
+def _scaling(scaling: RopeScaling) -> str:
+    """llama.cpp's options for a scaling that replaces the model's own."""
+    factor = "" if scaling.kind == "none" else f" --rope-scale {scaling.factor:.9g}"
+    length = f" --yarn-orig-ctx {scaling.original_length}" if scaling.kind == "yarn" else ""
+    return f" --rope-scaling {scaling.kind}{factor}{length}"
 
 
 def _speed(seconds: float) -> str:

@@ -118,7 +118,7 @@ def trials() -> list[Finding]:
         except (HotsplitError, OSError):
             continue  # `run` makes it again
         text = f"{trial.line}; {trial.parts_line}"
-        is_missed = trial.ratio > MISSED
+        is_missed = trial.ratio is None or trial.ratio > MISSED
         advice = "if another program was busy then: hotsplit cache clear machine trial"
         findings.append(
             note("trial of a plan", text, advice) if is_missed else ok("trial of a plan", text)

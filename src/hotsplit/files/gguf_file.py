@@ -60,6 +60,7 @@ class TensorEntry:
     kind: str
     read_rows: Callable[[int, int], np.ndarray]
     part: Path | None = None  # the file that it is in, of a model in several files
+    part_of: str | None = None  # the file's tensor of which this is a part, if it is not whole
 
     def read(self) -> np.ndarray:
         """All bytes, in an array with the tensor's rows."""

@@ -10,11 +10,12 @@ from hotsplit.errors import HotsplitError
 @dataclass(frozen=True, kw_only=True)
 class PromptRates:
     """Seconds per byte of an expert: of the CPU, whatever its tokens, and for each token in addition; and
-    of the link to the GPU."""
+    of the link to the GPU, from pinned memory and from other memory."""
 
     cpu_s: float
     token_s: float
     link_s: float
+    staged_s: float
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
