@@ -1,16 +1,21 @@
-"""What a plan of a mixture of experts says in words: what is on the GPU, and why an expert is not.
-`explain` says what more memory or a faster link would bring.
+"""What a plan of a mixture of experts says in words: what is on the GPU, why an expert is not, and what
+more memory would bring. `explain` says what a faster link would bring.
 
 Letters: L layers, F experts of a layer by rank, T recorded tokens, K experts of a token."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hotsplit.solver.inputs import Inputs
-from hotsplit.solver.multi_gpu import Pipeline
+from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement
+from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.problem import Placement, Problem, sets_seconds
 from hotsplit.system.sizes import format_bytes
+
+MORE_BYTES = 2 << 30
+WORTH_IT = 0.01  # of a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,23 +27,53 @@ class Edge:
     most_cold: float
 
 
-def placed_line(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Further experts of a layer on its GPU, and the seconds of a token that they save."""
+
+    gpu: int
+    count: int
+    num_bytes: int
+    gain_s: float
+
+
+def placed_line(inputs: Inputs, plan: PipelinePlacement, problem: Problem) -> str:
     """What is on the GPUs."""
-    problem, spec = pipeline.model, inputs.model.spec
+    placement, spec = plan.placement, inputs.model.spec
     routed, number = problem.replayed, problem.num_neurons
+    dense = [n for n in range(spec.num_layers) if n not in routed]
     num_hot_L = placement.num_hot_L[routed]
-    blocks = int(placement.dense_L.sum())
-    parts = [f"attention of {blocks} of {spec.num_layers} layers"] if blocks else []
-    parts += ["the output head"] if placement.head else []
-    if not num_hot_L.any():
-        return f"on the GPU: {' and '.join(parts)}; all experts are on the CPU"
-    each = f"{num_hot_L.min()} to {num_hot_L.max()} of each layer's {number}"
-    if num_hot_L.min() == num_hot_L.max():
-        each = f"{num_hot_L[0]} of each layer's {number}"
+    count, all_experts = int(num_hot_L.sum()), number * len(routed)
+    num_blocks, num_dense = int(placement.dense_L.sum()), int(placement.hot_LF[dense].any(1).sum())
+    parts = [f"attention and router of {_of(num_blocks, spec.num_layers)} layers"] * (
+        num_blocks > 0
+    )
+    parts += [f"the neurons of {_of(num_dense, len(dense))} layers without experts"] * (
+        num_dense > 0
+    )
+    parts += ["the output head"] * placement.head
+    if count:
+        each = f"{num_hot_L.min()} to {num_hot_L.max()} of each layer's {number}"
+        each = (
+            f" ({each if num_hot_L.min() < num_hot_L.max() else f'{num_hot_L[0]} of each layer'})"
+        )
+        parts.append(f"{_of(count, all_experts)} experts{each if count < all_experts else ''}")
+    line = f"on the GPU: {', '.join(parts)}"
+    if num_dense < len(dense):
+        line += f"; the CPU has the neurons of {_of(len(dense) - num_dense, len(dense))} layers without experts"
+    if not count:
+        return f"{line}; all experts are on the CPU"
+    if count == all_experts:
+        return line
     share = np.mean([_share(problem.sides(n).rank_TK, placement.hot_LF[n]) for n in routed])
-    parts.append(f"{num_hot_L.sum():,} of {number * len(routed):,} experts ({each})")
-    rest = "" if share == 1 else "; the CPU computes the others at the same time"
-    return f"on the GPU: {', '.join(parts)}, for {share:.0%} of the choices in the profile{rest}"
+    return (
+        f"{line}. On the text of the profile, {share:.0%} of the experts that a token's routers choose are"
+        " there; the CPU computes the others at the same time"
+    )
+
+
+def _of(count: int, number: int) -> str:
+    return f"all {number:,}" if count == number else f"{count:,} of {number:,}"
 
 
 def _share(rank_TK: np.ndarray, is_hot_F: np.ndarray) -> float:
@@ -59,45 +94,85 @@ def edges(pipeline: Pipeline, placement: Placement) -> dict[int, Edge]:
     return found
 
 
-def why_line(pipeline: Pipeline, placement: Placement, free_bytes: int) -> str | None:
-    """Why an expert is on the CPU; None if none is. `free_bytes`: of the budgets."""
-    problem = pipeline.model
+def why_line(
+    pipeline: Pipeline, plan: PipelinePlacement, unused: Sequence[int], seconds: float
+) -> str | None:
+    """Why experts are on the CPU; None if none is. `unused`: bytes of each budget; `seconds`: of a token
+    by the plan."""
+    placement, problem = plan.placement, pipeline.model
     cold = [n for n in problem.replayed if not placement.hot_LF[n].all()]
     if not cold:
         return None
-    steps = [_next(problem, placement, layer) for layer in cold]
-    gain_s, count, num_bytes = max(steps, key=lambda step: step[0] / step[2])
-    if gain_s <= 0:
+    steps = [_next(pipeline, plan, layer) for layer in cold]
+    best = max(steps, key=lambda step: step.gain_s / step.num_bytes)
+    count = sum(int((~placement.hot_LF[n]).sum()) for n in cold)
+    begin = f"{count:,} experts are on the CPU because"
+    if best.gain_s <= 0:
         return (
-            "an expert is on the CPU because one more on the GPU would not make a token faster: the"
-            " GPU, its kernels and hand-overs would take longer than the CPU saves"
+            f"{begin} one more on the GPU would not make a token faster: the GPU, its kernels and"
+            " hand-overs would take longer than the CPU saves"
         )
-    what = "expert" if count == 1 else f"{count} experts of a layer, of which fewer do not pay,"
-    line = (
-        f"an expert is on the CPU because the budget is full: the next {what} would take"
-        f" {format_bytes(num_bytes)} and save {1e6 * gain_s:.2g} us a token; {format_bytes(free_bytes)} are"
-        " left"
-    )
+    gain = f"{best.gain_s / seconds:.2%}" if best.gain_s >= 1e-4 * seconds else "less than 0.01%"
+    what = f"an expert takes {format_bytes(best.num_bytes)} and would"
+    if best.count > 1:
+        size = format_bytes(best.num_bytes)
+        what = f"{best.count} experts of a layer, of which fewer do not pay, take {size} and would"
+    fits = any(step.gain_s > 0 and step.num_bytes <= unused[step.gpu] for step in steps)
+    reason = "no faster plan was found" if fits else _full_words(pipeline, steps)
+    left = " and ".join(format_bytes(unused[gpu]) for gpu in sorted({step.gpu for step in steps}))
+    line = f"{begin} {reason}: {left} are left, and {what} make a token {gain} faster"
     at = edges(pipeline, placement)
     if not at:
         return line
     least, most = (
-        float(np.median([getattr(edge, name) for edge in at.values()]))
+        f"{np.median([getattr(edge, name) for edge in at.values()]):.1%}"
         for name in ("least_hot", "most_cold")
     )
     return (
-        f"{line}; in the middle layer the least chosen one on the GPU is chosen by {least:.1%} of the"
-        f" tokens, the most chosen one on the CPU by {most:.1%}"
+        f"{line}. Those that tokens choose most often have the places: in a typical layer the last one"
+        f" on the GPU is chosen by {least} of the tokens, the first one on the CPU by {most}"
     )
 
 
-def _next(problem: Problem, placement: Placement, layer: int) -> tuple[float, int, int]:
-    """What the most chosen experts of a layer's cold ones would save on the GPU, in seconds of a token;
-    their number, one or as many as pay; and their bytes."""
-    hot_F = placement.hot_LF[layer]
+def _full_words(pipeline: Pipeline, steps: Sequence[Step]) -> str:
+    if pipeline.num_gpus == 1:
+        return "the budget is full"
+    gpus = sorted({step.gpu for step in steps})
+    names = " and ".join(f"GPU {gpu}" for gpu in gpus)
+    return f"{names}, which {'has' if len(gpus) == 1 else 'have'} their layers, {'is' if len(gpus) == 1 else 'are'} full"
+
+
+def more_line(pipeline: Pipeline, answer: Answer, *, time_limit_s: float) -> str | None:
+    """What MORE_BYTES more on the first GPU would bring, by the plan for them; None if no expert is on
+    the CPU."""
+    problem, routed = pipeline.model, pipeline.model.replayed
+    if answer.placement.hot_LF[routed].all():
+        return None
+    first, *others = pipeline.problems
+    larger = replace(
+        pipeline, problems=(first.with_budget(first.budget_bytes + MORE_BYTES), *others)
+    )
+    found = find_plan(larger, time_limit_s=time_limit_s, known=[answer.plan])
+    assert found is not None, "this plan fits"
+    gain = answer.objective_s / found.objective_s - 1
+    size = f"{format_bytes(MORE_BYTES)} more of GPU memory"
+    if gain < WORTH_IT:
+        return f"{size} would make a token less than {WORTH_IT:.0%} faster"
+    count, number = int(found.placement.num_hot_L[routed].sum()), problem.num_neurons * len(routed)
+    return (
+        f"{size} would bring {1 / found.objective_s:,.1f} tokens/s instead of"
+        f" {1 / answer.objective_s:,.1f} ({gain:+.1%}), with {_of(count, number)} experts on the GPU"
+    )
+
+
+def _next(pipeline: Pipeline, plan: PipelinePlacement, layer: int) -> Step:
+    """The most chosen experts of a layer's cold ones on its GPU: one, or as many as pay."""
+    gpu, hot_F = int(plan.home_I[layer]), plan.placement.hot_LF[layer]
+    problem = pipeline.problems[gpu]
     count = max(1, int(problem.min_hot_L[layer] - hot_F.sum()))
     more_F = hot_F.copy()
     more_F[np.flatnonzero(~hot_F)[:count]] = True
-    is_dense = bool(placement.dense_L[layer])
+    is_dense = bool(plan.placement.dense_L[layer])
     now_s, then_s = sets_seconds(problem, layer, np.stack([hot_F, more_F]), is_dense)
-    return float(now_s - then_s), count, count * int(problem.neuron_bytes_L[layer])
+    num_bytes = count * int(problem.neuron_bytes_L[layer])
+    return Step(gpu=gpu, count=count, num_bytes=num_bytes, gain_s=float(now_s - then_s))

@@ -1,5 +1,5 @@
 """Explains what a plan's GPU memory is used for, by item and by layer, from the written plan and
-its files; of a mixture, also what more memory or a faster link would bring."""
+its files; of a mixture, also what a faster link would bring."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,8 +23,6 @@ from hotsplit.solver.mode_choice import find
 from hotsplit.solver.prediction import Scales, inputs_for, scaled
 from hotsplit.solver.solve import SolveConfig
 from hotsplit.system.sizes import format_bytes
-
-MORE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +58,12 @@ def explain(config: SolveConfig, workspace: Workspace) -> Explanation:
     )
     layers = tuple(_layer_use(split, model, layer) for layer in range(len(split.hot)))
     shares = _shares(config, split) if split.num_experts else {}
-    more = _more_lines(config, split, workspace) if split.num_experts else []
+    link = _link_lines(config, split, workspace) if split.num_experts else []
     return Explanation(
         items_of_gpus=tuple(gpus),
         unused_bytes=unused,
         layers=layers,
-        lines=(*_layer_lines(layers, split, shares), *_unused_lines(unused, split), *more),
+        lines=(*_layer_lines(layers, split, shares), *_unused_lines(unused, split), *link),
     )
 
 
@@ -107,26 +105,19 @@ def _shares(config: SolveConfig, split: Split) -> dict[int, str]:
     return found
 
 
-def _more_lines(config: SolveConfig, split: Split, workspace: Workspace) -> list[str]:
-    """What more memory, or a faster link, would bring: the plans for them, solved as this one."""
+def _link_lines(config: SolveConfig, split: Split, workspace: Workspace) -> list[str]:
+    """What a faster link would bring: the plan for it, solved as this one."""
     inputs = inputs_for(split, config, workspace)
     if not any(inputs.budgets):
         return []
-    first, *others = inputs.budgets
-    faster = scaled(inputs.machine, Scales(hand_over=0.5))
-    tried = {
-        f"{format_bytes(MORE_BYTES)} more of GPU memory": replace(
-            inputs, budgets=(first + MORE_BYTES, *others)
-        ),
-        "hand-overs between GPU and CPU in half the time": replace(inputs, machine=faster),
-    }
-    lines = []
-    for what, changed in tried.items():
-        found_s = find(changed, time_limit_s=config.time_limit_s).answer.objective_s
-        seconds = min(found_s, split.objective_s)  # this plan would still be there
-        gain = split.objective_s / seconds - 1
-        lines.append(f"  {what}: {1 / seconds:,.1f} tokens/s ({gain:+.1%})")
-    return lines
+    faster = replace(inputs, machine=scaled(inputs.machine, Scales(hand_over=0.5)))
+    found_s = find(faster, time_limit_s=config.time_limit_s).answer.objective_s
+    seconds = min(found_s, split.objective_s)  # this plan would still be there
+    gain = split.objective_s / seconds - 1
+    return [
+        f"  hand-overs between GPU and CPU in half the time would bring {1 / seconds:,.1f} tokens/s"
+        f" ({gain:+.1%})"
+    ]
 
 
 def _layer_lines(
@@ -136,9 +127,9 @@ def _layer_lines(
     lines = ["  layer   GPU  attn, predictor         KV    neurons  hot"]
     if shares:
         lines = [
-            "  chosen: of the profile's choices, those of experts on the GPU; then the share of tokens that",
-            "  chose the least chosen expert there, and the most chosen one on the CPU",
-            "  layer   GPU   attn, router         KV    experts  on the GPU     chosen",
+            "  chosen: share of the profile's choices that are on the GPU; last: of the tokens that choose the",
+            "  least chosen expert there; first: of those that choose the most chosen one on the CPU",
+            "  layer   GPU   attn, router         KV    experts  on the GPU     chosen    last   first",
         ]
     for use in layers:
         sizes = [format_bytes(n) for n in (use.dense_bytes, use.kv_bytes, use.neuron_bytes)]

@@ -167,6 +167,13 @@ class Problem:
                 seconds_LN[layer] = replay.prefix_seconds(self.sides(layer), bool(dense))
         return np.stack(sides)
 
+    def with_budget(self, budget_bytes: int) -> "Problem":
+        """The same problem with another budget; what was computed of its layers is kept."""
+        other, own = replace(self, budget_bytes=budget_bytes), vars(self)
+        names = ("prefix_LN", "least_split_s_LN", "hottest_s_2LN")
+        vars(other).update({name: own[name] for name in names if name in own})
+        return other
+
     @property
     def replayed(self) -> list[int]:
         """The layers with experts, which are priced by replay."""

@@ -25,7 +25,7 @@ from hotsplit.options.engine_config import MAX_SEQUENCES
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.advice import Advice, advise
-from hotsplit.solver.expert_notes import placed_line, why_line
+from hotsplit.solver.expert_notes import more_line, placed_line, why_line
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
@@ -305,13 +305,17 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
 
 
 def _expert_notes(found: Found, split: Split) -> list[str]:
-    """Which experts are on the GPU, and why the others are not."""
+    """Which experts are on the GPU, why the others are not, and what more memory would bring."""
     if not split.num_experts or not found.answer.placement.uses_gpu:
         return []  # another note says that nothing pays off
-    inputs, pipeline, placement = found.inputs, found.pipeline, found.answer.placement
-    free_bytes = sum(split.budgets) - sum(split.gpu_bytes.values())
-    why = why_line(pipeline, placement, free_bytes)
-    return [placed_line(inputs, pipeline, placement), *([] if why is None else [why])]
+    inputs, pipeline, plan = found.inputs, found.pipeline, found.answer.plan
+    used = [sum(items.values()) for items in split.items_of_gpus(inputs.model)[0]]
+    used += [0] * (len(split.budgets) - len(used))
+    unused = [limit - taken for limit, taken in zip(split.budgets, used, strict=True)]
+    why = why_line(pipeline, plan, unused, split.objective_s)
+    more = more_line(pipeline, found.answer, time_limit_s=COMPARED_S)
+    lines = [placed_line(inputs, plan, pipeline.model), why, more]
+    return [line for line in lines if line is not None]
 
 
 def _cache_notes(found: Found, split: Split) -> list[str]:

@@ -32,14 +32,17 @@ from hotsplit.solver.solve import SolveConfig, solve
 ROUTE = Route(num_experts=8, num_used=2)
 
 
-def inputs_of(share: float, *, cpu_gb_per_s: float = 5.0, num_layers: int = 3, **options):
-    """Inputs with a budget for the dense parts and this share of the experts."""
+def inputs_of(
+    share: float, *, cpu_gb_per_s: float = 5.0, num_layers: int = 3, num_dense: int = 0, **options
+):
+    """Inputs with a budget for the dense parts and this share of the experts; the first `num_dense`
+    layers have none."""
     sizes = make_sizes(num_layers=num_layers, width=64, num_neurons=64, vocab_size=96)
-    spec = mixture_spec(sizes, route=ROUTE, num_neurons=64)
+    spec = mixture_spec(sizes, route=ROUTE, num_neurons=64, num_dense=num_dense)
     model = make_model(spec=spec, kind="q8_0")
-    profile = profile_of(
-        model, random_choices(np.random.default_rng(0), num_layers, 20, ROUTE, 1.0)
-    )
+    id_LTK = random_choices(np.random.default_rng(0), num_layers, 20, ROUTE, 1.0)
+    id_LTK[:num_dense] = -1
+    profile = profile_of(model, id_LTK)
     machine = make_machine(cpu_gb_per_s=cpu_gb_per_s, launch_s=1e-7, hand_over_s=2e-6, **options)
     inputs = make_inputs(model, profile, machine, 1, mode="dense")
     layers = range(num_layers)

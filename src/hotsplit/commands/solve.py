@@ -103,14 +103,16 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def _gpu_lines(report: SolveReport) -> list[str]:
-    lines = []
+    lines, meanings = [], MEANINGS
+    if report.units == "experts":
+        meanings = MEANINGS | {"neurons": "experts", "attention": "attention, router"}
     for number, (items, budget) in enumerate(
         zip(report.bytes_of_gpus, report.budgets, strict=False)
     ):
         for item in ITEMS:
             if items[item]:
                 size = format_bytes(items[item])
-                name = report.units if item == "neurons" else MEANINGS[item]
+                name = meanings[item]
                 lines.append(f"  GPU {number}  {name:20} {size:>11}")
         used = sum(items.values())
         if used:
@@ -131,7 +133,8 @@ def _speed_lines(report: SolveReport) -> list[str]:
     there = f"{advice.layer_split_layers} of {report.num_layers} layers"
     there += " and the head" if advice.layer_split_has_head else ""
     there = f"{there} on the GPU, no overlap" if advice.layer_split_layers else "all on the CPU"
-    rows.append(("llama.cpp's layer split", advice.layer_split_s, f"every weight read; {there}"))
+    there = there if report.units == "experts" else f"every weight read; {there}"
+    rows.append(("llama.cpp's layer split", advice.layer_split_s, there))
     if advice.cpu_moe is not None:
         count, seconds = advice.cpu_moe
         name, of = f"llama.cpp's --n-cpu-moe {count}", f"{count} of {report.num_layers} layers"
@@ -155,12 +158,12 @@ def _mode_lines(report: SolveReport) -> list[str]:
     lines = []
     if timed:
         others = ", ".join(
-            f"{name} {1 / seconds:,.1f}{' or so' * is_unproven}"
+            f"{'all ' * name.startswith('experts')}{name} {1 / seconds:,.1f}{' or so' * is_unproven}"
             for seconds, name, is_unproven in timed
         )
+        what = "this plan" if report.units == "experts" else f"mode {report.mode}"
         lines.append(
-            f"mode {report.mode} is the fastest, {report.tokens_per_s:,.1f} tokens/s; others:"
-            f" {others}"
+            f"{what} is the fastest, {report.tokens_per_s:,.1f} tokens/s; others: {others}"
         )
     return lines + ([f"not planned for: {'; '.join(left_out)}"] if left_out else [])
 
