@@ -1,15 +1,21 @@
-"""A decoder in float64 numpy, written from the papers and independent of the runtime.
+"""A decoder in float64 numpy, with or without experts, written from the papers and independent of the
+runtime.
 
 It also defines the error measures that other tests use."""
+
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
 from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import type_of
+from hotsplit.model.rope import Rotary
+from hotsplit.model.spec import Add, Attention, Neurons, Norm, Route
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.ops.route import route_ref
 
 
 def rel_error(got, want) -> float:
@@ -45,62 +51,139 @@ def weights(model: ModelFile, name: str) -> np.ndarray:
 
 
 def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None) -> np.ndarray:
-    """Logits [T, V] of a text. Neurons outside the mask `named_LTF` are left out;
+    """Logits [T, V] of a text, block by block. Neurons outside the mask `named_LTF` are left out;
     `silent(activated gates)` says which gates of a SiLU model count as closed."""
-    s = sizes_of(model.bare_spec)
-    x = weights(model, "token_embd.weight")[ids]
-    for layer in range(s.num_layers):
+    spec = model.bare_spec
+    x = weights(model, "token_embd.weight")[ids] * spec.embedding_scale
+    for number, layer in enumerate(spec.layers):
 
-        def w(name, layer=layer):
-            return weights(model, f"blk.{layer}.{name}")
+        @cache
+        def w(name, number=number):
+            return weights(model, f"blk.{number}.{name}")
 
-        x = x + _attention(norm(x, w("attn_norm.weight"), s.epsilon), model, w)
-        y = norm(x, w("ffn_norm.weight"), s.epsilon)
-        hidden = _hidden(model, layer, y @ w("ffn_gate.weight").T, y @ w("ffn_up.weight").T, silent)
-        if named_LTF is not None:
-            hidden = hidden * named_LTF[layer]
-        x = x + hidden @ w("ffn_down_t.weight")
-    x = norm(x, weights(model, "output_norm.weight"), s.epsilon)
+        value = {"x": x}
+        for block in layer.blocks:
+            if isinstance(block, Add):
+                first, *others = (value[name] for name in block.terms)
+                result = first + block.factor * sum(others)
+            elif isinstance(block, Norm):
+                result = norm(value[block.reads], w, block)
+            elif isinstance(block, Attention):
+                result = _attention(value[block.reads], block, w)
+            elif isinstance(block, Route):
+                result = _routed(value[block.reads], block, w)
+            else:
+                assert isinstance(block, Neurons), block
+                mask = 1 if named_LTF is None else named_LTF[number]
+                given = model, block, w, model.threshold_L[number], mask, silent
+                result = _neurons(value[block.reads], value.get("routed"), *given)
+            value[block.writes] = result
+        x = value["x"]
+    x = norm(x, lambda name: weights(model, name), spec.output_norm) * spec.logit_scale
     return x @ weights(model, model.head_name).T
 
 
-def norm(x, weight, epsilon):
-    return x / np.sqrt((x**2).mean(axis=1, keepdims=True) + epsilon) * weight
+def norm(x, w, block: Norm):
+    if block.kind != "rms":
+        x = x - x.mean(axis=-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + block.epsilon) * w(f"{block.name}.weight")
+    return x + w(f"{block.name}.bias") if block.kind == "layer" else x
 
 
-def _hidden(model, layer, gate, up, silent):
-    threshold = model.threshold_L[layer]
-    if model.activation == "silu":
+def _linear(x, w, name: str, biases):
+    y = x @ w(f"{name}.weight").T
+    return y + w(f"{name}.bias") if name in biases else y
+
+
+def _attention(x, block: Attention, w):
+    assert block.growth is None and not block.norms_by_head and not block.is_fused, block
+    heads = {"attn_q": block.num_heads, "attn_k": block.num_kv_heads, "attn_v": block.num_kv_heads}
+    q, k, v = (
+        _linear(x, w, name, block.biases).reshape(len(x), number, -1)
+        for name, number in heads.items()
+    )
+    q, gate = q[..., : block.head_dim], q[..., block.head_dim :]
+    if block.head_norm is not None:
+        q, k = (_head_norm(y, block, w, name) for y, name in ((q, "attn_q"), (k, "attn_k")))
+    if block.rotary is not None:
+        q, k = (rotated(y, block.rotary, block.num_rotated) for y in (q, k))
+    out = np.zeros_like(q)
+    for head in range(block.num_heads):
+        group = head * block.num_kv_heads // block.num_heads
+        sink = [w("attn_sinks.weight")[head]] if block.has_sinks else []
+        for t in range(len(x)):
+            seen = slice(0 if block.window is None else max(0, t + 1 - block.window), t + 1)
+            scores = np.append(k[seen, group] @ q[t, head] * block.score_scale, sink)
+            share = np.exp(scores - scores.max())
+            share = (share / share.sum())[: t + 1 - seen.start]
+            out[t, head] = share @ v[seen, group]
+    out = out / (1 + np.exp(-gate)) if block.is_gated else out
+    return _linear(out.reshape(len(x), -1), w, "attn_output", block.biases)
+
+
+def _head_norm(y, block: Attention, w, name: str):
+    own = replace(block.head_norm, name=f"{name}_norm")
+    if not block.norms_all_heads:
+        return norm(y, w, own)
+    return norm(y.reshape(len(y), -1), w, own).reshape(y.shape)
+
+
+def rotated(y, rotary: Rotary, count: int):
+    """Each pair of the first `count` values of a head is a complex number that turns with the
+    position."""
+    assert not rotary.has_factors, rotary
+    first, rest = y[..., :count], y[..., count:]
+    is_adjacent = rotary.pairing == "adjacent"
+    real, imaginary = (
+        (first[..., 0::2], first[..., 1::2]) if is_adjacent else np.split(first, 2, axis=-1)
+    )
+    frequency = rotary.theta ** (-2 * np.arange(count // 2) / count)
+    frequency = frequency / rotary.scaling.divisors(rotary.theta, count)
+    turn = np.exp(1j * np.arange(len(y))[:, None, None] * frequency) * rotary.scaling.magnitude
+    pairs = (real + 1j * imaginary) * turn
+    both = np.stack([pairs.real, pairs.imag], axis=-1)
+    both = both if is_adjacent else both.swapaxes(-1, -2)
+    return np.concatenate([both.reshape(first.shape), rest], axis=-1)
+
+
+def _routed(x, block: Route, w):
+    """For each token its experts and their weights."""
+    bias = w("ffn_gate_inp.bias") if block.has_bias else 0.0
+    choice = w("exp_probs_b.bias") if block.has_choice_bias else 0.0
+    return [route_ref(block, w("ffn_gate_inp.weight"), each, bias, choice) for each in x]
+
+
+def _neurons(x, routed, model, block: Neurons, w, threshold, mask, silent):
+    def outputs(x, expert):
+        def own(name):
+            return w(name) if expert is None else w(name)[expert]
+
+        sums = [_linear(x, own, name, block.biases) for name in block.matrices]
+        hidden = _hidden(block, threshold, silent, *sums) * mask
+        name = f"{block.down_name}_t" if model.layout == "sparse" else block.down_name
+        down = own(f"{name}.weight")
+        y = hidden @ (down if model.layout == "sparse" else down.T)
+        return y + own(f"{block.down_name}.bias") if block.down_name in block.biases else y
+
+    if not block.are_experts:
+        y = outputs(x, None)
+        gate = 1 / (1 + np.exp(-x @ w("ffn_gate_inp_shexp.weight"))) if block.has_output_gate else 1
+        return (y.T * gate).T
+    return np.stack([
+        sum(weight * outputs(each, expert) for expert, weight in zip(*chosen, strict=True))
+        for each, chosen in zip(x, routed, strict=True)
+    ])  # fmt: skip
+
+
+def _hidden(block: Neurons, threshold, silent, gate, up=1):
+    kind = block.activation
+    if kind == "silu":
         value = gate / (1 + np.exp(-gate))
         return value * up if silent is None else np.where(silent(value), 0, value * up)
-    if model.activation == "drelu":
+    if kind == "swiglu_oai":  # gpt-oss
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    if kind == "drelu":
         return np.maximum(gate, 0) * np.maximum(up, 0)
-    active = np.where(gate > (threshold if model.activation == "fatrelu" else 0), gate, 0)
-    return (active**2 if model.activation == "relu2" else active) * up
-
-
-def _attention(x, model, w):
-    s, count = sizes_of(model.bare_spec), len(x)
-    q = rotate(
-        (x @ w("attn_q.weight").T).reshape(count, s.num_heads, -1), s, model.spec.rotary.theta
-    )
-    k = rotate(
-        (x @ w("attn_k.weight").T).reshape(count, s.num_kv_heads, -1), s, model.spec.rotary.theta
-    )
-    v = (x @ w("attn_v.weight").T).reshape(count, s.num_kv_heads, -1)
-    out = np.zeros_like(q)
-    for head in range(s.num_heads):
-        group = head * s.num_kv_heads // s.num_heads
-        for t in range(count):
-            scores = k[: t + 1, group] @ q[t, head] / np.sqrt(s.head_dim)
-            share = np.exp(scores - scores.max())
-            out[t, head] = share / share.sum() @ v[: t + 1, group]
-    return out.reshape(count, -1) @ w("attn_output.weight").T
-
-
-def rotate(x, s, theta=10000.0):
-    """Each adjacent pair of values is a complex number that rotates with the position."""
-    pairs = x[..., 0::2] + 1j * x[..., 1::2]
-    frequency = theta ** (-2 * np.arange(s.head_dim // 2) / s.head_dim)
-    turned = pairs * np.exp(1j * np.arange(len(x))[:, None, None] * frequency)
-    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+    assert kind in ("relu", "fatrelu"), kind
+    return np.where(gate > (threshold if kind == "fatrelu" else 0), gate, 0) * up

@@ -12,7 +12,7 @@ from allocations import pool_peaks
 from checkpoints import random_model, save_tokenizer
 from hybrid_plans import stepped
 from models import byte_level_keys, make_model, make_sizes, mixture_spec
-from reference import rel_error
+from reference import logits_ref, rel_error
 from test_device_memory import CARD, allocate_as_on_cuda, as_on_a_gpu
 from test_experts import IDS, ROUTES, mixture
 from test_families import CASES, converted
@@ -122,7 +122,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_plans_give_the_logits_of_the_undivided_model(tmp_path, family):
+def test_random_plans_give_the_logits_of_the_definition(tmp_path, family):
     """Random checkpoints, whose logits other tests compare with transformers'. With those below, 40
     plans."""
     if family == "smallthinker":
@@ -156,8 +156,8 @@ def test_random_plans_of_types_in_blocks(kind):
 def assert_plans_agree(
     model: ModelFile, seeds, bound: float = BOUNDS["f32"], mode: str = "dense"
 ) -> None:
-    with Engine.of(model, mode=mode, device="cpu", context_length=32) as whole:
-        want = stepped(whole, IDS)
+    """The definition is in float64, without a plan."""
+    want = logits_ref(model, IDS)
     for seed in seeds:
         split = random_plan(model, seed)
         with loaded(model, split, mode=mode) as engine:
