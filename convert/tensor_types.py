@@ -15,7 +15,7 @@ from hotsplit.convert.same_values import SAME_VALUES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
-from hotsplit.model.tensors import CONV, is_router
+from hotsplit.model.tensors import is_router, is_vector
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES, SMALLER_BLOCKS
 
 
@@ -62,9 +62,8 @@ class TensorTypes:
     def kind(self, name: str, shape: tuple[int, ...], *, packed: str | None = None) -> str:
         """The type of a tensor, which the checkpoint may have in type `packed`. Raises HotsplitError
         for an override that its rows do not fit."""
-        is_vector = len(shape) == 1 or name.endswith((".bias", CONV))  # experts' biases are [E, N]
-        kind = None if is_vector else self.override(name)
-        if is_vector or (kind is None and is_router(name)):
+        kind = None if is_vector(name, shape) else self.override(name)
+        if is_vector(name, shape) or (kind is None and is_router(name)):
             return "f32"
         if kind is None and packed is not None and self.keeps_packed:
             return packed
@@ -94,7 +93,7 @@ class TensorTypes:
         """The type of a tensor that a GGUF has as `source`: what an override asks for; without one
         its own, if there are kernels for it and its blocks stay whole, or the one that holds its
         values exactly; else q8_0, which loses least."""
-        if self.override(name) is not None and len(shape) > 1 and not name.endswith(CONV):
+        if self.override(name) is not None and not is_vector(name, shape):
             return self.kind(name, shape)
         if source in NAMES and (source in FLOAT_NAMES or is_whole):
             return source
@@ -106,7 +105,7 @@ class TensorTypes:
         """A note on matrices of another type than asked for, because their rows do not fit it."""
         matrices = [
             (n, e) for n, e in tensors.items()
-            if len(e.shape) > 1 and not is_router(n) and not n.endswith((".bias", CONV))
+            if not is_vector(n, e.shape) and not is_router(n)
         ]  # fmt: skip
         fallen = [
             (n, e) for n, e in matrices

@@ -24,7 +24,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
-from hotsplit.model.rope import NO_SCALING, RopeScaling
+from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling
 from hotsplit.model.spec import (
     Activation,
     Attention,
@@ -37,7 +37,7 @@ from hotsplit.model.spec import (
     Rotary,
     Route,
 )
-from hotsplit.model.tensors import CONV, is_router
+from hotsplit.model.tensors import is_router, is_vector
 from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Problem
@@ -147,7 +147,8 @@ def changed(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
 
 def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
     """A Llama whose layers differ, in turn, in the window, the rotary embedding, the scale of scores,
-    the numbers and widths of heads, the neurons, the activation and the norms' epsilon."""
+    the numbers and widths of heads and their norms, the growth of queries, the neurons, the activation
+    and the norms' epsilon."""
     rotaries = (
         Rotary(theta=10000.0, pairing="adjacent"),
         Rotary(theta=500.0, pairing="halves", scaling=RopeScaling(kind="linear", factor=2.0)),
@@ -165,9 +166,14 @@ def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
         attention = replace(
             layer.attention, **heads[index % 4], rotary=rotaries[index % 3],
             window=(window, None, 2 * window)[index % 3], scale=(None, 0.35, 0.2)[index % 3],
+            growth=(None, QueryGrowth(factor=0.4, length=7), None)[index % 3],
         )  # fmt: skip
+        if index % 4 == 1:
+            width = attention.head_dim
+            by_head = Norm(name="attn_q_norm", kind="layer_without_bias", size=width, epsilon=0.01)
+            attention = replace(attention, head_norm=by_head, norms_by_head=True)
         number = sizes.num_neurons - 32 * (index % 2)
-        activation: Activation = ("relu", "silu", "gelu_tanh")[index % 3]
+        activation: Activation = ("relu2", "silu", "gelu_tanh")[index % 3]
         neurons = replace(layer.neurons, number=number, activation=activation)
         own = {Attention: attention, Neurons: neurons}
         layer = replace(layer, blocks=tuple(own.get(type(b), b) for b in layer.blocks))
@@ -339,7 +345,7 @@ def _random_entry(
     if len(shape) == 1:
         return array_entry(1 + 0.1 * random.standard_normal(shape), "f32")
     values = (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-    is_f32 = "ffn_pred" in name or is_router(name) or name.endswith(CONV)
+    is_f32 = "ffn_pred" in name or is_router(name) or is_vector(name, shape)
     if kind in ("f32", "f16") or is_f32:
         return array_entry(values, "f32" if is_f32 else kind)
     if kind in BLOCK_BYTES or kind in CODED:

@@ -127,6 +127,37 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
     assert is_scaled == num_rows * (4 + 2) * 64  # of 4 queries and 2 cached keys
 
 
+@pytest.mark.parametrize(("centres", "growth"), [(True, None), (False, (0.4, 3)), (True, (0.3, 2))])
+def test_heads_with_norms_of_their_own_and_growing_queries(kernels, centres, growth, width=40):
+    """Command R+'s layer norms with weights for each head, and Ministral 3's queries, which grow with
+    the position."""
+    found, rows = [], 3
+    for which in (kernels, REFERENCE):
+        qkv = vector(rows * 8 * width).view(rows, -1) + 0.5  # not of mean 0
+        cache, at = (
+            torch.zeros(2, 9, 2, width, device=device()),
+            torch.arange(4, 7, device=device()),
+        )
+        weights = vector(4 * width, 2).view(4, width), vector(2 * width, 3).view(2, width)
+        which.rotate_append(
+            qkv, frequencies(width), True, *weights, 1e-5, at, *cache, 4, centres=centres,
+            growth=growth,
+        )  # fmt: skip
+        found.append((qkv, cache))
+    (got, got_cache), (want, want_cache) = found
+    assert_close(got, want, (32 * EPS + 4 * rounding(width)) * want.abs().max())
+    assert_close(got_cache, want_cache, (32 * EPS + 4 * rounding(width)) * want_cache.abs().max())
+    if growth:
+        plain = vector(rows * 8 * width).view(rows, -1) + 0.5
+        REFERENCE.rotate_append(
+            plain, frequencies(width), True, *weights, 1e-5, at, *cache, 4, centres=centres
+        )
+        factor_T = 1 + growth[0] * torch.log(1 + at // growth[1])
+        rest = plain.clone()
+        rest[:, : 4 * width] *= factor_T[:, None]
+        assert_close(want, rest, 8 * EPS * want.abs().max())
+
+
 @pytest.mark.parametrize("is_adjacent", [False, True])
 def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, rotated=12):
     """Qwen3-Next's: a quarter of each head rotates, and behind each query is the gate of its head, which

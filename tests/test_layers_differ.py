@@ -64,9 +64,15 @@ def turned(x_THW, rotary):
     return np.stack(rotated, axis).reshape(x_THW.shape)
 
 
+def centred(x, epsilon):
+    """A layer norm without weights."""
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon)
+
+
 def activated(x, name):
-    if name == "relu":
-        return np.maximum(x, 0)
+    if name in ("relu", "relu2"):
+        return np.maximum(x, 0) ** (1 + (name == "relu2"))
     if name == "silu":
         return x / (1 + np.exp(-x))
     return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
@@ -85,7 +91,15 @@ def logits_ref(model, ids):
         query, key, value = (
             (y @ w(f"attn_{name}").T).reshape(len(ids), -1, a.head_dim) for name in "qkv"
         )
+        if a.head_norm:
+            query, key = (
+                centred(heads, a.head_norm.epsilon) * w(f"attn_{name}_norm")
+                for heads, name in ((query, "q"), (key, "k"))
+            )
         query, key = turned(query, a.rotary), turned(key, a.rotary)
+        if a.growth:
+            steps = np.arange(len(ids)) // a.growth.length
+            query = query * (1 + a.growth.factor * np.log(1 + steps))[:, None, None]
         heads = attend_ref(query, key, value, a.score_scale, a.window)
         x = x + heads @ w("attn_output").T
         y = norm(x, w("ffn_norm"), layer.norms["ffn_norm"].epsilon)

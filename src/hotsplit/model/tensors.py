@@ -101,6 +101,12 @@ def is_router(name: str) -> bool:
     return name.endswith(f"{ROUTER}.weight")
 
 
+def is_vector(name: str, shape: tuple[int, ...]) -> bool:
+    """True for what is kept in f32: all that is no matrix, or several vectors, such as the biases of
+    experts [E, N] and the norms of heads [H, W]."""
+    return len(shape) == 1 or name.endswith((".bias", "_norm.weight", CONV))
+
+
 def in_layout(name: str, layout: Layout) -> str:
     """The name in this layout of a tensor that has one in the other."""
     if not is_down(name) or is_neuron_major(name) == (layout == "sparse"):

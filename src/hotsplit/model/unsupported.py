@@ -59,7 +59,8 @@ _BY_KEY = {
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
 CHECKPOINTS = (
-    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3 and Phi-4-mini, Gemma 3, SmolLM3, Falcon and OPT, sparse variants of"
+    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3 and Phi-4-mini, Gemma 3, SmolLM3, Ministral, StarCoder 2,"
+    " Command R, Cohere 2, Nemotron, Arcee, Falcon and OPT, sparse variants of"
     " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE,"
     " Qwen 2 and Qwen 3, Granite, GLM-4.5, gpt-oss and SmallThinker, and Qwen3-Next, Qwen 3.5 and 3.6"
 )
