@@ -39,6 +39,7 @@ from hotsplit.files.written import Restored, Written
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import layer_shapes
 from hotsplit.model.weight_types import TYPES
+from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
 STOCK_NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU", "relu2": "ReLU squared"}
 FILE_TYPES: dict[str, LlamaFileType] = {
@@ -75,6 +76,8 @@ def convert(
     _check_output(config, config.source)
     draft = draft_of(config)
     model, notes = draft.model, draft.notes
+    if draft.source.is_file():
+        check_text_keys(draft.source, model.extra_keys)
     if config.thresholds is not None:  # before the predictors, whose quality depends on thresholds
         model = with_thresholds(model, config.thresholds)
     if config.predictors is not None:
@@ -128,9 +131,10 @@ def _check_output(config: ConvertConfig, source: Path) -> None:
     """Raises HotsplitError for an output that exists (unless `force`), or is among the inputs.
 
     Those are the model file or everything in the checkpoint folder, the importance matrix, the
-    predictors, the profile with the thresholds, and the limits."""
+    predictors, the profile with the thresholds, the limits, and the tokenizer."""
     extras = (
-        source, config.importances, config.thresholds, config.limits, config.predictors
+        source, config.importances, config.thresholds, config.limits, config.predictors,
+        config.tokenizer,
     )  # fmt: skip
     files = [path for path in extras if path is not None]
     folders = [path for path in (source, config.predictors) if path is not None and path.is_dir()]
@@ -159,7 +163,9 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         keeps_packed=config.outtype is None,
         importances=importances,
     )  # fmt: skip
-    tokenizer = tokenizer_keys(checkpoint.folder, plan.spec.vocab_size, config.layout)
+    tokenizer = tokenizer_keys(
+        checkpoint.folder, plan.spec.vocab_size, config.layout, config.tokenizer
+    )
     model = ModelFile(
         path=config.output,
         layout=config.layout,

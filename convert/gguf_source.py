@@ -24,14 +24,15 @@ from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.same_values import SAME_VALUES, with_same_values
 from hotsplit.convert.tensor_types import TensorTypes
-from hotsplit.errors import HotsplitError
+from hotsplit.convert.tokenizer import given_tokenizer
+from hotsplit.errors import HotsplitError, refuse_together
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
 from hotsplit.files.written import Restored
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.spec import SMOOTH, ModelSpec
 from hotsplit.model.tensors import Layout, in_layout, layout_of, transposed_shape
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
-from hotsplit.tokens.tokenizer_text import read_tokenizer
+from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
 LARGEST_EXPONENT = 252  # of a block of mxfp4 whose values are all finite: 12 * 2^(e - 128)
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
@@ -43,12 +44,11 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
     Raises HotsplitError for a file that cannot be run, for types or limits that do not fit it,
     and if there is nothing to change."""
     keys, tensors = read_model_gguf(config.source)
-    tokenizer = keys.get(TOKENIZER_KEY)
-    if isinstance(tokenizer, str):
-        read_tokenizer(f"{config.source}: {TOKENIZER_KEY}", tokenizer)
+    if config.tokenizer is not None:
+        keys = keys | {TOKENIZER_KEY: given_tokenizer(config.tokenizer, config.source, keys)}
     found = layout_of(tensors)
     keys = keys | _activation_keys(config, keys, found)
-    spec, tensors = KeyReader(config.source, keys, tensors).model()
+    spec, tensors = read_runnable(config.source, keys, tensors)
     roles = Roles.of(spec, is_tied="output.weight" not in tensors)
     importances = Importances.load(config.importances) if config.importances else None
     types = TensorTypes(
@@ -62,7 +62,10 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
     }
     types.check_used(entries)
     model = ModelFile.of(config.source, keys, entries)
-    is_more = config.predictors or config.thresholds or config.limits or config.activation
+    is_more = (
+        config.predictors or config.thresholds or config.limits or config.activation
+        or config.tokenizer
+    )  # fmt: skip
     fallen = types.fallen_note(entries) if config.outtype else None
     if entries == tensors and not is_more and fallen is not None:
         raise HotsplitError(f"{config.source}: the file would not change: {fallen}")
@@ -83,6 +86,20 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
         if entry is tensors[names[name]]
     }
     return dataclasses.replace(model, tensors=entries | copied), types, notes
+
+
+def read_runnable(
+    path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]
+) -> tuple[ModelSpec, dict[str, TensorEntry]]:
+    """The spec and the tensors. Raises HotsplitError for a file that cannot be run; if so, also with
+    what is wrong with its tokenizer."""
+    try:
+        return KeyReader(path, keys, tensors).model()
+    except HotsplitError:
+        refuse_together(
+            path, lambda: KeyReader(path, keys, tensors).model(), lambda: check_text_keys(path, keys)
+        )
+        raise
 
 
 def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str, str]:

@@ -32,6 +32,7 @@ class ConvertConfig:
       override it for tensors by name (see tensor_types.TensorTypes).
     - `importances`: an importance matrix (artifacts.importance_file), by which types that are searched
       weigh errors.
+    - `tokenizer`: the model's tokenizer.json, instead of the tokenizer of the source.
     - `activation`: for a GGUF that does not record it: "relu", "drelu", "fatrelu=0.01" and so on.
     - `predictors`: a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
       so on; or the file predictors.safetensors itself.
@@ -46,6 +47,7 @@ class ConvertConfig:
     outtype: Outtype | None = None
     tensor_types: tuple[str, ...] = ()
     importances: Path | None = None
+    tokenizer: Path | None = None
     activation: str | None = None
     layout: Layout = "sparse"
     predictors: Path | None = None

@@ -4,6 +4,7 @@ The whole tokenizer.json is stored for our runtime and, if llama.cpp has a token
 equal, llama.cpp's keys as well."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.files.json_file import parse_object, read_object, read_text
 from hotsplit.files.typed import one_line, shown
 from hotsplit.model.tensors import Layout
+from hotsplit.tokens.other_kinds import GIVE
 from hotsplit.tokens.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
 
 ID_KEYS = {
@@ -31,6 +33,7 @@ ID_KEYS = {
 }
 END = "eos_token_id"
 OLDER_FILES = ("vocab.json", "tokenizer.model")
+MOST_RENAMED = 0.01  # share of tokens that a file may call otherwise, such as reserved ones
 ADD_KEYS = {"bos": Keys.Tokenizer.ADD_BOS, "eos": Keys.Tokenizer.ADD_EOS}
 
 
@@ -40,12 +43,20 @@ class TokenizerKeys:
     notes: tuple[str, ...]
 
 
-def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKeys:
-    """The keys of a checkpoint's tokenizer, special tokens and chat templates, with notes.
+def tokenizer_keys(
+    folder: Path, vocab_size: int, layout: Layout, given: Path | None = None
+) -> TokenizerKeys:
+    """The keys of a checkpoint's tokenizer, special tokens and chat templates, with notes. `given`: a
+    tokenizer.json in its place.
 
     Raises HotsplitError for a broken file, and for the stock layout if there is no tokenizer or
     llama.cpp has none that is known to be equal."""
-    path = folder / "tokenizer.json"
+    path = given or folder / "tokenizer.json"
+    if given is not None and layout == "stock":
+        raise HotsplitError(
+            f"{given}: llama.cpp's keys are made of the files in the checkpoint's folder; put it there as"
+            " tokenizer.json"
+        )
     keys: dict[str, Value] = {}
     text, notes = _tokenizer_text(path)
     if text is not None:
@@ -73,14 +84,34 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
     return TokenizerKeys(keys=keys | special | templates, notes=(*notes, *more, *left_out))
 
 
+def given_tokenizer(path: Path, source: Path, keys: Mapping[str, Value]) -> str:
+    """The text of a tokenizer.json that the user gives for a GGUF. Raises HotsplitError for one that
+    cannot be used, or whose tokens are not those of the file's keys."""
+    text = read_text(path, "tokenizer.json")
+    check_tokenizer(path, parse_object(path, text, "tokenizer.json"))
+    tokenizer = read_tokenizer(str(path), text)
+    listed = keys.get(Keys.Tokenizer.LIST)
+    if not isinstance(listed, list) or keys.get(Keys.Tokenizer.MODEL) == "bert":
+        return text  # nothing to compare with; llama.cpp's WordPiece has other texts
+    named = [(number, tokenizer.id_to_token(number), token) for number, token in enumerate(listed)]
+    other = [each for each in named if each[1] not in (None, each[2])]
+    if len(other) > MOST_RENAMED * len(listed):
+        number, own, theirs = other[0]
+        raise HotsplitError(
+            f"{path}: is another model's tokenizer: its token {number} is {shown(own)}, that of {source}"
+            f" is {shown(theirs)}, and so for {len(other):,} of {len(listed):,}"
+        )
+    return text
+
+
 def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
     """tokenizer.json, or transformers' conversion of older files (vocab.json, tokenizer.model), or
     None; and notes."""
-    if path.exists():
+    if path.exists() or path.name != "tokenizer.json":
         return read_text(path, "tokenizer.json"), []
     older = [path.parent / name for name in OLDER_FILES if (path.parent / name).exists()]
     if not older:
-        return None, [f"{path.parent}: no tokenizer.json; generate needs a tokenizer"]
+        return None, [f"{path.parent}: no tokenizer.json, which text needs; {GIVE}"]
     for file in older:
         require_file(file, "tokenizer's file")
     from transformers import AutoTokenizer
@@ -96,7 +127,7 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
         reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
         return None, [
             f"{path}: missing, and transformers cannot make it from the older files ({reason});"
-            " generate needs it: make it elsewhere"
+            f" text needs it: make it elsewhere and {GIVE}"
         ]
 
 

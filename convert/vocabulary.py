@@ -94,9 +94,12 @@ def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
     splits_digits = before == [DIGITS]
     patterns: tuple[str, ...] = ()
     if not steps[-1].get("use_regex", True):
-        if len(before) != 1 or before[0].get("behavior") != "Isolated" or before[0].get("invert"):
+        if not all(step.get("behavior") == "Isolated" and not step.get("invert") for step in before):
             return None
-        patterns = (str(cast(Json, before[0].get("pattern") or {}).get("Regex")),)
+        expressions = (cast(Json, step.get("pattern") or {}).get("Regex") for step in before)
+        patterns = tuple(map(str, expressions))
+        if not patterns:
+            return None
     elif before and not splits_digits:
         return None
     model = cast(Json, tokenizer["model"])
@@ -195,8 +198,14 @@ def differences(tokenizer: Json) -> list[str]:
             f"llama.cpp ignores the lstrip, rstrip and single_word flags of {len(found)} added"
             f" tokens, such as {found[0]!r}"
         )
-    if byte_level_kind(tokenizer) is None:
+    kind = byte_level_kind(tokenizer)
+    if kind is None:
         return lines + _sentencepiece_differences(tokenizer)
+    if kind.in_llama_cpp:
+        lines.append(
+            f"llama.cpp's {kind.name!r} splits otherwise, and may give other tokens for,"
+            f" {', '.join(kind.in_llama_cpp)}"
+        )
     if steps_of(tokenizer.get("normalizer"), "normalizers") == [NFC]:
         lines.append(
             "llama.cpp does not compose letters and accents (NFC) as this tokenizer does: text"

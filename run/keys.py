@@ -29,6 +29,7 @@ from hotsplit.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
 from hotsplit.convert.options import Outtype
 from hotsplit.errors import HotsplitError
 from hotsplit.families import key_reader
+from hotsplit.files.atomic import require_file
 from hotsplit.files.gguf_parts import part_paths
 from hotsplit.model.tensors import Layout
 
@@ -109,10 +110,14 @@ def digest(values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def identity_of_source(path: Path) -> str:
-    """The identity of a GGUF, or of a checkpoint folder by the files that `convert` reads.
+def identity_of_source(path: Path, tokenizer: Path | None = None) -> str:
+    """The identity of a GGUF, or of a checkpoint folder by the files that `convert` reads, with that of
+    a tokenizer.json in place of its own.
 
     `path` must exist. Raises HotsplitError for a file that cannot be read."""
+    if tokenizer is not None:
+        require_file(tokenizer, "tokenizer.json")
+        return digest([identity_of_source(path), *_identity(tokenizer)])
     if path.is_file():
         first, *others = map(_identity, part_paths(path))
         return digest([first, *others] if others else first)

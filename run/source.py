@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hotsplit.artifacts.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
+from gguf import Keys
+
+from hotsplit.artifacts.model_file import (
+    TEMPLATE_KEY,
+    TEMPLATES_KEY,
+    TOKENIZER_KEY,
+    ModelFile,
+)
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import draft_of
@@ -18,6 +25,8 @@ from hotsplit.convert.options import ConvertConfig, Outtype
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout, layout_of
 from hotsplit.run.keys import identity_of_source
+from hotsplit.tokens.ggml_tokenizer import check_text_keys
+from hotsplit.tokens.other_kinds import GIVE
 
 _UPS = ("ffn_up.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight")
 
@@ -36,6 +45,7 @@ class Source:
     stock_notes: tuple[str, ...]  # for the user if `stock` is run
     own_type: str  # of its matrices
     activation: str | None  # given by the user for a GGUF that does not record it
+    tokenizer: Path | None  # a tokenizer.json, given by the user
     scratch: Path  # an unused path, for files that are only planned
 
     @property
@@ -47,7 +57,9 @@ class Source:
         """The model file that a conversion would write, without reading weights; `own` if there is
         one and it cannot be converted. Raises HotsplitError for any other source that cannot."""
         try:
-            return _draft(self.path, outtype, layout, self.activation, self.scratch)
+            return _draft(
+                self.path, outtype, layout, self.activation, self.tokenizer, self.scratch
+            )
         except HotsplitError:
             if self.own is None:
                 raise
@@ -61,16 +73,21 @@ class Source:
 
 @cache
 def _draft(
-    path: Path, outtype: Outtype | None, layout: Layout, activation: str | None, scratch: Path
-) -> ModelFile:
+    path: Path, outtype: Outtype | None, layout: Layout, activation: str | None,
+    tokenizer: Path | None, scratch: Path,
+) -> ModelFile:  # fmt: skip
     config = ConvertConfig(
-        source=path, output=scratch, outtype=outtype, layout=layout, activation=activation
-    )
+        source=path, output=scratch, outtype=outtype, layout=layout, activation=activation,
+        tokenizer=tokenizer,
+    )  # fmt: skip
     return draft_of(config).model
 
 
-def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
-    """Inspects a source, fetching it from the hub if needed. Raises HotsplitError if it is
+def look_at(
+    given: Path, activation: str | None, scratch: Path, tokenizer: Path | None = None
+) -> Source:
+    """Inspects a source, fetching it from the hub if needed. With a tokenizer of the user's it is
+    converted in any case. Raises HotsplitError if it is
     missing or cannot be read."""
     path = find_source(given)
     if not path.exists():
@@ -84,9 +101,10 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
         keys, tensors = read_model_gguf(path)
         kinds = [entry.kind for name, entry in tensors.items() if name.endswith(_UPS)]
         own_type = max(kinds, key=kinds.count, default="unknown")
-        if activation is None and layout_of(tensors) == "sparse":
+        is_whole = activation is None and tokenizer is None
+        if is_whole and layout_of(tensors) == "sparse":
             own = ModelFile.of(path, keys, tensors)
-        elif activation is None:
+        elif is_whole:
             with suppress(HotsplitError):  # `draft` says what else is wrong with it
                 stock = ModelFile.of(path, keys, tensors)
         if stock is not None:
@@ -94,9 +112,17 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
     else:
         own_type = _dtype_of(path)
     return Source(
-        name=str(given), path=path.absolute(), identity=identity_of_source(path), own=own,
+        name=str(given), path=path.absolute(), identity=identity_of_source(path, tokenizer), own=own,
         stock=stock, stock_notes=notes, own_type=own_type, activation=activation, scratch=scratch,
+        tokenizer=tokenizer,
     )  # fmt: skip
+
+
+def check_tokenizer(source: Source, model: ModelFile) -> None:
+    """Raises HotsplitError unless the model that is to run has a tokenizer that can be used."""
+    if TOKENIZER_KEY not in model.extra_keys and Keys.Tokenizer.MODEL not in model.extra_keys:
+        raise HotsplitError(f"{source.name}: has no tokenizer, which text needs; {GIVE}")
+    check_text_keys(Path(source.name), model.extra_keys)
 
 
 def has_template(model: ModelFile) -> bool:

@@ -144,7 +144,7 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
     config = ConvertConfig(
         source=source.path, output=folder / MODEL, outtype=job.choice.outtype,
         layout=job.choice.layout,
-        activation=source.activation, force=True,
+        activation=source.activation, tokenizer=source.tokenizer, force=True,
     )  # fmt: skip
 
     def check(advance: Advance, written: Written) -> list[str]:

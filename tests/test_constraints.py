@@ -36,7 +36,7 @@ from hotsplit.runtime.generate.constraints import (
     regex_constraint,
 )
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.runtime.text.ggml_tokenizer import BYTE_TOKENS
+from hotsplit.tokens.ggml_tokenizer import BYTE_TOKENS
 
 
 def documents_of(seeds):

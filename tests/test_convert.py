@@ -693,7 +693,7 @@ def test_the_tokenizer_is_written_in_both_formats(relu, tmp_path):
 def test_a_missing_tokenizer_is_noted(tmp_path):
     folder = random_llama(tmp_path / "c", has_tokenizer=False)
     report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
-    assert "generate needs a tokenizer" in report.notes[0]
+    assert "no tokenizer.json, which text needs" in report.notes[0]
     assert ModelFile.load(report.output).extra_keys["tokenizer.ggml.bos_token_id"] == 0
 
 

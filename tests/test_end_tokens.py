@@ -24,7 +24,7 @@ from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.text import codec as codec_module
 from hotsplit.runtime.text import token_ids
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.runtime.text.end_tokens import CODE_TEXTS, END_TEXTS
+from hotsplit.tokens.end_texts import CODE_TEXTS, END_TEXTS
 
 SIZE = 400
 ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end|>")  # of model_of

@@ -8,6 +8,7 @@ import pytest
 from checkpoints import random_llama, save_tokenizer
 from texts import (
     COMBINING,
+    PUBLISHED,
     byte_level_tokenizer,
     merge_by_score,
     mixed_lines,
@@ -21,10 +22,11 @@ from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.convert.vocabulary import byte_level_kind
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text.codec import TextCodec, TextStream
-from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer, merges_of_scores
 from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS
+from hotsplit.tokens.ggml_tokenizer import ggml_tokenizer, merges_of_scores
 
 BUNDLED = Path(__file__).parent.parent / "examples/tiny-relu"
 WHERE = Path("theirs.gguf")
@@ -97,21 +99,37 @@ def test_a_pre_tokenizer_has_all_its_names(tmp_path, name, other):
     assert found.to_str() == ggml_tokenizer(WHERE, keys).to_str()
 
 
-SPLIT = "HelloWORLD it'S x==y, 12345 a.b\n\n"
-SPLITS = {  # by llama.cpp's patterns; tests/llamacpp compares tokens with llama.cpp itself
-    "gpt-2": "HelloWORLD| it|'|S| x|==|y|,| 12345| a|.|b|\n\n",
-    "smollm": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n\n",
-    "llama-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
-    "smaug-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
-    "qwen2": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
-    "qwen35": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
-    "falcon": "HelloWORLD| it|'|S| x|==|y|,| |123|45| a|.|b|\n\n",
-    "tekken": "Hello|WORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
-    "deepseek-v3": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n",
-    "deepseek-coder": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n|\n",
-    "seed-coder": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n",
-    "viking": "HelloWORLD| it'S| x==y|,| |1|2|3|4|5| a|.|b|\n\n",
-}
+SPLIT = "HelloWORLD it'S x==y, 12345 a.b\n\n\u03b1\u0391\u0939\u093f \u6570\u3042\u30a2\t  1"
+SPLITS = {  # tests/llamacpp compares tokens with llama.cpp itself
+    "gpt-2": "HelloWORLD| it|'|S| x|==|y|,| 12345| a|.|b|\n|\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | 1",
+    "smollm": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n|\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t  |1",
+    "llama-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | |1",
+    "smaug-bpe": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | |1",
+    "qwen2": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | |1",
+    "qwen35": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|\u03b1\u0391\u0939\u093f| \u6570\u3042\u30a2|\t | |1",
+    "falcon": "HelloWORLD| it|'|S| x|==|y|,| |123|45| a|.|b|\n|\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | 1",
+    "default": "HelloWORLD| it|'|S| x|==|y|,| |123|45| a|.|b|\n|\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | |1",
+    "tekken": "Hello|WORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|\u03b1|\u0391\u0939\u093f| \u6570\u3042\u30a2|\t | |1",
+    "gpt-4o": "Hello|WORLD| it'S| x|==|y|,| |123|45| a|.b|\n\n|\u03b1|\u0391\u0939\u093f| \u6570\u3042\u30a2|\t | |1",
+    "granite-embed-multi-97m": "Hello|WORLD| it'S| x|==|y|,| |123|45| a|.b|\n\n|\u03b1|\u0391\u0939\u093f| \u6570\u3042\u30a2|\t | |1",
+    "tiny_aya": "Hello|WORLD| it'S| x|==|y|,| |12|345| a|.b|\n\n|\u03b1|\u0391\u0939\u093f| \u6570\u3042\u30a2|\t  |1",
+    "kimi-k2": "Hello|WORLD| it'S| x|==|y|,| |123|45| a|.b|\n\n|\u03b1|\u0391\u0939\u093f| |\u6570|\u3042\u30a2|\t | |1",
+    "youtu": "Hello|WORLD| it'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|\u03b1|\u0391\u0939\u093f| |\u6570\u3042\u30a2|\t | |1",
+    "deepseek-llm": "HelloWORLD| it|'|S| x|==|y|,| |12345| a|.|b|\n|\n|\u03b1\u0391|\u0939\u093f| |\u6570\u3042\u30a2|\t  |1",
+    "deepseek-coder": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n|\n|\u03b1\u0391|\u0939|\u093f| |\u6570\u3042\u30a2|\t  |1",
+    "deepseek-v3": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n|\u03b1\u0391\u0939\u093f| |\u6570\u3042\u30a2|\t  |1",
+    "afmoe": "HelloWORLD| it|'S| x|==|y|,| |12|345| a|.b|\n\n|\u03b1\u0391\u0939\u093f| |\u6570\u3042\u30a2|\t  |1",
+    "seed-coder": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | |1",
+    "minicpm5": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t  |1",
+    "jais-2": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | |1",
+    "exaone-moe": "HelloWORLD it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|\u03b1\u0391\u0939\u093f \u6570\u3042\u30a2|\t | |1",
+    "bailingmoe": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | |1",
+    "superbpe": "HelloWORLD it'S x==y, |12|345| a.b\n\n\u03b1\u0391\u0939\u093f \u6570\u3042\u30a2\t  |1",
+    "laguna": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t | |1",
+    "chameleon": "HelloWORLD| it|'|S| x|=|=|y|,| |1|2|3|4|5| a|.|b|\n|\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t|  |1",
+    "poro-chat": "HelloWORLD| it'S| x==y|,| 12345| a|.|b|\n\n|\u03b1\u0391\u0939\u093f| \u6570\u3042\u30a2|\t | 1",
+    "viking": "HelloWORLD| it'S| x==y|,| |1|2|3|4|5| a|.|b|\n\n|\u03b1\u0391\u0939\u093f| \u6570\u3042\u30a2|\t | |1",
+}  # fmt: skip
 
 
 def test_marks_belong_to_words_of_qwen_35_and_not_of_qwen_2(tmp_path):
@@ -127,6 +145,24 @@ def test_each_pre_tokenizer_splits_as_its_pattern_says(tmp_path, kind):
     keys = keys_of(folder_of("gpt-2", tmp_path / "c"), pre=kind.name, add_bos_token=False)
     found = ggml_tokenizer(WHERE, keys).pre_tokenizer.pre_tokenize_str(SPLIT)
     assert [SPLIT[slice(*place)] for _, place in found] == SPLITS[kind.name].split("|")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_tokenizer_has_its_name(name):
+    """Its expressions, as they are in a tokenizer.json, and those under its name are the same."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in PUBLISHED[name]
+    ]
+    last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    values = {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, last]},
+        "model": {"ignore_merges": name in ("tekken", "minicpm5")},
+    }
+    kind = byte_level_kind(values)
+    assert kind is not None and kind.name == name
+    splits[0]["behavior"] = "Removed"
+    assert byte_level_kind(values) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -261,16 +297,22 @@ def test_the_begin_and_end_tokens_of_a_text(tmp_path):
 
 
 REFUSALS = [
-    ("few words", {"model": "bert"}, "of kind 'bert'; known are 'gpt2' and 'llama'"),
-    ("few words", {"model": "t5"}, "of kind 't5'"),
-    ("few words", {"model": "rwkv"}, "of kind 'rwkv'"),
-    ("few words", {"model": None}, "of kind None"),
     (
         "few words",
-        {"pre": "default"},
-        "is 'default'; known are gpt-2, smollm, llama-bpe, smaug-bpe",
+        {"model": "bert"},
+        "is 'bert' (WordPiece, of encoders, which generate no text); k",
     ),
-    ("few words", {"pre": None}, "is None; known are"),
+    ("few words", {"model": "t5"}, "is 't5' (SentencePiece's unigram model"),
+    ("few words", {"model": "rwkv"}, "is 'rwkv' (RWKV's own tokenizer); known are 'gpt2'"),
+    (
+        "few words",
+        {"model": "x"},
+        "is 'x'; known are 'gpt2' and 'llama'; give the model's tokenizer",
+    ),
+    ("few words", {"model": None}, "is None; known are"),
+    ("few words", {"pre": "new"}, "is 'new', which is unknown (docs/tokenizers.md lists the known"),
+    ("few words", {"pre": "gemma4"}, "is 'gemma4', which is for merges of characters"),
+    ("few words", {"pre": None}, "is missing, as in files made before May 2024"),
     ("few words", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
     ("few words", {"tokens": ["a", "a"], "token_type": None}, "of another one (1 of 2)"),
     ("few words", {"token_type": [1]}, "token_type does not have"),

@@ -90,6 +90,9 @@ def test_a_model(tmp_path, capsys, is_tied, kind):
     assert found["tokenizer"] == {
         "is_whole": False, "model": "gpt2", "num_tokens": 2, "special_ids": {"bos": 1},
         "has_chat_template": True,
+        "refusal": "its pre-tokenizer (tokenizer.ggml.pre) is missing, as in files made before May 2024,"
+        " so how its text is split is not known; give the model's tokenizer.json with --tokenizer FILE,"
+        " to run or to convert",
     }  # fmt: skip
     parts = {name: amount["num_bytes"] for name, amount in found["by_part"].items()}
     assert parts == {

@@ -26,6 +26,36 @@ QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
 QWEN35_SPLIT = QWEN2_SPLIT.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(
     r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
 )
+# Expressions of published tokenizers, from the notes in llama.cpp's src/llama-vocab.cpp.
+PUBLISHED = {
+    "tekken": [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "gpt-4o": [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "kimi-k2": [
+        r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "bailingmoe": [
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "exaone-moe": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "minicpm5": [
+        r"\p{N}{1,3}",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+    "jais-2": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
+    ],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+}
 COMBINING = ["e\u0301te\u0301", "a\u0308 o\u0308u\u0308", "n\u0303 c\u0327a", "\u1100\u1161\u11a8"]
 PLAIN = [
     "", " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n\n", " \n", "\n ", " \r\n \t\r\n", "a", " a",
@@ -55,6 +85,17 @@ _PARTS = [
     "the", "quick", "def", "return", "add(a, b)", " ", "  ", "   ", "\t", "\n", "\r\n", "1", "42",
     "1234567", "'s", "'LL", ".", ",", "!?", "_", "\u4f60\u597d", "\u4e16", "\U0001f600", "\u00e9", "\u00fc",
     "\u0416\u0437", "\u00a0", "\x00", "\x1b", "(", ")", "{}", "==", "->", "\u00b2", "<tool>", "<|endoftext|>",
+]  # fmt: skip
+
+
+# On which expressions differ, or engines that read them.
+HARD = [
+    "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e", "\u0e44\u0e17\u0e22\u0e19\u0e49\u0e33 \u0e20\u0e32\u0e29\u0e32",
+    "HelloWORLD helloWorld", "\u00c9cole\u00c9COLE \u00e9Cole \u041f\u0440\u0438\u0432\u0435\u0442\u041c\u0438\u0440", "\u03b1\u0391 \u03a9\u03c9 \u01c5ungla",
+    "iPhone's DON'T McDonald'S", "abc1234567 12 1234 a  1234  5", "a \n\n 123\n\n\n  b", "x/y//z/\n\n/",
+    "\uc870\uc120\ub9d0\u314b\u314b", "\u6570\u5b66123\u6f22\u5b57\u304b\u306a\u30ab\u30ca", "\uff41\uff21\uff11\uff12\uff13", "tab\t\tx  \n",
+    "<sentinel:12> IMGIMGABZ x", "a" * 30 + " " * 600 + "b", " \u3000x\u3000\u3000y", "1234567890123",
+    "\u0967\u0968\u0969\u096a\u096b \u0663\u0664\u0665\u0666", "\r\n\r\nx\r\ry", "\u2018q\u2019 \u201ct\u201d \u2014d\u2026", "\u3105\u3106\u3107",
 ]  # fmt: skip
 
 
@@ -98,6 +139,20 @@ def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
         )
+    return tokenizer
+
+
+def whole_line_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE whose merges go across words, so that any other split gives other tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_text() + HARD * 4, trainer)
     return tokenizer
 
 

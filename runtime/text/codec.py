@@ -12,8 +12,8 @@ from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.runtime.text.end_tokens import end_ids
-from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer
 from hotsplit.runtime.text.token_ids import named_id
+from hotsplit.tokens.ggml_tokenizer import ggml_tokenizer
 from hotsplit.tokens.tokenizer_text import read_tokenizer, refused
 
 log = logging.getLogger(__name__)

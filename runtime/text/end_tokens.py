@@ -8,22 +8,9 @@ from tokenizers import Tokenizer
 
 from hotsplit.artifacts.model_file import END_KEY, ModelFile
 from hotsplit.runtime.text.token_ids import checked_id, named_id
+from hotsplit.tokens.end_texts import CODE_TEXTS, END_TEXTS
 
 END_KINDS = ("eos", "eot", "eom")  # end of a text, a turn, a message
-# llama.cpp's special_eog_ids (llama-vocab.cpp, 2026).
-END_TEXTS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-)  # fmt: skip
-# Tokens around the files of a repository, behind which a completion of code ends; a file may name
-# one of each kind, and otherwise they are known by their texts.
-CODE_TEXTS = {
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
-}
 # A text that ends nothing in a vocabulary that has all of the others: there it ends a part of a
 # turn (Harmony, Solar), or is HTML (Gemma).
 NOT_ENDS = (
@@ -33,7 +20,6 @@ NOT_ENDS = (
     ),
     ("</s>", {"<|tool_response>"}),
 )
-CONTROL_TEXTS = frozenset(END_TEXTS).union(*CODE_TEXTS.values())
 
 
 def end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """Errors that are shown as one line, without a traceback."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGINT
@@ -9,6 +9,18 @@ from signal import SIGINT
 class HotsplitError(Exception):
     """Wrong input, or a request that this machine cannot meet. The message says what is wrong,
     where, what was wanted and what to do next."""
+
+
+def refuse_together(source: Path | str, *checks: Callable[[], object]) -> None:
+    """Runs all checks of a source. Raises HotsplitError with the messages of all that do."""
+    found: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except HotsplitError as error:
+            found.append(str(error).removeprefix(f"{source}: "))
+    if found:
+        raise HotsplitError(f"{source}: {'; and '.join(found)}")
 
 
 @contextmanager

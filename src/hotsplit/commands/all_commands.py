@@ -89,6 +89,8 @@ for _command in (help_command, completion, profile, advise, doctor, sparsify, ru
 @click.option("--imatrix", "importances", type=FILE,
               help="An importance matrix, made by hotsplit profile --imatrix or llama.cpp, by which the"
                    " search for scales weighs errors.")  # fmt: skip
+@click.option("--tokenizer", type=FILE,
+              help="The model's tokenizer.json, to be used instead of the source's own tokenizer.")  # fmt: skip
 @click.option("--activation", metavar="NAME",
               help="The activation, which other programs' GGUF files do not record: relu, drelu,"
                    " fatrelu=0.01, ...")  # fmt: skip

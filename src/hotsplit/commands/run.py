@@ -69,6 +69,8 @@ _own_options = joined(
                  help="Tokens to profile on. [default: as many as take at most a quarter of an hour]"),
     click.option("--outtype", type=OUTTYPE,
                  help="Type of the matrices. [default: one that fits into memory]"),
+    click.option("--tokenizer", type=FILE,
+                 help="The model's tokenizer.json, if the source has none or one that cannot be used."),
     click.option("--activation", metavar="NAME",
                  help="The activation, which other programs' GGUF files do not record: relu,"
                  " fatrelu=0.01, ..."),
@@ -89,7 +91,7 @@ _own_options = joined(
 @json_option
 def run(
     source: Path, vram: tuple[int, ...], corpora: tuple[Path, ...], tokens: int | None,
-    outtype: Any, activation: str | None, is_verified: bool, dry_run: bool, yes: bool,
+    outtype: Any, activation: str | None, tokenizer: Path | None, is_verified: bool, dry_run: bool, yes: bool,
     **options: Any,
 ) -> None:  # fmt: skip
     """Prepare a model with all that it needs, then continue a text or chat.
@@ -100,17 +102,19 @@ def run(
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.prepare import estimate_of, job_of, prepare, summary
-    from hotsplit.run.source import look_at
+    from hotsplit.run.source import check_tokenizer, look_at
     from hotsplit.runtime.kernels.threads import use_threads
 
     use_threads(options["threads"])
     engine = take_engine_options(dict(options))
     wishes = Wishes(vram=vram or None, outtype=outtype, tokens=tokens, engine=engine)
     with Cache.open(say) as cache:
-        given = look_at(source, activation, cache.folder / "planned.gguf")
+        given = look_at(source, activation, cache.folder / "planned.gguf", tokenizer)
         job = job_of(given, wishes, corpora, cache, is_verified=is_verified)
         _check_model(job, options, dry_run=dry_run)
         planned = estimate_of(job)
+        if dry_run or planned.works:
+            check_tokenizer(given, job.choice.model)
         if dry_run:
             finish(summary(job, planned), options["as_json"], [planned.line])
             return

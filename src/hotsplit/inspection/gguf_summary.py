@@ -5,6 +5,7 @@ A file that the runtime refuses is also described, with the reason (from model_f
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from hotsplit.inspection.summary import (
 )
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
+from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
 SHOWN_LENGTH = 80  # characters of a text
 # The beginning of a tensor's name, without "blk.N.", -> its part; the first match wins.
@@ -70,13 +72,15 @@ class TensorFact:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """`is_whole` is true if tokenizer.json is in the file; otherwise `tokenizer.ggml.*` is used."""
+    """`is_whole` is true if tokenizer.json is in the file; otherwise `tokenizer.ggml.*` is used.
+    `refusal` says why text cannot be tokenised with either."""
 
     is_whole: bool
     model: str | None  # tokenizer.ggml.model
     num_tokens: int
     special_ids: dict[str, int]
     has_chat_template: bool
+    refusal: str | None
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class GgufSummary(Summary):
             "tensors": tensors,
         }
 
-    @property
+    @cached_property
     def tokenizer(self) -> TokenizerFacts:
         start, end = "tokenizer.ggml.", "_token_id"
         tokens, name = self.keys.get(start + "tokens"), self.keys.get(start + "model")
@@ -148,7 +152,15 @@ class GgufSummary(Summary):
             num_tokens=len(tokens) if isinstance(tokens, list) else 0,
             special_ids={k: int(v) for k, v in ids.items() if isinstance(v, np.integer)},
             has_chat_template=TEMPLATE_KEY in self.keys,
+            refusal=self._text_refusal(),
         )
+
+    def _text_refusal(self) -> str | None:
+        try:
+            check_text_keys(self.path, self.keys)
+        except HotsplitError as error:
+            return str(error).removeprefix(f"{self.path}: ")
+        return None
 
     @property
     def facts(self) -> list[Row]:
@@ -181,6 +193,7 @@ class GgufSummary(Summary):
             return [("tokenizer", "none")]
         ids = ", ".join(f"{name} {number}" for name, number in t.special_ids.items())
         return [
+            *([("refused as tokenizer", t.refusal)] if t.refusal else []),
             (
                 "tokenizer.json",
                 "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys",

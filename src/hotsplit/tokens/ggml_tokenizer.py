@@ -23,15 +23,27 @@ from tokenizers import (
     processors,
 )
 
+from hotsplit.artifacts.model_file import TOKENIZER_KEY
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
-from hotsplit.runtime.text.end_tokens import CONTROL_TEXTS
-from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
+from hotsplit.tokens.byte_level import ByteLevelKind, kind_of
+from hotsplit.tokens.end_texts import CONTROL_TEXTS
+from hotsplit.tokens.other_kinds import GIVE, why_model, why_pre_tokenizer
+from hotsplit.tokens.tokenizer_text import read_tokenizer
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 SPACE = "\u2581"
 SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
+
+
+def check_text_keys(path: Path, keys: Mapping[str, Value]) -> None:
+    """Raises HotsplitError if the file has a tokenizer that cannot be used."""
+    content = keys.get(TOKENIZER_KEY)
+    if isinstance(content, str):
+        read_tokenizer(f"{path}: {TOKENIZER_KEY}", content)
+    elif Keys.Tokenizer.MODEL in keys:
+        ggml_tokenizer(path, keys)
 
 
 def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
@@ -47,8 +59,8 @@ def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
         tokenizer, adds_begin = _sentencepiece(vocabulary), True
     else:
         raise HotsplitError(
-            f"{path}: its tokenizer is of kind {shown(model)}; known are 'gpt2' and 'llama'; convert"
-            " a checkpoint that has a tokenizer.json"
+            f"{path}: its tokenizer ({Keys.Tokenizer.MODEL}) is {shown(model)}{why_model(model)}; known"
+            f" are 'gpt2' and 'llama'; {GIVE}"
         )
     tokenizer.add_special_tokens(
         [AddedToken(text, normalized=False) for text in vocabulary.texts(*SPECIAL)]
@@ -74,7 +86,7 @@ class _Vocabulary:
         if other is not None:
             raise HotsplitError(
                 f"{path}: token {other} has bytes that are not UTF-8, which the tokenizers library"
-                " rejects; convert a checkpoint that has a tokenizer.json"
+                f" rejects; {GIVE}"
             )
         if len(set(tokens)) != len(tokens):
             raise HotsplitError(
@@ -138,13 +150,13 @@ def _is_text(token: str) -> bool:
 
 
 def _byte_level_kind(path: Path, name: Value | None) -> ByteLevelKind:
-    for kind in BYTE_LEVEL_KINDS:
-        if name in (kind.name, *kind.other_names):
-            return kind
-    known = ", ".join(kind.name for kind in BYTE_LEVEL_KINDS)
+    kind = kind_of(name)
+    if kind is not None:
+        return kind
+    found = "missing" if name is None else shown(name)
     raise HotsplitError(
-        f"{path}: its pre-tokenizer ({Keys.Tokenizer.PRE}) is {shown(name)}; known are"
-        f" {known}; convert a checkpoint that has a tokenizer.json"
+        f"{path}: its pre-tokenizer ({Keys.Tokenizer.PRE}) is {found}, {why_pre_tokenizer(name)};"
+        f" {GIVE}"
     )
 
 
@@ -176,8 +188,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     missing = [token for token in BYTE_TOKENS if token not in ids]
     if missing:
         raise HotsplitError(
-            f"{path}: {len(missing)} of the 256 byte tokens are missing, first {missing[0]};"
-            " convert a checkpoint that has a tokenizer.json"
+            f"{path}: {len(missing)} of the 256 byte tokens are missing, first {missing[0]}; {GIVE}"
         )
     scores = vocabulary.numbers(Keys.Tokenizer.SCORES)
     normal = zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
@@ -223,10 +234,7 @@ def _strings(path: Path, keys: Mapping[str, Value], key: str) -> list[str]:
     values = keys.get(key)
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         found = "is missing" if values is None else "is not a list of texts"
-        raise HotsplitError(
-            f"{path}: {key} {found}; text needs a tokenizer; convert a checkpoint that has a"
-            " tokenizer.json"
-        )
+        raise HotsplitError(f"{path}: {key} {found}; text needs a tokenizer; {GIVE}")
     return [str(value) for value in values]
 
 
@@ -264,7 +272,7 @@ def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[st
         if lone and (left in scores or right in scores or len(token) == 2):
             raise HotsplitError(
                 f"{path}: the token {shown(token)} is formed with {lone[0]!r}, which is not a token, and"
-                " BPE by merges cannot do that; convert a checkpoint that has a tokenizer.json"
+                f" BPE by merges cannot do that; {GIVE}"
             )
     return pairs
 
@@ -281,5 +289,5 @@ def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> 
             for other in sorted(by_left.get(right, set()) - {token}):
                 raise HotsplitError(
                     f"{path}: the tokens {shown(token)} and {shown(other)} have the same score, which"
-                    " makes tokenisation ambiguous; convert a checkpoint that has a tokenizer.json"
+                    f" makes tokenisation ambiguous; {GIVE}"
                 )
