@@ -132,6 +132,16 @@ SPLITS = {  # tests/llamacpp compares tokens with llama.cpp itself
 }  # fmt: skip
 
 
+def test_the_document_lists_the_table():
+    page = (BUNDLED.parent.parent / "docs/tokenizers.md").read_text(encoding="utf-8")
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in (kind.name, *kind.other_names))} |"
+        f" {', '.join(kind.in_llama_cpp)} |"
+        for kind in BYTE_LEVEL_KINDS
+    ]
+    assert "|---|---|\n" + "\n".join(rows) + "\n<!-- end -->" in page
+
+
 def test_marks_belong_to_words_of_qwen_35_and_not_of_qwen_2(tmp_path):
     text, found = "\u0e19\u0e49\u0e33 \u0915\u093f", {}
     for pre in ("qwen2", "qwen35"):

@@ -16,6 +16,7 @@ from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.preparation import (
     announce,
     said_when_ready,
+    tokenizer_option,
     vram_option,
     yes_option,
 )
@@ -69,8 +70,7 @@ _own_options = joined(
                  help="Tokens to profile on. [default: as many as take at most a quarter of an hour]"),
     click.option("--outtype", type=OUTTYPE,
                  help="Type of the matrices. [default: one that fits into memory]"),
-    click.option("--tokenizer", type=FILE,
-                 help="The model's tokenizer.json, if the source has none or one that cannot be used."),
+    tokenizer_option,
     click.option("--activation", metavar="NAME",
                  help="The activation, which other programs' GGUF files do not record: relu,"
                  " fatrelu=0.01, ..."),
@@ -91,8 +91,8 @@ _own_options = joined(
 @json_option
 def run(
     source: Path, vram: tuple[int, ...], corpora: tuple[Path, ...], tokens: int | None,
-    outtype: Any, activation: str | None, tokenizer: Path | None, is_verified: bool, dry_run: bool, yes: bool,
-    **options: Any,
+    outtype: Any, activation: str | None, tokenizer: Path | None, is_verified: bool, dry_run: bool,
+    yes: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Prepare a model with all that it needs, then continue a text or chat.
 

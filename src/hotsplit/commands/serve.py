@@ -103,7 +103,7 @@ def serve(
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     sampling, asked = take_sampling_options(options), take_engine_options(options)
-    placing = {name: options.pop(name) for name in ("vram", "yes")} | {
+    placing = {name: options.pop(name) for name in ("vram", "tokenizer", "yes")} | {
         "model": model, "split": split, "threads": threads,
         **{field.name: getattr(asked, field.name) for field in fields(EngineConfig)},
     }  # fmt: skip

@@ -26,7 +26,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
      "drops_oldest stops ignores_end keep tokens held_out_tokens "
      "check_tokens"),
     ("Preparing the model",
-     "vram outtype activation is_verified"),
+     "vram outtype tokenizer activation is_verified"),
     ("Measurements",
      "prompt_lengths gen_lengths depths repetitions text"),
     ("Comparison with llama.cpp",

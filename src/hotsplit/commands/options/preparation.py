@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.shared import SIZE, joined, say, take_engine_options
+from hotsplit.commands.options.shared import FILE, SIZE, joined, say, take_engine_options
 from hotsplit.files.steady import suspended
 
 if TYPE_CHECKING:
@@ -29,12 +29,18 @@ vram_option = click.option(
     help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per GPU."
     " [default: most of what is free on the first, or on --device]",
 )  # fmt: skip
+tokenizer_option = click.option(
+    "--tokenizer", type=FILE,
+    help="The model's tokenizer.json, if the model has none or one that cannot be used; it is written"
+    " into a copy of the model.",
+)  # fmt: skip
 preparation_options = joined(
     click.option(
         "-vb", "--vram", "--vram-budget", "vram", type=SIZE, multiple=True,
         help="Plan the model for this much GPU memory first, as hotsplit run does, e.g. 8GiB; once per"
         " GPU. A checkpoint, or a name on the hub, is prepared in any case.",
     ),
+    tokenizer_option,
     yes_option,
 )  # fmt: skip
 
@@ -66,14 +72,15 @@ def needs_preparation(model: Path) -> bool:
 def preparation(
     options: dict[str, Any], num_sequences: Callable[[], int] = lambda: 1
 ) -> Iterator[str | None]:
-    """Takes --vram and --yes out of a command's options. If a budget is given, or the model is no
-    file, the model is prepared for `num_sequences` texts at a time, and the options "model", "split",
+    """Takes --vram, --tokenizer and --yes out of a command's options. If a budget or a tokenizer is
+    given, or the model is no file, the model is prepared for `num_sequences` texts at a time, and the options "model", "split",
     "mode", "device" and "context_length" become those of what was made, whose files stay in the cache
     while the context is open. Yields the name that the user gave, or None if nothing had to be
     prepared. Raises HotsplitError if it cannot be, UsageError beside a plan of the user's."""
-    vram, yes = options.pop("vram"), options.pop("yes")
+    vram, yes, tokenizer = (options.pop(name) for name in ("vram", "yes", "tokenizer"))
     model: Path = options["model"]
-    if not vram and (options["split"] is not None or not needs_preparation(model)):
+    is_ready = options["split"] is not None or not needs_preparation(model)
+    if not vram and tokenizer is None and is_ready:
         yield None
         return
     for name, option in (
@@ -87,15 +94,17 @@ def preparation(
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.prepare import estimate_of, job_of, prepare
-    from hotsplit.run.source import look_at
+    from hotsplit.run.source import check_tokenizer, look_at
     from hotsplit.runtime.kernels.threads import use_threads
 
     use_threads(options["threads"])
     engine = replace(take_engine_options(dict(options)), num_sequences=num_sequences())
     with Cache.open(say) as cache:
-        given = look_at(model, None, cache.folder / "planned.gguf")
+        given = look_at(model, None, cache.folder / "planned.gguf", tokenizer)
         job = job_of(given, Wishes(vram=vram or None, engine=engine), (), cache)
         planned = estimate_of(job)
+        if planned.works:
+            check_tokenizer(given, job.choice.model)
         announce(job, planned, yes=yes)
         with suspended():
             ready = prepare(job, planned)
