@@ -97,7 +97,9 @@ def read_runnable(
         return KeyReader(path, keys, tensors).model()
     except HotsplitError:
         refuse_together(
-            path, lambda: KeyReader(path, keys, tensors).model(), lambda: check_text_keys(path, keys)
+            path,
+            lambda: KeyReader(path, keys, tensors).model(),
+            lambda: check_text_keys(path, keys),
         )
         raise
 

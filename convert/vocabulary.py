@@ -94,7 +94,9 @@ def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
     splits_digits = before == [DIGITS]
     patterns: tuple[str, ...] = ()
     if not steps[-1].get("use_regex", True):
-        if not all(step.get("behavior") == "Isolated" and not step.get("invert") for step in before):
+        if not all(
+            step.get("behavior") == "Isolated" and not step.get("invert") for step in before
+        ):
             return None
         expressions = (cast(Json, step.get("pattern") or {}).get("Regex") for step in before)
         patterns = tuple(map(str, expressions))

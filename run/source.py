@@ -57,9 +57,7 @@ class Source:
         """The model file that a conversion would write, without reading weights; `own` if there is
         one and it cannot be converted. Raises HotsplitError for any other source that cannot."""
         try:
-            return _draft(
-                self.path, outtype, layout, self.activation, self.tokenizer, self.scratch
-            )
+            return _draft(self.path, outtype, layout, self.activation, self.tokenizer, self.scratch)
         except HotsplitError:
             if self.own is None:
                 raise

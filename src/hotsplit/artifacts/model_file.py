@@ -209,17 +209,14 @@ class ModelFile:
     def _check_rotary(self) -> None:
         """Raises HotsplitError unless the divisors of the frequencies are finite and positive, and
         those of longrope are there."""
-        is_longrope = self.bare_spec.rope_scaling.kind == "longrope"
-        for name in ("rope_freqs.weight", SHORT, LONG):
-            entry = self.tensors.get(name)
-            if entry is None:
-                if is_longrope and name != "rope_freqs.weight":
-                    raise HotsplitError(
-                        f"{self.path}: no tensor {name!r}, which longrope needs; download the file"
-                        " again"
-                    )
-                continue
-            factors = dequantize(entry.read(), type_of(entry.kind))
+        needed = (SHORT, LONG) if self.bare_spec.rope_scaling.kind == "longrope" else ()
+        missing = [name for name in needed if name not in self.tensors]
+        if missing:
+            raise HotsplitError(
+                f"{self.path}: no tensor {missing[0]!r}, which longrope needs; download the file again"
+            )
+        for name in sorted({"rope_freqs.weight", *needed} & self.tensors.keys()):
+            factors = dequantize(self.tensors[name].read(), type_of(self.tensors[name].kind))
             if not ((factors > 0) & (factors < np.inf)).all():
                 raise HotsplitError(
                     f"{self.path}: {name} is not all finite and above zero: rotary embeddings would be"

@@ -392,9 +392,7 @@ class ModelSpec:
 
         def scaled(layer: LayerSpec) -> LayerSpec:
             attention = layer.attention
-            if attention is None or attention.rotary is None:
-                return layer
-            if attention.window is not None and some_whole:
+            if attention is None or attention.rotary is None or (attention.window and some_whole):
                 return layer
             return layer.with_rotary(replace(attention.rotary, scaling=scaling))
 

@@ -15,9 +15,7 @@ _CONTRACTIONS = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_QWEN35 = (
-    _ENDS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _LINES
-)
+_QWEN35 = _ENDS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _LINES
 _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*" + _LINES
