@@ -47,14 +47,14 @@ def cohere2(read: ConfigReader) -> Blueprint:
 
 def _sizes(
     read: ConfigReader, default_theta: float = 10_000.0
-) -> tuple[Sizes, Rotary, np.ndarray | None]:
+) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:
     read.refuse("tie_word_embeddings", True, why="the published models have no other head")
     sizes = whole_sizes(read, read.count("max_position_embeddings"), epsilon_key="layer_norm_eps")
     return read.rotary(sizes, "adjacent", ("default", "linear"), default_theta)
 
 
 def _blueprint(
-    read: ConfigReader, sizes: Sizes, rotary: Rotary, factors: np.ndarray | None, windows: Windows,
+    read: ConfigReader, sizes: Sizes, rotary: Rotary, factors: Mapping[str, np.ndarray], windows: Windows,
     *, is_second: bool = False, has_head_norms: bool = False,
 ) -> Blueprint:  # fmt: skip
     arch = gguf.MODEL_ARCH.COHERE2 if is_second else gguf.MODEL_ARCH.COMMAND_R
