@@ -27,7 +27,6 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import Source
-from hotsplit.runtime.ops.attention.gpu import lacking_on_gpus
 from hotsplit.runtime.resolved_options import cache_types_of, device_of
 from hotsplit.runtime.resolved_options import context_of as longest_text
 from hotsplit.runtime.step.workspace import workspace_bytes
@@ -326,9 +325,7 @@ def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
         return "on the CPU: plans of mixtures of experts are for mode dense so far"
     if wishes.engine.kv_offload is not None:
         return "on the CPU: plans of mixtures of experts have no --kv-offload so far"
-    lacking = map(lacking_on_gpus, model.spec.attentions)
-    what = next((name for name in lacking if name is not None), None)
-    return None if what is None else f"on the CPU: {what} in attention runs only there so far"
+    return None
 
 
 def _where_line(wishes: Wishes, room: Room, budgets: tuple[int, ...], context: int) -> str:

@@ -19,7 +19,6 @@ from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention.gpu import lacking_on_gpus
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system.system_memory import free_memory_bytes
@@ -129,30 +128,15 @@ def for_experts(
     model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
 ) -> EngineConfig:
     """The options of a mixture of experts, which runs on the CPU without a plan. Raises HotsplitError if
-    a GPU is asked for without one, for a neuron cache, and for a plan that GPUs cannot run."""
+    a GPU is asked for without one, and for a neuron cache."""
     if config.neuron_cache is not None:
         model.refuse_experts("neuron caches are", "leave --neuron-cache out")
-    if device_of(config.device).type == "cpu":
-        return config
-    if plan is not None:
-        _check_mixture_on_gpus(model, plan)
+    if device_of(config.device).type == "cpu" or plan is not None:
         return config
     if config.device is not None:
         model.refuse_experts("GPUs without a plan are", "use device cpu")
     notice("a mixture of experts runs on the CPU; --device cpu says so")
     return replace(config, device="cpu")
-
-
-def _check_mixture_on_gpus(model: ModelFile, plan: Split) -> None:
-    """Raises HotsplitError if a plan puts a part of a mixture on a GPU that its kernels lack."""
-    layers = zip(model.spec.layers, plan.dense_on_gpu, strict=True)
-    for index, (layer, is_on_gpu) in enumerate(layers):
-        what = None if layer.attention is None else lacking_on_gpus(layer.attention)
-        if is_on_gpu and what is not None:
-            raise HotsplitError(
-                f"{model.path}: the plan puts the attention of layer {index} on a GPU, where {what}"
-                " does not run so far; make a plan with attention on the CPU"
-            )
 
 
 def placement_of(

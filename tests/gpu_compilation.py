@@ -156,8 +156,9 @@ def launch_the_rest() -> None:
             out = torch.empty(heads, HEAD_WIDTH)
             for window in (None, 512):
                 kernels.attend(
-                    qkv, cache, cache, position, heads, scratch, out, scale=0.1, window=window
-                )
+                    qkv, cache, cache, position, heads, scratch, out, scale=0.1, window=window,
+                    cap=window and 50.0,
+                )  # fmt: skip
         for width in (HEAD_WIDTH, 256, 512):
             query, keys = (
                 torch.empty(70, 8, width, dtype=dtype),
@@ -166,7 +167,7 @@ def launch_the_rest() -> None:
             keys, table = keys.transpose(1, 2), torch.zeros(1, 9, dtype=torch.int32)
             kernels.attend_tokens(
                 query, keys, keys, torch.arange(70), query.clone(), table[0], table, window=512,
-                sink_H=x[:8],
+                sink_H=x[:8], cap=50.0 if width == HEAD_WIDTH else None,
             )  # fmt: skip
     launch_delta()
     routed = torch.empty(16)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
-from hotsplit.families import falcon, llama, opt
+from hotsplit.families import falcon, llama, olmo, opt
 from hotsplit.families.experts import Experts
 from hotsplit.families.family import Architecture
 from hotsplit.families.sizes import Sizes
@@ -109,6 +109,10 @@ def family_spec(
         return llama.llama_spec(sizes, replace(halves, pairing="adjacent"), activation, options)
     if family == "sandwich":
         return sandwich_spec(sizes, activation, options)
+    if family == "olmo2":
+        return olmo.olmo_spec(
+            sizes, (halves, halves), activation, [False] * sizes.num_layers, 0, options
+        )
     if family == "opt":
         return opt.opt_spec(sizes, activation, options, **changes)
     if family == "falcon":
@@ -146,9 +150,9 @@ def changed(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
 
 
 def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
-    """A Llama whose layers differ, in turn, in the window, the rotary embedding, the scale of scores,
-    the numbers and widths of heads and their norms, the growth of queries, the neurons, the activation
-    and the norms' epsilon."""
+    """A Llama whose layers differ, in turn, in the window, the rotary embedding, the scale and cap of
+    scores, the numbers and widths of heads and their norms, the growth of queries, the neurons, the
+    activation and the norms' epsilon."""
     rotaries = (
         Rotary(theta=10000.0, pairing="adjacent"),
         Rotary(theta=500.0, pairing="halves", scaling=RopeScaling(kind="linear", factor=2.0)),
@@ -167,6 +171,7 @@ def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
             layer.attention, **heads[index % 4], rotary=rotaries[index % 3],
             window=(window, None, 2 * window)[index % 3], scale=(None, 0.35, 0.2)[index % 3],
             growth=(None, QueryGrowth(factor=0.4, length=7), None)[index % 3],
+            score_cap=(0.6, None, 0.4)[index % 3],
         )  # fmt: skip
         if index % 4 == 1:
             width = attention.head_dim
@@ -178,7 +183,7 @@ def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
         own = {Attention: attention, Neurons: neurons}
         layer = replace(layer, blocks=tuple(own.get(type(b), b) for b in layer.blocks))
         layers += changed(base.with_layers([layer]), Norm, epsilon=0.01 * (1 + index % 2)).layers
-    return base.with_layers(layers)
+    return replace(base.with_layers(layers), logit_cap=0.3)
 
 
 def make_model(
@@ -253,7 +258,7 @@ FAMILIES = {
         ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "ffn_down.bias"),
         False,
     ),
-    "sandwich": ("sandwich", (), False),
+    "olmo2": ("olmo2", (), False),
     "sandwich with biases": ("sandwich", ("attn_output.bias", "ffn_down.bias"), False),
     "qwen3": ("qwen3", (), False),
     "opt": ("opt", ("ffn_up.bias", "ffn_down.bias"), False),

@@ -127,7 +127,7 @@ def test_the_number_of_variants_does_not_grow_with_layers(tmp_path, kind):
 @needs_kernels
 def test_a_scaled_embedding_is_a_variant(tmp_path):
     found = []
-    for family in ("llama", "sandwich"):
+    for family in ("llama", "sandwich with biases"):
         model = family_model(family, path=tmp_path / f"{family}.gguf")
         tensors = {name: e for name, e in model.tensors.items() if name != "output.weight"}
         model = dataclasses.replace(model, tensors=tensors)

@@ -29,6 +29,8 @@ FIRST = {
     "Qwen2Config": "Qwen2ForCausalLM", "Qwen3Config": "Qwen3ForCausalLM",
     "OPTConfig": "OPTForCausalLM", "FalconConfig": "FalconForCausalLM",
     "Phi3Config": "Phi3ForCausalLM", "Gemma3TextConfig": "Gemma3ForCausalLM",
+    "Gemma2Config": "Gemma2ForCausalLM", "Olmo2Config": "Olmo2ForCausalLM", "Olmo3Config": "Olmo3ForCausalLM",
+    "Glm4Config": "Glm4ForCausalLM", "GlmConfig": "GlmForCausalLM", "GraniteConfig": "GraniteForCausalLM",
     "SmolLM3Config": "SmolLM3ForCausalLM", "MixtralConfig": "MixtralForCausalLM",
     "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
     "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",

@@ -22,9 +22,13 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     FalconConfig,
+    Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
     GptOssConfig,
+    GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
     LlamaConfig,
@@ -33,6 +37,8 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
@@ -84,6 +90,7 @@ GRANITE = MOE | {
     "intermediate_size": 37, "num_local_experts": 6, "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
 }  # fmt: skip
+FACTORS = {key: value for key, value in GRANITE.items() if "multip" in key or "scaling" in key}
 del GRANITE["num_experts"], GRANITE["moe_intermediate_size"]
 OSS = GATED | {
     "intermediate_size": 35, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24,
@@ -194,6 +201,45 @@ CASES = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         },
+    ),
+    # Caps that scores and logits come near to.
+    "gemma2": Gemma2Config(
+        **GATED | ODD, head_dim=24, sliding_window=5, query_pre_attn_scalar=10,
+        attn_logit_softcapping=1.5, final_logit_softcapping=2.5,
+    ),
+    "gemma2-plain": Gemma2Config(
+        **GATED | MQA | UNTIED | {"num_hidden_layers": 4}, head_dim=16, sliding_window=3,
+        attention_bias=True, hidden_activation="relu", attn_logit_softcapping=None,
+        final_logit_softcapping=None, layer_types=["full_attention"] * 3 + ["sliding_attention"],
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+    ),
+    "gemma2-stock": Gemma2Config(
+        **GATED, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, attn_logit_softcapping=0.8,
+    ),
+    "olmo2": Olmo2Config(**GATED | ODD),
+    "olmo2-mqa-tied": Olmo2Config(**GATED | MQA | TIED, attention_bias=True, hidden_act="relu"),
+    "olmo3": Olmo3Config(
+        **GATED | ODD | {"num_hidden_layers": 6}, sliding_window=5,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                "rope_theta": 3e3, "attention_factor": 1.2, "beta_fast": 8.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    ),
+    "olmo3-plain": Olmo3Config(
+        **GATED, sliding_window=3, layer_types=["sliding_attention"] + 2 * ["full_attention"],
+    ),
+    "glm4": Glm4Config(**GATED | ODD, head_dim=24),
+    "glm4-plain-tied": Glm4Config(
+        **GATED | TIED | MQA, head_dim=16, attention_bias=False, hidden_act="relu",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+    ),
+    "glm": GlmConfig(**GATED | ODD, head_dim=16),
+    "granite": GraniteConfig(**GATED | ODD | FACTORS, mlp_bias=True),
+    "granite-mqa-tied": GraniteConfig(
+        **GATED | TIED | MQA | FACTORS, attention_bias=True, hidden_act="relu",
     ),
     "smollm3": SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
     "smollm3-biases-untied": SmolLM3Config(
@@ -339,6 +385,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
     "ministral3", "nemotron", "arcee", "starcoder2-stock", "command-r", "cohere2",
+    "gemma2-stock", "olmo2", "olmo3", "glm4", "glm", "granite",
     "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",
     "qwen3nextmoe-stock", "qwen35-stock", "qwen35moe",
 ]  # fmt: skip
@@ -371,6 +418,8 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("gemma3", "has windows in all layers but each 6th, this model in others"),
         ("phi4-mini", "rotates whole heads, this model 12 of 16 values"),
         ("gemma3-biases-untied", "computes GELU, this model is silu"),
+        ("gemma2-plain", "computes GELU, this model is relu"),
+        ("gemma2", "multiplies scores by 0.204124, this model by 0.316228"),
         ("olmoe-renormalised", "does not divide the weights of experts by their sum"),
         ("olmoe-grouped", "has norms of 64 keys, this model of 32"),
         ("qwen2moe-plain", "computes SiLU, this model is relu"),
@@ -384,6 +433,32 @@ def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
     with pytest.raises(HotsplitError, match=words):
         converted(checkpoints(case), tmp_path / "m.gguf", layout="stock")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_a_first_glm_with_fused_matrices(checkpoints, tmp_path):
+    """Gates and ups in one matrix, and queries, keys and values, as llama.cpp's converter leaves them."""
+    path = converted(checkpoints("glm"), tmp_path / "m.gguf", outtype="f32", layout="stock")
+    keys, tensors = read_model_gguf(path)
+    assert "blk.0.ffn_gate.weight" not in tensors
+    for at in (f"blk.{layer}.attn_" for layer in range(3)):
+        for part in ("weight", "bias"):
+            joined = [tensors.pop(f"{at}{name}.{part}").read() for name in "qkv"]
+            tensors[f"{at}qkv.{part}"] = array_entry(np.concatenate(joined), "f32")
+    with Engine.of(ModelFile.of(path, keys, tensors), mode="dense") as engine:
+        assert rel_error(engine.logits(IDS), transformers_logits(checkpoints("glm"))) < 1e-5
+    half = dataclasses.replace(tensors["blk.1.ffn_up.weight"], shape=(159, 64))
+    with pytest.raises(HotsplitError, match=r"no tensor 'blk.1.ffn_gate.weight'"):
+        ModelFile.of(path, keys, tensors | {"blk.1.ffn_up.weight": half})
+
+
+def test_gates_and_ups_of_two_types_are_not_joined(checkpoints, tmp_path):
+    model = ModelFile.load(converted(checkpoints("glm4"), tmp_path / "m.gguf", layout="stock"))
+    up = dataclasses.replace(model.tensors["blk.2.ffn_up.weight"], kind="bf16")
+    mixed = dataclasses.replace(model, tensors=model.tensors | {"blk.2.ffn_up.weight": up})
+    with pytest.raises(
+        HotsplitError, match="ffn_gate.weight is .* and the ups are bf16, but llama"
+    ):
+        mixed.save(tmp_path / "n.gguf")
 
 
 def test_a_plan_with_offloaded_keys_is_refused_for_windows(checkpoints, tmp_path):
@@ -602,6 +677,27 @@ REFUSED = {
     "the delta nets have 6024 channels": ("qwen35", {"linear_value_head_dim": 996}),
     "none of 5 layers has attention": ("qwen35", {"layer_types": ["linear_attention"] * 5}),
     "hidden_act 'relu' is unknown": ("qwen35", {"hidden_act": "relu"}),
+    "use_bidirectional_attention is True": ("gemma2", {"use_bidirectional_attention": True}),
+    "attn_logit_softcapping is -1.0": ("gemma2", {"attn_logit_softcapping": -1.0}),
+    "attn_logit_softcapping is 20.0, wanted none: scores with a soft cap": (
+        "gemma3",
+        {"attn_logit_softcapping": 20.0},
+    ),
+    "sliding_window_pattern is 4, wanted 2": ("gemma2", {"sliding_window_pattern": 4}),
+    "partial_rotary_factor is 0.3: 7 of 24 values": (
+        "glm4",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}},
+    ),
+    "no tensor for 'blk.0.ffn_norm.weight'": ("glm", {"architectures": ["Glm4ForCausalLM"]}),
+    "of type 'longrope'": (
+        "olmo3",
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+    ),
+    "logits_scaling is 0": ("granite", {"logits_scaling": 0.0}),
+    "embedding_multiplier is 2.0": (
+        "granite",
+        {"architectures": ["LlamaForCausalLM"], "embedding_multiplier": 2.0},
+    ),
 }
 
 
@@ -664,7 +760,9 @@ def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):
         assert rel_error(engine.logits(IDS), transformers_logits(checkpoints("falcon-40b"))) < 1e-5
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "opt", "falcon-40b", "qwen3-biases-tied"])
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "opt", "falcon-40b", "qwen3-biases-tied", "olmo2"]
+)
 @pytest.mark.parametrize("outtype", ["f32", "q8_0"])
 def test_a_plan_gives_the_logits_of_the_whole_model(checkpoints, tmp_path, case, outtype):
     """Half of the neurons hot, biases divided with them, and the bytes as the plan says."""

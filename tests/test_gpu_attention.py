@@ -53,6 +53,24 @@ def test_add_norm_with_a_term_and_a_copy_of_the_result(kernels, shape, has_parts
     assert torch.equal(copy, out)
 
 
+@pytest.mark.parametrize("name", ["add_norm", "round_tokens"])
+def test_a_norm_in_place_of_rows_that_other_values_lie_between(kernels, name):
+    """Such as all queries, or all keys, in the input projections of several rows."""
+    before, weight = vector(2 * 100).view(2, 100), vector(40, 2)
+    found = []
+    for which in (kernels, REFERENCE):
+        qkv = before.clone()
+        own = qkv[:, 30:70]
+        rest = (None,) if name == "add_norm" else (None, None)
+        getattr(which, name)(own, None, weight, None, 1e-3, own, *rest)
+        found.append(qkv)
+        own.copy_(before[:, 30:70])
+        assert torch.equal(qkv, before)
+    want = found[1][:, 30:70]
+    assert_close(found[0][:, 30:70], want, norm_bound(want[0], want, None))
+    assert (want - before[:, 30:70]).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 15, 16, 17, 33])
 def test_add_of_any_number_of_parts_in_place(kernels, num_parts):
     x, parts = vector(40), vector(64 * num_parts, 2).view(num_parts, -1)[:, :40]  # with gaps
@@ -225,7 +243,7 @@ def test_no_rotation(kernels):
 
 
 def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=torch.float16, by=1.0,
-              window=None, scale=None, sink=None):  # fmt: skip
+              window=None, scale=None, sink=None, cap=None):  # fmt: skip
     """The output of `attend`, f32 [H, W]. Scratch, the cache after `position` and tiles wholly before
     the window hold NaN."""
     num_heads, num_kv = heads
@@ -242,7 +260,7 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
     at = torch.tensor([position], device=device())
     which.attend(
         qkv, cache[:, 0], cache[:, 1], at, num_heads, scratch, out,
-        scale=width**-0.5 if scale is None else scale, window=window,
+        scale=width**-0.5 if scale is None else scale, window=window, cap=cap,
         sink_H=None if sink is None else sink + vector(num_heads, 5),
     )  # fmt: skip
     return out
@@ -339,9 +357,11 @@ def test_the_bound_rejects_another_window(window, wrong):
 
 
 def test_scores_are_scaled(kernels):
-    assert_attention(kernels, 70, scale=0.5)
+    assert_attention(kernels, 70, scale=0.5, cap=1.5)
     with pytest.raises(AssertionError):
         assert_close(attention(REFERENCE, 70, scale=0.5), attention(REFERENCE, 70), 1e-3)
+    with pytest.raises(AssertionError):
+        assert_close(attention(REFERENCE, 70, cap=1.5), attention(REFERENCE, 70, cap=1.6), 1e-3)
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 4096, 4097, 131072])

@@ -113,6 +113,17 @@ def test_dot_with_relu(kernels):
     assert_close(got, want, product_bound(matrix, x, None).nan_to_num())
 
 
+def test_dot_with_a_cap(kernels):
+    """Near zero, where tanh is its argument, and far from it."""
+    matrix, x = make_matrix("f32", 40, 32), vector(32)
+    matrix.data.mul_(torch.logspace(-6, 2, 40, device=device())[:, None])
+    got, want = both(kernels, "dot", vector(40), matrix, None, x, cap=3.0)
+    plain = matrix.data.double() @ x.double()
+    assert_close(want, 3 * (plain / 3).tanh(), 1e-6 * plain.abs())
+    assert_close(got, want, product_bound(matrix, x, None).clamp(max=1e-5) + 1e-6 * want.abs())
+    assert (want.abs() > 2.9).any() and (want.abs() < 1e-4).any()
+
+
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_embed(kernels, kind, is_added):

@@ -35,7 +35,11 @@ IDS = np.random.default_rng(3).integers(0, SIZES.vocab_size, 300).tolist()
 # ---- the definition, in float64 --------------------------------------------------------------
 
 
-def attend_ref(query_THW, key_CKW, value_CKW, scale, window):
+def capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def attend_ref(query_THW, key_CKW, value_CKW, scale, window, cap=None):
     """Attention of the last T of C positions, one score at a time: f64 [T, H * W]."""
     num_tokens, num_heads, _ = query_THW.shape
     num_cached, num_kv, _ = key_CKW.shape
@@ -45,7 +49,7 @@ def attend_ref(query_THW, key_CKW, value_CKW, scale, window):
         read = [k for k in range(position + 1) if window is None or position - k < window]
         for head in range(num_heads):
             kv_head = head * num_kv // num_heads
-            score = scale * key_CKW[read, kv_head] @ query_THW[t, head]
+            score = capped(scale * key_CKW[read, kv_head] @ query_THW[t, head], cap)
             share = np.exp(score - score.max())
             out_THW[t, head] = share / share.sum() @ value_CKW[read, kv_head]
     return out_THW.reshape(num_tokens, -1)
@@ -100,13 +104,13 @@ def logits_ref(model, ids):
         if a.growth:
             steps = np.arange(len(ids)) // a.growth.length
             query = query * (1 + a.growth.factor * np.log(1 + steps))[:, None, None]
-        heads = attend_ref(query, key, value, a.score_scale, a.window)
+        heads = attend_ref(query, key, value, a.score_scale, a.window, a.score_cap)
         x = x + heads @ w("attn_output").T
         y = norm(x, w("ffn_norm"), layer.norms["ffn_norm"].epsilon)
         hidden = activated(y @ w("ffn_gate").T, neurons.activation) * (y @ w("ffn_up").T)
         x = x + hidden @ w("ffn_down_t")
     y = norm(x, weights(model, "output_norm.weight"), model.spec.output_norm.epsilon)
-    return y @ weights(model, model.head_name).T
+    return capped(y @ weights(model, model.head_name).T, model.spec.logit_cap)
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +147,12 @@ def drawn(num_tokens, num_cached, heads):
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 7, 8, 19, 20, 21, 50])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_torch(heads, window):
+    cap = {7: 0.4, 20: 3.0}.get(window)
     for num_tokens, num_cached in ((1, 1), (1, 20), (5, 5), (7, 20), (20, 20)):
         tensors = drawn(num_tokens, num_cached, heads)
-        want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, window)
-        assert rel_error(attend.attend(*tensors, scale=0.3, window=window), want) < 1e-6
+        want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, window, cap)
+        got = attend.attend(*tensors, scale=0.3, window=window, cap=cap)
+        assert rel_error(got, want) < 1e-6
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])
@@ -154,6 +160,7 @@ def test_the_bound_rejects_a_window_off_by_one(wrong):
     tensors = drawn(7, 20, (6, 2))
     want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, 6)
     assert rel_error(attend.attend(*tensors, scale=0.3, window=6 + wrong), want) > 1e-2
+    assert rel_error(attend.attend(*tensors, scale=0.3, window=6, cap=4.0 + wrong), want) > 1e-3
 
 
 def test_rotaries_are_shared_by_layers_with_equal_ones(model):

@@ -33,6 +33,7 @@ class Case:
     width: int = 32
     dtype: torch.dtype = torch.float16
     window: int | None = None
+    cap: float | None = None
     has_sinks: bool = False
     has_gates: bool = False
     is_paged: bool = False
@@ -71,7 +72,7 @@ class Case:
         gated = self.values(self.tokens, size, seed=5)[rows][number_T] if self.has_gates else None
         kernels.attend_tokens(
             query_THW, self.cache(2), self.cache(3), position_T, out, sequence, table,
-            window=self.window, sink_H=sink, gated_TQ=gated,
+            window=self.window, cap=self.cap, sink_H=sink, gated_TQ=gated,
         )  # fmt: skip
         return out[: len(query)]
 
@@ -97,7 +98,7 @@ CASES = [
       for start, window in ((0, 1), (0, 33), (90, 32), (90, 97), (30, 200))),
     Case(has_sinks=True, window=20, start=70, is_paged=True),
     Case(dtype=torch.float32, tokens=20, start=29), Case(dtype=torch.float32, has_sinks=True, width=80),
-    Case(width=136, is_paged=True), Case(width=320, heads=(1, 1)),
+    Case(width=136, is_paged=True, cap=2.0), Case(width=320, heads=(1, 1)),
     Case(has_gates=True, heads=(6, 2), tokens=33, is_paged=True),
 ]  # fmt: skip
 
@@ -132,6 +133,7 @@ def test_the_bound_rejects_other_windows_and_no_sinks():
         {"window": None},
         {"has_sinks": False},
         {"has_gates": True},
+        {"cap": 5.0},
     ):
         assert not is_right(dataclasses.replace(case, **other).run(REFERENCE), case)
 

@@ -3,6 +3,7 @@ plans, and planted faults. A share that executes every kind of instruction runs 
 is marked slow. docs/gpu-proof.md has the results of one run of all of it."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import ptx_mutants
 import ptx_plans
 import pytest
 import torch
-from models import make_sizes, shape_only
+from models import changed, make_sizes, shape_only
 from ptx.kernels import PtxKernels
 from ptx_mutants import BARRIERS, CASES, MUTANTS, is_as_expected, outcome, without_each_barrier
 
+from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu import launch
 
 ROOT = Path(__file__).parent.parent
@@ -62,12 +64,15 @@ def test_the_quick_share_executes_every_kind_of_instruction(machines, compare):
 
 
 def test_launches_of_a_plan(monkeypatch):
-    """A small model with predictors; the launches are the runtime's own list."""
+    """A small model with predictors and soft caps; the launches are the runtime's own list."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
     shape = make_sizes(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
     model = ptx_plans.like(shape_only(shape), kind="q8_0", rank=64)
+    spec = replace(changed(model.bare_spec, Attention, score_cap=0.7), logit_cap=2.0)
+    model = replace(model, bare_spec=spec)
     found = ptx_plans.launches(model, mode="predicted", context=64)
     assert {each.kernel for each in found} >= {"dot", "predict", "gate_up", "down", "attend"}
+    assert sum("capped" in each.variant for each in found) == 2
     kernels = PtxKernels(89).kernels
     for each in found:
         ptx_plans.assert_right(each, kernels)
@@ -75,7 +80,6 @@ def test_launches_of_a_plan(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(-1)])
 def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
-    from dataclasses import replace
 
     from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
@@ -149,7 +153,6 @@ def test_removing_any_barrier_of_any_kernel_is_found(kernel, case):
 
 
 def test_a_mutant_that_changes_nothing_is_an_error():
-    from dataclasses import replace
 
     mutant = replace(MUTANTS[0], old="no such text in it")
     with pytest.raises(AssertionError):

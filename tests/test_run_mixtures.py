@@ -116,15 +116,13 @@ def test_plans_are_tried_and_run_on_a_device(
 
 
 @pytest.mark.parametrize(
-    ("options", "lacking", "words"),
+    ("options", "words"),
     [
-        ({}, "one norm of all heads", "one norm of all heads in attention runs only there so far"),
-        ({"mode": "exact"}, None, "plans of mixtures of experts are for mode dense so far"),
-        ({"kv_offload": "on"}, None, "plans of mixtures of experts have no --kv-offload so far"),
+        ({"mode": "exact"}, "plans of mixtures of experts are for mode dense so far"),
+        ({"kv_offload": "on"}, "plans of mixtures of experts have no --kv-offload so far"),
     ],
 )
-def test_what_plans_lack_runs_on_the_cpu(monkeypatch, tmp_path, options, lacking, words):
-    monkeypatch.setattr(choice, "lacking_on_gpus", lambda attention: lacking)
+def test_what_plans_lack_runs_on_the_cpu(tmp_path, options, words):
     given = look_at(saved(tmp_path / "m.gguf"), None, tmp_path / "none.gguf")
     wishes = Wishes(engine=choice.EngineConfig(**options))
     small = choice.run_bytes(given.draft("q4_0"), 64, 4 * MIB)  # another type would fit the GPU

@@ -1,5 +1,6 @@
 """Norms after attention and feed-forward, before the residual sums, and a scaled embedding, as in
-Gemma 2 and 3: torch agrees with a decoder in float64, the native step and hybrid steps with torch."""
+Gemma 2 and 3: torch agrees with a decoder in float64, the native step and hybrid steps with torch.
+These do also in OLMo 2, which has no other norms but one of all heads."""
 
 import dataclasses
 
@@ -24,7 +25,7 @@ from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-FAMILY = ("sandwich", "sandwich with biases")
+FAMILY = ("olmo2", "sandwich with biases")
 MODES = ("dense", "exact", "predicted")
 
 
@@ -88,9 +89,8 @@ def logits_ref(model, ids):
     return norm(x, "output_norm") @ read("output.weight").T
 
 
-@pytest.mark.parametrize("family", FAMILY)
-def test_torch_agrees_with_a_decoder_in_float64(tmp_path, family):
-    model = saved(tmp_path, family)
+def test_torch_agrees_with_a_decoder_in_float64(tmp_path):
+    model = saved(tmp_path, "sandwich with biases")
     with Engine.load(model.path, mode="dense") as engine:
         assert rel_error(watched(engine), logits_ref(model, IDS)) < BOUNDS["f32"]
         assert engine.not_native is None
@@ -158,8 +158,9 @@ def test_hybrid_steps_agree_with_torch(tmp_path, family, plan, mode):
 
 
 @pytest.mark.parametrize("plan", ["mixed", "every kind of layer", "attention on the CPU"])
-def test_steps_of_several_rows(tmp_path, plan):
-    model = saved(tmp_path, "sandwich with biases")
+@pytest.mark.parametrize("family", FAMILY)
+def test_steps_of_several_rows(tmp_path, plan, family):
+    model = saved(tmp_path, family)
     split = planned(tmp_path, model, plan)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
         placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
@@ -172,7 +173,7 @@ def test_steps_of_several_rows(tmp_path, plan):
 
 
 def test_the_tied_embedding_is_scaled_on_the_gpu(tmp_path):
-    model = saved(tmp_path, "sandwich", is_tied=True)
+    model = saved(tmp_path, "sandwich with biases", is_tied=True)
     split = planned(tmp_path, model, "all on the GPU")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
         step = hybrid(engine, split, plain_backend(reference_kernels()))
@@ -181,7 +182,7 @@ def test_the_tied_embedding_is_scaled_on_the_gpu(tmp_path):
 
 def test_a_hybrid_step_of_tritons_kernels(tmp_path, several_rows):
     """In the interpreter: an undivided layer and a divided one."""
-    model = saved(tmp_path, "sandwich with biases", num_layers=2, is_tied=True)
+    model = saved(tmp_path, "olmo2", num_layers=2, is_tied=True)
     split = make_split(model, [np.arange(F), SOME], dense_on_gpu=[1, 1], head_on_gpu=True)
     split.save(tmp_path / "s.gguf")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
@@ -202,7 +203,8 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, family, p
 @pytest.mark.parametrize("family", FAMILY)
 def test_each_norm_is_one_kernel_with_the_sum_before_it(tmp_path, family):
     model = saved(tmp_path, family)
-    assert dense_kernels(model, 0, has_predictor=False) == 4 + 4 + 3
+    of_norms = 2 + 2 + 2 if family == "olmo2" else 4  # with those of heads, and sums before none
+    assert dense_kernels(model, 0, has_predictor=False) == of_norms + 4 + 3
     split = planned(tmp_path, model, "mixed")  # divided, all on the CPU, all on the GPU, divided
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
         log = logged(engine, split)

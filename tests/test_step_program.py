@@ -55,8 +55,7 @@ PRE_NORM = "attn_norm attention add ffn_norm predict neurons add"
 ORDERS = {
     "llama": PRE_NORM,
     "llama with biases": PRE_NORM,
-    "sandwich": "attn_norm attention post_attention_norm add"
-    " ffn_norm predict neurons post_ffw_norm add",
+    "olmo2": "attention post_attention_norm add predict neurons post_ffw_norm add",
     "sandwich with biases": "attn_norm attention post_attention_norm add"
     " ffn_norm predict neurons add post_ffw_norm add",
     "qwen3": PRE_NORM,

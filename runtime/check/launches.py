@@ -9,7 +9,7 @@ Letters: see runtime.kernels.gpu.kernels."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
@@ -78,10 +78,12 @@ class Launch:
             for name, value in bound.arguments.items()
         ]
         words += [f"{num_rows} rows"] if num_rows > 1 else []
-        # A scale of one is compiled out.
+        # A scale of one is compiled out, and so is a cap of none.
         scales = {"embed": "scale", "add_norm": "factor"}
         is_scaled = kernel in scales and bound.arguments[scales[kernel]] != 1.0
         words += ["scaled"] if is_scaled else []
+        words += ["capped"] if bound.arguments.get("cap") is not None else []
+        words += ["strided"] if _is_norm_strided(kernel, bound.arguments) else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
         return cls(
             kernel=kernel,
@@ -93,6 +95,12 @@ class Launch:
 
     def run(self, kernels: Kernels) -> None:
         getattr(kernels, self.kernel)(**self.arguments)
+
+
+def _is_norm_strided(kernel: str, given: Mapping[str, Any]) -> bool:
+    """True for a norm of rows that other values lie between."""
+    out = given.get({"add_norm": "out_D", "round_tokens": "out_TD"}.get(kernel, ""))
+    return isinstance(out, Tensor) and not out.is_contiguous()
 
 
 def _words(name: str, value: Any, rows_axis: int | None) -> str:
@@ -335,7 +343,8 @@ def _note_attention(kernels: Kernels, layer: Layer, device: torch.device) -> Non
     append(kernels, attention, joined_TQ, places, query_THW)
     kernels.attend_tokens(
         query_THW, *attention.cache.for_kernels, places.position_T, torch.empty_like(query_THW),
-        sequence_T, table_SN, window=attention.window, sink_H=attention.sink_H,
+        sequence_T, table_SN, window=attention.window, cap=attention.score_cap,
+        sink_H=attention.sink_H,
         gated_TQ=joined_TQ if attention.is_gated else None,
     )  # fmt: skip
 

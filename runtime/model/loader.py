@@ -342,6 +342,7 @@ class Builder:
             is_gated=block.is_gated,
             rotary=self.rotary(block, attends_on),
             window=block.window, growth=block.growth, score_scale=block.score_scale,
+            score_cap=block.score_cap,
             on_bytes=self.count_attention,
         )  # fmt: skip
 

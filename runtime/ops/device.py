@@ -38,10 +38,13 @@ class Launcher:
             self.dot(linear, x_D, out[..., start:stop])
             start = stop
 
-    def dot(self, linear: Linear, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False) -> None:
-        """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that."""
+    def dot(
+        self, linear: Linear, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False,
+        cap: float | None = None,
+    ) -> None:  # fmt: skip
+        """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that; see kernels.Dot."""
         weight, bias_N = linear.weight, linear.bias_N
         self.launch(
-            lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu),
+            lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu, cap=cap),
             [weight.data, bias_N, x_D], [out_N],
         )  # fmt: skip

@@ -281,7 +281,7 @@ class Lowering:
             return partial(device.embed, weights.embedding, scale, has_positions=has_positions)
         if op.kind == "head":
             x_D, logits_V = (self._tensor(value, None) for value in (*op.reads, *op.writes))
-            return partial(device.dot, weights.head, x_D, logits_V)
+            return partial(device.dot, weights.head, x_D, logits_V, cap=weights.spec.logit_cap)
         assert op.layer is not None
         layer, divided = weights.layers[op.layer], self.divided[op.layer]
         if op.kind == "bias":

@@ -66,7 +66,7 @@ class StepStruct(Structure):
                 ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
                 ("key_kind", c_int32), ("value_kind", c_int32),
                 ("is_key_rotated", c_int32), ("is_value_rotated", c_int32),
-                ("embedding_scale", c_float)]  # fmt: skip
+                ("embedding_scale", c_float), ("logit_cap", c_float)]  # fmt: skip
 
 
 class RowStruct(Structure):
@@ -213,6 +213,7 @@ class StepBuilder(Structs):
         """A step with these layers, without embedding, head, operations and workspace."""
         step = self.frame_of(weights.layers, layer_structs, width=weights.embedding.width)
         step.embedding_scale = weights.embedding_scale
+        step.logit_cap = weights.spec.logit_cap or 0.0
         if weights.positions is not None:
             step.positions = self.matrix(weights.positions)
         return step

@@ -172,7 +172,7 @@ class _LayerWriter:
                 yield from self._neurons(block)
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
-                op = self._op("add", terms, [block.writes])
+                op = self._op("add", terms, [self._value(block.writes)])
                 yield replace(op, factor=block.factor)
 
     def _value(self, name: str) -> str:

@@ -257,6 +257,7 @@ struct AttendPart {
     // least of them. Null: row 0.
     const int32_t* from = nullptr;
     int64_t first = 0;
+    float cap = 0.0f;  // see HsAttention's score_cap
 };
 // weigh_keys writes `score`, `top` and `total`, then mix_values sums the values into `out`. There
 // are two functions because keys and values may be of different kinds.
@@ -329,6 +330,8 @@ struct Kernels {
     int64_t (*choose)(const float* score, int64_t n, float limit, int32_t* chosen);
     // SiLU or GELU of n values, in place; NaN stays NaN. `activation` is one of these.
     void (*smooth)(float* x, int64_t n, int32_t activation);
+    // x[i] = cap * tanh(x[i] / cap), for a cap above 0; NaN stays NaN.
+    void (*soft_cap)(float* x, int64_t n, float cap);
     // Bit i says whether x[i] is above the limit or NaN. n <= 64.
     uint64_t (*above)(const float* x, int64_t n, float limit);
     // Bit i says whether the magnitude of x[i] is above limit[i] or NaN. n <= 64.

@@ -238,6 +238,13 @@ bool rows_of_floats_alike() {
         if (std::memcmp(y[0] + 3, y[1] + 3, (D - 3) * sizeof(float)) != 0)
             return false;  // behind infinity
     }
+    for (int which = 0; which < 2; ++which) {
+        std::memcpy(y[which], SPECIAL, sizeof SPECIAL);
+        std::memcpy(y[which] + N, x, (D - N) * sizeof(float));
+        both[which]->soft_cap(y[which], D, 2.0f);
+        if (!std::isnan(y[which][0]) || y[which][1] != 2.0f || y[which][2] != -2.0f) return false;
+    }
+    if (std::memcmp(y[0] + 1, y[1] + 1, (D - 1) * sizeof(float)) != 0) return false;
     uint64_t above[2], beyond[2];
     for (int which = 0; which < 2; ++which) {
         for (int64_t i = 0; i < 64; ++i) y[which][i] = x[i];

@@ -441,7 +441,8 @@ constexpr Kernels all_kernels() {
     all.weigh_keys[KIND_BF16] = weigh_keys<BF16>, all.mix_values[KIND_BF16] = mix_values<BF16>;
     all.weigh_keys[KIND_Q8_0] = weigh_keys<Q8_0>, all.mix_values[KIND_Q8_0] = mix_values<Q8_0>;
     all.weigh_keys[KIND_Q4_0] = weigh_keys<Q4_0>, all.mix_values[KIND_Q4_0] = mix_values<Q4_0>;
-    all.choose = choose, all.smooth = smooth, all.above = above, all.beyond = beyond;
+    all.choose = choose, all.smooth = smooth, all.soft_cap = soft_cap;
+    all.above = above, all.beyond = beyond;
     all.keep_only = keep_only, all.add_to = add_to, all.sum_parts = sum_parts;
     all.rms_norm = rms_norm, all.layer_norm = layer_norm, all.rotate = rotate;
     all.gate_by = gate_by, all.delta_head = delta_head;

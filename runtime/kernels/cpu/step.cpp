@@ -255,8 +255,14 @@ class Step {
                 return clock.ended(TIMED_OTHER);
             case OP_HEAD:
                 if (num_wanted) multiply(&s.head, 1, in, num_wanted, logits, s.head.num_rows);
+                if (s.logit_cap > 0.0f) cap(logits, num_wanted * s.head.num_rows);
                 return clock.ended(TIMED_HEAD);
         }
+    }
+
+    void cap(float* logits, int64_t n) {
+        split(n * 4, n, LINE / 4, 4,
+              [&](int64_t i0, int64_t i1) { kernels().soft_cap(logits + i0, i1 - i0, s.logit_cap); });
     }
 
     void run_row(const HsOp& op, int64_t t) {

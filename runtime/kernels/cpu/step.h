@@ -103,16 +103,18 @@ struct HsAttention {
     float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
     const float* sink;                  // [H] a further score of each head, of no value; or null
     int64_t num_heads, num_kv_heads, head_width;
-    int64_t window;           // a token attends to this many of the latest positions; 0: to all
+    int64_t window;  // a token attends to this many of the latest positions; 0: to all
     // Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) (Llama 4).
-    int64_t growth_length;    // 0: they are not
+    int64_t growth_length;  // 0: they are not
     float growth;
     int32_t norms_by_head;    // query_norm and key_norm have weights for each head, [H, W] and [K, W]
     float scale;              // of the scores
+    float score_cap;          // c: a score s counts as c tanh(s / c); 0: as it is
     int32_t rotary;           // index in HsStep's `rotary`; below 0: queries and keys are not rotated
     int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
     // attn_q has for each head its query, then as many gates: the head's output is multiplied by their sigmoids
     int32_t is_gated;
+    int32_t unused;
 };
 
 // A gated delta net; model/spec.py (DeltaNet) has the formula. Letters: G key heads, V value heads, N and M values of a
@@ -260,6 +262,7 @@ struct HsStep {
     int64_t attention_bytes;  // of query, key, value and output projection
     int32_t key_kind, value_kind, is_key_rotated, is_value_rotated;  // of the cache
     float embedding_scale;  // multiplies the rows of the embedding
+    float logit_cap;        // c: a logit l counts as c tanh(l / c); 0: as it is
 };
 
 // A token of a step. The computed rows of one sequence follow one another without gaps in position; each

@@ -1,4 +1,4 @@
-"""Triton: activations of neurons, as in hotsplit.runtime.weights.neuron_block.Gate, in f32."""
+"""Triton: activations of neurons, as in hotsplit.runtime.weights.neuron_block.Gate, and soft caps, in f32."""
 
 import triton
 import triton.language as tl
@@ -8,6 +8,19 @@ import triton.language as tl
 def relu(x):
     """ReLU; NaN stays NaN."""
     return tl.where(x <= 0.0, 0.0, x)
+
+
+@triton.jit
+def capped(x, cap):
+    """cap * tanh(x / cap), near 0 by tanh's series, where 1 - e^(-2 |y|) would cancel."""
+    y = x / cap
+    power = tl.exp(-2.0 * tl.abs(y))
+    large = (1.0 - power) / (1.0 + power)
+    square = y * y
+    series = 2.1869488e-2 * square - 5.3968254e-2
+    series = (series * square + 0.13333333) * square - 0.33333333
+    small = y + y * square * series
+    return cap * tl.where(tl.abs(y) < 0.3, small, tl.where(y < 0.0, -large, large))
 
 
 @triton.jit

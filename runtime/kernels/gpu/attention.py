@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.runtime.kernels.gpu.activation import capped
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
@@ -185,6 +186,7 @@ def _attend_part(
     peaks,
     weights,
     scale,
+    cap,
     window,
     num_heads,
     key_block_stride,
@@ -263,6 +265,8 @@ def _attend_part(
                 query = qkv + (kv_head * GROUP + number) * QUERY_STRIDE
                 query_W = tl.load(query + column_W, mask=in_head_W, other=0.0)
                 score_P = tl.sum(key_PW * query_W[None, :], axis=1) * scale
+                if cap is not None:
+                    score_P = capped(score_P, cap)
                 score_P = tl.where(is_read_P, score_P, float("-inf"))
                 score_GP = tl.where((group_G == number)[:, None], score_P[None, :], score_GP)
             new_G = tl.maximum(peak_G, tl.max(score_GP, axis=1))
@@ -425,6 +429,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
     sink_H: Tensor | None = None,
     is_gated: bool = False,
 ) -> None:
@@ -452,6 +457,7 @@ def attend(
         peaks,
         weights,
         float(scale),
+        cap,
         window,
         num_heads,
         *cache.paging,

@@ -54,8 +54,9 @@ class Dot(Protocol):
         out_N: Tensor,
         *,
         has_relu: bool = False,
+        cap: float | None = None,
     ) -> None:
-        """out = W x + bias, then max(0, .) if `has_relu`; NaN stays NaN."""
+        """out = W x + bias, then max(0, .) if `has_relu`, or cap * tanh(. / cap); NaN stays NaN."""
 
 
 class Embed(Protocol):
@@ -94,7 +95,8 @@ class AddNorm(Protocol):
     ) -> None:
         """t = x + factor * (the rows of `parts_PD` + term); x_out = t, and out = copy = norm(t) as in
         hotsplit.runtime.ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` may be
-        `x_D`. `term_D`, `copy_D` and `x_out_D` may be in pinned memory of the host."""
+        `x_D`, and so may `out_D`; rows of these two may be strided. `term_D`, `copy_D` and `x_out_D` may
+        be in pinned memory of the host."""
 
 
 class RotateAppend(Protocol):
@@ -146,13 +148,15 @@ class Attend(Protocol):
         *,
         scale: float,
         window: int | None = None,
+        cap: float | None = None,
         sink_H: Tensor | None = None,
         is_gated: bool = False,
     ) -> None:
         """softmax(scale q k) v over the positions up to `position_1` inclusive, the last `window` of
-        them or all, times the sigmoid of the gates if `is_gated` (see RotateAppend). `sink_H`, f32:
-        for each head one more score, whose share is dropped. Triton reads no tile of 64 keys before
-        the window. `scratch` is f32 with at least `attend_scratch` values per row."""
+        them or all, times the sigmoid of the gates if `is_gated` (see RotateAppend). With a cap, a
+        scaled score s counts as cap * tanh(s / cap). `sink_H`, f32: for each head one more score, whose
+        share is dropped. Triton reads no tile of 64 keys before the window. `scratch` is f32 with at
+        least `attend_scratch` values per row."""
 
 
 class AttendTokens(Protocol):
@@ -167,6 +171,7 @@ class AttendTokens(Protocol):
         table_SN: Tensor | None = None,
         *,
         window: int | None = None,
+        cap: float | None = None,
         sink_H: Tensor | None = None,
         gated_TQ: Tensor | None = None,
     ) -> None:
@@ -284,7 +289,8 @@ class RoundTokens(Protocol):
     ) -> None:
         """t = x + added; x_out = t; out = norm(t), or t without a weight, in the type of `out_TD`.
         `power_T`, if given, takes the power of two at or below the largest magnitude of each token,
-        by which its values are divided before they are rounded. Any number of tokens."""
+        by which its values are divided before they are rounded. Any number of tokens. Rows of `x_TD` and
+        `out_TD`, which may be `x_TD`, may be strided."""
 
 
 class HiddenTokens(Protocol):

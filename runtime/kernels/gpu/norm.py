@@ -46,6 +46,8 @@ def _add_norm(
     term,
     copy,
     factor,
+    x_stride,
+    out_stride,
     NUM_PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -57,11 +59,11 @@ def _add_norm(
     await_last(OVERLAPS)
     if NUM_ROWS > 1:
         at = tl.program_id(0) * WIDTH
-        x += at
+        x += at if x_stride is None else tl.program_id(0) * x_stride
         if parts is not None:
             parts += at
         if out is not None:
-            out += at
+            out += at if out_stride is None else tl.program_id(0) * out_stride
         if x_out is not None:
             x_out += at
         if term is not None:
@@ -106,7 +108,7 @@ def add_norm(
     assert copy_D is None or out_D is not None
     num_rows, width = step_rows(x_D), x_D.shape[-1]
     parts = None if parts_PD is None else parts_PD[0]
-    for each in (x_D, out_D, x_out_D, term_D, copy_D, parts):
+    for each in (x_out_D, term_D, copy_D, parts):
         assert each is None or each.is_contiguous(), each.stride()
     block = power_of_2(width)
     num_parts = 0 if parts_PD is None else len(parts_PD)
@@ -122,6 +124,8 @@ def add_norm(
         term_D,
         copy_D,
         None if factor == 1.0 else float(factor),
+        _stride_between(x_D),
+        None if out_D is None else _stride_between(out_D),
         NUM_PARTS=num_parts,
         AT_ONCE=max(1, min(16, _AT_ONCE // block, power_of_2(max(1, num_parts)))),
         WIDTH=width,
@@ -130,3 +134,10 @@ def add_norm(
         **overlap_options(),
         num_warps=max(1, min(32, block // 128)),
     )
+
+
+def _stride_between(x: Tensor) -> int | None:
+    """The stride of rows that other values lie between, as between the queries of two rows; None if
+    nothing does."""
+    assert x.stride(-1) == 1, x.stride()
+    return None if x.is_contiguous() else x.stride(0)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.runtime.kernels.gpu.activation import capped
 from hotsplit.runtime.kernels.gpu.attention import Cache
 from hotsplit.runtime.kernels.gpu.launch import ceil_div, has_tensor_cores, power_of_2
 
@@ -39,6 +40,7 @@ def _attend_tokens(
     sink,
     gate,
     gate_stride,
+    cap,
     window,
     num_tokens,
     key_block_stride,
@@ -94,6 +96,8 @@ def _attend_tokens(
             mask=is_read_P[:, None] & in_head_W[None, :], other=0.0,
         )  # fmt: skip
         score_TP = tl.dot(query_TW, key_WP, input_precision="ieee")
+        if cap is not None:
+            score_TP = capped(score_TP, cap)
         is_seen_TP = at_P[None, :] <= at_T[:, None]
         if window is not None:
             is_seen_TP = is_seen_TP & (at_P[None, :] > at_T[:, None] - window)
@@ -127,6 +131,7 @@ def attend_tokens(
     table_SN: Tensor | None = None,
     *,
     window: int | None = None,
+    cap: float | None = None,
     sink_H: Tensor | None = None,
     gated_TQ: Tensor | None = None,
 ) -> None:
@@ -147,6 +152,7 @@ def attend_tokens(
         sink_H,
         gated_TQ,
         0 if gated_TQ is None else gated_TQ.stride(0),
+        cap,
         window,
         num_tokens,
         *cache.paging,

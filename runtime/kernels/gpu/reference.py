@@ -24,8 +24,9 @@ def dot(
     out_N: Tensor,
     *,
     has_relu: bool = False,
+    cap: float | None = None,
 ) -> None:
-    y_N = product(matrix, bias_N, x_D)
+    y_N = _capped(product(matrix, bias_N, x_D), cap)
     out_N.copy_(y_N.relu() if has_relu else y_N)
 
 
@@ -139,6 +140,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
     sink_H: Tensor | None = None,
     is_gated: bool = False,
 ) -> None:
@@ -153,7 +155,7 @@ def attend(
     head_HW = qkv[: num_heads * width * (1 + is_gated)].double().view(-1, width)
     query_KGW = head_HW[:: 1 + is_gated].reshape(num_kv, -1, width)
     key_KWC = key_CKW[read].double().permute(1, 2, 0)
-    score_KGC = query_KGW @ key_KWC * scale
+    score_KGC = _capped(query_KGW @ key_KWC * scale, cap)
     if sink_H is not None:
         score_KGC = torch.cat([score_KGC, sink_H.double().view(num_kv, -1, 1)], dim=-1)
     share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
@@ -171,6 +173,7 @@ def attend_tokens(
     table_SN: Tensor | None = None,
     *,
     window: int | None = None,
+    cap: float | None = None,
     sink_H: Tensor | None = None,
     gated_TQ: Tensor | None = None,
 ) -> None:
@@ -181,7 +184,7 @@ def attend_tokens(
     first = 0 if window is None else max(0, int(position_T[0]) + 1 - window)
     key_CKW, value_CKW = (each[first:count].double() for each in (key_CKW, value_CKW))
     query_TKGW = query_THW.double().unflatten(1, (num_kv, -1))
-    score_KGTC = torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW)
+    score_KGTC = _capped(torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW), cap)
     at_C, at_T1 = torch.arange(first, count, device=position_T.device), position_T[:, None]
     is_unseen_TC = at_C > at_T1
     if window is not None:
@@ -334,6 +337,10 @@ def product(matrix: StoredMatrix, bias_N: Tensor | None, x_D: Tensor) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool, magnitude: float) -> Tensor:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.runtime.kernels.gpu.activation import capped
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
@@ -34,6 +35,7 @@ def _dot(
     out,
     num_rows,
     out_stride,
+    cap,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -60,6 +62,8 @@ def _dot(
             y_R += tl.load(bias + row_R, mask=live_R, other=0.0)
         if HAS_RELU:
             y_R = tl.where(y_R <= 0.0, 0.0, y_R)
+        if cap is not None:
+            y_R = capped(y_R, cap)
         tl.store(out + row_R, y_R, mask=live_R)
         if GROUP > 1:
             out += out_stride
@@ -113,6 +117,7 @@ def dot(
     out_N: Tensor,
     *,
     has_relu: bool = False,
+    cap: float | None = None,
 ) -> None:
     layout = Layout.of(matrix)
     rows = rows_of_program(matrix.num_rows)
@@ -126,6 +131,7 @@ def dot(
         out_N,
         matrix.num_rows,
         None if x_D.dim() == 1 else out_N.stride(0),
+        cap,
         KIND=layout.kind,
         WIDTH=layout.width,
         PARTS=layout.parts,

@@ -42,6 +42,7 @@ def _round_tokens(
     x_out,
     x_stride,
     added_stride,
+    out_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -59,7 +60,8 @@ def _round_tokens(
         divisor, factor = _power_of(tl.max(tl.abs(value), axis=0))
         tl.store(power + token, divisor)
         value *= factor
-    tl.store(out + token * WIDTH + column, value.to(out.dtype.element_ty), mask=in_row)
+    at = token * (WIDTH if out_stride is None else out_stride)
+    tl.store(out + at + column, value.to(out.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
@@ -142,8 +144,7 @@ def round_tokens(
     num_tokens, width = x_TD.shape
     for each in (x_TD, added_TD):
         assert each is None or each.stride(1) == 1, each.stride()
-    for each in (out_TD, x_out_TD):
-        assert each is None or each.is_contiguous(), each.stride()
+    assert out_TD.stride(1) == 1 and (x_out_TD is None or x_out_TD.is_contiguous())
     block = power_of_2(width)
     _round_tokens[(num_tokens,)](
         x_TD,
@@ -156,6 +157,7 @@ def round_tokens(
         x_out_TD,
         x_TD.stride(0),
         0 if added_TD is None else added_TD.stride(0),
+        None if out_TD.is_contiguous() else out_TD.stride(0),
         WIDTH=width,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),

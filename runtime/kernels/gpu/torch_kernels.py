@@ -114,6 +114,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
     sink_H: Tensor | None = None,
     is_gated: bool = False,
 ) -> None:
@@ -125,7 +126,7 @@ def attend(
         kept, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
         reference.attend(
             query_KN[head], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, group,
-            scratch, out_KN[head], sequence_1, table_SN, scale=scale, window=window,
+            scratch, out_KN[head], sequence_1, table_SN, scale=scale, window=window, cap=cap,
             sink_H=None if sink_H is None else sink_H[heads], is_gated=is_gated,
         )  # fmt: skip
 
@@ -140,6 +141,7 @@ def attend_tokens(
     table_SN: Tensor | None = None,
     *,
     window: int | None = None,
+    cap: float | None = None,
     sink_H: Tensor | None = None,
     gated_TQ: Tensor | None = None,
 ) -> None:
@@ -151,7 +153,7 @@ def attend_tokens(
             reference.attend_tokens(
                 query_THW[tokens, heads], key_CKW[..., kept, :], value_CKW[..., kept, :],
                 position_T[tokens], out_THW[tokens, heads], sequence_1, table_SN, window=window,
-                sink_H=None if sink_H is None else sink_H[heads],
+                cap=cap, sink_H=None if sink_H is None else sink_H[heads],
                 gated_TQ=None if gated_TQ is None
                 else gated_TQ[tokens, 2 * width * heads.start : 2 * width * heads.stop],
             )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from hotsplit.model.rope import QueryGrowth
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
-from hotsplit.runtime.ops.attention.attend import attend, attend_with_sinks, in_window
+from hotsplit.runtime.ops.attention.attend import attend, in_window
 from hotsplit.runtime.ops.attention.gpu_pass import attend_tokens
 from hotsplit.runtime.ops.attention.rotary import Rotary, Turns, growth_of
 from hotsplit.runtime.ops.attention.selected import attend_capped, attend_to_chosen
@@ -43,6 +43,7 @@ class Attention:
     window: int | None
     growth: QueryGrowth | None
     score_scale: float
+    score_cap: float | None
     on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
     is_input_small: bool = False  # see gpu_products.Factor
 
@@ -107,7 +108,7 @@ class Attention:
             )
         types, tables = self.cache.types, self.cache.tables
         is_capped = tables is not None and tables.rule.is_capped
-        scale, window, turn = self.score_scale, self.window, turns.of(self.rotary)
+        scale, cap, turn = self.score_scale, self.score_cap, turns.of(self.rotary)
         if turn and not is_capped:
             query, key = turn.apply(query), turn.apply(key)
         if self.growth:
@@ -118,18 +119,16 @@ class Attention:
         if tables is not None and is_capped:
             assert self.rotary is not None
             heads_TH = attend_capped(
-                query, keys, values, tables, sequence, self.rotary, scale=scale
+                query, keys, values, tables, sequence, self.rotary, scale=scale, cap=cap
             )
         elif tables is not None and not tables.takes_all(start + len(query) - 1):
-            heads_TH = attend_to_chosen(query, keys, values, tables, sequence, scale=scale)
+            heads_TH = attend_to_chosen(query, keys, values, tables, sequence, scale=scale, cap=cap)
         else:
+            window = self.window
             keys, values = (in_window(rows, len(query), window).float() for rows in (keys, values))
-            if self.sink_H is None:
-                heads_TH = attend(query, keys, values, scale=scale, window=window)
-            else:
-                heads_TH = attend_with_sinks(
-                    query, keys, values, self.sink_H, scale=scale, window=window
-                )
+            heads_TH = attend(
+                query, keys, values, scale=scale, window=window, cap=cap, sink_H=self.sink_H
+            )
         if types.value.is_rotated:
             heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
         return heads_TH if gate_TH is None else heads_TH * gate_TH.sigmoid()

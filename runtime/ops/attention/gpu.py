@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.runtime.ops.attention.block import Attention
+from hotsplit.runtime.ops.attention.gpu_pass import norms_of_all, norms_of_each
 from hotsplit.runtime.ops.device import Launcher
-
-
-def lacking_on_gpus(attention: AttentionSpec) -> str | None:
-    """What these kernels lack of an attention; None if they cover it."""
-    return "one norm of all heads" if attention.norms_all_heads else None
+from hotsplit.runtime.ops.norm import launch_add_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,9 @@ def launch_attend(
 ) -> None:
     """Norms and rotates queries and keys in place, appends to the cache, and attends: heads
     [T, H W]."""
-    rotary, query, key = attention.rotary, attention.query_norm, attention.key_norm
+    for norm, of_heads in norms_of_all(attention, qkv):
+        launch_add_norm(on, of_heads, None, norm, of_heads, None)
+    rotary, (query, key) = attention.rotary, norms_of_each(attention)
     (keys, values), num_heads = attention.cache.for_kernels, attention.num_heads
     frequency_W = rotary.frequency_W if rotary else None
     query_W, key_W = query.weight_D if query else None, key.weight_D if key else None
@@ -56,7 +54,7 @@ def launch_attend(
         lambda: on.kernels.attend(
             qkv, keys, values, at.position_T, num_heads, scratch, heads, at.sequence_T,
             at.table_SN, scale=attention.score_scale, window=attention.window,
-            sink_H=attention.sink_H, is_gated=attention.is_gated,
+            cap=attention.score_cap, sink_H=attention.sink_H, is_gated=attention.is_gated,
         ),
         [qkv, keys, values, attention.sink_H, *at.tensors], [scratch, heads],
     )  # fmt: skip

@@ -33,7 +33,11 @@ class Heads(Protocol):
     @property
     def growth(self) -> QueryGrowth | None: ...
     @property
+    def norms_all_heads(self) -> bool: ...
+    @property
     def score_scale(self) -> float: ...
+    @property
+    def score_cap(self) -> float | None: ...
     @property
     def is_gated(self) -> bool: ...
     @property
@@ -56,7 +60,7 @@ def attend_tokens(
         append(kernels, heads, joined_TQ, places, query_THW)
         kernels.attend_tokens(
             query_THW, keys, values, places.position_T, out_THW, places.sequence_T,
-            places.table_SN, window=heads.window, sink_H=heads.sink_H,
+            places.table_SN, window=heads.window, cap=heads.score_cap, sink_H=heads.sink_H,
             gated_TQ=joined_TQ if heads.is_gated else None,
         )  # fmt: skip
     heads_TH = out_THW.flatten(1)
@@ -71,8 +75,12 @@ def append(
     query_THW: Tensor,
 ) -> None:
     """Norms and rotates queries and keys, appends keys and values, and writes the queries, scaled
-    and in the type of the keys."""
-    rotary, query, key = heads.rotary, heads.query_norm, heads.key_norm
+    and in the type of the keys. A norm of all heads overwrites theirs."""
+    for norm, of_heads in norms_of_all(heads, joined_TQ):
+        kernels.round_tokens(
+            of_heads, None, norm.weight_D, norm.bias_D, norm.epsilon, of_heads, None, None
+        )
+    rotary, (query, key) = heads.rotary, norms_of_each(heads)
     (keys, values), growth = heads.cache.for_kernels, heads.growth
     kernels.rotate_append(
         joined_TQ, rotary.frequency_W if rotary else None, bool(rotary and rotary.is_adjacent),
@@ -83,3 +91,20 @@ def append(
         centres=bool(query and query.bias_D is not None),
         growth=(growth.factor, growth.length) if growth else None,
     )  # fmt: skip
+
+
+def norms_of_each(heads: Heads) -> tuple[Norm | None, Norm | None]:
+    """The norms of each query and of each key, which the rotating kernel computes."""
+    return (None, None) if heads.norms_all_heads else (heads.query_norm, heads.key_norm)
+
+
+def norms_of_all(heads: Heads, qkv: Tensor) -> list[tuple[Norm, Tensor]]:
+    """The norms of all queries and of all keys together, with these parts of `qkv` [..., Q]."""
+    if not heads.norms_all_heads:
+        return []
+    assert heads.query_norm and heads.key_norm and not heads.is_gated, heads
+    query_size, key_size = len(heads.query_norm.weight_D), len(heads.key_norm.weight_D)
+    return [
+        (heads.query_norm, qkv[..., :query_size]),
+        (heads.key_norm, qkv[..., query_size : query_size + key_size]),
+    ]

@@ -23,8 +23,9 @@ class AttentionStruct(Structure):
                 ("code_factor", c_void_p), ("sink", c_void_p),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("window", c_int64), ("growth_length", c_int64), ("growth", c_float),
-                ("norms_by_head", c_int32), ("scale", c_float), ("rotary", c_int32),
-                ("norms_all_heads", c_int32), ("is_gated", c_int32)]  # fmt: skip
+                ("norms_by_head", c_int32), ("scale", c_float), ("score_cap", c_float),
+                ("rotary", c_int32), ("norms_all_heads", c_int32), ("is_gated", c_int32),
+                ("unused", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -62,6 +63,7 @@ def attention_struct(
         growth=growth.factor if growth else 0.0,
         norms_by_head=query is not None and query.is_by_head,
         scale=rounded_scale(attention.score_scale),
+        score_cap=attention.score_cap or 0.0,
         rotary=rotaries.index(attention.rotary),
         norms_all_heads=attention.norms_all_heads,
         is_gated=attention.is_gated,

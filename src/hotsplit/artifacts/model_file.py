@@ -125,7 +125,10 @@ class ModelFile:
 
         `check` gets the written file before it is renamed, and may raise."""
         self.validate()
-        write_gguf(path, self.architecture, {**self._own_keys(), **self.extra_keys}, self.tensors,
+        tensors = self.tensors
+        if self.layout == "stock":
+            tensors = ARCHITECTURES[self.architecture].joined(self.bare_spec, tensors)
+        write_gguf(path, self.architecture, {**self._own_keys(), **self.extra_keys}, tensors,
                    on_bytes=on_bytes, check=check)  # fmt: skip
 
     def validate(self) -> None:

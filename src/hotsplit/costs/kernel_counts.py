@@ -4,11 +4,24 @@ Plans assume that a step on a GPU is a captured graph, in which every kernel wai
 before it; `Gpu.kernels_seconds` has their time. Each matrix product is one kernel, each norm of a
 block is one (which also adds the sum before it), and the groups below have as many as stated. The kernels of the embedding and of the neuron cache are not counted."""
 
+from collections.abc import Sequence
+
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.spec import Attention, Block, DeltaNet, Neurons, Norm, Predict, Route
+from hotsplit.model.spec import (
+    Add,
+    Attention,
+    Block,
+    DeltaNet,
+    LayerSpec,
+    Neurons,
+    Norm,
+    Predict,
+    Route,
+)
 
 # Norm and rotate heads, append keys and values; attend to parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
+ALL_HEADS_KERNELS = 2  # the norm of all queries, and that of all keys
 # The convolution with the norms of queries and keys; the states; the gated norm of their outputs.
 DELTA_KERNELS = 3
 # At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the sum
@@ -27,7 +40,24 @@ def dense_kernels(
     spec = model.spec.layers[layer]
     if not has_predictor:
         spec = spec.with_predict(None)
-    return sum(_kernels(block, has_cache=has_cache) for block in spec.blocks)
+    kernels = sum(_kernels(block, has_cache=has_cache) for block in spec.blocks)
+    return kernels + _lone_sums(spec.blocks, model.spec.layers[layer + 1 :][:1])
+
+
+def _lone_sums(blocks: Sequence[Block], after: Sequence[LayerSpec]) -> int:
+    """The sums of a layer that neither a norm nor another sum reads next (OLMo 2); `after`: the layer
+    after it, unless it is the last."""
+    later = [*blocks, *(block for layer in after for block in layer.blocks)]
+    readers = (
+        next((b for b in later[index + 1 :] if block.writes in _read_by(b)), None)
+        for index, block in enumerate(blocks)
+        if isinstance(block, Add)
+    )
+    return sum(reader is not None and not isinstance(reader, Norm | Add) for reader in readers)
+
+
+def _read_by(block: Block) -> tuple[str, ...]:
+    return block.terms if isinstance(block, Add) else (block.reads,)
 
 
 def _kernels(block: Block, *, has_cache: bool) -> int:
@@ -36,7 +66,8 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
             return 1
         case Attention():
             products = len(block.projections) + 1
-            return products + (ATTENTION_KERNELS if has_cache else 0)
+            of_heads = ATTENTION_KERNELS + ALL_HEADS_KERNELS * block.norms_all_heads
+            return products + (of_heads if has_cache else 0)
         case DeltaNet():
             return len(block.projections) + 1 + DELTA_KERNELS
         case Predict():
@@ -45,5 +76,5 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
             return 2
         case Neurons() if block.suffix == "_shexp":  # hidden values, output, and a gate as a router
             return 4 if block.has_output_gate else 2
-        case _:  # neurons are counted with the devices that they are on; sums are in norms
+        case _:  # neurons are counted with the devices that they are on; most sums are in norms
             return 0

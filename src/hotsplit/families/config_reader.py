@@ -226,8 +226,9 @@ class ConfigReader:
         return None if count == head_dim else count
 
     def rotary_of(
-        self, sizes: Sizes, layers: str, theta_key: str, default_theta: float
-    ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:
+        self, sizes: Sizes, layers: str, theta_key: str, default_theta: float,
+        known: tuple[str, ...] = ("default", "linear"),
+    ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:  # fmt: skip
         """`rotary`, with pairs half a head apart, of the layers of a type of which the config has
         parameters of their own (`rope_parameters[layers]`, transformers 5) or at least a theta
         (4); `rope_scaling` is that of layers with full attention."""
@@ -241,7 +242,7 @@ class ConfigReader:
         if layers == "full_attention":
             own["rope_scaling"] = self.values.get("rope_scaling")
         read = ConfigReader(self.path, {**self.said, **own}, max_rows=self.max_rows)
-        return read.rotary(sizes, "halves", ("default", "linear"), default_theta)
+        return read.rotary(sizes, "halves", known, default_theta)
 
     def layers_with_window(self, num_layers: int, period: int) -> list[bool]:
         """Whether each layer has the window."""

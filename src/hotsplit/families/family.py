@@ -24,7 +24,8 @@ class Architecture:
     name computes and loads; empty if it has none; `not_in_stock` says what else of a spec it would
     compute otherwise. `keys` writes what `of_keys` reads beyond the
     keys that all architectures have (spec_keys); `known_keys` are the names of these. `apart` takes
-    apart what older files of llama.cpp's converter have in one tensor."""
+    apart what files of llama.cpp's converter have in one tensor, and `joined` makes one of what its graph
+    wants in one."""
 
     name: str
     of_keys: Callable[["KeyReader"], ModelSpec]
@@ -35,6 +36,7 @@ class Architecture:
     stock_options: tuple[str, ...] = ()
     not_in_stock: Callable[[ModelSpec], str | None] = lambda spec: None
     apart: Callable[[ModelSpec, Tensors], Tensors] = lambda spec, tensors: tensors
+    joined: Callable[[ModelSpec, Tensors], Tensors] = lambda spec, tensors: tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Granite's mixtures of experts (IBM), with and without shared experts: a Llama's graph whose
+"""Granite (IBM), dense and mixtures of experts, with and without shared experts: a Llama's graph whose
 embeddings, residual sums, scores and logits are multiplied by factors of the config."""
 
 from collections.abc import Collection, Mapping
@@ -19,12 +19,13 @@ from hotsplit.families.experts import (
     experts_of_keys,
     other_in_stock,
 )
-from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import llama_sizes
 from hotsplit.families.row_order import Rows, rotary_rows
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value
-from hotsplit.model.spec import Activation, Add, ModelSpec, Rotary, Route
+from hotsplit.model.arrangements import Mixture
+from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary, Route
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -36,6 +37,27 @@ Factors = tuple[float, float, float, float]
 
 
 def granite(read: ConfigReader) -> Blueprint:
+    """GraniteForCausalLM."""
+    sizes, notes = llama_sizes(read, has_window=False)
+    sizes, rotary, factors = read.rotary(sizes, "adjacent")
+    activation, biases = read.activation("hidden_act", GATED), read.biases()
+    return Blueprint(
+        spec=granite_spec(
+            "granite", sizes, rotary, sizes.neurons(activation, biases), _factors(read), biases
+        ),
+        name_of=gguf_names(gguf.MODEL_ARCH.GRANITE, sizes.num_layers),
+        rope_factors=factors,
+        rows=rotary_rows(sizes),
+        notes=notes,
+    )
+
+
+def _factors(read: ConfigReader) -> Factors:
+    embedding, residual, scores, logits = (read.positive(name) for name in FACTORS)
+    return embedding, residual, scores, logits
+
+
+def granite_moe(read: ConfigReader) -> Blueprint:
     """GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM."""
     sizes, notes = llama_sizes(read, has_window=False)
     shared = read.values.get("shared_intermediate_size") or 0
@@ -49,13 +71,12 @@ def granite(read: ConfigReader) -> Blueprint:
     )  # fmt: skip
     check_experts(str(read.path), experts, sizes.num_layers)
     sizes, rotary, factors = read.rotary(sizes, "adjacent")
-    embedding, residual, scores, logits = (read.positive(name) for name in FACTORS)
+    biases = PROJECTION_BIASES if read.flag("attention_bias") else ()
+    activation = read.activation("hidden_act", GATED)
     names = gguf_names(gguf.MODEL_ARCH.GRANITE_MOE, sizes.num_layers)
     return Blueprint(
         spec=granite_spec(
-            sizes, rotary, read.activation("hidden_act", GATED), experts,
-            (embedding, residual, scores, logits),
-            PROJECTION_BIASES if read.flag("attention_bias") else (),
+            "granitemoe", sizes, rotary, experts.mixture(activation, biases), _factors(read), biases
         ),
         name_of=_with_shared(names),
         rope_factors=factors,
@@ -88,31 +109,33 @@ def _shared_rows(count: int) -> dict[str, Rows]:
 
 
 def granite_spec(
-    sizes: Sizes, rotary: Rotary | None, activation: Activation, experts: Experts, factors: Factors,
+    name: str, sizes: Sizes, rotary: Rotary | None, neurons: Neurons | Mixture, factors: Factors,
     options: Collection[str] = (),
 ) -> ModelSpec:  # fmt: skip
     """`factors`: in the order of FACTORS."""
     embedding, residual, scores, logits = factors
     attention = sizes.attention(rotary, options, scale=scores)
-    mixture = experts.mixture(activation, options)
-    layer = sizes.arrangement().pre_norm(attention, mixture, factor=residual)
+    layer = sizes.arrangement().pre_norm(attention, neurons, factor=residual)
     return sizes.model(
-        "granitemoe", sizes.alike(layer), embedding_scale=embedding, logit_scale=1.0 / logits
+        name, sizes.alike(layer), embedding_scale=embedding, logit_scale=1.0 / logits
     )
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
-    sizes = read.sizes()
-    experts = experts_of_keys(read, has_shared=True)
+    sizes, name = read.sizes(), read.graph.name
+    activation, options = read.activation(), read.options(sizes.num_layers)
+    neurons: Neurons | Mixture = sizes.neurons(activation, options)
+    if name == "granitemoe":
+        neurons = experts_of_keys(read, has_shared=True).mixture(activation, options)
     # llama.cpp's graph rotates nothing if this is false (src/models/granite.cpp).
-    is_rotated = read.keys.get("granitemoe.rope.scaling.finetuned", True) is not False
+    is_rotated = read.keys.get(f"{name}.rope.scaling.finetuned", True) is not False
     embedding, residual, scores, logits = (
-        read.positive(f"granitemoe.{name}", default)
-        for name, default in zip(FACTOR_KEYS, (1.0, 1.0, sizes.head_dim**-0.5, 1.0), strict=True)
+        read.positive(f"{name}.{key}", default)
+        for key, default in zip(FACTOR_KEYS, (1.0, 1.0, sizes.head_dim**-0.5, 1.0), strict=True)
     )
     return granite_spec(
-        sizes, read.rotary("adjacent") if is_rotated else None, read.activation(), experts,
-        (embedding, residual, scores, logits), read.options(sizes.num_layers),
+        name, sizes, read.rotary("adjacent") if is_rotated else None, neurons,
+        (embedding, residual, scores, logits), options,
     )  # fmt: skip
 
 
@@ -129,25 +152,51 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 
 def not_in_stock(spec: ModelSpec) -> str | None:
     """llama.cpp takes the softmax of all scores, and divides by the sum of the chosen: the same."""
-    return other_in_stock(spec, renormalises=False)
+    if spec.has_experts:
+        return other_in_stock(spec, renormalises=False)
+    attention = spec.attentions[0]
+    if attention.query_size != spec.hidden_size:
+        return (
+            f"has heads of {spec.hidden_size} values together, this model of {attention.query_size}"
+        )
+    return None
 
 
+DEFAULTS = {
+    "tie_word_embeddings": False, "attention_bias": False, "rms_norm_eps": 1e-6,
+    **dict.fromkeys(FACTORS, 1.0),
+}  # fmt: skip
 GRANITE = Family(
     blueprint=granite,
+    model_types=("granite",),
+    read_keys=FACTORS,
+    defaults=DEFAULTS | {"mlp_bias": False},
+)
+GRANITE_MOE = Family(
+    blueprint=granite_moe,
     model_types=("granitemoe", "granitemoeshared"),
     read_keys=(*COUNTS, *FACTORS),
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "num_experts_per_tok": 2,
-        "num_local_experts": 8, "shared_intermediate_size": 0, "rms_norm_eps": 1e-6,
-        **dict.fromkeys(FACTORS, 1.0),
-    },
-)  # fmt: skip
-GRAPH = Architecture(
-    name="granitemoe",
-    of_keys=of_keys,
-    keys=keys,
-    known_keys=(*KEYS, *FACTOR_KEYS),
-    options=PROJECTION_BIASES,
-    stock_activations=("silu",),
-    not_in_stock=not_in_stock,
+    defaults=DEFAULTS
+    | {"num_experts_per_tok": 2, "num_local_experts": 8, "shared_intermediate_size": 0},
+)
+GRAPHS = (
+    Architecture(
+        name="granite",
+        of_keys=of_keys,
+        keys=keys,
+        known_keys=FACTOR_KEYS,
+        options=(*PROJECTION_BIASES, *GATED_BIASES),
+        stock_activations=("silu",),
+        stock_options=(*PROJECTION_BIASES, *GATED_BIASES),
+        not_in_stock=not_in_stock,
+    ),
+    Architecture(
+        name="granitemoe",
+        of_keys=of_keys,
+        keys=keys,
+        known_keys=(*KEYS, *FACTOR_KEYS),
+        options=PROJECTION_BIASES,
+        stock_activations=("silu",),
+        not_in_stock=not_in_stock,
+    ),
 )

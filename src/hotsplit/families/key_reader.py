@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
 
@@ -62,6 +63,7 @@ KNOWN_KEYS = SILENT_KEYS | {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
     "rope.scaling.attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
@@ -357,8 +359,9 @@ class KeyReader:
             )
         if kind == "yarn":
             return self._yarn(prefix)
-        if self.number(prefix + "attn_factor", 1.0) != 1.0:
-            raise HotsplitError(f"{self.path}: {prefix}attn_factor without YaRN is not supported")
+        for name in ("attn_factor", "yarn_attn_factor"):
+            if self.number(prefix + name, 1.0) != 1.0:
+                raise HotsplitError(f"{self.path}: {prefix}{name} without YaRN is not supported")
         if kind == "none":
             return NO_SCALING
         factor = self.positive(prefix + "factor", 1.0 if kind is None else None)
@@ -375,7 +378,7 @@ class KeyReader:
         factor = self.positive(prefix + "factor")
         less = self.number(prefix + "yarn_log_multiplier", 0.0)
         magnitude = 1.0 + 0.1 * less * math.log(max(1.0, factor))
-        return RopeScaling(
+        scaling = RopeScaling(
             kind="yarn",
             factor=factor,
             original_length=self._original_length(),
@@ -383,6 +386,12 @@ class KeyReader:
             beta_slow=self.positive(prefix + "yarn_beta_slow", 1.0),
             attn_factor=self.positive(prefix + "attn_factor", 1.0) / magnitude,
         )
+        # What llama.cpp's converter writes for a config's attention_factor, the whole magnitude;
+        # most of llama.cpp's graphs do not read it.
+        if prefix + "yarn_attn_factor" not in self.keys:
+            return scaling
+        whole = self.positive(prefix + "yarn_attn_factor")
+        return replace(scaling, attn_factor=scaling.attn_factor * whole / scaling.magnitude)
 
     def _original_length(self) -> int:
         return self.count("rope.scaling.original_context_length", self.count("context_length"))

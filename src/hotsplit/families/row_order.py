@@ -1,11 +1,15 @@
 """The order in which a model file has the rows of a checkpoint's tensors, such as rotary pairs that
-are neighbours."""
+are neighbours, and tensors that another file has in one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hotsplit.errors import HotsplitError
+from hotsplit.families.family import Tensors
 from hotsplit.families.sizes import Sizes
+from hotsplit.files.gguf_file import TensorEntry, row_range
+from hotsplit.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +43,48 @@ def rotary_rows(sizes: Sizes) -> dict[str, Rows]:
         for part in (".weight", ".bias"):
             rows[name + part] = Rows(source=name + part, order=order, num_rows=count)
     return rows
+
+
+def gates_apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
+    """The tensors, with gates and ups, which some of llama.cpp's graphs have in one `ffn_up`, the gates
+    first, as two views of it. One of another height stays, and is refused for its shape."""
+    found = dict(tensors)
+    for layer, block in enumerate(layer.neurons for layer in spec.layers):
+        gate, up = _gate_and_up(layer)
+        entry = tensors.get(up)
+        if gate not in tensors and entry is not None and entry.shape[0] == 2 * block.number:
+            found[gate] = row_range(entry, 0, block.number)
+            found[up] = row_range(entry, block.number, entry.shape[0])
+    return found
+
+
+def gates_joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
+    """The opposite of `gates_apart`. Raises HotsplitError for a layer whose gates and ups have types of
+    their own."""
+    found = dict(tensors)
+    for layer in range(spec.num_layers):
+        gate, up = (tensors[name] for name in _gate_and_up(layer))
+        if gate.kind != up.kind:
+            raise HotsplitError(
+                f"{_gate_and_up(layer)[0]} is {gate.kind} and the ups are {up.kind}, but llama.cpp's"
+                f" {spec.architecture} graph has both in one matrix; use the sparse layout"
+            )
+        del found[_gate_and_up(layer)[0]]
+        found[_gate_and_up(layer)[1]] = _stacked(gate, up)
+    return found
+
+
+def _gate_and_up(layer: int) -> tuple[str, str]:
+    return f"blk.{layer}.ffn_gate.weight", f"blk.{layer}.ffn_up.weight"
+
+
+def _stacked(first: TensorEntry, second: TensorEntry) -> TensorEntry:
+    """A matrix of the rows of two."""
+    count = first.shape[0]
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        above = first.read_rows(min(start, count), min(stop, count))
+        below = second.read_rows(max(start - count, 0), max(stop - count, 0))
+        return np.concatenate([above, below])
+
+    return replace(first, shape=(count + second.shape[0], first.shape[1]), read_rows=read_rows)

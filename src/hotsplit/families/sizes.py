@@ -43,8 +43,8 @@ class Sizes:
 
     def attention(
         self, rotary: Rotary | None, options: Collection[str] = (), *, window: int | None = None,
-        scale: float | None = None, has_head_norms: bool = False, norms_all_heads: bool = False,
-        is_fused: bool = False, head_norm: NormKind = "rms", norms_by_head: bool = False,
+        scale: float | None = None, score_cap: float | None = None, has_head_norms: bool = False,
+        norms_all_heads: bool = False, is_fused: bool = False, head_norm: NormKind = "rms", norms_by_head: bool = False,
         growth: QueryGrowth | None = None,
     ) -> Attention:  # fmt: skip
         """`options`: names of optional tensors, of which the biases are used."""
@@ -56,6 +56,7 @@ class Sizes:
             rotary=rotary,
             window=window,
             scale=scale,
+            score_cap=score_cap,
             head_norm=norm if has_head_norms else None,
             norms_all_heads=norms_all_heads,
             norms_by_head=norms_by_head,
@@ -80,7 +81,8 @@ class Sizes:
 
     def model(
         self, architecture: str, layers: Iterable[LayerSpec], *, output_norm: NormKind | None = "rms",
-        embedding_scale: float = 1.0, logit_scale: float = 1.0, has_positions: bool = False,
+        embedding_scale: float = 1.0, logit_scale: float = 1.0, logit_cap: float | None = None,
+        has_positions: bool = False,
     ) -> ModelSpec:  # fmt: skip
         last = Norm(
             name="output_norm", kind=output_norm or "rms", size=self.hidden_size,
@@ -95,6 +97,7 @@ class Sizes:
             output_norm=last if output_norm else None,
             embedding_scale=embedding_scale,
             logit_scale=logit_scale,
+            logit_cap=logit_cap,
             has_positions=has_positions,
         )
 

@@ -87,6 +87,15 @@ def chosen_rows(entry: TensorEntry, rows: np.ndarray) -> TensorEntry:
     return replace(entry, shape=(len(rows), *entry.shape[1:]), read_rows=read_rows)
 
 
+def row_range(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
+    """The matrix of rows begin .. end - 1 of another."""
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return entry.read_rows(begin + start, begin + stop)
+
+    return replace(entry, shape=(end - begin, *entry.shape[1:]), read_rows=read_rows)
+
+
 def type_of(kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind.upper()]
 

@@ -77,6 +77,19 @@ class Arrangement:
             )
         )
 
+    def output_norms(self, attention: Attention, neurons: Neurons) -> LayerSpec:
+        """Norms of the outputs of attention and feed-forward alone (OLMo 2, arXiv 2501.00656)."""
+        return LayerSpec(
+            blocks=(
+                replace(attention, reads="x"),
+                self._norm("post_attention_norm", "attn_out", "attn_out"),
+                Add(terms=("x", "attn_out"), writes="ffn_in"),
+                neurons,
+                self._norm("post_ffw_norm", "ffn_out", "ffn_out"),
+                Add(terms=("ffn_in", "ffn_out")),
+            )
+        )
+
     def parallel(self, attention: Attention, neurons: Neurons, *, num_norms: int) -> LayerSpec:
         """Attention and feed-forward read the same hidden state, through one norm or one each
         (Falcon)."""

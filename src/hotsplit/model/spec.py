@@ -53,7 +53,8 @@ class Attention:
     they rotate; of all heads together if `norms_all_heads` (OLMoE), with weights for each head if
     `norms_by_head` (Command R+). `biases`: names of the projections that have one. `has_sinks`: each head has one more score, whose share is of no value
     (arXiv 2309.17453). `is_gated`: attn_q has a gate after each head's query, whose sigmoid multiplies
-    the head's output (Qwen3-Next)."""
+    the head's output (Qwen3-Next). `score_cap` c: a scaled score s counts as c tanh(s / c) (Gemma 2, arXiv
+    2408.00118)."""
 
     num_heads: int
     num_kv_heads: int
@@ -61,6 +62,7 @@ class Attention:
     rotary: Rotary | None
     window: int | None = None
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    score_cap: float | None = None
     head_norm: Norm | None = None
     norms_all_heads: bool = False
     norms_by_head: bool = False
@@ -292,7 +294,8 @@ class LayerSpec:
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder. `architecture` is llama.cpp's name of its graph, or PowerInfer's.
-    `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives;
+    `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives; with a
+    `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2);
     `has_positions`: learned positions are added to the embedding."""
 
     architecture: str
@@ -303,6 +306,7 @@ class ModelSpec:
     output_norm: Norm | None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float | None = None
     has_positions: bool = False
 
     @property

@@ -17,14 +17,15 @@ _BY_NAME = (
      "an encoder, which cannot generate text, is not supported"),
     (("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
      "models for images and audio are not supported"),
-    (("gemma",), "Gemma's graph (scaled embeddings, additional norms) is not supported"),
+    (("gemma",), "this Gemma's graph is not supported"),
     (("gpt2", "gptneo", "gpt_neo", "gptj", "bloom", "mpt", "starcoder", "codegen", "stablelm",
       "phi2", "phiforcausallm", "olmo", "cohere", "command-r", "granite", "glm", "internlm",
       "baichuan", "minicpm", "exaone", "nemotron", "ernie", "hunyuan", "plamo"),
      "its graph is not supported"),
 )  # fmt: skip
 _EXPERTS = "experts are not supported in this architecture"
-_CAPPED = "logits with a soft cap are not supported"
+_CAPPED_SCORES = "scores with a soft cap are not supported in this architecture"
+_CAPPED = "logits with a soft cap are not supported in this architecture"
 _SCALED = "values scaled by a factor of the config are not supported"
 _LATENT = "attention over latent keys and values is not supported"
 _EXPERT_KEYS = (
@@ -34,7 +35,7 @@ _EXPERT_KEYS = (
 # derived models have them under a supported name, and their tensors need not differ.
 CONFIG_KEYS: Mapping[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(_EXPERT_KEYS, ((0, 1), _EXPERTS)),
-    "attn_logit_softcapping": ((), _CAPPED),
+    "attn_logit_softcapping": ((), _CAPPED_SCORES),
     "final_logit_softcapping": ((), _CAPPED),
     "embedding_multiplier": ((1,), _SCALED),
     "residual_multiplier": ((1,), _SCALED),
@@ -53,14 +54,14 @@ _BY_KEY = {
     "expert_count": _EXPERTS,
     "expert_used_count": _EXPERTS,
     "attention.sliding_window": "attention over a sliding window is not supported",
-    "attn_logit_softcapping": _CAPPED,
+    "attn_logit_softcapping": _CAPPED_SCORES,
     "final_logit_softcapping": _CAPPED,
     "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
 CHECKPOINTS = (
-    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3 and Phi-4-mini, Gemma 3, SmolLM3, Ministral, StarCoder 2,"
-    " Command R, Cohere 2, Nemotron, Arcee, Falcon and OPT, sparse variants of"
+    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3 and Phi-4-mini, Gemma 2 and 3, SmolLM3, OLMo 2 and 3,"
+    " GLM-4, Granite, Ministral, StarCoder 2, Command R, Cohere 2, Nemotron, Arcee, Falcon and OPT, sparse variants of"
     " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE,"
     " Qwen 2 and Qwen 3, Granite, GLM-4.5, gpt-oss and SmallThinker, and Qwen3-Next, Qwen 3.5 and 3.6"
 )
