@@ -8,6 +8,7 @@ from pathlib import Path
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import MAX_LOSS
+from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.config import ReportConfig
 from hotsplit.runtime.step.workspace import workspace_bytes
@@ -61,7 +62,7 @@ def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> I
         model=model, profile=profile, machine=machine, budgets=split.budgets,
         host_budget=split.host_budget_bytes or None, context_length=split.context_length,
         mode=split.mode, workspace=lambda *asked: workspace,
-        swapped_rows=split.cache.most_rows if split.cache else 0,
+        neuron_cache=CacheOptions(most_rows=split.cache.most_rows) if split.cache else None,
         num_sequences=split.num_sequences, kv_offload=split.kv_offload,
     )  # fmt: skip
 

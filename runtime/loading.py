@@ -42,7 +42,12 @@ from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
-from hotsplit.runtime.neuron_cache.setup import first_residents, setup_of, slot_bytes
+from hotsplit.runtime.neuron_cache.setup import (
+    first_residents,
+    not_copied,
+    setup_of,
+    slot_bytes,
+)
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.resolved_options import (
@@ -206,9 +211,16 @@ class Loaded:
         model, plan = self.model, self.plan
         self.setup = setup_of(self.config.neuron_cache, plan, self.mode)
         self.resident_LN = None
-        if self.setup and self.check is not None and not self.check.check_neuron_cache():
-            self.setup = None
         if self.setup is None:
+            return
+        if self.setup.units == "experts" and self.check is None:
+            self.notice(
+                "the neuron cache swaps experts in a GPU's memory, so it is off without one"
+            )
+            self.setup = None
+            return
+        if self.setup.units == "neurons" and self.check and not self.check.check_neuron_cache():
+            self.setup = None
             return
         self.resident_LN = first_residents(model, plan)
         if plan is None or plan.cache is None:
@@ -231,8 +243,12 @@ class Loaded:
             model, self.config.is_resident, self.bytes_by_role, self.device
         )
         if self.setup is not None:
-            is_resident = self.residence is not None
-            self.setup.check(model, plan, self.mode, is_resident=is_resident)
+            is_resident = self.residence is not None and self.residence.holds_experts
+            if self.setup.units == "experts" and not is_resident:
+                self.warn("the neuron cache is off: it needs the plan's experts in main memory")
+                self.setup = self.resident_LN = None
+            else:
+                self.setup.check(model, plan, self.mode, is_resident=is_resident)
         self.max_rows = self._step_rows()
         self.memories = memories_of(
             model, plan, self.placement, self.bytes_by_role, self.context_length, self.warn,
@@ -285,10 +301,15 @@ class Loaded:
 
     def _make_neuron_cache(self) -> None:
         self.neuron_cache: NeuronCache | None = None
-        if self.setup is not None and self.resident_LN is not None:
-            self.neuron_cache = self.setup.cache(
-                self.weights, self.resident_LN, is_joined=self.has_joined_slots
-            )
+        if self.setup is None or self.resident_LN is None:
+            return
+        why = "" if self.setup.units == "neurons" else not_copied(self.weights, self.resident_LN)
+        if why:
+            self.warn(f"the neuron cache is off: {why}")
+            return
+        self.neuron_cache = self.setup.cache(
+            self.weights, self.resident_LN, is_joined=self.has_joined_slots
+        )
 
     def _make_decoder(self) -> None:
         """Builds the decode step and the decoder; `step_of` builds later steps, for the same

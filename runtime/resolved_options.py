@@ -128,9 +128,7 @@ def for_experts(
     model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
 ) -> EngineConfig:
     """The options of a mixture of experts, which runs on the CPU without a plan. Raises HotsplitError if
-    a GPU is asked for without one, and for a neuron cache."""
-    if config.neuron_cache is not None:
-        model.refuse_experts("neuron caches are", "leave --neuron-cache out")
+    a GPU is asked for without one."""
     if device_of(config.device).type == "cpu" or plan is not None:
         return config
     if config.device is not None:

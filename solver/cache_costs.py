@@ -13,8 +13,11 @@ What counts as read depends on the mode:
     predicted  the neurons that the predictor names: the gate row of each and, as often as a named
                neuron fires, its up and down rows.
 
+Of a mixture, a layer reads the experts that its router chooses: hot_row_s and cold_row_s are an expert's
+seconds as in `replay`, hot_s those of the kernels, cold_s the hand-over.
+
 With the profile's expected counts, the sum over the cached layers plus `rest_s` is the plan's
-objective. A row on the GPU takes its bytes over the GPU's rate; on the CPU, in mode exact, its
+objective; of a mixture, the mean of that over the recorded tokens. A row on the GPU takes its bytes over the GPU's rate; on the CPU, in mode exact, its
 bytes over the rates of its matrices at the layer's density. `problem` spreads a layer's CPU seconds
 over all of its bytes, gates included; cold_s takes the difference. In mode predicted a row on
 either side takes that side's expected seconds over its expected rows.
@@ -22,7 +25,8 @@ either side takes that side's expected seconds over its expected rows.
 A copied neuron takes all of its bytes over the rate of the link (from pinned memory), and each
 step's copy takes `Gpu.copy_latency_s` in addition. Gathering reads and writes all of a neuron's
 bytes, at the rate measured with the fewest threads, since one thread gathers; SWAP_S is added for
-the host's work on a swap that does not depend on bytes.
+the host's work on a swap that does not depend on bytes. Experts are not gathered, but the GPU moves them
+from staging to their slots between steps, which reads and writes their bytes.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -30,19 +34,26 @@ import numpy as np
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs import part_bytes
 from hotsplit.costs.part_bytes import down_kind, is_cached, layer_bytes, layer_tensors
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Placement, Problem, placement_seconds
 from hotsplit.solver.problem_builder import overfetch
+from hotsplit.solver.units import ExpertUnits
 
 # The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5
+# Of a swap of experts, whose matrices it sends one by one.
+EXPERT_SWAP_S = 6e-5
 
 
 def expected_reads(inputs: Inputs) -> np.ndarray:
-    """How often a token reads each neuron, by id; f64 [L, F]."""
+    """How often a token reads each neuron or expert, by id; f64 [L, F]."""
+    if inputs.model.spec.has_experts:
+        units = ExpertUnits(model=inputs.model, profile=inputs.profile)
+        return units.count_LF / units.rank_LTK.shape[1]
     assert not computes_all(inputs.mode), "every neuron is read"
     frequency_LF = inputs.profile.frequency_LF
     if not runs_predictors(inputs.mode):
@@ -54,38 +65,55 @@ def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> Cache
     """The costs for a placement; `problem` was built for the inputs' first GPU. Layers that are not
     cached have costs of zero: their seconds are in `rest_s`."""
     machine, gpu = inputs.machine, inputs.machine.gpus[0]
-    order_LF = problem.order_LF.astype(np.int64)
-    reads_LF = np.take_along_axis(expected_reads(inputs), order_LF, axis=1)
-    is_cached_L = cached_layers(placement)
-    sides = [
-        _sides(inputs, problem, placement, reads_LF, layer) for layer in range(problem.num_layers)
-    ]
-    hot_s_L, hot_row_s_L, cold_s_L, cold_row_s_L = map(np.array, zip(*sides, strict=True))
+    is_cached_L = cached_layers(inputs.model, placement)
+    sides_of = _of_experts if inputs.model.spec.has_experts else _of_neurons
+    sides_L4 = np.array(sides_of(inputs, problem, placement)) * is_cached_L[:, None]
     link_s = 1e-9 / gpu.host_to_device_gb_per_s.median
-    gather_s = 2e-9 / machine.cpu_bandwidth_gb_per_s[min(machine.cpu_bandwidth_gb_per_s)].median
     copied_L = problem.neuron_bytes_L * is_cached_L
+    if inputs.model.spec.has_experts:
+        move_s = 2e-9 / gpu.bandwidth_gb_per_s.median
+        gather_row_s_L = copied_L * move_s + EXPERT_SWAP_S * is_cached_L
+    else:
+        least = min(machine.cpu_bandwidth_gb_per_s)
+        gather_s = 2e-9 / machine.cpu_bandwidth_gb_per_s[least].median
+        gather_row_s_L = copied_L * gather_s + SWAP_S * is_cached_L
     return CacheCosts(
-        hot_s_L=hot_s_L,
-        hot_row_s_L=hot_row_s_L,
-        cold_s_L=cold_s_L,
-        cold_row_s_L=cold_row_s_L,
+        hot_s_L=sides_L4[:, 0],
+        hot_row_s_L=sides_L4[:, 1],
+        cold_s_L=sides_L4[:, 2],
+        cold_row_s_L=sides_L4[:, 3],
         copy_row_s_L=copied_L * link_s,
-        gather_row_s_L=copied_L * gather_s + SWAP_S * is_cached_L,
+        gather_row_s_L=gather_row_s_L,
         rest_s=placement_seconds(problem, placement, counts_L=~is_cached_L),
         copy_s=gpu.copy_latency_s.median,
     )
 
 
-def cached_layers(placement: Placement) -> np.ndarray:
+Sides = tuple[float, float, float, float]  # hot_s, hot_row_s, cold_s and cold_row_s of a layer
+
+
+def _of_experts(inputs: Inputs, problem: Problem, placement: Placement) -> list[Sides]:
+    sides = [problem.sides(layer) for layer in range(problem.num_layers)]
+    return [(own.kernels_s, own.hot_s, own.hand_over_s, own.cold_s) for own in sides]
+
+
+def _of_neurons(inputs: Inputs, problem: Problem, placement: Placement) -> list[Sides]:
+    order_LF = problem.order_LF.astype(np.int64)
+    reads_LF = np.take_along_axis(expected_reads(inputs), order_LF, axis=1)
+    layers = range(problem.num_layers)
+    return [_sides(inputs, problem, placement, reads_LF, layer) for layer in layers]
+
+
+def cached_layers(model: ModelFile, placement: Placement) -> np.ndarray:
     """Whether a neuron cache serves each layer, bool [L]."""
-    num_neurons = placement.hot_LF.shape[1]
-    return np.array([is_cached(hot, num_neurons) for hot in placement.num_hot_L.tolist()])
+    dense = placement.dense_L.tolist()
+    return np.array(part_bytes.cached_layers(model, placement.num_hot_L.tolist(), dense))
 
 
 def _sides(
     inputs: Inputs, problem: Problem, placement: Placement, reads_LF: np.ndarray, layer: int
-) -> tuple[float, float, float, float]:
-    """hot_s, hot_row_s, cold_s and cold_row_s of a layer; zeros if it is not cached."""
+) -> Sides:
+    """Those of a layer; zeros if it is not cached."""
     is_hot_F, reads_F = placement.hot_LF[layer], reads_LF[layer]
     if not is_cached(int(is_hot_F.sum()), len(is_hot_F)):
         return 0.0, 0.0, 0.0, 0.0

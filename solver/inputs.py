@@ -24,6 +24,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
+from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem_builder import build_problem
 
@@ -140,7 +141,7 @@ def load_inputs(
     context_length: int | None,
     mode: Mode | None,
     workspace: Workspace,
-    swapped_rows: int = 0,
+    neuron_cache: CacheOptions | None = None,
     num_sequences: int = 1,
     rope: tuple[str | None, float | None] = (None, None),
     kv_offload: KeySelection | None = None,
@@ -148,7 +149,11 @@ def load_inputs(
     """Raises HotsplitError for files that do not belong together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
     if file.spec.has_experts:
-        _check_experts(file, mode, swapped_rows, kv_offload)
+        _check_experts(file, mode, kv_offload)
+    elif neuron_cache is not None and mode == "dense":
+        raise HotsplitError(
+            "--neuron-cache with --mode dense, which reads every neuron; wanted exact or predicted"
+        )
     if kv_offload is not None:
         kv_offload.check_windows(model, file.spec)
     profile_file, machine_file = Profile.load(profile), Machine.load(machine)
@@ -162,7 +167,7 @@ def load_inputs(
         workspace=0,
         budgets=budgets,
         host_budget=machine_file.memory_bytes if host_budget is None else host_budget,
-        swapped_rows=swapped_rows,
+        swapped_rows=0 if neuron_cache is None else swapped_rows(neuron_cache, file),
         num_sequences=num_sequences,
         kv_offload=kv_offload,
     )
@@ -173,13 +178,17 @@ def load_inputs(
     return inputs.with_workspace(workspace)
 
 
-def _check_experts(
-    model: ModelFile, mode: Mode | None, swapped_rows: int, kv_offload: KeySelection | None
-) -> None:
+def swapped_rows(options: CacheOptions, model: ModelFile) -> int:
+    """The most neurons or experts that a neuron cache swaps in a step."""
+    number = options.of("experts" if model.spec.has_experts else "neurons").most_rows
+    assert number is not None
+    return number
+
+
+def _check_experts(model: ModelFile, mode: Mode | None, kv_offload: KeySelection | None) -> None:
     """Raises HotsplitError for what plans of mixtures do not have yet."""
     asked = {
         f"--mode {mode}": mode not in (None, "dense"),
-        "--neuron-cache": swapped_rows > 0,
         "--kv-offload": kv_offload is not None,
     }
     option = next((name for name, is_asked in asked.items() if is_asked), None)

@@ -62,7 +62,7 @@ def find_fastest(
     """The best plan of all allowed modes. Raises HotsplitError if none fits, and for a neuron
     cache if only mode dense is allowed."""
     allowed, others = allowed_modes(inputs, max_loss)
-    if inputs.swapped_rows:
+    if inputs.swapped_rows and not inputs.model.spec.has_experts:
         allowed = _cached_modes(inputs, allowed, max_loss)
         others.append(Alternative(name="dense", seconds=None, why_not="reads every neuron"))
     best: Found | None = None

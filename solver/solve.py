@@ -108,11 +108,6 @@ class SolveConfig:
                 "--neuron-cache with a --vram-budget of 0; its slots are in the GPU's memory: give"
                 " it some, or leave --neuron-cache out"
             )
-        if self.mode == "dense":
-            raise HotsplitError(
-                "--neuron-cache with --mode dense, which reads every neuron; wanted exact or"
-                " predicted"
-            )
 
     @property
     def selection(self) -> KeySelection | None:
@@ -198,7 +193,7 @@ def inputs_of(config: SolveConfig, workspace: Workspace) -> Inputs:
         context_length=config.context_length,
         mode=config.mode,
         workspace=workspace,
-        swapped_rows=config.neuron_cache.most_rows if config.neuron_cache else 0,
+        neuron_cache=config.neuron_cache,
         num_sequences=config.num_sequences,
         rope=(config.rope_scaling, config.rope_scale),
         kv_offload=config.selection,

@@ -64,9 +64,13 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
 
 def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Profile) -> None:
     """Checks that the cache's initial frequencies are the profile's, and that by the cache's costs
-    a token that reads as many neurons as the profile expects takes the plan's seconds."""
+    a token that reads as many neurons as the profile expects takes the plan's seconds; of a mixture,
+    that the recorded tokens do on average."""
     seconds, costs = cache.costs.rest_s, cache.costs
     for layer, ids in enumerate(split.hot):
+        if split.num_experts:
+            seconds += _cached_experts_seconds(split, cache, model, profile, layer)
+            continue
         named_F, fired_F = _shares(split, model, profile, layer)
         read_F = named_F if runs_predictors(split.mode) else fired_F
         if not np.allclose(cache.frequency[layer], read_F, rtol=1e-6, atol=0):
@@ -82,6 +86,27 @@ def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Prof
             f"the plan is wrong: a token takes {seconds:.9g} s by the cache's times,"
             f" {split.objective_s:.9g} by the plan"
         )
+
+
+def _cached_experts_seconds(
+    split: Split, cache: CachePlan, model: ModelFile, profile: Profile, layer: int
+) -> float:
+    """Seconds of a layer's experts by the cache's costs, which are 0 where nothing is swapped."""
+    assert profile.routing_LTK is not None
+    costs, id_TK = cache.costs, profile.routing_LTK[layer]
+    has_experts = model.spec.layers[layer].route is not None
+    share_E = np.zeros(len(cache.frequency[layer]))
+    if has_experts:
+        share_E += _counts(model, profile, layer) / len(id_TK)
+    if not np.allclose(cache.frequency[layer], share_E, rtol=1e-6, atol=0):
+        raise HotsplitError(
+            f"the plan is wrong: the cache's frequencies of layer {layer} are not the profile's"
+        )
+    hot_T = np.isin(id_TK, split.hot[layer]).sum(axis=1) * has_experts
+    hot_s_T = costs.hot_s_L[layer] + costs.hot_row_s_L[layer] * hot_T
+    cold_T = (id_TK.shape[1] - hot_T) * has_experts
+    cold_s_T = costs.cold_s_L[layer] + costs.cold_row_s_L[layer] * cold_T
+    return float(np.maximum(hot_s_T, cold_s_T).mean())
 
 
 def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> float:

@@ -19,10 +19,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import runs_predictors
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.cache_costs import cache_costs, cached_layers, expected_reads
-from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.inputs import Inputs, swapped_rows
 from hotsplit.solver.memories import Smallest, TooSmallError
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem import Placement
+from hotsplit.solver.units import ExpertUnits
 from hotsplit.system.sizes import format_bytes
 
 # Advice is given if the cache takes at most this share of the hot neurons' bytes on the GPU.
@@ -52,9 +53,10 @@ def check_host(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> None
 
 def check_divided(inputs: Inputs, placement: Placement) -> None:
     """Raises HotsplitError if a neuron cache was asked for and no layer is divided."""
-    if inputs.swapped_rows and not cached_layers(placement).any():
+    if inputs.swapped_rows and not cached_layers(inputs.model, placement).any():
+        units = "experts" if inputs.model.spec.has_experts else "neurons"
         raise HotsplitError(
-            f"{inputs.paths[0]}: with this budget the best plan divides no layer's neurons between"
+            f"{inputs.paths[0]}: with this budget the best plan divides no layer's {units} between"
             " GPU and CPU, so a neuron cache has nothing to swap; leave --neuron-cache out, or give"
             " another --vram-budget"
         )
@@ -72,13 +74,14 @@ def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> C
 def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: float) -> str:
     """A line on the bytes of a plan's cache. `without_s`: seconds per token of the plan without a
     cache."""
-    num_layers = int(cached_layers(placement).sum())
-    copies = copied_bytes(inputs.model, placement.num_hot_L.tolist())
+    num_layers, units = int(cached_layers(inputs.model, placement).sum()), split.units
+    num_hot, dense = num_hot_of(inputs, placement), placement.dense_L.tolist()
+    copies = copied_bytes(inputs.model, num_hot, dense)
     return (
         f"the neuron cache of {num_layers} layers takes"
         f" {format_bytes(split.gpu_bytes['neuron_cache'])} of the GPU's budget, for up to"
         f" {inputs.swapped_rows} swaps a token, and {format_bytes(split.cpu_bytes['neuron_cache'])}"
-        f" of main memory, {format_bytes(copies)} of it copies of hot neurons; without it the plan"
+        f" of main memory, {format_bytes(copies)} of it copies of hot {units}; without it the plan"
         f" is for {1 / without_s:,.1f} tokens/s"
     )
 
@@ -90,14 +93,21 @@ def advice_line(
     several GPUs, if the cache would take more than SMALL_SHARE on the GPU or more main memory than
     is free, and if no swap is expected to make a token faster, because no layer is divided or none
     waits for the CPU."""
-    if len(inputs.budgets) > 1 or inputs.mode == "dense" or not cached_layers(placement).any():
+    has_units = inputs.mode != "dense" or inputs.model.spec.has_experts
+    is_divided = cached_layers(inputs.model, placement).any()
+    if len(inputs.budgets) > 1 or not has_units or not is_divided:
         return None
-    size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=not runs_predictors(inputs.mode))
+    most_rows, packs_bits = (
+        swapped_rows(CacheOptions(), inputs.model),
+        not runs_predictors(inputs.mode),
+    )
+    size = CacheSize(most_rows=most_rows, packs_bits=packs_bits)
     on_gpu = size.most_gpu_bytes(inputs.model)
-    on_host = size.host_bytes(inputs.model, placement.num_hot_L.tolist())
+    num_hot, dense = num_hot_of(inputs, placement), placement.dense_L.tolist()
+    on_host = size.host_bytes(inputs.model, num_hot, dense)
     free = min(inputs.host_budget, inputs.machine.free_bytes) - sum(split.cpu_bytes.values())
     is_small = on_gpu <= SMALL_SHARE * split.gpu_bytes["neurons"]
-    if not is_small or on_host > free or not _waits_for_cpu(pipeline, placement):
+    if not is_small or on_host > free or not _waits_for_cpu(inputs, pipeline, placement):
         return None
     return (
         "there is room for a neuron cache, which helps where texts differ from the profile's:"
@@ -106,13 +116,22 @@ def advice_line(
     )
 
 
-def _waits_for_cpu(pipeline: Pipeline, placement: Placement) -> bool:
+def _waits_for_cpu(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> bool:
     """True if the cold neurons of a divided layer are expected to take longer than the hot ones."""
-    problem = pipeline.model
+    problem, is_cached_L = pipeline.model, cached_layers(inputs.model, placement)
     hot_L = (problem.touched_LF * placement.hot_LF).sum(axis=1)
     gpu_L = hot_L * problem.hot_s_per_byte_L + problem.kernels_s
     cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.hand_over_s
-    return bool((cached_layers(placement) & (cpu_L > gpu_L)).any())
+    return bool((is_cached_L & (cpu_L > gpu_L)).any())
+
+
+def num_hot_of(inputs: Inputs, placement: Placement) -> list[int]:
+    """The hot neurons or experts of each layer, as a plan counts them."""
+    if not inputs.model.spec.has_experts:
+        found: list[int] = placement.num_hot_L.tolist()
+        return found
+    units = ExpertUnits(model=inputs.model, profile=inputs.profile)
+    return [len(units.ids(layer, hot_F)) for layer, hot_F in enumerate(placement.hot_LF)]
 
 
 def _host_bytes(inputs: Inputs, placement: Placement) -> dict[str, int]:
@@ -120,7 +139,7 @@ def _host_bytes(inputs: Inputs, placement: Placement) -> dict[str, int]:
         held_in(inputs.model, inputs.mode),
         context_length=inputs.context_length,
         num_sequences=inputs.num_sequences,
-        num_hot=placement.num_hot_L.tolist(),
+        num_hot=num_hot_of(inputs, placement),
         dense_on_gpu=placement.dense_L.tolist(),
         head_on_gpu=placement.head,
         workspace=inputs.workspace,

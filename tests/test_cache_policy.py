@@ -57,9 +57,10 @@ def make_steps(random, num_layers, num_neurons, num_steps):
 @pytest.mark.parametrize("seed", range(24))
 def test_decisions_equal_those_of_the_definition(seed):
     random, slots, frequency_LF, costs, options = make_case(seed)
-    policy = CachePolicy(slots, frequency_LF, costs, options)
-    reference = ReferencePolicy(slots, frequency_LF, costs, options)
-    exact = ReferencePolicy(slots, frequency_LF, costs, options, dtype=np.float64)
+    plan, units = (slots, frequency_LF, costs, options), "neurons" if seed % 3 else "experts"
+    policy = CachePolicy(*plan, units=units)
+    reference = ReferencePolicy(*plan, units=units)
+    exact = ReferencePolicy(*plan, dtype=np.float64)
     for number, is_read_RLF in enumerate(make_steps(random, *frequency_LF.shape, 100)):
         if number == 20:  # a prompt
             policy.learn(packed(is_read_RLF))

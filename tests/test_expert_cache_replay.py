@@ -2,7 +2,6 @@
 slower than the best of the others by more than 2 %, nor, on a slow link, than the plan."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "benchmarks")]
 
 import expert_cache  # noqa: E402
 
-from hotsplit.measure.cache_replay.policies import POLICIES, seconds_T  # noqa: E402
+from hotsplit.measure.cache_replay.policies import POLICIES  # noqa: E402
 
 OTHERS = ("static", "lru", "ring", "lfu")
 
@@ -20,20 +19,18 @@ OTHERS = ("static", "lru", "ring", "lfu")
 @pytest.fixture(scope="module", params=[0.0, 0.03, 0.3])
 def routing(request):
     """Two layers and few tokens, with no drift, a slow and a fast one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_cache, "LAYERS", 2)
-        patch.setattr(expert_cache, "TOKENS", 768)
-        yield expert_cache.zipf("zipf", drift=request.param, exponent=1.0)
+    return expert_cache.zipf(
+        "zipf", drift=request.param, exponent=1.0, seed=7, tokens=768, layers=2
+    )
 
 
 def seconds(case, name: str) -> float:
-    return float(seconds_T(case.costs, case.trace.read_TL, POLICIES[name](case)).mean())
+    return case.seconds(POLICIES[name](case))
 
 
 @pytest.mark.parametrize("link", expert_cache.LINKS)
 def test_our_policy_is_never_much_slower_than_another(routing, link):
-    options = expert_cache.OPTIONS["experts' options"]
-    case = replace(expert_cache.case_of(routing, 0.5, link), options=options)
+    case = expert_cache.case_of(routing, 0.5, link)
     ours_s, of = seconds(case, "ours"), {name: seconds(case, name) for name in OTHERS}
     assert ours_s <= 1.02 * min(of.values()), (ours_s, of)
     if link == min(expert_cache.LINKS):
@@ -47,3 +44,23 @@ def test_every_choice_is_replayed(routing):
     for layer, is_read_E in enumerate(case.trace.is_read(5)):
         assert np.flatnonzero(is_read_E).tolist() == token[layer].tolist()
     assert [len(slots) for slots in case.slots_LN] == [32, 32]
+
+
+def test_no_routing_is_judged_by_which_options_were_chosen():
+    judged, tuned = expert_cache.judged(), expert_cache.of_tuning()
+    for one in judged:
+        assert not any(
+            np.array_equal(one.replayed_LTK[0, :64], other.replayed_LTK[0, :64]) for other in tuned
+        )
+
+
+def test_layers_without_experts_are_left_out(tmp_path, monkeypatch):
+    """A profile has -1 for them."""
+    id_LTK = np.array([[[-1, -1]] * 3, [[0, 2]] * 3, [[1, 3]] * 3], np.int16)
+
+    class Found:
+        routing_LTK = id_LTK
+
+    monkeypatch.setattr(expert_cache.Profile, "load", lambda path: Found)
+    found = expert_cache.recorded(tmp_path / "a", tmp_path / "b")
+    assert found.num_experts == 4 and np.array_equal(found.replayed_LTK, id_LTK[1:])

@@ -18,10 +18,12 @@ from test_fake_step import checked_cuda, prompted
 from test_hybrid_experts import PLANS, made_plan, stock
 
 from hotsplit import Engine
+from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Attention
 from hotsplit.model.tensors import SINKS
+from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.device.device_memory import kept_budget
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.system.log_lines import lines_on_stderr
@@ -150,3 +152,54 @@ def test_prompts_on_a_device(num_tokens, rates, is_resident):
     assert any(parts) and len(parts) == 2 * -(-num_tokens // 512)
     is_divided = any(0 < len(own) < len(every) for every, own in chosen)
     assert is_divided == (rates is not None)
+
+
+# ---- the neuron cache ------------------------------------------------------------------------
+
+
+def cached_plan(model, **changes):
+    """A plan whose cache swaps whatever is chosen more often: copies take next to no time."""
+    zeros = np.zeros(2)
+    times = {
+        "hot_s_L": zeros, "hot_row_s_L": zeros + 1e-9, "cold_s_L": zeros,
+        "cold_row_s_L": zeros + 1e-3, "copy_row_s_L": zeros + 1e-9, "gather_row_s_L": zeros + 1e-9,
+    }  # fmt: skip
+    cache = CachePlan(
+        most_rows=3, costs=CacheCosts(**times | {"rest_s": 1e-3, "copy_s": 0.0} | changes),
+        frequency=(np.full(12, 0.3, np.float32),) * 2,
+    )  # fmt: skip
+    split = made_plan(model, *PLANS["some"], cache=cache, num_sequences=2, context_length=64)
+    budget = split.vram_budget_bytes + 32 * MIB
+    return dataclasses.replace(split, num_experts=12, vram_budget_bytes=budget)
+
+
+@pytest.mark.parametrize(("seed", "graph"), [(0, True), (5, False)])
+@lines_on_stderr()
+def test_a_cache_follows_the_experts_on_a_device(seed, graph, capsys):
+    """Two texts in turns, and prompts between their steps, while experts are on their way."""
+    model = stock(kind="q8_0", num_neurons=32, **SHARED)
+    chance = np.random.default_rng(seed)
+    turns = [chance.integers(0, 50, n).tolist() for n in (3, 1, 1, 2, 1, 5, *[1] * 12, 4, 1, 1)]
+    split = cached_plan(model)
+
+    def written(engine):
+        with engine.sequence() as one, engine.sequence() as two:
+            return [(one, two)[n % 2].extend(ids).clone() for n, ids in enumerate(turns)]
+
+    with Engine.of(model, mode="dense", device="cpu", context_length=32, num_sequences=2) as plain:
+        want = written(plain)
+    options = CacheOptions(margin=0.0, is_always_on=True, decay=0.5, prior_tokens=1.0)
+    with (
+        checked_cuda(seed=seed) as cuda,
+        Engine.of(model, split, device="cuda", graph=graph, neuron_cache=options) as engine,
+    ):
+        assert engine.not_native is None, engine.not_native
+        got, cache = written(engine), engine.neuron_cache
+        assert bool(cuda.num_graphs) == graph
+        cache.complete()
+        cache.slots.check()
+        assert cache.num_swaps >= 10 and cache.policy.report().num_swaps >= 10
+        (report,) = engine.memory_report()
+        assert report.peak_reserved <= kept_budget(split.vram_budget_bytes), report
+    assert "hotsplit doctor" not in capsys.readouterr().err
+    assert max(map(rel_error, got, want)) < 1e-3

@@ -22,9 +22,12 @@ from test_solver import random_gpu
 from hotsplit.artifacts.machine_file import Figure
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import plan_bytes
+from hotsplit.costs.part_bytes import cached_layers, placed_units, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Route
+from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
+from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.solver import optimise, replay
 from hotsplit.solver.lagrangian import search
 from hotsplit.solver.optimise import find_plan
@@ -190,6 +193,55 @@ def test_a_written_plan_is_verified(seed, num_dense, tmp_path):
     assert plan_seconds(split, **files) == pytest.approx(report.objective_s, rel=CLOSE)
     with pytest.raises(HotsplitError, match="says"):
         verify(replace(split, objective_s=split.objective_s * 1.001), **files)
+
+
+@pytest.mark.parametrize("seed, num_dense", [(0, 0), (2, 1)])
+def test_a_plan_with_a_neuron_cache(seed, num_dense, tmp_path):
+    """By the cache's times, the recorded tokens take the plan's seconds; other times, frequencies or
+    bytes are found."""
+    inputs = tiny(seed, num_dense)
+    model, profile, machine = inputs.model, inputs.profile, inputs.machine
+    save(tmp_path, model, profile, machine)
+    report = solve(
+        SolveConfig(
+            **solver_files(tmp_path), output=tmp_path / "plan",
+            neuron_cache=CacheOptions(most_rows=2), vram_budget_bytes=inputs.budgets[0],
+        ),
+        take_workspace,
+    )  # fmt: skip
+    split = Split.load(tmp_path / "plan")
+    cache, experts = split.cache, placed_units(model, num_dense)
+    assert cache.most_rows == 2 and split.gpu_bytes["neuron_cache"] >= 2 * experts[1]
+    cached = cached_layers(model, [len(ids) for ids in split.hot], split.dense_on_gpu)
+    copies = sum(len(ids) for ids, has_slots in zip(split.hot, cached, strict=True) if has_slots)
+    assert any(cached) and split.cpu_bytes["neuron_cache"] > copies * experts[1]
+    assert (cache.costs.copy_row_s_L > 0).tolist() == cached
+    assert any(
+        line.endswith("tokens/s") and "copies of hot experts" in line for line in report.notes
+    )
+    policy = CachePolicy(
+        first_residents(model, split), cache.frequency_LF, cache.costs, CacheOptions(), "experts"
+    )
+    id_LTK = profile.routing_LTK
+    for token in range(id_LTK.shape[1]):
+        is_read_LE = np.zeros(cache.frequency_LF.shape, bool)
+        for layer in range(num_dense, len(id_LTK)):
+            is_read_LE[layer, id_LTK[layer, token]] = True
+        policy.step(packed(is_read_LE)[None])
+    got = policy.report().planned_seconds / id_LTK.shape[1]
+    assert got == pytest.approx(split.objective_s, rel=1e-6)
+    verify(split, model=model, profile=profile, machine=machine)
+    costs = replace(cache.costs, rest_s=1.01 * cache.costs.rest_s)
+    fewer = tuple(np.float32(0.9) * frequency_E for frequency_E in cache.frequency)
+    for wrong, line in (
+        (replace(cache, costs=costs), "by the cache's times"),
+        (replace(cache, frequency=fewer), "frequencies"),
+    ):
+        with pytest.raises(HotsplitError, match=line):
+            verify(replace(split, cache=wrong), model=model, profile=profile, machine=machine)
+    with pytest.raises(HotsplitError, match="neuron_cache of .* takes"):
+        bytes_ = split.gpu_bytes | {"neuron_cache": split.gpu_bytes["neuron_cache"] - 1}
+        replace(split, gpu_bytes=bytes_).check_against(model, tmp_path / "plan")
 
 
 @pytest.mark.parametrize(

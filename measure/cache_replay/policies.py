@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotsplit.measure.cache_replay.recording import Trace
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache import CacheCosts, CacheOptions, Units
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 
-GROUP = 16  # neurons; the usual size in SparkInfer's plans
+GROUP = 16  # neurons, of experts 1; the usual size in SparkInfer's plans
 RING_SHARE = 0.25  # of the slots
 LFU_DECAY = 0.9
 NEVER = np.iinfo(np.int32).max - 1  # the next read of a neuron that is not read again
@@ -35,7 +35,7 @@ class Case:
     frequency_LF: np.ndarray  # from the profile
     costs: CacheCosts
     options: CacheOptions
-    group: int = GROUP  # neurons that SparkInfer's policy loads together; 1 if they are experts
+    units: Units = "neurons"
 
     @property
     def num_slots_L(self) -> np.ndarray:
@@ -53,6 +53,11 @@ class Case:
     def num_tokens(self) -> int:
         return len(self.trace.bits_TLW)
 
+    def seconds(self, outcome: "Outcome") -> float:
+        """The mean of a step with this outcome."""
+        found_T = seconds_T(self.costs, self.trace.read_TL, outcome, self.units)
+        return float(found_T.mean())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -68,11 +73,13 @@ class Outcome:
         return int(self.copied_TL.sum())
 
 
-def seconds_T(costs: CacheCosts, read_TL: np.ndarray, outcome: Outcome) -> np.ndarray:
+def seconds_T(
+    costs: CacheCosts, read_TL: np.ndarray, outcome: Outcome, units: Units = "neurons"
+) -> np.ndarray:
     """Seconds of each step.
 
-    Copies run concurrently with a step, which waits for them at its end; gathering uses the CPU's
-    idle time first. Critical copies begin when the neurons to read are known (after the gates of
+    Copies run concurrently with a step, which waits for them at its end; gathering of neurons
+    uses the CPU's idle time first. Critical copies begin when the neurons to read are known (after the gates of
     cold neurons in mode exact, after a round trip otherwise); all neurons are then computed on the
     hot side."""
     hits_TL, copied_TL = outcome.hits_TL, outcome.copied_TL
@@ -84,14 +91,14 @@ def seconds_T(costs: CacheCosts, read_TL: np.ndarray, outcome: Outcome) -> np.nd
     hot_TL = costs.hot_s_L + hits_TL * costs.hot_row_s_L
     cold_TL = costs.cold_s_L + (read_TL - hits_TL) * costs.cold_row_s_L
     step_T = costs.rest_s + np.maximum(hot_TL, cold_TL).sum(axis=1)
-    spare_T = np.maximum(0.0, step_T - cold_TL.sum(axis=1))
+    spare_T = 0.0 if units == "experts" else np.maximum(0.0, step_T - cold_TL.sum(axis=1))
     gather_T = copied_TL @ costs.gather_row_s_L
     return np.maximum(step_T + np.maximum(0.0, gather_T - spare_T), link_T)
 
 
 def ours(case: Case) -> Outcome:
     """The neuron cache's own policy, run by the engine's code."""
-    policy = CachePolicy(case.slots_LN, case.frequency_LF, case.costs, case.options)
+    policy = CachePolicy(case.slots_LN, case.frequency_LF, case.costs, case.options, case.units)
     bits_TLW = case.trace.bits_TLW
     outcome = _nothing(case)
     for token in range(len(bits_TLW)):
@@ -169,7 +176,8 @@ def sparkinfer(case: Case) -> Outcome:
     read; every step loads the best groups that are not in slots. lambda starts at 0.67, is
     multiplied by 1.05 after a step that waited for the copy and by 0.95 after one that did not, and
     stays within 0.05 to 0.95. Every group is copied separately."""
-    costs, num_layers, group = case.costs, len(case.slots_LN), case.group
+    costs, num_layers = case.costs, len(case.slots_LN)
+    group = GROUP if case.units == "neurons" else 1
     order_LF = np.argsort(-case.frequency_LF, axis=1, kind="stable")
     num_groups = -(-case.trace.num_neurons // group)
     group_LF = np.empty_like(order_LF)

@@ -20,7 +20,6 @@ from hotsplit.measure.cache_replay.policies import (
     Outcome,
     belady,
     hindsight,
-    seconds_T,
 )
 from hotsplit.measure.cache_replay.recording import Trace, record
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
@@ -182,7 +181,7 @@ def _result(name: str, case: Case, outcome: Outcome, read_TL: np.ndarray) -> Pol
     return PolicyResult(
         name=name,
         hit_rate=_hit_rate(outcome, read_TL),
-        ms=float(seconds_T(case.costs, read_TL, outcome).mean()) * 1e3,
+        ms=case.seconds(outcome) * 1e3,
         copied=outcome.num_copied / case.num_tokens,
     )
 

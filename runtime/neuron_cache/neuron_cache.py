@@ -7,6 +7,9 @@ next step.
     after step t + 1  staged rows are moved to their slots, and the tables of hot and cold neurons
                       change; step t + 2 is the first that uses them
 
+Experts of a mixture are swapped in the same way, but not gathered: expert_slots.py. Below, a neuron may
+be an expert.
+
 Nothing is written back: main memory holds every row of a layer that has slots. Results do not
 depend on timing: slots and tables change only between steps, each time by the swaps decided one
 step earlier, and the caller waits if their copies took longer than a step. The policy decides on
@@ -25,10 +28,13 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.neuron_cache.expert_slots import ExpertSlots
 from hotsplit.runtime.neuron_cache.policy import CacheReport
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.slots import DeviceSlots, JoinedSlots
 from hotsplit.system.sizes import format_bytes
+
+Slots = JoinedSlots | DeviceSlots | ExpertSlots
 
 
 class Policy(Protocol):
@@ -51,7 +57,7 @@ class NeuronCache:
     def __init__(self, policy: Policy, residency: Residency, most_rows: int) -> None:
         self.policy, self.residency = policy, residency
         self.most_rows = most_rows  # most swaps of a decision
-        self.slots: JoinedSlots | DeviceSlots | None = None
+        self.slots: Slots | None = None
         self.num_swaps = 0  # done so far
         self.num_bytes = 0  # of the rows copied so far
         self._num_pending = 0  # swaps whose rows are being copied
@@ -68,7 +74,7 @@ class NeuronCache:
         """The statistics for programs."""
         return {**asdict(self.policy.report()), "num_bytes": self.num_bytes}
 
-    def use(self, slots: JoinedSlots | DeviceSlots) -> None:
+    def use(self, slots: Slots) -> None:
         """Moves neurons with these slots from now on."""
         self.complete()  # what the previous slots have started
         self.slots = slots

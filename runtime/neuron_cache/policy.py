@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache import CacheCosts, CacheOptions, Units
 from hotsplit.runtime.neuron_cache.native import library
 
 
@@ -54,19 +54,20 @@ class CachePolicy:
         frequency_LF: np.ndarray,
         costs: CacheCosts,
         options: CacheOptions,
+        units: Units = "neurons",
     ) -> None:
         """`resident_LN`: the neurons in each layer's slots, in order; none if it has no slots.
         `frequency_LF`: the share of steps that read each neuron, from the profile."""
         num_layers, num_neurons = frequency_LF.shape
+        own = asdict(options.of(units))
         assert len(resident_LN) == num_layers == costs.num_layers
         self._kept: list[object] = []  # what the struct points to
         layers = (library.LayerStruct * num_layers)()
         for index, resident_N in enumerate(resident_LN):
             layers[index] = _layer(index, resident_N, frequency_LF[index], costs, self._kept)
-        self._swaps = np.zeros(max(1, num_layers * options.most_rows), library.SWAP)
+        self._swaps = np.zeros(max(1, num_layers * own["most_rows"]), library.SWAP)
         pending = np.zeros(library.MOST_PENDING * num_layers * -(-num_neurons // 32), np.uint32)
         self._kept += [layers, pending, self._swaps]
-        own = asdict(options)
         self._struct = library.CacheStruct(
             layer=layers,
             pending=pending.ctypes.data,
@@ -76,6 +77,7 @@ class CachePolicy:
             num_visited=max(1, round(own.pop("visited") * num_layers)),
             rest_s=costs.rest_s,
             copy_s=costs.copy_s,
+            are_experts=units == "experts",
             **own,
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache import CacheCosts, CacheOptions, Units
 
 RECENT, ROOM = 0.95, 0.9
 PRICE_UP, PRICE_DOWN, LEAST_PRICE = 1.1, 0.97, 1e-3
@@ -33,8 +33,10 @@ class ReferencePolicy:
         costs: CacheCosts,
         options: CacheOptions,
         dtype: type = np.float32,
+        units: Units = "neurons",
     ) -> None:
-        self.costs, self.options, self.dtype = costs, options, dtype
+        self.costs, self.options, self.dtype = costs, options.of(units), dtype
+        self.are_experts = units == "experts"
         self.score_LF: np.ndarray = frequency_LF.astype(np.float32).astype(dtype)
         self.burst_LF = self.score_LF.copy()
         self.slots = [list(map(int, resident_N)) for resident_N in resident_LN]
@@ -99,7 +101,7 @@ class ReferencePolicy:
             busy += cold
         gather = sum(costs.gather_row_s_L[swap.layer] for swap in self.swaps)
         copy = sum(costs.copy_row_s_L[swap.layer] for swap in self.swaps)
-        free, computed = max(0.0, step - busy), step
+        free, computed = 0.0 if self.are_experts else max(0.0, step - busy), step
         step += max(0.0, gather - free)
         if self.swaps:
             step = max(step, costs.copy_s + copy)
@@ -125,6 +127,7 @@ class ReferencePolicy:
 
     def _decide(self) -> list[Swap]:
         num_layers = len(self.slots)
+        assert self.options.visited is not None
         num_visited = max(1, round(self.options.visited * num_layers))
         found: list[Swap] = []
         gain_s = 0.0
@@ -153,6 +156,8 @@ class ReferencePolicy:
         if not slots or not row_s > 0.0:
             return [], 0.0
         cost = costs.gather_row_s_L[layer] + self.price * costs.copy_row_s_L[layer]
+        most_rows = options.most_rows
+        assert options.margin is not None and most_rows is not None
         margin = float(np.float32(options.margin))
         least = self.dtype(np.float32(margin + cost / (row_s * options.stay)))
         weight = self.dtype(np.float32(options.burst_weight))
@@ -174,7 +179,7 @@ class ReferencePolicy:
                 break
             gained_s = (float(more) - float(least)) * row_s
             gain_s += 0.0 if to_plan else gained_s
-            if len(swaps) < options.most_rows:
+            if len(swaps) < most_rows:
                 swaps.append(Swap(layer, slots.index(out), into, out, gained_s * options.stay))
         return swaps, gain_s
 
@@ -193,7 +198,8 @@ class ReferencePolicy:
             gather += costs.gather_row_s_L[swap.layer]
             if len(kept) == self.options.most_rows:
                 break
-            if copy > ROOM * self.step_s or gather > ROOM * self.free_s:
+            room_s = self.step_s if self.are_experts else self.free_s
+            if copy > ROOM * self.step_s or gather > ROOM * room_s:
                 break
             kept.append(swap)
         return kept

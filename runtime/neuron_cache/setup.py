@@ -7,17 +7,19 @@ import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import layer_bytes
+from hotsplit.costs.part_bytes import cached_layers, layer_bytes, most_units
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import OwnPolicy
-from hotsplit.options.neuron_cache import OFF, CacheOptions, Off
+from hotsplit.options.neuron_cache import OFF, CacheOptions, Off, Units
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.neuron_cache.expert_slots import ExpertLayer
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache, Policy
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.slots import JoinedSlots
+from hotsplit.runtime.weights.neuron_block import by_role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class CacheSetup:
     policy_of: Callable[[Sequence[np.ndarray], int], Policy]
     most_rows: int
     copy_bytes_per_s: float | None = None
+    units: Units = "neurons"
 
     @classmethod
     def of(cls, options: CacheOptions, plan: Split | None) -> "CacheSetup":
@@ -37,32 +40,35 @@ class CacheSetup:
         if that is less. Raises HotsplitError without such a plan, and if a most_rows other than
         the default exceeds the plan's."""
         planned = None if plan is None else plan.cache
-        if planned is None:
+        if plan is None or planned is None:
             raise HotsplitError(
                 "the neuron cache needs a plan that has room for it: make one with hotsplit solve"
                 " --neuron-cache on and give it with --split"
             )
-        is_asked = options.most_rows != CacheOptions().most_rows
-        if is_asked and options.most_rows > planned.most_rows:
+        most_rows = options.of(plan.units).most_rows
+        assert most_rows is not None
+        if options.most_rows is not None and most_rows > planned.most_rows:
             raise HotsplitError(
-                f"most_rows={options.most_rows}, but the plan has room for {planned.most_rows} rows a"
-                f" step; run hotsplit solve with --neuron-cache most_rows={options.most_rows}"
+                f"most_rows={most_rows}, but the plan has room for {planned.most_rows} rows a"
+                f" step; run hotsplit solve with --neuron-cache most_rows={most_rows}"
             )
-        most_rows = min(options.most_rows, planned.most_rows)
+        most_rows = min(most_rows, planned.most_rows)
+        units = plan.units
 
         def policy_of(resident_LN: Sequence[np.ndarray], num_neurons: int) -> Policy:
             assert planned.frequency_LF.shape == (len(resident_LN), num_neurons)
             limited = replace(options, most_rows=most_rows)
-            return CachePolicy(resident_LN, planned.frequency_LF, planned.costs, limited)
+            frequency_LF, costs = planned.frequency_LF, planned.costs
+            return CachePolicy(resident_LN, frequency_LF, costs, limited, units)
 
-        return cls(policy_of=policy_of, most_rows=most_rows)
+        return cls(policy_of=policy_of, most_rows=most_rows, units=units)
 
     def cache(
         self, weights: Weights, resident_LN: Sequence[np.ndarray], *, is_joined: bool
     ) -> NeuronCache:
         """The cache for loaded weights. If `is_joined`, its slots are rows of the weights;
         otherwise the decode step attaches them."""
-        num_neurons = weights.spec.most_neurons
+        num_neurons = most_units(weights.spec)
         residency = Residency(resident_LN, num_neurons)
         policy = self.policy_of(resident_LN, num_neurons)
         cache = NeuronCache(policy, residency, self.most_rows)
@@ -77,7 +83,14 @@ class CacheSetup:
 
     def check(self, model: ModelFile, plan: Split | None, mode: Mode, *, is_resident: bool) -> None:
         """Raises HotsplitError for a model, mode or memory that the cache does not support."""
-        if computes_all(mode):
+        if (self.units == "experts") != model.spec.has_experts or (
+            self.units == "experts" and not computes_all(mode)
+        ):
+            raise HotsplitError(
+                f"{model.path}: a neuron cache of {self.units} in mode {mode} does not run: experts are"
+                " swapped in mode dense, of mixtures, and neurons of other models"
+            )
+        if computes_all(mode) and self.units == "neurons":
             raise HotsplitError(
                 f"{model.path}: mode dense reads every neuron for every token, so a neuron cache has"
                 " nothing to follow; use mode exact or predicted, or leave --neuron-cache out"
@@ -115,24 +128,33 @@ def setup_of(
 
 
 def first_residents(model: ModelFile, plan: Split | None) -> tuple[np.ndarray, ...]:
-    """The neurons in each layer's slots at the start: the plan's hot ones; none in layers that are
-    not divided. Raises HotsplitError without a plan, and if no layer is divided."""
+    """The neurons or experts in each layer's slots at the start: the plan's hot ones; none in layers
+    that a cache does not serve. Raises HotsplitError without a plan, and if it serves none."""
     if plan is None:
         raise HotsplitError(
             "the neuron cache needs a plan, whose hot neurons it starts from: make one with"
             " hotsplit solve and give it with --split"
         )
-    numbers = [layer.neurons.number for layer in model.spec.layers]
-    is_divided = [0 < len(ids) < n for ids, n in zip(plan.hot, numbers, strict=True)]
-    if not any(is_divided):
+    is_cached_L = cached_layers(model, [len(ids) for ids in plan.hot], plan.dense_on_gpu)
+    if not any(is_cached_L):
         raise HotsplitError(
-            "the plan divides no layer's neurons, so there is nothing to cache: leave"
+            f"the plan divides no layer's {plan.units}, so there is nothing to cache: leave"
             " --neuron-cache out, or run hotsplit solve with another budget"
         )
     return tuple(
-        ids.astype(np.int32) if divided else np.zeros(0, np.int32)
-        for ids, divided in zip(plan.hot, is_divided, strict=True)
+        ids.astype(np.int32) if is_cached else np.zeros(0, np.int32)
+        for ids, is_cached in zip(plan.hot, is_cached_L, strict=True)
     )
+
+
+def not_copied(weights: Weights, resident_LN: Sequence[np.ndarray]) -> str:
+    """Why experts cannot be copied to slots beside a step; "" if they can."""
+    for layer, ids in enumerate(resident_LN):
+        hot, cold = by_role(weights.layers[layer].ffn.experts) if len(ids) else (None, None)
+        if hot is None or cold is None or ExpertLayer(hot=hot, cold=cold).can_be_copied:
+            continue
+        return "experts in main memory are not pinned, so copies would stop the steps"
+    return ""
 
 
 def slot_bytes(model: ModelFile, resident_LN: Sequence[np.ndarray]) -> int:

@@ -35,7 +35,8 @@ from hotsplit.runtime.step.hybrid_device import (
     hot_sizes,
     shared_parts,
 )
-from hotsplit.runtime.step.hybrid_neuron_cache import HybridNeuronCache
+from hotsplit.runtime.step.hybrid_expert_cache import HybridExpertCache
+from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache, HybridNeuronCache
 from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
 from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
@@ -83,9 +84,10 @@ class _Builder:
         # One allocator per device: a second could return the memory of the first again.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
         spec = weights.spec
-        self.cache = None
+        self.cache: HybridCache | None = None
         if neuron_cache is not None:
-            self.cache = HybridNeuronCache(weights, placement, self.backend, neuron_cache)
+            kind = HybridExpertCache if spec.has_experts else HybridNeuronCache
+            self.cache = kind(weights, placement, self.backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
         table, has_cache = weights.cache.table, not placement.is_cache_on_host
         self.host = HostBuffers.of(
@@ -142,17 +144,19 @@ class _Builder:
         hot, cold = by_role(layer.ffn.experts)
         assert layer.router is not None
         num_used, native = layer.router.spec.num_used, None
+        routed_R = None if self.cache is None else self.cache.routed(index)
         is_on_gpu = self.placement.dense_on_gpu[index]
         if cold is not None and (hot is not None or is_on_gpu):
             native = NativeExperts.of(
                 cold, layer.ffn.gate, num_used, x_D=self.host.ffn_in_2TD[index % 2],
-                routed=self.host.routed_TR, room=room,
+                routed=self.host.routed_TR if routed_R is None else routed_R, room=room,
                 y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
             )  # fmt: skip
         return DividedLayer(
             index=index, layer=layer, hot=hot, hot_id_N=None, cold=native,
             num_parts=0 if hot is None else self._hot_sizes(layer, hot)[1],
             num_shared=self._num_shared(layer) if is_on_gpu else 0, named_W=self.host.named_TW,
+            routed_R=routed_R,
         )  # fmt: skip
 
     def step(self) -> HybridStep:

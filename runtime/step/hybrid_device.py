@@ -58,6 +58,9 @@ class DividedLayer:
     # With a neuron cache and no predictor, int32 on the device: the slot of each neuron, and the
     # bits of the hot neurons that fired, which a step writes.
     hot_bits: tuple[Tensor, Tensor] | None = None
+    # With a neuron cache of experts: where the host gets the router's result of this layer, which
+    # others do not overwrite.
+    routed_R: Tensor | None = None
 
     def rows(self, name: str) -> tuple[int, int]:
         """The range of an output's rows in DeviceBuffers.sum_PD; the summands of a sum are

@@ -33,8 +33,48 @@ class _GpuBits:
     last: int  # the last layer with slots on this GPU
 
 
-class HybridNeuronCache:
-    """Built before the layers of a step; `connect` attaches it to the streams of the GPUs."""
+class HybridCache:
+    """What a step asks of its cache, which is built before its layers: where the host gets the bits
+    of neurons or the choices of routers that each layer reads. `connect` attaches it to the streams
+    of the GPUs."""
+
+    def __init__(self, placement: Placement, cache: NeuronCache) -> None:
+        cache.complete()  # what another step began
+        self.cache, self._placement = cache, placement
+
+    def cold_bits(self, layer: int) -> Tensor:
+        """A layer's bits [W] on the host: in mode "predicted" the predictions, in mode "exact" the
+        bits that its cold neurons write."""
+        raise NotImplementedError
+
+    def hot_bits(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """(slot of each neuron [F], bits of hot neurons [W]) on a layer's GPU; None if that GPU
+        writes no bits for the layer."""
+        return None
+
+    def bits_of_gpu(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """The bits of a layer's GPU, (on the GPU, on the host), if this is its last layer with
+        bits; else None."""
+        return None
+
+    def routed(self, layer: int) -> Tensor | None:
+        """Where the host gets a router's result; None: in a buffer that layers share."""
+        return None
+
+    def connect(self, mains: Mapping[int, Stream]) -> None:
+        """Attaches the cache to a step whose GPUs have these streams."""
+        raise NotImplementedError
+
+    def before_step(self) -> None:
+        self.cache.before_step()
+
+    def after_step(self) -> None:
+        """Called when the bits or choices of a token are on the host."""
+        raise NotImplementedError
+
+
+class HybridNeuronCache(HybridCache):
+    """The cache of neurons."""
 
     def __init__(
         self, weights: Weights, placement: Placement, backend: Backend, cache: NeuronCache
@@ -44,8 +84,8 @@ class HybridNeuronCache:
                 "the neuron cache needs Triton's kernels on a GPU, found none: pip install triton, or"
                 " leave --neuron-cache out"
             )
-        cache.complete()  # what another step began
-        self.cache, self._backend, self._placement = cache, backend, placement
+        super().__init__(placement, cache)
+        self._backend = backend
         # Without predictors, each side finds out which of its neurons a token reads.
         self.packs_bits = not any(layer.predict for layer in weights.spec.layers)
         num_layers, num_neurons = cache.residency.slot_LF.shape
@@ -85,13 +125,9 @@ class HybridNeuronCache:
         return SlotLayer(hot=hot, cold=cold, hot_id_N=hot.id_N, slot_F=slot_F)
 
     def cold_bits(self, layer: int) -> Tensor:
-        """A layer's bits [W] on the host: in mode "predicted" the predictions, in mode "exact" the
-        bits that its cold neurons write."""
         return self._bits_LW[layer]
 
     def hot_bits(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """(slot of each neuron [F], bits of hot neurons [W]) on a layer's GPU; None if that GPU
-        writes no bits for the layer."""
         number = self._placement.numbers[layer]
         slots = self._layers.get(number, {}).get(layer)
         if slots is None or slots.slot_F is None:
@@ -99,13 +135,10 @@ class HybridNeuronCache:
         return slots.slot_F, self._gpu_bits[number].device_LW[layer]
 
     def bits_of_gpu(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The bits of a layer's GPU, (on the GPU, on the host), if this is its last layer with
-        bits; else None."""
         bits = self._gpu_bits.get(self._placement.numbers[layer])
         return None if bits is None or bits.last != layer else (bits.device_LW, bits.host_LW)
 
     def connect(self, mains: Mapping[int, Stream]) -> None:
-        """Attaches the cache to a step whose GPUs have these streams."""
         residency, kernels = self.cache.residency, self._backend.slot_kernels
         assert kernels is not None
         devices = []
@@ -127,11 +160,7 @@ class HybridNeuronCache:
         self.cache.use(DeviceSlots(devices, residency))
         self.cache.attach(self._all_1LW)
 
-    def before_step(self) -> None:
-        self.cache.before_step()
-
     def after_step(self) -> None:
-        """Called when the bits of a token are on the host."""
         all_LW = self._all_1LW[0]
         all_LW.copy_(self._bits_LW)
         for bits in self._gpu_bits.values():

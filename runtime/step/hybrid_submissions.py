@@ -345,6 +345,8 @@ class Lowering:
         if name == "named":
             assert divided is not None
             found = divided.named_W
+        if name == "routed" and divided is not None and divided.routed_R is not None:
+            found = divided.routed_R
         assert found is not None, value
         if name not in ("named", "routed", "qkv", "heads"):
             return found

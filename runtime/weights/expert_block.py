@@ -83,10 +83,11 @@ class ExpertBlock:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """The place of each expert of the layer, on the host; below 0: it is not in the block."""
+        """The place of each expert of the layer, on the host; below 0: it is not in the block. A copy,
+        which a neuron cache changes together with `place_E`."""
         if self.place_E is None:
             return np.arange(self.num_experts)
-        return self.place_E.cpu().numpy()
+        return self.place_E.cpu().numpy().copy()
 
     def place_of(self, expert: int) -> int:
         return int(self.places[expert])

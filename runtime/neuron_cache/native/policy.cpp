@@ -89,7 +89,7 @@ void measure(NeuronCache& c, const uint32_t* bits, int64_t rows) {
         const CacheLayer& layer = c.layer[c.swap[i].layer];
         gather += layer.gather_row_s, copy += layer.copy_row_s;
     }
-    const double free = std::max(0.0, step - busy), computed = step;
+    const double free = c.are_experts ? 0.0 : std::max(0.0, step - busy), computed = step;
     step += std::max(0.0, gather - free);
     if (c.num_swaps) step = std::max(step, c.copy_s + copy);
     c.cached_s += step, c.planned_s += planned;
@@ -202,7 +202,8 @@ int64_t fitting(NeuronCache& c, int64_t count) {
     while (kept < count && kept < c.most_rows) {
         const CacheLayer& layer = c.layer[c.swap[kept].layer];
         copy += layer.copy_row_s, gather += layer.gather_row_s;
-        if (copy > ROOM * c.step_s || gather > ROOM * c.free_s) break;
+        const double room_s = c.are_experts ? c.step_s : c.free_s;
+        if (copy > ROOM * c.step_s || gather > ROOM * room_s) break;
         ++kept;
     }
     return kept;

@@ -40,6 +40,7 @@ struct NeuronCache {
     // The options in CacheOptions.
     float decay, burst_decay, burst_weight, prior_tokens, margin;
     int32_t is_always_on;
+    int32_t are_experts;  // what swaps take besides the link's time is spent between steps
     double stay, start_gain;
     // State.
     int64_t num_swaps, next_layer, num_rows, num_steps, num_pending;

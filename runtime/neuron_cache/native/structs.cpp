@@ -21,7 +21,7 @@ const StructField FIELDS[] = {
     FIELD(NeuronCache, num_visited), FIELD(NeuronCache, rest_s), FIELD(NeuronCache, copy_s),
     FIELD(NeuronCache, decay), FIELD(NeuronCache, burst_decay), FIELD(NeuronCache, burst_weight),
     FIELD(NeuronCache, prior_tokens), FIELD(NeuronCache, margin), FIELD(NeuronCache, is_always_on),
-    FIELD(NeuronCache, stay), FIELD(NeuronCache, start_gain), FIELD(NeuronCache, num_swaps),
+    FIELD(NeuronCache, are_experts), FIELD(NeuronCache, stay), FIELD(NeuronCache, start_gain), FIELD(NeuronCache, num_swaps),
     FIELD(NeuronCache, next_layer), FIELD(NeuronCache, num_rows), FIELD(NeuronCache, num_steps),
     FIELD(NeuronCache, num_pending), FIELD(NeuronCache, pending_rate), FIELD(NeuronCache, price),
     FIELD(NeuronCache, step_s), FIELD(NeuronCache, free_s), FIELD(NeuronCache, gain_s),

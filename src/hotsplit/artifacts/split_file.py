@@ -20,6 +20,7 @@ from hotsplit.costs.part_bytes import (
     Items,
     is_predictor,
     kv_kind,
+    most_units,
     placed_units,
     plan_bytes,
 )
@@ -212,7 +213,7 @@ class Split:
         """Raises HotsplitError for a neuron cache that does not fit the plan or cannot be run."""
         if self.cache is None:
             return
-        if self.mode == "dense":
+        if self.mode == "dense" and not self.num_experts:
             raise HotsplitError("a neuron cache in mode dense, which reads every neuron")
         if self.home:
             raise HotsplitError("a neuron cache over several GPUs")
@@ -279,7 +280,6 @@ class Split:
                 f" {model.spec.context_length}; give the --rope-scaling that it was made with, or run"
                 " hotsplit solve again"
             )
-        num_neurons = model.spec.most_neurons
         layers = model.spec.layers
         is_missing = len(self.hot) != len(layers) or any(
             (ids < 0).any() or (ids >= placed_units(model, layer)[0]).any()
@@ -293,11 +293,12 @@ class Split:
                 f"{path}: places {self.num_experts} experts of a layer, {model.path} has {num_experts};"
                 " run hotsplit solve on this model"
             )
-        if self.cache is not None and self.cache.frequency_LF.shape[1] != num_neurons:
+        number = most_units(model.spec)
+        if self.cache is not None and self.cache.frequency_LF.shape[1] != number:
             raise HotsplitError(
                 f"{path}: its neuron cache has frequencies of"
-                f" {self.cache.frequency_LF.shape[1]} neurons a layer, {model.path} has"
-                f" {num_neurons}; run hotsplit solve on this file"
+                f" {self.cache.frequency_LF.shape[1]} {self.units} a layer, {model.path} has"
+                f" {number}; run hotsplit solve on this file"
             )
         gpus, cpu = self.items_of_gpus(model)
         for number, (items, limit) in enumerate(zip(gpus, self.budgets, strict=False)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
+from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
 
@@ -241,12 +242,34 @@ def is_cached(num_hot: int, num_neurons: int) -> bool:
     return 0 < num_hot < num_neurons
 
 
+def cached_layers(
+    model: ModelFile, num_hot: Sequence[int], dense_on_gpu: Sequence[bool]
+) -> list[bool]:
+    """Whether a neuron cache serves each layer. That of a mixture serves layers with experts whose router
+    is on the GPU, which writes its choices to main memory."""
+    has_experts = model.spec.has_experts
+    return [
+        is_cached(hot, placed_units(model, layer)[0])
+        and (not has_experts or (model.spec.layers[layer].route is not None and bool(is_on_gpu)))
+        for layer, (hot, is_on_gpu) in enumerate(zip(num_hot, dense_on_gpu, strict=True))
+    ]
+
+
+def most_units(spec: ModelSpec) -> int:
+    """The most experts of a layer of a mixture or, without experts, neurons of a layer."""
+    if not spec.has_experts:
+        return spec.most_neurons
+    return max(layer.neurons.num_experts for layer in spec.layers)
+
+
 def staging_bytes(model: ModelFile, most_rows: int) -> int:
     """Bytes of a neuron cache's staging, the same on the GPU and in main memory: the rows and
     biases of `most_rows` neurons of the largest layer, and each swap's copy descriptors and
-    numbers."""
+    numbers. That of experts is on the GPU alone, and has their matrices and biases."""
     parts_L = [_parts(model, layer) for layer in range(model.spec.num_layers)]
     row = max(sum(map(staged, parts)) for parts in parts_L)
+    if model.spec.has_experts:
+        return most_rows * row
     return bytes_in_staging(row, max(map(len, parts_L)), most_rows)
 
 
@@ -257,7 +280,10 @@ def bytes_in_staging(row_bytes: int, num_parts: int, most_rows: int) -> int:
 
 
 def _parts(model: ModelFile, layer: int) -> list[int]:
-    """Bytes of each part of a neuron: its rows, then its biases."""
+    """Bytes of each part of a neuron, its rows, then its biases, or of an expert."""
+    if model.spec.has_experts:
+        number, tensors = model.spec.layers[layer].neurons.num_experts, layer_tensors(model, layer)
+        return [entry.num_bytes // number for name, entry in tensors.items() if is_expert(name)]
     sizes, entries = layer_bytes(model, layer), layer_tensors(model, layer)
     names = model.spec.layers[layer].neurons.matrices
     rows = [entries[f"{name}.weight"].row_bytes for name in names]
@@ -271,8 +297,9 @@ def staged(num_bytes: int) -> int:
 
 
 def step_bits_bytes(model: ModelFile) -> int:
-    """Bytes of one bit for each neuron of the model; each layer starts at a new 32-bit word."""
-    return model.spec.num_layers * NUMBER_BYTES * -(-model.spec.most_neurons // 32)
+    """Bytes of one bit for each neuron of the model, or expert; each layer starts at a new 32-bit
+    word."""
+    return model.spec.num_layers * NUMBER_BYTES * -(-most_units(model.spec) // 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +313,10 @@ class CacheSize:
 
     def gpu_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
         """Bytes on the GPU: staging; if the GPU packs bits, also a bit for each neuron, and the
-        slot of each neuron of the cached layers."""
+        slot of each neuron of the cached layers. Of experts, staging alone: any plan of theirs has
+        tables of places."""
+        if model.spec.has_experts:
+            return staging_bytes(model, self.most_rows)
         packing = step_bits_bytes(model)
         packing += sum(
             NUMBER_BYTES * layer.neurons.number
@@ -297,32 +327,40 @@ class CacheSize:
 
     def most_gpu_bytes(self, model: ModelFile) -> int:
         """Upper bound on `gpu_bytes`: its value if every layer is cached."""
-        tables = NUMBER_BYTES * model.spec.num_neurons
+        tables = 0 if model.spec.has_experts else NUMBER_BYTES * model.spec.num_neurons
         return self.gpu_bytes(model, ()) + tables * self.packs_bits
 
-    def host_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
+    def host_bytes(
+        self, model: ModelFile, num_hot: Sequence[int], dense_on_gpu: Sequence[bool]
+    ) -> int:
         """Bytes of main memory: copies of hot neurons; pinned staging; the bits of a step for the
         CPU, for the GPU if it packs bits, and for both combined; and the tables of the policy and
         the runtime. The tables hold, for each neuron, two scores (f32, padded to whole words of
         bits), its slot twice (int32), two bits (in a slot by the plan, in a slot now) and a bit for
-        each of the last PENDING_TOKENS tokens. They also hold the policy's candidates."""
-        bits, spec = step_bits_bytes(model), model.spec
+        each of the last PENDING_TOKENS tokens. They also hold the policy's candidates. Of experts, which
+        need no staging here, the choices of each layer, the places of all and a byte for each."""
+        bits, spec, units = step_bits_bytes(model), model.spec, most_units(model.spec)
         scores = 2 * FLOAT_BYTES * 8 * bits
-        slots = 2 * NUMBER_BYTES * spec.num_layers * spec.most_neurons
+        slots = 2 * NUMBER_BYTES * spec.num_layers * units
         candidates = CANDIDATE_BYTES * spec.num_layers * self.most_rows
         tables = scores + slots + (2 + PENDING_TOKENS) * bits + candidates
+        copies = copied_bytes(model, num_hot, dense_on_gpu)
+        if spec.has_experts:
+            choices = spec.num_layers * NUMBER_BYTES * 2 * spec.most_used
+            places = spec.num_layers * units * (NUMBER_BYTES + 1)
+            return copies + choices + bits + places + tables
         steps = (2 + self.packs_bits) * bits
-        staging = staging_bytes(model, self.most_rows)
-        return copied_bytes(model, num_hot) + staging + steps + tables
+        return copies + staging_bytes(model, self.most_rows) + steps + tables
 
 
-def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
-    """Bytes of main memory for the hot neurons of cached layers: a copy of each, so that nothing
+def copied_bytes(model: ModelFile, num_hot: Sequence[int], dense_on_gpu: Sequence[bool]) -> int:
+    """Bytes of main memory for the hot neurons or experts of cached layers: a copy of each, so that nothing
     need be written back when it leaves its slot, and two int32 tables of the slots' neurons."""
+    is_cached_L = cached_layers(model, num_hot, dense_on_gpu)
     return sum(
-        hot * (layer_bytes(model, layer).neuron + 2 * NUMBER_BYTES)
+        hot * (placed_units(model, layer)[1] + 2 * NUMBER_BYTES)
         for layer, hot in enumerate(num_hot)
-        if is_cached(hot, model.spec.layers[layer].neurons.number)
+        if is_cached_L[layer]
     )
 
 
@@ -377,7 +415,7 @@ def plan_bytes(
     if neuron_cache is not None:
         assert len(gpus) == 1, "a neuron cache is planned for one GPU"
         gpus[0]["neuron_cache"] += neuron_cache.gpu_bytes(model, num_hot)
-        cpu["neuron_cache"] += neuron_cache.host_bytes(model, num_hot)
+        cpu["neuron_cache"] += neuron_cache.host_bytes(model, num_hot, dense_on_gpu)
     for gpu in gpus:
         gpu["workspace"] += workspace if any(gpu.values()) else 0
     return gpus, cpu

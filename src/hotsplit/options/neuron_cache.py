@@ -1,7 +1,8 @@
 """Options of the online neuron cache, and the times on which it bases decisions.
 
-Hot neurons are in slots of the GPU's memory; all neurons of their layers are in main memory too.
-After each step the cache may replace neurons in slots with cold ones. It decides by the neurons
+Hot neurons, or experts of a mixture, are in slots of the GPU's memory; all neurons or experts of
+their layers are in main memory too. Below, a neuron may be an expert. After each step the cache may
+replace neurons in slots with cold ones. It decides by the neurons
 that the steps read and by times measured beforehand, never by a clock, so that the same steps give
 the same swaps every time.
 
@@ -11,7 +12,7 @@ runtime/neuron_cache/reference.py.
 Letters: L layers."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -21,7 +22,15 @@ from hotsplit.options.kinds import check_fields
 
 DEFAULT = "on"
 Off = Literal["off"]
+Units = Literal["neurons", "experts"]  # what a slot holds
 OFF: Off = "off"
+
+
+# Of options that depend on the units.
+_DEFAULTS: dict[Units, dict[str, Any]] = {
+    "neurons": {"margin": 0.03, "most_rows": 64, "visited": 0.0625},
+    "experts": {"margin": 0.06, "most_rows": 8, "visited": 1.0},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +49,11 @@ class CacheOptions:
     burst_decay: float = 0.9
     burst_weight: float = 0.2
     prior_tokens: float = 32.0
-    margin: float = 0.03
+    margin: float | None = None  # None: 0.03, and 0.06 of experts
     stay: float = 100.0
-    most_rows: int = 64  # most neurons swapped in a step; determines the size of staging
-    visited: float = 0.0625  # share of the layers that a step considers; layers take turns
+    # Most neurons swapped in a step, which determines the size of staging. None: 64, 8 experts.
+    most_rows: int | None = None
+    visited: float | None = None  # share of the layers that a step considers, in turn; see `of`
     start_gain: float = 0.005  # swapping begins when it would save this share of a step
     is_always_on: bool = False  # for tests: never stops swapping
 
@@ -63,15 +73,26 @@ class CacheOptions:
         check_fields(self)
         for name, (low, high) in self._RANGES.items():
             value = getattr(self, name)
-            if not low <= value <= high:  # rejects NaN
+            if value is not None and not low <= value <= high:  # rejects NaN
                 raise HotsplitError(f"{name}={value:g}; wanted {low:g} to {high:g}")
+
+    def of(self, units: Units) -> Self:
+        """The options with defaults for these units. A layer has few experts, each of which takes
+        long to copy: all layers are considered in each step, and a swap needs a larger advantage.
+        Chosen on routings apart from those that it is judged by (benchmarks/expert_cache.py)."""
+        defaults = _DEFAULTS[units]
+        own = {name: getattr(self, name) for name in defaults if getattr(self, name) is not None}
+        return replace(self, **defaults | own)
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parses "on", which means the defaults, or e.g. "decay=0.995,margin=0.05"."""
         if text == DEFAULT:
             return cls()
-        types: dict[str, type] = {field.name: type(field.default) for field in fields(cls)}
+        types: dict[str, type] = {
+            field.name: type(_DEFAULTS["neurons"].get(field.name, field.default))
+            for field in fields(cls)
+        }
         found: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.partition("=")
@@ -89,7 +110,8 @@ class CacheOptions:
         return replace(cls(), **found)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        return ",".join(f"{field.name}={getattr(self, field.name):g}" for field in fields(self))
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ",".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +122,8 @@ class CacheCosts:
 
     A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
     read), and a step takes the sum over its layers plus `rest_s`. A swap takes gather_row_s of the
-    CPU's time, which is free while the CPU waits for the GPU, and copy_row_s of the link's, which
+    CPU's time, which is free while the CPU waits for the GPU (of experts, which are not gathered, of the
+    time between steps), and copy_row_s of the link's, which
     is free while the step runs; `copy_s` is the link's fixed cost of a step's swaps. Swaps are made
     only as long as they fit into 0.9 of both of these free times (ROOM in policy.cpp)."""
 

@@ -1,0 +1,331 @@
+"""The neuron cache with experts as its units, with the CPU in both roles: every step equals, bit for
+bit, a static step with the same experts on the GPU, in any order that the streams allow; and each fault
+that is planted is found."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from fake_streams import FakeDevice, Race
+from hybrid_plans import stepped
+from random_policy import random_setup
+from reference import rel_error
+from test_hybrid_experts import loaded, made_plan, stock
+from test_native_step import BOUNDS
+from test_neuron_cache_hybrid import interrupted, keys_and_values, restore
+from test_runtime import IDS as TOKENS
+
+from hotsplit.costs.part_bytes import CacheSize
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.loader import load_weights
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.setup import first_residents
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.weights.resident import Residence
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+CPU = torch.device("cpu")
+E = 12
+IDS = TOKENS[:5]
+# Hot experts of both layers, and whether attention is on the GPU. A layer whose router is on the CPU has
+# no slots.
+PLANS = {
+    "both layers": ([[1, 4, 7, 11], [0, 2]], [1, 1]),
+    "all but one": ([list(range(1, E)), [5]], [1, 1]),
+    "beside the CPU's attention": ([[3, 5], [0, 1, 2]], [0, 1]),
+}
+
+
+@dataclasses.dataclass
+class Cached:
+    """A step with a cache, and what it was made from."""
+
+    model: object
+    split: object
+    weights: object
+    cache: object
+    step: object = None
+
+    @classmethod
+    def of(cls, plan="both layers", backend=None, seed=0, **options):
+        model = stock(**options)
+        split = made_plan(model, *PLANS[plan])
+        resident = first_residents(model, split)
+        weights = weights_of(model, split, resident)
+        setup = random_setup(seed=seed, most_rows=3, units="experts")
+        found = cls(model, split, weights, setup.cache(weights, resident, is_joined=False))
+        found.step = found.built(backend or plain_backend(reference_kernels()))
+        return found
+
+    def built(self, backend):
+        placement = Placement.of_split(self.split, (CPU,))
+        return hybrid_builder.build(
+            self.weights, placement, Traffic(), backend, neuron_cache=self.cache
+        )
+
+    def static(self):
+        """(a step without a cache, its weights), with the experts that tables name now, and the same
+        keys and values."""
+        layers, resident = self.cache.slots.layers, list(first_residents(self.model, self.split))
+        hot = list(self.split.hot)
+        for layer, own in layers.items():
+            hot[layer] = resident[layer] = np.flatnonzero(own.hot.places >= 0).astype(np.int32)
+        split = dataclasses.replace(self.split, hot=tuple(hot))
+        weights = weights_of(self.model, split, resident)
+        placement = Placement.of_split(split, (CPU,))
+        backend = plain_backend(reference_kernels())
+        step = hybrid_builder.build(weights, placement, Traffic(), backend)
+        restore(weights, keys_and_values(self.weights))  # building ran a trial step
+        return step, weights
+
+
+def weights_of(model, split, resident):
+    placement = Placement.of_split(split, (CPU,))
+    return load_weights(
+        model, placement, "dense", 32, notice=print, residence=Residence(), resident_LN=resident,
+        are_slots_joined=False,
+    )  # fmt: skip
+
+
+def ran(cached, ids, start=0):
+    """The logits of each step."""
+    return [cached.step.run(token, at).clone() for at, token in enumerate(ids, start)]
+
+
+def are_static(cached, ids, start=0):
+    """Whether each step equals a static one bit for bit."""
+    found = []
+    for position, token in enumerate(ids, start):
+        want = cached.static()[0].run(token, position).clone()
+        found.append(torch.equal(cached.step.run(token, position), want))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("both layers", {}),
+        ("all but one", {"num_shared": 32, "has_shared_gate": True}),
+        ("beside the CPU's attention", {"kind": "q8_0", "num_neurons": 32}),
+        ("both layers", {"kind": "q6_k", "width": 256, "num_neurons": 256}),
+    ],
+)
+def test_every_step_equals_a_static_one_bit_for_bit(plan, options):
+    cached = Cached.of(plan, **options)
+    with loaded(cached.model, cached.split) as engine:
+        want = stepped(engine, IDS)
+    got = []
+    for position, token in enumerate(IDS):
+        static = cached.static()[0].run(token, position).clone()
+        got.append(cached.step.run(token, position).clone())
+        assert torch.equal(got[-1], static), position
+    assert rel_error(torch.stack(got), want) < BOUNDS[options.get("kind", "f32")]
+    cached.cache.complete()
+    cached.cache.slots.check()
+    assert cached.cache.num_swaps >= len(IDS)
+    expert_bytes = sum(m.expert_bytes for m in cached.weights.layers[1].ffn.experts[0].matrices)
+    assert cached.cache.num_bytes == cached.cache.num_swaps * expert_bytes
+
+
+def test_the_policy_sees_the_experts_that_are_chosen():
+    cached = Cached.of()
+    ran(cached, IDS)
+    shown = np.concatenate(cached.cache.policy.shown)
+    seen = {}
+    with loaded(cached.model, cached.split) as engine:
+        see = engine.observe(
+            lambda name, layer, values: seen.__setitem__(layer, values.clone()),
+            lambda name, layer: name == "ffn_hidden",
+        )
+        with see, engine.sequence() as text:
+            text.extend(IDS)
+    for layer, hidden_TF in seen.items():
+        is_read_TE = hidden_TF.unflatten(1, (E, -1)).any(dim=2).numpy()
+        assert is_read_TE.sum(axis=1).tolist() == [4] * len(IDS)
+        bits_TE = shown[:, layer] >> np.arange(E, dtype=np.uint32) & 1
+        assert (bits_TE == is_read_TE).all()
+
+
+def test_prompts_follow_the_tables():
+    """Prompts are computed layer by layer, also while experts are on their way."""
+    cached = Cached.of()
+    ran(cached, IDS)
+    assert cached.cache._num_pending
+    static = cached.static()[1]
+    prompt = torch.tensor(IDS[:3])
+    found = [
+        Decoder(weights=weights, observers=Observers(), native="none").forward(prompt, 10).clone()
+        for weights in (cached.weights, static)
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("plan", ["both layers", "all but one"])
+def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
+    want = ran(Cached.of(plan), IDS)
+    for seed in range(2):
+        cached = Cached.of(plan, FakeDevice(seed=seed).backend(reference_kernels()))
+        assert all(map(torch.equal, ran(cached, IDS), want))
+        with torch.inference_mode():
+            cached.cache.complete()
+        cached.cache.slots.check()
+
+
+def test_copies_run_beside_a_step():
+    """No operation of the step waits for the copies that run meanwhile, and the copies wait for no
+    operation of the step."""
+    device = FakeDevice()
+    cached = Cached.of(backend=device.backend(reference_kernels()))
+    cached.step.run(IDS[0], 0)
+    due, parts = cached.cache._num_pending, 3
+    device.log.clear()
+    cached.step.run(IDS[1], 1)
+    copier = 1
+    copies = [o for o in device.log if o.stream == copier]
+    assert due and [o.name for o in copies] == ["copy"] * (parts * due)
+    step = [o for o in device.log if o.name in ("kernel", "host") and o.stream != copier]
+    assert len(step) > 10
+    for o in step:
+        assert not any(o.is_before(other) or other.is_before(o) for other in copies)
+
+
+def test_bytes_are_those_of_the_plan():
+    """Staging on the GPU; in main memory a copy of each expert in a slot, and tables."""
+    cached = Cached.of("beside the CPU's attention", kind="q8_0", num_neurons=32)
+    size, num_hot = CacheSize(most_rows=3, packs_bits=True), [2, 3]
+    slots, step, policy = cached.cache.slots, cached.step.neuron_cache, size.host_bytes
+    expert = 2 * 32 * 68 + 64 * 34
+    assert slots._staging_B.nbytes == size.gpu_bytes(cached.model, num_hot) == 3 * expert
+    copies = sum(matrix.data.nbytes for own in slots.layers.values() for matrix in own.hot.matrices)
+    assert copies == 3 * expert  # of the second layer alone
+    shared = (step._routed_LR, step._bits_1LW, slots._place_LE)
+    tables = sum(each.nbytes for each in shared) + step._is_read_1LE.nbytes
+    residency = cached.cache.residency
+    tables += residency.slot_LF.nbytes + 2 * residency.id.nbytes  # of the runtime and the policy
+    scores, words = 2 * 4 * 32 * 2, 4 * 2
+    tables += scores + residency.slot_LF.nbytes + (2 + 32) * words + 24 * 2 * 3
+    assert policy(cached.model, num_hot, [False, True]) == copies + tables
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def test_a_table_that_changes_before_its_copy_has_ended_is_found():
+    device = FakeDevice()
+    cached = Cached.of(backend=device.backend(reference_kernels()))
+    cached.step.run(IDS[0], 0)
+    before = device.num_waits
+    cached.step.run(IDS[1], 1)
+    assert device.num_waits > before
+    found = 0
+    for number in range(before, device.num_waits):
+        cached = Cached.of(backend=FakeDevice(dropped=number).backend(reference_kernels()))
+        cached.step.run(IDS[0], 0)
+        with pytest.raises(Race):
+            ran(cached, IDS[1:3], 1)
+        found += 1
+    assert found
+
+
+def test_a_slot_that_is_overwritten_while_a_step_reads_it_is_found():
+    cached = Cached.of(backend=FakeDevice().backend(reference_kernels()))
+    slots = cached.cache.slots
+
+    def straight(number, swap, parts=slots._parts):
+        return ((slot, slot, expert) for _, slot, expert in parts(number, swap))
+
+    slots._parts = straight
+    with pytest.raises(Race):
+        ran(cached, IDS)
+
+
+def test_wrong_bytes_in_a_slot_are_found(monkeypatch):
+    """The matrix of another expert, or one that stays as it was."""
+    right = ran(Cached.of(), IDS)
+    for wrong in ("another's down", "no down", "no gate"):
+        cached = Cached.of()
+        slots, copy = cached.cache.slots, cached.cache.slots._main.copy
+        downs = {slots.layers[n].hot.down.data.data_ptr(): n for n in slots.layers}
+        gates = {slots.layers[n].hot.gate.data.data_ptr(): n for n in slots.layers}
+
+        def copies(target, source, wrong=wrong, slots=slots, copy=copy, downs=downs, gates=gates):
+            first = target.untyped_storage().data_ptr()
+            if wrong == "another's down" and first in downs:
+                source = slots.layers[downs[first]].cold.down.data[0]
+            if (wrong, first in downs) != ("no down", True) and (
+                (wrong, first in gates) != ("no gate", True)
+            ):
+                copy(target, source)
+
+        monkeypatch.setattr(slots._main, "copy", copies)
+        assert not all(map(torch.equal, ran(cached, IDS), right)), wrong
+        cached.cache.complete()
+        with pytest.raises(AssertionError):
+            slots.check()
+
+
+def test_an_expert_that_both_sides_or_neither_compute_is_found():
+    right = ran(Cached.of(), IDS)
+    for both in (True, False):
+        cached = Cached.of()
+        slots = cached.cache.slots
+
+        def change(layer, change=slots._change_tables, slots=slots, both=both):
+            new = slots.layers[layer].cold.place_E
+            old = new.clone()
+            change(layer)
+            new[:] = torch.maximum(old, new) if both else torch.minimum(old, new)
+
+        slots._change_tables = change
+        got = ran(cached, IDS)
+        assert max(map(rel_error, got, right)) > 1e-3, both
+
+
+def test_an_interrupted_step_leaves_its_swaps_to_the_next():
+    cached = Cached.of()
+    ran(cached, IDS[:3])
+    due, submit = cached.cache._num_pending, cached.step._submit
+    cached.step._submit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cached.step.run(IDS[3], 3)
+    assert due and cached.cache._num_pending == due
+    cached.step._submit = submit
+    assert all(are_static(cached, TOKENS[3:6], 3))
+
+
+@pytest.mark.parametrize("where", ["finish", "start"])
+def test_an_interrupted_move_is_not_computed_with(monkeypatch, where):
+    cached = Cached.of()
+    cached.step.run(IDS[0], 0)
+    assert cached.cache._num_pending
+    monkeypatch.setattr(cached.cache.slots, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cached.step.run(IDS[1], 1)
+    monkeypatch.undo()
+    with pytest.raises(HotsplitError, match="was interrupted while it moved neurons"):
+        cached.step.run(IDS[2], 2)
+
+
+def test_a_new_step_takes_over_what_the_old_one_began():
+    cached = Cached.of()
+    ran(cached, IDS[:3])
+    assert cached.cache._num_pending
+    kept = keys_and_values(cached.weights)
+    cached.step = cached.built(plain_backend(reference_kernels()))
+    restore(cached.weights, kept)
+    assert all(are_static(cached, TOKENS[3:6], 3))
+
+
+def test_plans_without_slots_for_experts_are_refused():
+    model = stock()
+    for hot, dense in (([E, []], [1, 1]), ([[1, 2], E], [0, 1])):
+        split = dataclasses.replace(made_plan(model, hot, dense), num_experts=E)
+        with pytest.raises(HotsplitError, match="divides no layer's experts"):
+            first_residents(model, split)
