@@ -21,6 +21,7 @@ from hotsplit.costs.part_bytes import (
     stored_neuron_bytes,
 )
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.model.tensors import Layout
 from hotsplit.model.weight_types import BY_QUALITY, FLOAT_NAMES
 from hotsplit.options.engine_config import EngineConfig
@@ -189,20 +190,23 @@ def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
 
 
 def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | None, str]:
-    """The first type with which the model fits the first GPU, or else all memories together; and
-    why. The order is: the source's own types (None), unless they are large and have to be
-    converted anyway; then BY_QUALITY. If none fits, the smallest."""
+    """The type to run, and why. A source of quantised matrices keeps its own types (None), since a second
+    rounding loses more. Of others it is the first with which the model fits the first GPU, or else all
+    memories together: its own, if it need not be converted, then BY_QUALITY. If none fits, the
+    smallest."""
     if wishes.outtype is not None:
         return wishes.outtype, f"type {wishes.outtype}: asked for"
-    own = source.own
-    if own is None and source.own_type not in FLOAT_NAMES:
+    own, memory = source.own, room.main + sum(room.gpus)
+    if source.own_type not in FLOAT_NAMES:
         stock = source.stock
-        is_run = stock is not None and _reads_all(stock, wishes, room)
-        own = stock if is_run else source.draft(None)
+        is_run = own is None and stock is not None and _reads_all(stock, wishes, room)
+        return None, _own_type_line(
+            source, own or (stock if is_run else source.draft(None)), wishes, memory
+        )
     kinds: list[Outtype | None] = [None] if own is not None else []
-    kinds += [kind for kind in BY_QUALITY if own is None or kind != source.own_type]
+    kinds += BY_QUALITY
     sizes: dict[Outtype | None, int] = {}  # kept, since reading all headers takes seconds
-    limits = [(room.main + sum(room.gpus), "memory")]
+    limits = [(memory, "memory")]
     for limit, place in ([(room.gpus[0], "VRAM")] if room.gpus else []) + limits:
         for kind in kinds:
             if kind not in sizes:
@@ -210,28 +214,47 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
                 context, texts = context_of(model, wishes), wishes.engine.num_sequences
                 sizes[kind] = run_bytes(model, context, num_sequences=texts)
             if sizes[kind] <= limit:
-                return kind, _type_line(source, kind, sizes[kind], limit, place)
+                return kind, _type_line(source, kind, _fits(sizes[kind], limit, place))
     least = min(sizes, key=lambda kind: sizes[kind])
-    total = format_bytes(room.main + sum(room.gpus))
     return least, (
         f"type {least or source.own_type}: the smallest there is, and its"
-        f" {format_bytes(sizes[least])} are more than the {total} of memory: weights will be read"
-        " from the disk, token by token, slowly"
+        f" {_too_large(sizes[least], memory)}"
     )
 
 
-def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, place: str) -> str:
-    fits = f"{format_bytes(size)} with its context, {format_bytes(limit)} of {place}"
-    if kind is None and source.own is not None:
-        return f"type {source.own_type}: the file's own ({fits})"
-    if kind is None:
-        made = source.draft(None).own_type
-        if made == source.own_type:
-            return f"type {made}: the file's own ({fits})"
-        return (
-            f"type {made}: there are no kernels for the file's {source.own_type}, and {made} keeps"
-            f" its quality ({fits})"
+def _fits(size: int, limit: int, place: str) -> str:
+    return f"{format_bytes(size)} with its context, {format_bytes(limit)} of {place}"
+
+
+def _too_large(size: int, memory: int) -> str:
+    return (
+        f"{format_bytes(size)} are more than the {format_bytes(memory)} of memory: weights will be"
+        " read from the disk, token by token, slowly"
+    )
+
+
+def _own_type_line(source: Source, model: ModelFile, wishes: Wishes, memory: int) -> str:
+    """Says what becomes of quantised matrices, and their size."""
+    size = run_bytes(model, context_of(model, wishes), num_sequences=wishes.engine.num_sequences)
+    fits, made = _fits(size, memory, "memory"), model.own_type
+    line = f"type {made}: the file's own ({fits})"
+    if made != source.own_type:
+        line = (
+            f"type {made}: there are no kernels for the file's {source.own_type}, and {made} keeps its"
+            f" quality, in {format_bytes(size)} instead of {format_bytes(num_bytes_of(source.path))}"
+            f" ({fits}); a file in a type with kernels stays as small as it is"
         )
+    if size <= memory:
+        return line
+    return (
+        f"{line.removesuffix(f' ({fits})')}; its {_too_large(size, memory)}; a smaller file, or --outtype"
+        f" {BY_QUALITY[-1]}, reads less"
+    )
+
+
+def _type_line(source: Source, kind: Outtype | None, fits: str) -> str:
+    if kind is None:
+        return f"type {source.own_type}: the file's own ({fits})"
     if kind == BY_QUALITY[0]:
         return (
             f"type {kind}: nearly the same model as in {source.own_type}, with fewer bytes to read"

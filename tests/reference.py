@@ -96,7 +96,8 @@ def _linear(x, w, name: str, biases):
 
 
 def _attention(x, block: Attention, w):
-    assert block.growth is None and not block.norms_by_head and not block.is_fused, block
+    assert block.growth is None and block.score_cap is None, block
+    assert not block.norms_by_head and not block.is_fused, block
     heads = {"attn_q": block.num_heads, "attn_k": block.num_kv_heads, "attn_v": block.num_kv_heads}
     q, k, v = (
         _linear(x, w, name, block.biases).reshape(len(x), number, -1)

@@ -4,6 +4,7 @@ torch, in the native step at every level, in hybrid steps with the float64 kerne
 Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -87,11 +88,14 @@ def logits_ref(model, ids):
     x = weights(model, "token_embd.weight")[ids]
     for index, layer in enumerate(model.spec.layers):
 
-        def w(name, index=index):
-            return weights(model, f"blk.{index}.{name}.weight")
+        def named(name, index=index):
+            return weights(model, f"blk.{index}.{name}")
+
+        def w(name, named=named):
+            return named(f"{name}.weight")
 
         a, neurons = layer.attention, layer.neurons
-        y = norm(x, w("attn_norm"), layer.norms["attn_norm"].epsilon)
+        y = norm(x, named, layer.norms["attn_norm"])
         query, key, value = (
             (y @ w(f"attn_{name}").T).reshape(len(ids), -1, a.head_dim) for name in "qkv"
         )
@@ -106,10 +110,10 @@ def logits_ref(model, ids):
             query = query * (1 + a.growth.factor * np.log(1 + steps))[:, None, None]
         heads = attend_ref(query, key, value, a.score_scale, a.window, a.score_cap)
         x = x + heads @ w("attn_output").T
-        y = norm(x, w("ffn_norm"), layer.norms["ffn_norm"].epsilon)
+        y = norm(x, named, layer.norms["ffn_norm"])
         hidden = activated(y @ w("ffn_gate").T, neurons.activation) * (y @ w("ffn_up").T)
         x = x + hidden @ w("ffn_down_t")
-    y = norm(x, weights(model, "output_norm.weight"), model.spec.output_norm.epsilon)
+    y = norm(x, partial(weights, model), model.spec.output_norm)
     return capped(y @ weights(model, model.head_name).T, model.spec.logit_cap)
 
 

@@ -61,6 +61,9 @@ def test_a_file_in_llamacpps_layout_keeps_its_type(silu, tmp_path):
     assert given.own is None
     kind, line = choose_type(given, Wishes(), Room(main=1 << 40))
     assert kind is None and line.startswith("type q8_0: the file's own (")
+    kind, line = choose_type(given, Wishes(), Room(main=1000, gpus=(MIB,)))  # rounded twice by none
+    assert kind is None and line.startswith("type q8_0: the file's own; its ")
+    assert "read from the disk" in line and "--outtype q4_0" in line
 
 
 def wishes_of(**options):

@@ -197,7 +197,7 @@ def test_a_written_plan_is_verified(seed, num_dense, tmp_path):
 
 @pytest.mark.parametrize("seed, num_dense", [(0, 0), (2, 1)])
 def test_a_plan_with_a_neuron_cache(seed, num_dense, tmp_path):
-    """By the cache's times, the recorded tokens take the plan's seconds; other times, frequencies or
+    """The recorded tokens take the plan's seconds by the cache's times; other times, frequencies or
     bytes are found."""
     inputs = tiny(seed, num_dense)
     model, profile, machine = inputs.model, inputs.profile, inputs.machine

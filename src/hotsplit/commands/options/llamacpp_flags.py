@@ -90,8 +90,8 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
      " -mg --main-gpu", _refuse(_PLAN, MODEL_COMMANDS)),
     ("-vb --vram --vram-budget",
-     Flag(does="refuse", commands=("generate", "chat", "serve", "eval", "bench"), text=_BUDGET,
-          whose="an option of run and solve")),
+     Flag(does="refuse", commands=("eval",), text=_BUDGET,
+          whose="an option of commands that run a model")),
     ("--reset-gpu-index --disable-gpu-index",
      Flag(does="refuse", commands=MODEL_COMMANDS, whose="PowerInfer's",
           text="a plan is used only if --split names it, and solve --force replaces it")),
