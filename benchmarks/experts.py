@@ -10,9 +10,9 @@ measured instead, as in batch.py. With --positions 100,4096,32768, our tokens af
 lengths are measured instead, without the rival: whole, and the part of each kind of layer that is
 not its products (attention, or a gated delta net).
 
-A model whose experts have silent neurons is in our layout and is measured in modes `dense` and
-`exact` instead, without a rival: seconds and bytes a token of both, and of the experts in it,
-alternating.
+A model with silent neurons is in our layout and is measured in modes `dense` and `exact` instead:
+seconds and bytes a token of both, and of the neurons in it, alternating; beside llama.cpp if it has no
+experts (minitron-4b), which runs a model of the same shape in the stock layout.
 
 A run adds its figures to those of earlier runs in the result, so that each can be short."""
 
@@ -30,7 +30,7 @@ import torch
 from chat_model import CONTEXT, STEPS, Tests, add_tests, decode_s, measure, numbers
 from machine import add_to_result, result_of
 from random_model import SHAPES, make_mixture
-from rival import PROMPT, rival_parser
+from rival import PROMPT, Rival, rival_parser
 
 from hotsplit import Engine
 from hotsplit.measure.bench.bandwidth import cpu_bandwidth
@@ -52,6 +52,8 @@ def main() -> None:
     missing = {kind: path for kind, path in paths.items() if not path.exists()}
     for kind, path in missing.items():
         make_mixture(path, arguments.model, kind)
+        if not SHAPES[arguments.model].route:
+            make_mixture(_twin(path), arguments.model, kind, layout="stock")
     if missing:
         return print(f"made {', '.join(map(str, missing.values()))}; run this again to measure")
     for kind, path in paths.items():
@@ -67,8 +69,15 @@ def _reports(arguments: argparse.Namespace, path: Path) -> dict[str, object]:
     if counts:
         return {str(count): _batches(arguments, path, count, counts) for count in threads}
     if SHAPES[arguments.model].layout == "sparse":
-        return {str(count): _modes(path, count, arguments.rounds) for count in threads}
+        has_rival = SHAPES[arguments.model].route is None
+        rival = Rival(arguments.rival, _twin(path), CONTEXT) if has_rival else None
+        return {str(count): _modes(path, count, arguments.rounds, rival) for count in threads}
     return measure(path, arguments, list(threads), Tests.of(arguments), cpu_bandwidth())
+
+
+def _twin(path: Path) -> Path:
+    """The rival's file of a model in our layout."""
+    return path.with_suffix(".stock.gguf")
 
 
 def _write(arguments: argparse.Namespace, kind: str, reports: dict[str, object]) -> Path:
@@ -130,8 +139,8 @@ def _by_kind(engine: Engine, run: Callable[[], object], num_tokens: int) -> dict
     return {name: value / num_tokens for name, value in parts.items()}
 
 
-def _modes(path: Path, threads: int, rounds: int) -> dict[str, object]:
-    """Decode in both modes, in turn: seconds and bytes a token of each round."""
+def _modes(path: Path, threads: int, rounds: int, rival: Rival | None) -> dict[str, object]:
+    """Decode in both modes and by the rival, in turn: seconds and bytes a token of each round."""
     library.set_threads(threads)
     generator = random.Random(0)
     engines = {
@@ -143,7 +152,15 @@ def _modes(path: Path, threads: int, rounds: int) -> dict[str, object]:
     def turn_of(engine: Engine) -> Callable[[int], tuple[float, int, float, float]]:
         return lambda number: _parts(engine, texts[number])
 
-    found = take_turns({mode: turn_of(engine) for mode, engine in engines.items()}, rounds)
+    turns = {mode: turn_of(engine) for mode, engine in engines.items()}
+    if rival is not None:
+        turns["llama.cpp"] = lambda number: (
+            rival.decode_s(threads, True, texts[number]),
+            0,
+            0.0,
+            0.0,
+        )
+    found = take_turns(turns, rounds)
     report: dict[str, object] = {"bandwidth_gb_per_s": cpu_bandwidth()() / 1e9}
     medians = {}
     for mode, samples in found.items():

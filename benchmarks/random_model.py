@@ -1,8 +1,10 @@
-"""Makes random models in the shapes of known ones: mixtures of experts with fewer layers, and TinyLlama.
+"""Makes random models in the shapes of known ones: mixtures of experts and Minitron 4B with fewer layers,
+and TinyLlama.
 
 Weights are random, a few rows of them repeated. In mixtures, the router's choices are skewed as by Zipf's law:
-every embedding has the same component, by which the logit of the expert with rank r is lower by
-log r. Gates of ReLU experts have a part against that component, so that 60 % of them are silent. Vocabularies have
+every embedding has the same component, of mean 0, by which the logit of the expert with rank r is lower
+by log r. What decides whether a ReLU neuron fires has a part against that component, so that 60 % of those
+of experts are silent, and 90 % of Minitron's, which are squared. Vocabularies have
 32,000 tokens, because a head of the full size would count several times as much beside a quarter of
 the layers.
 
@@ -30,6 +32,7 @@ from hotsplit.families.experts import Experts
 from hotsplit.families.family import PROJECTION_BIASES
 from hotsplit.families.gpt_oss import EXPERT_BIASES, gpt_oss_spec
 from hotsplit.families.llama import llama_spec
+from hotsplit.families.nemotron import nemotron_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.smallthinker import STOCK_WINDOW, smallthinker_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
@@ -39,17 +42,17 @@ from hotsplit.model.tensors import CONV, DECAY, Layout, is_down
 PIECE = 1536  # rows of random values, encoded once and repeated
 COMMON = 1.0  # of all embeddings, relative to their random part
 MEAN = COMMON / np.hypot(1.0, COMMON)  # of the values of a normed embedding
-SILENT = 0.6  # of the gates of ReLU experts
+SILENT = {"relu": 0.6, "relu2": 0.9}  # of the neurons
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A model's sizes, but for the vocabulary, and its experts. `spec_of`: the spec for a number of
-    layers."""
+    layers, and the route if there is one."""
 
     sizes: Sizes
-    route: Route
-    spec_of: Callable[[Sizes, Route], ModelSpec]
+    spec_of: Callable[..., ModelSpec]
+    route: Route | None = None
     layout: Layout = "stock"
 
 
@@ -77,6 +80,10 @@ def _smallthinker(sizes: Sizes, route: Route) -> ModelSpec:
         Experts(route=route, num_neurons=sizes.num_neurons), STOCK_WINDOW, has_window_L,
         has_window_L,
     )  # fmt: skip
+
+
+def _nemotron(sizes: Sizes) -> ModelSpec:
+    return nemotron_spec(sizes, Rotary(theta=1e4, pairing="halves", num_values=64), "relu2")
 
 
 def _qwen3_6(sizes: Sizes, route: Route) -> ModelSpec:
@@ -130,21 +137,31 @@ SHAPES = {
         spec_of=_smallthinker,
         layout="sparse",
     ),
+    "minitron-4b": Shape(
+        sizes=Sizes(
+            num_layers=8, hidden_size=3072, num_neurons=9216, num_heads=24, num_kv_heads=8,
+            head_dim=128, vocab_size=32_000, context_length=4096, epsilon=1e-5,
+        ),
+        spec_of=_nemotron,
+        layout="sparse",
+    ),
 }  # fmt: skip
 
 
 Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and shape
 
 
-def make_mixture(path: Path, name: str, kind: str, num_layers: int | None = None) -> None:
+def make_mixture(
+    path: Path, name: str, kind: str, num_layers: int | None = None, layout: Layout | None = None
+) -> None:
     """Writes a model of one type, or of one of llama.cpp's mixtures, MXFP4 among them: experts in that
     type and all else in q8_0."""
     shape = SHAPES[name]
     sizes = replace(shape.sizes, num_layers=num_layers or shape.sizes.num_layers)
-    spec = shape.spec_of(sizes, shape.route)
+    spec = shape.spec_of(sizes, *([shape.route] if shape.route else []))
     type_of = partial(_type_of, Roles.of(spec, is_tied=False), kind)
     entry = partial(_entry, type_of, shape.route, spec.activation, np.random.default_rng(0))
-    _make(path, spec, shape.layout, entry)
+    _make(path, spec, layout or shape.layout, entry)
 
 
 def make_dense(path: Path, kind: str) -> None:
@@ -185,7 +202,7 @@ def _type_of(roles: Roles, kind: str, name: str) -> str:
 
 
 def _entry(
-    type_of: Callable[[str], str], route: Route, activation: str, random: np.random.Generator,
+    type_of: Callable[[str], str], route: Route | None, activation: str, random: np.random.Generator,
     name: str, dims: tuple[int, ...],
 ) -> TensorEntry:  # fmt: skip
     if name.endswith(".bias") or "sinks" in name:
@@ -197,17 +214,19 @@ def _entry(
     if len(dims) == 1:
         return array_entry(np.ones(dims), "f32")
     width = dims[-1]
-    if "ffn_gate_inp" in name:
+    common_D = np.resize(np.float32([1.0, -1.0]), width)
+    if route is not None and "ffn_gate_inp" in name:
         mean = COMMON if route.reads == "x" else MEAN
         return array_entry(_router(random, dims, mean), "f32")
     values = random.standard_normal((min(PIECE, prod(dims[:-1])), width), np.float32)
     # Outputs are small, so that the common part lasts.
     is_output = is_down(name) or "attn_output" in name or "ssm_out" in name
     values *= 0.1 / width**0.5 if is_output else width**-0.5
-    if activation == "relu" and "ffn_gate_exps" in name:
-        values -= NormalDist().inv_cdf(SILENT) / (width * MEAN)
+    decides = "ffn_gate_exps" if route else "ffn_up"
+    if activation in SILENT and decides in name:
+        values -= NormalDist().inv_cdf(SILENT[activation]) / (width * MEAN) * common_D
     if name == "token_embd.weight":
-        values = values * width**0.5 + COMMON
+        values = values * width**0.5 + COMMON * common_D
     return _encoded(values, type_of(name), name, dims)
 
 
@@ -232,4 +251,5 @@ def _router(random: np.random.Generator, dims: tuple[int, ...], mean: float) -> 
     num_experts, width = dims
     logs_E = np.log(random.permutation(num_experts) + 1.0)
     noise_ED = random.standard_normal(dims) / width**0.5
-    return noise_ED - logs_E[:, None] / (width * mean)
+    common_D = np.resize([1.0, -1.0], width)
+    return noise_ED - logs_E[:, None] / (width * mean) * common_D

@@ -107,6 +107,28 @@ def silent_experts() -> str:
     return markdown(header, rows)
 
 
+def silent_neurons() -> str:
+    """Modes of a model with silent neurons, and llama.cpp."""
+    rows, found = [], result(f"experts-minitron-4b-q8_0-{ZEN_4}")
+    for threads, words in (("2", "2 threads"), ("1", "1 thread")):
+        modes, ratios = found[threads], found[threads]["dense_over_exact"]
+        seconds = {name: modes[name]["a_token"]["s"] for name in ("dense", "exact", "llama.cpp")}
+        rows.append([
+            words, *(f"{1e3 * of:.1f} ms" for of in seconds.values()), times(ratios["s"]),
+            times(ratios["bytes"]), times(seconds["llama.cpp"] / seconds["exact"]),
+        ])  # fmt: skip
+    header = [
+        "a token",
+        "dense",
+        "exact",
+        "llama.cpp",
+        "dense over exact",
+        "its bytes",
+        "llama.cpp over exact",
+    ]
+    return markdown(header, rows)
+
+
 def chat_model() -> str:
     processors = {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
     return chat_model_of(
@@ -310,6 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts,
     "after-texts": after_texts,
     "silent-experts": silent_experts,
+    "silent-neurons": silent_neurons,
     "expert-plans": expert_plans,
     "speculation": speculation,
     "serve-throughput": serve_throughput,
