@@ -329,8 +329,7 @@ class Builder:
         return Attention(
             inputs=self.attention_inputs(index, block, device),
             output=self.linear(index, "attn_output", device),
-            query_norm=norms[0],
-            key_norm=norms[1],
+            query_norm=norms[0], key_norm=norms[1],
             norms_all_heads=block.norms_all_heads,
             sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
             cache=LayerCache.of(
@@ -340,11 +339,9 @@ class Builder:
                 self.cache_types or CacheTypes.of(kv_kind(self.model)),
                 self.stores.on(attends_on).cache,
             ),
-            num_heads=block.num_heads,
-            is_gated=block.is_gated,
-            rotary=self.rotary(block, attends_on),
-            window=block.window, growth=block.growth, score_scale=block.score_scale,
-            score_cap=block.score_cap,
+            num_heads=block.num_heads, is_gated=block.is_gated,
+            rotary=self.rotary(block, attends_on), window=block.window, growth=block.growth,
+            score_scale=block.score_scale, score_cap=block.score_cap,
             on_bytes=self.count_attention,
         )  # fmt: skip
 

@@ -19,10 +19,9 @@ of 64.
 A matrix has the `gpu_kind` of one of hotsplit.model.weight_types (hotsplit.runtime.kernels.planar).
 
 Letters: T rows of a step, D width, F neurons of the layer or of an expert, E experts of the layer, K
-experts of a row, N rows of a matrix or neurons of a
-block, R rank, H heads, K key-value heads, W head width, C positions of the cache or of one of
-its blocks, S parts of a sum, P rows to add, A chosen rows, B words of 32 bits or blocks of a
-cache; table_SN: S sequences, N blocks of one."""
+experts of a row, N rows of a matrix or neurons of a block, R rank, H heads, K key-value heads, W head
+width, C positions of the cache or of one of its blocks, S parts of a sum, P rows to add, A chosen rows,
+B words of 32 bits or blocks of a cache; table_SN: S sequences, N blocks of one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -123,14 +122,12 @@ class RotateAppend(Protocol):
         growth: tuple[float, int] | None = None,
     ) -> None:
         """RMS norm of each head of q and k, whose weights may be [H, W] and [K, W], or if it `centres` a
-        layer norm without biases, and rotation by f64 frequencies of as many pairs as there
-        are, the first of a head; both optional. Rotated values are multiplied by `magnitude`. `qkv`
-        is f32 [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or f16, at
-        `position_1` (int64 on the device) of `sequence_1` (int32). `is_gated`: behind each head of q
-        are W gates of its output, [(2 H + 2 K) W]. `growth`: factor and length of QueryGrowth.
-
-        A prompt's pass has any number T of rows. `query_THW`, if given, takes q times
-        `query_scale`, and `qkv` stays as it is."""
+        layer norm without biases, and rotation by f64 frequencies of as many pairs as there are, the first
+        of a head; both optional. Rotated values are multiplied by `magnitude`. `qkv` is f32
+        [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or f16, at `position_1`
+        (int64 on the device) of `sequence_1` (int32). `is_gated`: behind each head of q are W gates of its
+        output, [(2 H + 2 K) W]. `growth`: factor and length of QueryGrowth. A prompt's pass has any number
+        T of rows. `query_THW`, if given, takes q times `query_scale`, and `qkv` stays as it is."""
 
 
 class Attend(Protocol):

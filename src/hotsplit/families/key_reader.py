@@ -376,15 +376,14 @@ class KeyReader:
         if self.positive(base, 10000.0) <= 1.0:
             raise HotsplitError(f"{self.path}: key {base!r} must be above 1 for YaRN")
         factor = self.positive(prefix + "factor")
-        less = self.number(prefix + "yarn_log_multiplier", 0.0)
-        magnitude = 1.0 + 0.1 * less * math.log(max(1.0, factor))
+        less = self.number(prefix + "yarn_log_multiplier", 0.0) * math.log(max(1.0, factor))
         scaling = RopeScaling(
             kind="yarn",
             factor=factor,
             original_length=self._original_length(),
             beta_fast=self.positive(prefix + "yarn_beta_fast", 32.0),
             beta_slow=self.positive(prefix + "yarn_beta_slow", 1.0),
-            attn_factor=self.positive(prefix + "attn_factor", 1.0) / magnitude,
+            attn_factor=self.positive(prefix + "attn_factor", 1.0) / (1.0 + 0.1 * less),
         )
         # What llama.cpp's converter writes for a config's attention_factor, the whole magnitude;
         # most of llama.cpp's graphs do not read it.

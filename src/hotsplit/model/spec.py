@@ -51,10 +51,10 @@ class Attention:
     """Causal grouped-query attention. `window`: how many of the latest tokens a token attends to,
     itself included; None for all. `head_norm`: the norm of each head of queries and keys, before
     they rotate; of all heads together if `norms_all_heads` (OLMoE), with weights for each head if
-    `norms_by_head` (Command R+). `biases`: names of the projections that have one. `has_sinks`: each head has one more score, whose share is of no value
-    (arXiv 2309.17453). `is_gated`: attn_q has a gate after each head's query, whose sigmoid multiplies
-    the head's output (Qwen3-Next). `score_cap` c: a scaled score s counts as c tanh(s / c) (Gemma 2, arXiv
-    2408.00118)."""
+    `norms_by_head` (Command R+). `biases`: names of the projections that have one. `has_sinks`: each
+    head has one more score, whose share is of no value (arXiv 2309.17453). `is_gated`: attn_q has a gate
+    after each head's query, whose sigmoid multiplies the head's output (Qwen3-Next). `score_cap` c: a
+    scaled score s counts as c tanh(s / c) (Gemma 2, arXiv 2408.00118)."""
 
     num_heads: int
     num_kv_heads: int
@@ -81,9 +81,7 @@ class Attention:
     @property
     def num_rotated(self) -> int:
         """Values of a head that rotate."""
-        if self.rotary is None:
-            return 0
-        return self.rotary.num_values or self.head_dim
+        return 0 if self.rotary is None else self.rotary.num_values or self.head_dim
 
     @property
     def query_size(self) -> int:
@@ -285,10 +283,8 @@ class LayerSpec:
         return replace(self, blocks=tuple(blocks))
 
     def with_rotary(self, rotary: Rotary | None) -> "LayerSpec":
-        def changed(block: Block) -> Block:
-            return replace(block, rotary=rotary) if isinstance(block, Attention) else block
-
-        return replace(self, blocks=tuple(map(changed, self.blocks)))
+        blocks = (replace(b, rotary=rotary) if isinstance(b, Attention) else b for b in self.blocks)
+        return replace(self, blocks=tuple(blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
