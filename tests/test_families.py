@@ -228,8 +228,14 @@ CASES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         },
     ),
-    "olmo3-plain": Olmo3Config(
+    "olmo3-stock": Olmo3Config(
         **GATED, sliding_window=3, layer_types=["sliding_attention"] + 2 * ["full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                "attention_factor": 1.3,
+            },
+        },
     ),
     "glm4": Glm4Config(**GATED | ODD, head_dim=24),
     "glm4-plain-tied": Glm4Config(
@@ -385,7 +391,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
     "ministral3", "nemotron", "arcee", "starcoder2-stock", "command-r", "cohere2",
-    "gemma2-stock", "olmo2", "olmo3", "glm4", "glm", "granite",
+    "gemma2-stock", "olmo2", "olmo3-stock", "glm4", "glm", "granite",
     "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",
     "qwen3nextmoe-stock", "qwen35-stock", "qwen35moe",
 ]  # fmt: skip
@@ -419,6 +425,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("phi4-mini", "rotates whole heads, this model 12 of 16 values"),
         ("gemma3-biases-untied", "computes GELU, this model is silu"),
         ("gemma2-plain", "computes GELU, this model is relu"),
+        ("olmo3", "rotates with a theta of 3000 everywhere, this model with 5000 in some layers"),
         ("gemma2", "multiplies scores by 0.204124, this model by 0.316228"),
         ("olmoe-renormalised", "does not divide the weights of experts by their sum"),
         ("olmoe-grouped", "has norms of 64 keys, this model of 32"),

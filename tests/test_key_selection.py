@@ -1,17 +1,19 @@
 """Which keys a token of a long text reads: tables, choice, bits, bytes, and refusals."""
 
+import dataclasses
 import json
 from itertools import pairwise, product
 
 import pytest
 import torch
-from models import make_model, make_sizes
+from models import changed, make_model, make_sizes
 from test_cache_types import eval_losses
 from test_sequences import Alone, schedule
 
 from hotsplit import Engine
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Attention
 from hotsplit.options.cache_types import CacheType, CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.block_table import BlockTable
@@ -491,6 +493,25 @@ def test_capped_positions(path, kind, num_sequences):
         for one, other in zip(found_all, expected_all, strict=True)
     ]
     assert sum(agrees) >= len(texts) - 1
+
+
+@native
+@pytest.mark.parametrize("rule", [SMALL, CAPPED])
+def test_chosen_scores_with_a_soft_cap(rule):
+    """Of positions as they are, and of capped ones; rows before the search begins agree closely."""
+    shape = make_sizes(num_layers=1, num_heads=2, num_kv_heads=1, context_length=CONTEXT)
+    plain = make_model(sizes=shape)
+    spec = changed(plain.bare_spec, Attention, score_cap=0.05)
+    found = []
+    for model in (dataclasses.replace(plain, bare_spec=spec), plain):
+        with Engine.of(model, mode="dense", kv_offload=rule, cache_type_k="f32") as engine:
+            found.append(engine.logits(IDS[:250]))
+            with engine.observe(lambda name, layer, tensor: None):
+                found.append(engine.logits(IDS[:250]))
+    got, want, other, _ = found
+    size = want.abs().amax()
+    assert ((got - want).abs().amax(dim=1) > 1e-5 * size).float().mean() < 0.1
+    assert ((other - want).abs().amax(dim=1) > 1e-3 * size).float().mean() > 0.9
 
 
 @native

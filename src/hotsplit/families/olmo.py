@@ -100,13 +100,19 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
-    """llama.cpp's heads are together as wide as the model."""
-    attention = spec.attentions[0]
-    if attention.query_size != spec.hidden_size:
-        return (
-            f"has heads of {spec.hidden_size} values together, this model of {attention.query_size}"
-        )
+    """llama.cpp's heads are together as wide as the model, and it reads one theta."""
+    size, (theta, *others) = spec.attentions[0].query_size, _thetas(spec)
+    if size != spec.hidden_size:
+        return f"has heads of {spec.hidden_size} values together, this model of {size}"
+    if others:
+        return f"rotates with a theta of {theta:g} everywhere, this model with {others[0]:g} in some layers"
     return None
+
+
+def _thetas(spec: ModelSpec) -> list[float]:
+    """The different ones, that of layers without a window first."""
+    rotaries = [spec.rotary, *(attention.rotary for attention in spec.attentions)]
+    return list(dict.fromkeys(rotary.theta for rotary in rotaries if rotary is not None))
 
 
 DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "rms_norm_eps": 1e-5}
