@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from functools import cache
 from pathlib import Path
 
 from tokenizers import (
@@ -116,6 +117,11 @@ def training_text() -> list[str]:
 
 def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
     """A byte-level BPE as it is published under llama.cpp's name `pre`."""
+    return Tokenizer.from_str(_byte_level_text(pre, vocab_size))
+
+
+@cache
+def _byte_level_text(pre: str, vocab_size: int) -> str:
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
     split = {"llama-bpe": LLAMA3_SPLIT, "smaug-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT,
              "qwen35": QWEN35_SPLIT}.get(pre)  # fmt: skip
@@ -139,7 +145,7 @@ def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
         )
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def whole_line_tokenizer(vocab_size: int) -> Tokenizer:
