@@ -52,7 +52,7 @@ class Tenth:
     def __init__(self, engine: Engine) -> None:
         always = Gate(activation="fatrelu", threshold=-math.inf)  # predicted neurons always fire
         self.neurons = [
-            NativeNeurons.of(layer.ffn.blocks[0], always, "predicted", layer.ffn.num_neurons)
+            NativeNeurons.of(layer.ffn.blocks[0], always, layer.ffn.num_neurons, is_named=True)
             for layer in engine.layers
         ]
         order = torch.rand(engine.model.spec.most_neurons).argsort()

@@ -1,12 +1,14 @@
 """Plans mixtures of experts in the full shapes of known models, from headers alone.
 
-    python benchmarks/expert_plans.py [--models qwen3-30b-a3b,qwen3.6-35b-a3b] [--budgets 4,8,12,16] [--skews 1,0.5]
+    python benchmarks/expert_plans.py [--models qwen3-30b-a3b,qwen3.6-35b-a3b] [--budgets 4,8,12,16] [--cases 1,0.7,0.5,1:8,1@200,1:8@200]
 
-No weights exist: a model file is its spec and the types and shapes of its tensors, in Q4_K_M. The routings are
-drawn: in each layer the expert of rank r has the weight r^-skew in an order of its own, and a token
-chooses as many of them as the model's do, without replacement. The machine is an RTX 4060 by its
-datasheet (examples/machines) beside a CPU that reads 60 GB/s. Times are the solver's predictions, of
-tokens that were not used to plan; only the solver's own seconds are measured."""
+No weights exist: a model file is its spec and the types and shapes of its tensors, in Q4_K_M. A case's
+routings are drawn. In `S`, the expert of rank r in a layer's own order has the weight r^-S, and a token chooses as many
+of them as the model's do, without replacement. In `S:N`, a text of STRETCH tokens has one of N topics,
+and a topic has factors of its own on all weights, whose logarithms have the standard deviation SPREAD: the
+choices of a token then go together. The machine is an RTX 4060 by its datasheet (examples/machines) beside
+a CPU that reads 60 GB/s, or as many as the case says after an `@`. Times are the solver's predictions, of tokens that were not used to plan; only the
+solver's own seconds are measured."""
 
 import argparse
 import sys
@@ -46,6 +48,7 @@ from hotsplit.solver.problem import (
 
 CONTEXT, PLANNED, SEED = 4096, 2048, 0
 CPU_GB_PER_S, LAYER_S, TOKEN_S, LOGIT_S = 60.0, 8e-6, 5e-5, 1e-10
+STRETCH, SPREAD = 64, 2.0
 CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "expert-plans.svg"
 # Layers and words.
@@ -64,16 +67,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="qwen3-30b-a3b,qwen3.6-35b-a3b")
     parser.add_argument("--budgets", default="4,8,12,16", help="GiB")
-    parser.add_argument("--skews", default="1,0.5")
+    parser.add_argument("--cases", default="1,0.7,0.5,1:8,1@200,1:8@200")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS / "expert-plans.json")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.models.split(","):
         model = model_of(name)
-        for skew in map(float, arguments.skews.split(",")):
-            tokens = [routing(model.spec, skew, seed) for seed in (SEED, SEED + 1)]
+        for case in arguments.cases.split(","):
+            routing, _, rate = case.partition("@")
+            tokens = [drawn(model.spec, routing, seed) for seed in (SEED, SEED + 1)]
             for gib in map(float, arguments.budgets.split(",")):
-                row = {"model": name, "skew": skew, "gib": gib} | times_of(model, tokens, gib)
+                row: dict[str, object] = {"model": name, "case": case, "gib": gib}
+                row |= times_of(model, machine_of(float(rate or CPU_GB_PER_S)), tokens, gib)
                 rows.append(row)
                 print(row, file=sys.stderr, flush=True)
     result = result_of("expert-plans", context=CONTEXT, tokens=PLANNED, rows=rows)
@@ -112,16 +117,20 @@ def _no_weights(first: int, last: int) -> np.ndarray:
     raise AssertionError("headers alone")
 
 
-def routing(spec: ModelSpec, skew: float, seed: int) -> np.ndarray:
+def drawn(spec: ModelSpec, routing: str, seed: int) -> np.ndarray:
     """The experts of PLANNED tokens, int16 [L, T, K]: Gumbel's trick for choices without replacement. The
-    experts' popularity is the same for every seed."""
-    popular, drawn = np.random.default_rng(99), np.random.default_rng(seed)
-    route = spec.layers[0].route
+    experts' popularity, also that by topic, is the same for every seed."""
+    popular, chance = np.random.default_rng(99), np.random.default_rng(seed)
+    skew, _, topics = routing.partition(":")
+    route, found = spec.layers[0].route, []
     assert route is not None
-    found = []
+    shape = int(topics or 1), route.num_experts
+    topic_T = np.repeat(chance.integers(0, shape[0], PLANNED // STRETCH), STRETCH)
     for _ in spec.layers:
-        weight_E = -skew * np.log(popular.permutation(route.num_experts) + 1.0)
-        score_TE = weight_E + drawn.gumbel(size=(PLANNED, route.num_experts))
+        weight_E = -float(skew) * np.log(popular.permutation(route.num_experts) + 1.0)
+        score_TE = weight_E + chance.gumbel(size=(PLANNED, route.num_experts))
+        if topics:
+            score_TE += SPREAD * popular.standard_normal(shape)[topic_T]
         found.append(np.sort(np.argsort(-score_TE, axis=1)[:, : route.num_used], axis=1))
     return np.stack(found).astype(np.int16)
 
@@ -140,8 +149,8 @@ def profile_of(model: ModelFile, id_LTK: np.ndarray) -> Profile:
     )  # fmt: skip
 
 
-def machine_of() -> Machine:
-    rates = dict.fromkeys(NAMES, Figure(best=CPU_GB_PER_S))
+def machine_of(cpu_gb_per_s: float) -> Machine:
+    rates = dict.fromkeys(NAMES, Figure(best=cpu_gb_per_s))
     costs = CpuCosts(
         all_rows_gb_per_s=rates, chosen_rows_gb_per_s=rates, kv_gb_per_s=rates["f16"],
         layer_s=dict.fromkeys(("exact", "predicted"), Figure(best=LAYER_S)),
@@ -153,19 +162,21 @@ def machine_of() -> Machine:
 # ---- times ----------------------------------------------------------------------------------
 
 
-def inputs_of(model: ModelFile, id_LTK: np.ndarray, budget: int) -> Inputs:
+def inputs_of(model: ModelFile, machine: Machine, id_LTK: np.ndarray, budget: int) -> Inputs:
     return Inputs(
-        model=model, profile=profile_of(model, id_LTK), machine=machine_of(),
+        model=model, profile=profile_of(model, id_LTK), machine=machine,
         paths=(model.path,) * 3, context_length=CONTEXT, mode="dense", workspace=0,
         budgets=(budget,), host_budget=1 << 60,
     ).with_workspace(workspace_bytes)  # fmt: skip
 
 
-def times_of(model: ModelFile, tokens: list[np.ndarray], gib: float) -> dict[str, object]:
+def times_of(
+    model: ModelFile, machine: Machine, tokens: list[np.ndarray], gib: float
+) -> dict[str, object]:
     """Milliseconds of a token by WAYS, on tokens other than those that were planned with; the solver's
     seconds, and its gap."""
     budget = int(gib * 2**30)
-    planned, other = (inputs_of(model, id_LTK, budget) for id_LTK in tokens)
+    planned, other = (inputs_of(model, machine, id_LTK, budget) for id_LTK in tokens)
     began, used = time.perf_counter(), time.process_time()
     pipeline = planned.pipeline()
     answer = find_plan(pipeline, time_limit_s=10)
@@ -239,11 +250,11 @@ def uniform(problem: Problem, random: np.random.Generator) -> Placement | None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Tokens per second over the budget, one panel a model, for the first skew."""
+    """Tokens per second over the budget, one panel a model, for the first case."""
     names = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = plt.subplots(1, len(names), figsize=(5.2 * len(names), 4.2), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
-        own = [r for r in rows if r["model"] == name and r["skew"] == rows[0]["skew"]]
+        own = [r for r in rows if r["model"] == name and r["case"] == rows[0]["case"]]
         for way, label in WAYS.items():
             points = [(row["gib"], 1e3 / row["ms"][way]) for row in own if way in row["ms"]]
             axis.plot(

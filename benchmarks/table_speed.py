@@ -1,6 +1,7 @@
 """The tables of speeds: a chat model, several texts, the server, planted sparsity."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from table_contents import TYPES, ZEN_4, ZEN_5, markdown, path_of, percent, result, signed, times
@@ -69,11 +70,31 @@ SHAPES = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B"
 OTHERS = ("hottest_first", "uniform", "cpu_moe", "layers", "cpu")
 
 
+ROUTINGS = {
+    "1": "Zipf 1", "0.7": "Zipf 0.7", "0.5": "Zipf 0.5", "1:8": "8 topics",
+    "1@200": "Zipf 1, 200 GB/s", "1:8@200": "8 topics, 200 GB/s",
+}  # fmt: skip
+
+
+def expert_routings() -> str:
+    """Gaps, and times of other placements relative to the plan's, over the budgets of each case."""
+    rows, found = [], result("expert-plans")["rows"]
+    for name, (case, words) in product(SHAPES, ROUTINGS.items()):
+        own = [row for row in found if (row["model"], row["case"]) == (name, case)]
+        gaps = " ".join(f"{row['gap']:.2%}" for row in own)
+        cells = [
+            " ".join(f"{row['ms'][way] / row['ms']['plan']:.3f}" for row in own if way in row["ms"])
+            for way in ("hottest_first", "uniform", "cpu_moe")
+        ]
+        rows.append([f"{SHAPES[name]}, {words}", gaps, *cells])
+    return markdown(["", "gap", "hottest first", "any experts", "`--n-cpu-moe`"], rows)
+
+
 def expert_plans() -> str:
     """Predicted times of plans of mixtures, beside other placements."""
     rows = []
     for row in result("expert-plans")["rows"]:
-        if row["skew"] != 1:
+        if row["case"] != "1":
             continue
         plan = row["ms"]["plan"]
         others = [times(row["ms"][way] / plan) if way in row["ms"] else "-" for way in OTHERS]
@@ -334,6 +355,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "silent-experts": silent_experts,
     "silent-neurons": silent_neurons,
     "expert-plans": expert_plans,
+    "expert-routings": expert_routings,
     "speculation": speculation,
     "serve-throughput": serve_throughput,
     "serve-first-token": serve_first_token,
