@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import bytes_on_one_side, is_predictor, kv_bytes, layer_tensors
+from hotsplit.costs.part_bytes import bytes_on_one_side, cache_bytes, is_predictor, layer_tensors
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import BY_NAME
@@ -87,7 +87,7 @@ def needs_of(
     one = max(streamed_layer_bytes(model, layer) for layer in range(layers))
     return Needs(
         whole_bytes=sum(whole.values()) + observers + layers * lasting + passing,
-        layer_bytes=one + max(kv_bytes(model, layer, window) for layer in range(layers)) + workspace + observers
+        layer_bytes=one + max(cache_bytes(model, layer, window, 1) for layer in range(layers)) + workspace + observers
         + lasting + passing + SLACK_BYTES,
         state_row_bytes=4 * spec.hidden_size,
     )  # fmt: skip

@@ -154,7 +154,7 @@ class Engine(TextEngine):
         token_id = 0
         with self._sequences.open(yields=True) as text:
             weights = self._live.weights
-            weights.cache.reserve(text.number, 0, start + steps)
+            weights.cache.reserve(text.number, 0, start)
             if weights.states is not None and start:
                 weights.states.take(text.number, [start])
             began = time.perf_counter()

@@ -222,7 +222,7 @@ def with_cold_streams(
     p = Pass(
         model=model, mode=mode, num_tokens=chunk, way="gpu",
         context_length=_attended(placement, context_length),
-        num_sequences=weights.cache.table.num_sequences,
+        num_sequences=weights.cache.num_sequences,
     )  # fmt: skip
     cold = {device: cold_blocks(weights, placement, device) for device in memories}
     for device, memory in memories.items():
@@ -309,19 +309,19 @@ def captured_passes(
     device, *others = memories
     if others or device.type != "cuda" or not is_capturable(weights.layers, device):
         return None
-    memory, table = memories[device], weights.cache.table
+    memory, tables = memories[device], weights.cache.tables
     room = min(MOST_BYTES, memory.room_bytes - memory.aside.segments.total)
     p = replace(p, way=way_on(device))
     for most in sorted((each for each in LENGTHS if each <= p.num_tokens), reverse=True):
         pools = graph_pools(replace(p, num_tokens=most))
         if pools.segments.total > room:
             continue
-        reserved = PassMemory.reserve(pools, (most, p.spec.hidden_size), device, table)
+        reserved = PassMemory.reserve(pools, (most, p.spec.hidden_size), device, tables)
         if reserved is None:
             set_aside(memories)
             return None
         return CapturedPasses(
-            memory=reserved, table=table, lengths=tuple(n for n in LENGTHS if n <= most),
+            memory=reserved, lengths=tuple(n for n in LENGTHS if n <= most),
             traffic=traffic, on_capture=partial(set_aside, memories), try_pass=try_pass,
         )  # fmt: skip
     return None

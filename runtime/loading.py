@@ -363,7 +363,7 @@ class Loaded:
                 can_overlap=self.setup is None,  # a neuron cache writes weights
             )  # fmt: skip
         finally:
-            cache.table.shrink(0, 0)
+            cache.release(0)
             if self.weights.states is not None:
                 self.weights.states.release(0)
 

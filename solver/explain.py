@@ -12,8 +12,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import (
     ITEMS,
     Items,
-    kv_bytes,
-    kv_positions,
+    cache_bytes,
     layer_bytes,
     placed_units,
 )
@@ -71,13 +70,13 @@ def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
     sizes, num_hot = layer_bytes(split.held(model), layer), len(split.hot[layer])
     number, unit_bytes = placed_units(model, layer)
     is_there, is_offloaded = split.dense_on_gpu[layer], split.kv_offload is not None
-    positions = kv_positions(split.context_length, split.num_sequences)
+    keys_bytes = cache_bytes(model, layer, split.context_length, split.num_sequences)
     return LayerUse(
         layer=layer,
         gpu=split.home[layer] if split.home else 0,
         dense_bytes=(sizes.attention + sizes.predictor - sizes.head_norms * is_offloaded)
         * is_there,
-        kv_bytes=kv_bytes(model, layer, positions) * (is_there and not is_offloaded)
+        kv_bytes=keys_bytes * (is_there and not is_offloaded)
         + slots_bytes(model, layer, split.num_sequences) * is_there,
         neuron_bytes=num_hot * unit_bytes,
         num_hot=num_hot,

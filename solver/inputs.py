@@ -11,12 +11,11 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.default_mode import mode_meant
 from hotsplit.costs.part_bytes import (
+    cache_bytes,
     DEFAULT_CONTEXT,
     CacheSize,
     embedding_bytes,
-    kv_bytes,
     kv_kind,
-    kv_positions,
     layer_bytes,
 )
 from hotsplit.costs.state_bytes import slots_bytes
@@ -96,8 +95,7 @@ class Inputs:
 
     def kv_bytes(self, layer: int) -> int:
         """Bytes of a layer's keys and values, of all texts, without key selection."""
-        positions = kv_positions(self.context_length, self.num_sequences)
-        return kv_bytes(self.model, layer, positions)
+        return cache_bytes(self.model, layer, self.context_length, self.num_sequences)
 
     def state_bytes(self, layer: int) -> int:
         """Bytes of the slots of a layer's recurrent states, of all texts, wherever keys are."""
@@ -126,9 +124,11 @@ class Inputs:
     @property
     def all_kv_bytes(self) -> int:
         """Bytes of the keys and values of all layers and texts, with the tables of a selection."""
-        positions = kv_positions(self.context_length, self.num_sequences)
         layers, types = range(self.model.spec.num_layers), self.cache_types
-        return sum(kv_bytes(self.model, layer, positions, types) for layer in layers)
+        return sum(
+            cache_bytes(self.model, layer, self.context_length, self.num_sequences, types)
+            for layer in layers
+        )
 
 
 def load_inputs(

@@ -76,7 +76,11 @@ def full_shape(kind: str = "q4_k") -> ModelFile:
     delta = DeltaNet(
         num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, epsilon=1e-6
     )
-    spec = spec_of(sizes, delta, experts=experts, theta=1e7)
+    return without_weights(spec_of(sizes, delta, experts=experts, theta=1e7), kind)
+
+
+def without_weights(spec: ModelSpec, kind: str = "q4_k") -> ModelFile:
+    """A model of this shape that cannot be read, every matrix in this type."""
 
     def read(start: int, stop: int) -> np.ndarray:
         raise AssertionError("this model has no weights to read")

@@ -13,7 +13,7 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import KVCache, LayerCache
 from hotsplit.runtime.cache.state_slots import NO_SLOT, LayerState, StateSlots
-from hotsplit.runtime.step.batch import Row, runs_of, with_slots
+from hotsplit.runtime.step.batch import Row, runs_of, prepared
 
 PRIME = 8191  # products of residues are exact in f64, and residues in f32
 STATE, CONV = (1, 2, 2), (3, 1)
@@ -54,7 +54,7 @@ class FoldedDecoder:
         self.keys = LayerCache.of(table, 1, 1, CacheTypes.of("f32"), _zeros)
         self.state = LayerState.of(num_sequences, STATE, CONV, _zeros)
         self.weights = SimpleNamespace(
-            cache=KVCache(table=table, layers=(self.keys,)), states=StateSlots(num_sequences),
+            cache=KVCache(layers=(self.keys,)), states=StateSlots(num_sequences),
             layer_states=(self.state,),
         )  # fmt: skip
         self.vocab_size, self.most_tokens = engine.model.spec.vocab_size, rows_of_pass
@@ -68,7 +68,7 @@ class FoldedDecoder:
         self.fails_after = self.num_computed + rows if rows >= 0 else None
 
     def run(self, rows: Sequence[Row]) -> Tensor:
-        with with_slots(self.weights.states, rows) as slotted:
+        with prepared(self.weights.cache, self.weights.states, rows) as slotted:
             assert len(slotted) <= self.most_tokens
             found = [logits_V for run in runs_of(slotted) for logits_V in self._run(run)]
         return torch.stack(found) if found else torch.empty(0, self.vocab_size)

@@ -294,7 +294,8 @@ bool pages(HsStep step, HsLayer layer, const float* want) {
     step.layer = &layer;
     std::vector<int32_t> block(3 * N);
     for (int64_t i = 0; i < 3 * N; ++i) block[i] = static_cast<int32_t>((5 * i + 2) % (3 * N));
-    step.table = {block.data(), 3, N, LENGTH, 3 * N};
+    const HsTable table = {block.data(), 3, N, LENGTH, 3 * N, 0};
+    step.table = &table;
     std::vector<float> logits(2 * V);
     for (int64_t position = 0; position < C; ++position) {
         const auto at = [&](int32_t sequence, int32_t source) {
@@ -356,7 +357,8 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     step.layer = &layer, step.num_layers = 1, step.rotary = &rotary, step.num_rotaries = 1;
     step.width = D, step.num_neurons = F, step.context_length = C, step.max_rows = R;
     const int32_t one_block[] = {0};
-    step.table = {one_block, 1, 1, C, 1};
+    const HsTable table = {one_block, 1, 1, C, 1, 0};
+    step.table = &table, step.num_tables = 1;
     step.embedding_scale = 3.0f;
     step.key_kind = step.value_kind = KIND_F16;
     const std::vector<HsOp> ops = operations(step);
@@ -444,7 +446,8 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
     step.layer = &layer, step.num_layers = 1, step.rotary = &rotary, step.num_rotaries = 1;
     step.width = D, step.num_neurons = F, step.context_length = R, step.max_rows = R;
     const int32_t one_block[] = {0}, none = VALUE_NONE;
-    step.table = {one_block, 1, 1, R, 1}, step.embedding_scale = 3.0f;
+    const HsTable table = {one_block, 1, 1, R, 1, 0};
+    step.table = &table, step.num_tables = 1, step.embedding_scale = 3.0f;
     step.key_kind = step.value_kind = KIND_F16;
     std::vector<HsOp> ops = operations(step);
     ops[5].in_2 = VALUE_ROUTED;
@@ -511,7 +514,8 @@ bool deltas(int32_t kind, int64_t M) {
     step.output_norm = norm(D, false), step.layer = layer, step.num_layers = 2;
     step.width = D, step.num_neurons = 1, step.context_length = R, step.max_rows = R;
     const int32_t one_block[] = {0}, none = VALUE_NONE;
-    step.table = {one_block, 1, 1, R, 1}, step.embedding_scale = 3.0f;
+    const HsTable table = {one_block, 1, 1, R, 1, 0};
+    step.table = &table, step.num_tables = 1, step.embedding_scale = 3.0f;
     step.key_kind = step.value_kind = KIND_F16;
     const HsOp ops[] = {
         {OP_EMBED, 2, 0, none, none, VALUE_X},
@@ -557,6 +561,7 @@ struct Selecting {
     double frequency[64];
     HsRotary rotary = {};
     std::vector<int32_t> table;
+    HsTable blocks;
     std::vector<HsOp> ops;
 
     Selecting(int32_t cache_kind, int64_t W, int64_t C) {
@@ -613,7 +618,8 @@ struct Selecting {
         }
         table.resize(2 * N);
         for (int64_t i = 0; i < 2 * N; ++i) table[i] = static_cast<int32_t>(2 * N - 1 - i);
-        step.table = {table.data(), 2, N, length, 2 * N};
+        blocks = {table.data(), 2, N, length, 2 * N, 0};
+        step.table = &blocks, step.num_tables = 1;
         const int64_t size = hs_step_bytes(&step);
         if (size < 0) return false;
         step.workspace = aligned(size);

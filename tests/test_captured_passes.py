@@ -47,7 +47,7 @@ def planned(kind="q8_0", num_sequences=1, num_hot=96):
 def prompts(engine):
     """Logits after prompts of several lengths, in texts of several lengths; the last one again, after
     others."""
-    texts = [engine.sequence() for _ in range(engine._live.weights.cache.table.num_sequences)]
+    texts = [engine.sequence() for _ in range(engine._live.weights.cache.num_sequences)]
     found = []
     for length in (3, 8, 1, 9, 20, 4):
         for text in texts:

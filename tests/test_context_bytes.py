@@ -1,17 +1,28 @@
 """What the recurrent states of a text take is counted in plans, and said in words."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from delta_models import FEW, delta_model, full_shape
+import torch
+from delta_models import FEW, delta_model, full_shape, without_weights
 from models import make_inputs, make_machine, make_model, make_sizes
 from test_solver_experts import profile_of, random_choices
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.context_bytes import context_words, text_words
 from hotsplit.costs.part_bytes import kv_bytes, plan_bytes
 from hotsplit.costs.state_bytes import num_slots, slots_bytes, state_bytes
+from hotsplit.families.gemma import gemma3_spec
+from hotsplit.families.sizes import Sizes
 from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.model.rope import Rotary
+from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.state_slots import LayerState
+from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.step.hollow import hollow_builder
+from hotsplit.runtime.weights.store import CPU
 from hotsplit.solver import solve
 from hotsplit.solver.advice import advise
 from hotsplit.solver.mode_choice import find
@@ -138,3 +149,52 @@ def test_a_plan_of_the_full_shape_with_short_and_long_contexts():
         assert all(split.dense_on_gpu) and sum(split.gpu_bytes.values()) <= 8 * GIB
     grown = long.gpu_bytes["kv_cache"] - short.gpu_bytes["kv_cache"]
     assert grown == 20480 * (131072 - 4096)
+
+
+def gemma3_12b() -> ModelFile:
+    """Its shape, without its weights."""
+    sizes = Sizes(
+        num_layers=48, hidden_size=3840, num_neurons=15360, num_heads=16, num_kv_heads=8, head_dim=256,
+        vocab_size=262208, context_length=131072, epsilon=1e-6,
+    )  # fmt: skip
+    rotaries = Rotary(theta=1e6, pairing="halves"), Rotary(theta=10000.0, pairing="halves")
+    is_local_L = [(layer + 1) % 6 != 0 for layer in range(48)]
+    spec = gemma3_spec(sizes, rotaries, "gelu_tanh", is_local_L, 1024, 256**-0.5)
+    return without_weights(spec)
+
+
+@pytest.mark.parametrize(("num_sequences", "mib"), [(1, 2888), (4, 11552)])
+def test_windows_keep_their_share_of_a_long_context(monkeypatch, num_sequences, mib):
+    """Gemma 3 12B at 32,768 tokens: what the loader allocates is what plans count, and a quarter of
+    what layers without windows would take. The memory is one that only has sizes."""
+    without_memory = lambda shape, dtype: torch.zeros(shape, dtype=dtype, device="meta")  # noqa: E731
+    monkeypatch.setattr(huge_pages, "zeros", without_memory)
+    model = gemma3_12b()
+    builder = replace(
+        hollow_builder(model, "dense", is_divided=False), context_length=32768,
+        num_sequences=num_sequences, cache_types=CacheTypes.of("f16"),
+    )  # fmt: skip
+    held = [builder.attention(layer, a, CPU).cache for layer, a in enumerate(model.spec.attentions)]
+    tensors = [(cache.key_BKPX, cache.value_BKPX) for cache in held]
+    allocated = [sum(t.untyped_storage().nbytes() for t in pair) for pair in tensors]
+    assert all(t.is_meta for pair in tensors for t in pair)
+    assert len({cache.table for cache in held}) == 2
+    (gpu,), _ = items(model, num_sequences, 32768, range(48))
+    assert sum(allocated) == gpu["kv_cache"] == mib << 20
+    whole = 8192 * 32768 * num_sequences  # bytes of a layer without a window
+    assert [size == whole for size in allocated] == [(n + 1) % 6 == 0 for n in range(48)]
+    assert sum(allocated) < 0.25 * 48 * whole
+
+
+def test_windows_are_said_in_words():
+    model = gemma3_12b()
+    assert text_words(model) == (
+        "64.00 KiB of keys and values a token in 8, and 320.00 KiB of keys and values for each of the"
+        " latest 1,600 tokens at most in 40"
+    )
+    assert context_words(model, 32768, 1) == (
+        "the context of 32,768 tokens takes 2.82 GiB: 840.00 MiB of keys and values in 40 layers with"
+        " windows, which do not grow with it, and 2.00 GiB of keys and values, 64.00 MiB for each further"
+        " 1,024 tokens, as much as 10,356 neurons"
+    )
+    assert context_words(model, 2048, 1) is None  # rings would take more

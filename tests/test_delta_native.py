@@ -147,14 +147,15 @@ class Net:
         )  # fmt: skip
         (ops,) = native_ops([op], {0: None})
         self.x_TD, self.y_TD = torch.zeros(MOST, D), torch.zeros(MOST, D)
+        table = TableStruct(
+            block=structs.indices(torch.zeros(8)), num_sequences=8, blocks_per_sequence=1,
+            block_length=1000, num_blocks=1,
+        )  # fmt: skip
         self.step = StepStruct(
             layer=structs.array(LayerStruct, [LayerStruct(delta=delta)]), num_layers=1,
             op=structs.array(OpStruct, ops), num_ops=1, width=D, num_neurons=1,
             context_length=1000, max_rows=MOST,
-            table=TableStruct(
-                block=structs.indices(torch.zeros(8)), num_sequences=8, blocks_per_sequence=1,
-                block_length=1000, num_blocks=1,
-            ),
+            table=structs.array(TableStruct, [table]), num_tables=1,
         )  # fmt: skip
         self.step.vector[VALUES.index("attn_in")] = self.x_TD.data_ptr()
         self.step.vector[VALUES.index("attn_out")] = self.y_TD.data_ptr()

@@ -74,7 +74,8 @@ def test_a_step_built_again_spares_an_open_text(tmp_path, num_sequences, length)
     ):
         if length:
             text.extend(list(range(3, 3 + length)))
-        weights, table = engine._live.weights, engine._live.weights.cache.table
+        weights = engine._live.weights
+        (table,) = weights.cache.tables
         caches = [layer.attention.cache for layer in weights.layers]
         before = [(c.key_BKPX.clone(), c.value_BKPX.clone()) for c in caches]
         blocks = table.block_SN.clone()

@@ -24,6 +24,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
@@ -382,7 +383,7 @@ def test_after_an_interrupt_nothing_is_left_running():
     ]
     host = HostBuffers.of(8, 8, 8, is_pinned=False)
     step = HybridStep(
-        host=host, logits=LogitsMemory(vocab_size=8), segments={1: tuple(segments)}, before=None, after=None, positions=None,
+        host=host, cache=KVCache(layers=()), logits=LogitsMemory(vocab_size=8), segments={1: tuple(segments)}, before=None, after=None, positions=None,
         meter=Meter(traffic=Traffic(), structs=[]), kept=(),
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):

@@ -16,7 +16,8 @@ from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.commands.serve import _places_of, _say_loaded
-from hotsplit.costs.part_bytes import kv_bytes, kv_positions
+from hotsplit.costs.cache_layout import kv_positions
+from hotsplit.costs.part_bytes import kv_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.inspection.inspect_file import inspect_file

@@ -10,7 +10,7 @@ from test_rows import model_of
 from test_runtime import saved
 
 from hotsplit import Engine
-from hotsplit.costs.part_bytes import BLOCK_LENGTH, kv_positions
+from hotsplit.costs.cache_layout import BLOCK_LENGTH, kv_positions
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import NO_BLOCK, BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -57,7 +57,7 @@ def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequen
     """Computes a random tree of drafts in one step, in which branches copy shared keys and values,
     and compares each node with its path alone. The root keeps its length. Returns the number of
     nodes."""
-    start, places = root.length, engine._sequences.cache.table.num_sequences
+    start, places = root.length, engine._sequences.cache.num_sequences
     taken = len(engine._sequences._open)
     paths = random_paths(chance, min(6, root.room), places - taken + 1)
     texts = [root, *(root.fork() for _ in paths[1:])]

@@ -99,11 +99,11 @@ def attention(w: dict, at: str, x: torch.Tensor, c: dict, layer: int) -> torch.T
     return out.flatten(1) @ w[f"{at}self_attn.o_proj.weight"].T
 
 
-def logits_ref(folder: Path) -> torch.Tensor:
+def logits_ref(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
     """f64 [T, V]."""
     c = json.loads((folder / "config.json").read_text())
     w = {name: values.double() for name, values in load_file(folder / "model.safetensors").items()}
-    x = w["model.embed_tokens.weight"][IDS]
+    x = w["model.embed_tokens.weight"][ids]
     for layer in range(c["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         logit_TE = x @ w[f"{at}block_sparse_moe.primary_router.weight"].T  # of the layer's input

@@ -5,10 +5,12 @@ width, X width of a row as stored (see stored_rows), T tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheType, CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, Change
 from hotsplit.runtime.cache.key_tables import KeyTables
@@ -91,8 +93,10 @@ class LayerCache:
         self, sequence: int, start: int, key_TKW: Tensor, value_TKW: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Stores T tokens at `start`; returns all keys and values [C, K, W] of the sequence up to
-        the last of them, decoded from the cache. If the cache is rotated, they are too."""
+        the last of them, of a ring from the first block on that they see, decoded from the cache. If the
+        cache is rotated, they are too."""
         end = start + len(key_TKW)
+        first = self.table.begin_of(start) // self.table.block_length
         found = []
         for (cache_BKPX, kind), new_TKW in zip(self._kept, (key_TKW, value_TKW), strict=True):
             if kind.is_rotated:
@@ -104,8 +108,9 @@ class LayerCache:
             else:
                 block_T, place_T = self._places(sequence, start, end)
                 cache_BKPX[block_T, :, place_T] = new_TKX
-                blocks = self.table.blocks(sequence, end).to(cache_BKPX.device)
-                all_CKX = cache_BKPX[blocks].transpose(1, 2).flatten(0, 1)[:end]
+                blocks = self.table.blocks(sequence, end)[first:].to(cache_BKPX.device)
+                all_CKX = cache_BKPX[blocks].transpose(1, 2).flatten(0, 1)
+                all_CKX = all_CKX[: end - first * self.table.block_length]
             found.append(decode(all_CKX, kind))
         self._summarise(sequence, start, end)
         return found[0], found[1]
@@ -169,10 +174,26 @@ def _bits(kept: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """The cache of all layers, which share one block table."""
+    """The cache of all layers. Those that keep the same positions share a block table."""
 
-    table: BlockTable
     layers: tuple[LayerCache, ...]
+
+    @cached_property
+    def tables(self) -> tuple[BlockTable, ...]:
+        return tuple(dict.fromkeys(layer.table for layer in self.layers))
+
+    @property
+    def num_sequences(self) -> int:
+        return self.tables[0].num_sequences
+
+    @property
+    def context_length(self) -> int:
+        return self.tables[0].context_length
+
+    @cached_property
+    def has_rings(self) -> bool:
+        """True if a text can be continued at some of its positions only."""
+        return any(table.is_ring for table in self.tables)
 
     @property
     def types(self) -> CacheTypes:
@@ -181,10 +202,72 @@ class KVCache:
         return types
 
     def reserve(self, sequence: int, start: int, stop: int) -> None:
-        """Makes positions start .. stop-1 of a sequence writable, copying shared blocks."""
-        if self.table.is_whole:
+        """Makes positions start .. stop-1 of a sequence writable, copying shared blocks; of a ring the
+        last of them that it can hold."""
+        for table in self.tables:
+            self._reserve(table, sequence, start, stop)
+
+    def restore(
+        self, sequence: int, length: int, rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Gives an empty sequence the keys and values [T, K, X] of each layer that were read from one
+        of `length` tokens: of rings the last ones.
+
+        Raises HotsplitError if they are not of this model's shapes and types, or too few."""
+        starts = [
+            layer.table.taken_from(length, len(keys))
+            for layer, (keys, _) in zip(self.layers, rows, strict=False)
+        ]
+        of_tables = dict(zip((layer.table for layer in self.layers), starts, strict=False))
+        fit = len(rows) == len(self.layers) and all(
+            layer.takes(len(keys), keys, values)
+            for layer, (keys, values) in zip(self.layers, rows, strict=True)
+        )
+        if fit and None in starts and len({len(keys) for keys, _ in rows}) > 1:
+            raise HotsplitError(
+                "keys and values of layers with windows are those of the last tokens alone, because they"
+                " were saved with a longer context; load with that context"
+            )
+        if not fit or starts != [of_tables[layer.table] for layer in self.layers] or None in starts:
+            raise HotsplitError("keys and values are not of this model's shape and type")
+        for table, start in of_tables.items():
+            assert start is not None
+            self._reserve(table, sequence, start, length)
+        for layer, start, pair in zip(self.layers, starts, rows, strict=True):
+            assert start is not None
+            layer.write(sequence, start, *(kept[start - length :] for kept in pair))
+
+    def _reserve(self, table: BlockTable, sequence: int, start: int, stop: int) -> None:
+        if table.is_whole:
             return
-        changes = self.table.plan(sequence, start, stop)
+        changes = table.plan(sequence, start, stop)
         for layer in self.layers if changes else ():
-            layer.copy(changes)
-        self.table.commit(sequence, changes)
+            if layer.table is table:
+                layer.copy(changes)
+        table.commit(sequence, changes)
+
+    def nearest(self, sequence: int, length: int) -> int:
+        """The latest position among the first `length` from which all layers can continue a
+        sequence."""
+        while length > (found := min(t.nearest(sequence, length) for t in self.tables)):
+            length = found
+        return length
+
+    def rollback(self, sequence: int, length: int, position: int) -> None:
+        """Drops what comes after the first `length` tokens, in rings after an earlier position that
+        `nearest` has returned."""
+        for table in self.tables:
+            table.rollback(sequence, position if table.is_ring else length)
+
+    def release(self, sequence: int) -> None:
+        self.rollback(sequence, 0, 0)
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Shares the first `length` positions of `source` with `target`, which must be empty."""
+        for table in self.tables:
+            table.share(source, target, length)
+
+    def save(self, sequence: int, position: int) -> None:
+        """Lets a sequence be continued after its first `position` tokens, if blocks last."""
+        for table in self.tables:
+            table.save(sequence, position)

@@ -53,7 +53,7 @@ class TextEngine:
         placement: Placement,
     ) -> None:
         self.model, self.mode, self.traffic, self._placement = model, mode, traffic, placement
-        self.context_length = decoder.weights.cache.table.context_length
+        self.context_length = decoder.weights.cache.context_length
         self.last_run = Run()
         self.last_runs: list[Run] = []
         self._sequences = Sequences(decoder)

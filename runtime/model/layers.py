@@ -72,8 +72,7 @@ class Weights:
     @cached_property
     def cache(self) -> KVCache:
         """The cache of the layers that attend."""
-        caches = tuple(layer.attention.cache for layer in self.attending)
-        return KVCache(table=caches[0].table, layers=caches)
+        return KVCache(layers=tuple(layer.attention.cache for layer in self.attending))
 
     @cached_property
     def attending(self) -> tuple[Layer, ...]:

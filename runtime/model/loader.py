@@ -30,7 +30,7 @@ from hotsplit.model.tensors import (
     SINKS,
 )
 from hotsplit.options.cache_types import CacheTypes
-from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.model.expert_loader import ExpertLoader
@@ -112,9 +112,10 @@ class Builder:
         return self.model.spec.in_mode(self.mode)
 
     @cached_property
-    def table(self) -> BlockTable:
-        """The block table of the layers' caches."""
-        return BlockTable(self.num_sequences, self.context_length)
+    def tables(self) -> dict[int | None, BlockTable]:
+        """The block tables of the layers' caches, by window."""
+        windows = [attention.window for attention in self.spec.attentions]
+        return block_tables(windows, self.num_sequences, self.context_length)
 
     @cached_property
     def neurons(self) -> NeuronLoader:
@@ -333,7 +334,7 @@ class Builder:
             norms_all_heads=block.norms_all_heads,
             sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
             cache=LayerCache.of(
-                self.table,
+                self.tables[block.window],
                 block.num_kv_heads,
                 block.head_dim,
                 self.cache_types or CacheTypes.of(kv_kind(self.model)),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import Saves, StateRun, StateSlots, Stretch
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 
@@ -27,7 +28,7 @@ class Row:
 
     With recurrent states: the first row of a sequence begins with the state in slot `reads`, -1 for
     zeros; the state after a row is stored in its slot `writes`, unless that is -1. `saves`: whether
-    the state before the row is saved, see cache.state_slots."""
+    the state before the row is saved, see cache.state_slots, and the window, see cache.block_table."""
 
     token: int
     position: int
@@ -67,6 +68,22 @@ def is_decoded(run: Sequence[Row]) -> bool:
     long for a step is a text whose logits are all wanted, for instance by `eval`: a pass reads each
     weight once for all of it."""
     return len(run) <= ROWS[-1] and all(row.has_logits and row.source is None for row in run)
+
+
+@contextmanager
+def prepared(
+    cache: KVCache, states: StateSlots | None, rows: Sequence[Row]
+) -> Iterator[Sequence[Row]]:
+    """Yields the rows of a pass with the slots of their states; their positions in the cache are
+    reserved. If the block does not raise, what the pass has stored is that of its sequences from then on,
+    and windows are saved where rows ask for it."""
+    for run in runs_of(rows):
+        cache.reserve(run[0].sequence, run[0].position, run[-1].position + 1)
+    with with_slots(states, rows) as slotted:
+        yield slotted
+    for row in rows if cache.has_rings else ():
+        if row.saves == "lasting":
+            cache.save(row.sequence, row.position)
 
 
 @contextmanager

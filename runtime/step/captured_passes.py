@@ -17,7 +17,7 @@ Letters: T tokens, D model width, S sequences, N blocks of a sequence."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Self
@@ -94,13 +94,14 @@ class PassMemory:
     stream: torch.cuda.Stream  # on which passes are captured: a stream has memory of its own
     x_TD: Tensor
     position_T: Tensor
-    sequence_T: Tensor | None  # 0: the sequence is the only row of the table
-    table_SN: Tensor | None  # None: the cache is one block
+    sequence_T: Tensor  # 0: the sequence is the only row of the tables
+    tables: Mapping[BlockTable, Tensor | None]  # int32 [1, N]; None: the cache is one block
     out_TD: Tensor
 
     @classmethod
     def reserve(
-        cls, pools: PoolBytes, shape: tuple[int, int], device: torch.device, table: BlockTable
+        cls, pools: PoolBytes, shape: tuple[int, int], device: torch.device,
+        tables: Sequence[BlockTable],
     ) -> "PassMemory | None":
         """Reserves the segments of `pools` (workspace.graph_pools) for passes of up to this shape
         [T, D]; None if memory is short, as beside other programs."""
@@ -117,20 +118,24 @@ class PassMemory:
             except torch.OutOfMemoryError:
                 return None
             del _
-            is_whole = table.is_whole
             made = cls(
                 pool=pool,
                 stream=stream,
                 x_TD=new(shape),
                 position_T=new(num_tokens, dtype=torch.int64),
-                sequence_T=None if is_whole else new(num_tokens, dtype=torch.int32).zero_(),
-                table_SN=None if is_whole else new(table.block_SN[:1].shape, dtype=torch.int32),
+                sequence_T=new(num_tokens, dtype=torch.int32).zero_(),
+                tables={
+                    table: None
+                    if table.is_whole
+                    else new(table.block_SN[:1].shape, dtype=torch.int32)
+                    for table in tables
+                },
                 out_TD=new(shape),
             )
             stream.synchronize()
         return made
 
-    def fill(self, x_TD: Tensor, length: int, start: int, table_N: Tensor) -> None:
+    def fill(self, x_TD: Tensor, length: int, start: int, sequence: int) -> None:
         """Writes the inputs of a pass of `length` tokens; the last of those given is repeated."""
         count = len(x_TD)
         self.x_TD[:count].copy_(x_TD)
@@ -138,19 +143,24 @@ class PassMemory:
             self.x_TD[count:length] = self.x_TD[count - 1]
         position_T = torch.arange(start, start + length).clamp_(max=start + count - 1)
         self.position_T[:length].copy_(position_T)
-        if self.table_SN is not None:
-            self.table_SN[0].copy_(table_N)
+        for table, blocks_1N in self.tables.items():
+            if blocks_1N is not None:
+                blocks_1N[0].copy_(table.block_SN[sequence])
 
     def turns(self, length: int) -> Turns:
-        sequence_T = None if self.sequence_T is None else self.sequence_T[:length]
-        places = Places(self.position_T[:length], sequence_T, self.table_SN)
-        return Turns(0, length, {self.x_TD.device: places})
+        position_T, device = self.position_T[:length], self.x_TD.device
+        places = {
+            (device, table): Places(position_T)
+            if blocks_1N is None
+            else Places(position_T, self.sequence_T[:length], blocks_1N)
+            for table, blocks_1N in self.tables.items()
+        }
+        return Turns(0, length, places)
 
 
 @dataclass(eq=False, kw_only=True)
 class CapturedPasses:
     memory: PassMemory
-    table: BlockTable
     lengths: tuple[int, ...]  # ascending
     traffic: Traffic
     on_capture: Callable[[], None]  # a capture empties the allocator's cache
@@ -177,7 +187,7 @@ class CapturedPasses:
         length = self._length(len(x_TD))
         if length is None or length in self._launched or len(x_TD) == 1:
             return None  # a single token has kernels of its own
-        self.memory.fill(x_TD, length, start, self.table.block_SN[sequence])
+        self.memory.fill(x_TD, length, start, sequence)
         if length in self._graphs:
             graph, read = self._graphs[length]
             graph.replay()

@@ -22,7 +22,7 @@ from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.neurons.mixture import run_mixture
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
-from hotsplit.runtime.step.batch import Row, is_decoded, rows_of, runs_of, slots_of, with_slots
+from hotsplit.runtime.step.batch import Row, is_decoded, prepared, rows_of, runs_of, slots_of
 from hotsplit.runtime.step.captured_passes import CapturedPasses
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.host_mixers import HostMixers
@@ -60,6 +60,7 @@ class Decoder:
         observer, else in torch. The two paths differ in the order of summation."""
         native = None if self.observers.active or self.weights.states else self.native
         if native is not None and not isinstance(native, str):
+            self.weights.cache.reserve(sequence, position, position + 1)
             return native.run(token, position, sequence)
         row = Row(token=token, position=position, sequence=sequence, has_logits=True)
         return self.run([row])[0]
@@ -88,11 +89,10 @@ class Decoder:
         """Logits f32 [R, V] of the rows that have them, on the CPU; appends keys and values to the
         cache.
 
-        Computed rows beyond `most_tokens` are divided among passes. Their positions must be reserved in the cache
-        (KVCache.reserve)."""
+        Computed rows beyond `most_tokens` are divided among passes."""
         native = self._native_rows
         if native is not None:
-            with with_slots(self.weights.states, rows) as slotted:
+            with prepared(self.weights.cache, self.weights.states, rows) as slotted:
                 return native.run_rows(slotted)
         if isinstance(self.native, HybridStep) and not self.observers.active:
             return self._run_hybrid(self.native, rows)
@@ -128,6 +128,7 @@ class Decoder:
         """Computes consecutive rows of one sequence; see `run`."""
         for row in run:
             if row.source is not None:
+                self.weights.cache.reserve(row.sequence, row.position, row.position + 1)
                 self._copy(rows[row.source], row)
         computed = [row for row in run if row.source is None]
         pieces: list[Tensor] = []
@@ -146,7 +147,7 @@ class Decoder:
         """Logits of consecutive rows of one sequence, computed in one pass; None if it does not fit
         into a GPU's memory. Then it may be repeated: it rewrites the same positions."""
         try:
-            with with_slots(self.weights.states, rows) as slotted:
+            with prepared(self.weights.cache, self.weights.states, rows) as slotted:
                 return self._computed(slotted)
         except RuntimeError as error:
             if len(rows) == 1 or not is_out_of_memory(error):
@@ -172,13 +173,13 @@ class Decoder:
         rows = rows_of([0] * num_tokens, context_length - num_tokens)
         last = [replace(row, has_logits=True) for row in rows[-LOGITS_CHUNK:]]
         cache, states = self.weights.cache, self.weights.states
-        cache.reserve(0, 0, context_length)
+        cache.reserve(0, 0, context_length - num_tokens)
         if states is not None and rows[0].position:
             states.take(0, [rows[0].position])
         try:
             return self._tried([*rows[:-LOGITS_CHUNK], *last]) is not None
         finally:
-            cache.table.shrink(0, 0)
+            cache.release(0)
             if states is not None:
                 states.release(0)
 

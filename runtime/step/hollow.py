@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import BLOCK_LENGTH, down_kind
+from hotsplit.costs.cache_layout import BLOCK_LENGTH
+from hotsplit.costs.part_bytes import down_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.runtime.kernels.cpu import library
@@ -56,8 +57,9 @@ def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> 
     except NotNative:
         return 0
     length = context_length if num_sequences == 1 else BLOCK_LENGTH
-    step.table.num_sequences, step.table.block_length = num_sequences, length
-    step.table.blocks_per_sequence = -(-context_length // length)
+    (table,) = step.table[: step.num_tables]  # for one position there are no rings
+    table.num_sequences, table.block_length = num_sequences, length
+    table.blocks_per_sequence = -(-context_length // length)
     step.context_length = context_length
     step.max_rows = min(MAX_ROWS, context_length * num_sequences)
     return max(0, library.step_bytes(step))

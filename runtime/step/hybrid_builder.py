@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.gpu.kernels import INEXACT_ROWS
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
@@ -89,10 +88,10 @@ class _Builder:
             kind = HybridExpertCache if spec.has_experts else HybridNeuronCache
             self.cache = kind(weights, placement, self.backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
-        table, has_cache = weights.cache.table, not placement.is_cache_on_host
+        has_cache = not placement.is_cache_on_host
         self.host = HostBuffers.of(
             width, spec.most_named, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
-            table_SN=table.block_SN if has_cache and not table.is_whole else None,
+            tables=weights.cache.tables if has_cache else (),
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
             num_used=spec.most_used, has_states=spec.has_states,
         )  # fmt: skip
@@ -175,11 +174,11 @@ class _Builder:
         before, after = (self._outside(kinds) for kinds in (("embed",), ("norm", "head")))
         return HybridStep(
             host=self.host,
+            cache=self.weights.cache,
             logits=LogitsMemory(vocab_size=self.weights.head.weight.num_rows),
             segments={1: single},
             prepare=self._more,
             try_rows=partial(self.backend.try_rows, self.weights),
-            table=self.weights.cache.table,
             states=self.weights.states,
             has_equal_rows=self._has_equal_rows(),
             has_host_work=self._has_host_work(),
@@ -288,7 +287,7 @@ class _Builder:
             buffers=DeviceBuffers.of(
                 self.weights.spec,
                 [self._hot_sizes(d.layer, d.hot) for d in mine],
-                self.weights.cache.table,
+                self.weights.cache.tables,
                 take,
                 has_head=self.form.head == gpu(number),
                 has_cache=not self.placement.is_cache_on_host,
@@ -337,18 +336,13 @@ def _submit(main: Stream, submissions: Mapping[int, Submission], needed: Mapping
 def _spared(weights: Weights) -> Iterator[None]:
     """Lets a trial step write to the first position of the first sequence, and restores its keys and
     values afterwards: a step may be built again (for new thresholds) while texts are open."""
-    table = weights.cache.table
-    if int(table.block_SN[0, 0]) == NO_BLOCK:
-        weights.cache.reserve(0, 0, 1)
-        try:
-            yield
-        finally:
-            table.shrink(0, 0)
-        return
-    caches = weights.cache.layers
+    lent = [table for table in weights.cache.tables if table.lend()]
+    caches = [layer for layer in weights.cache.layers if layer.table not in lent]
     kept = [each.read(0, 0, 1) for each in caches]
     try:
         yield
     finally:
         for each, rows in zip(caches, kept, strict=True):
             each.write(0, 0, *rows)
+        for table in lent:
+            table.take_back()

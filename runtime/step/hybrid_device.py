@@ -3,15 +3,15 @@
 Every buffer has a fixed address, so that a captured step can be replayed. hybrid_submissions.py calls
 the operations as the step program (program.py) requires them.
 
-A step of T rows uses the beginning of each buffer's memory (of all but `table_SN`). Vectors become
+A step of T rows uses the beginning of each buffer's memory (of all but `tables`). Vectors become
 [T, ...], `sum_PD` becomes [P, T, D] and `ffn_in_2D` [2, T, D]. For one row there is no T axis,
 except in `token_T`, `position_T` and `sequence_T`.
 
 Letters: T rows, D model width, F neurons of a layer, N hot ones, E experts, K those of a row, H heads, K key-value heads, W head
-width, or words of F bits, S partial sums, P summands, V vocabulary; in table_SN, S sequences and N
+width, or words of F bits, S partial sums, P summands, V vocabulary; in `tables`, S sequences and N
 blocks of each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -120,7 +120,7 @@ class DeviceBuffers:
     sequence_T: Tensor  # int32
     run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta_kernels); as many as rows at most
     writes_T: Tensor  # int32, the slot that takes the state after a row
-    table_SN: Tensor | None  # int32, with several sequences, if the cache is on the GPU
+    tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those of a cache in blocks on the GPU
     x_D: Tensor  # the hidden state
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
@@ -142,7 +142,7 @@ class DeviceBuffers:
         cls,
         spec: ModelSpec,
         hot_sizes_L: Sequence[tuple[int, int]],
-        table: BlockTable,
+        tables: Sequence[BlockTable],
         take: Take,
         *,
         has_head: bool = True,
@@ -161,12 +161,11 @@ class DeviceBuffers:
         inner = max([spec.most_rank, *(route.num_experts for route in routes)])
         if has_cache:
             scratch = max(
-                attend_scratch(table.context_length, a.num_heads, a.head_dim)
+                attend_scratch(tables[0].context_length, a.num_heads, a.head_dim)
                 for a in spec.attentions
             )
         mixed = [layer.delta.mixed_size for layer in spec.layers if layer.delta is not None]
         scratch = max([scratch, *mixed])
-        has_table = has_cache and not table.is_whole
 
         def take_rows(size: int, dtype: torch.dtype = _REAL) -> Tensor:
             return take((max_rows, size), dtype)
@@ -179,7 +178,11 @@ class DeviceBuffers:
             sequence_T=take((max_rows,), torch.int32),
             run_T3=take((max_rows, 3 * spec.has_states), torch.int32),
             writes_T=take((max_rows * spec.has_states,), torch.int32),
-            table_SN=take(tuple(table.block_SN.shape), torch.int32) if has_table else None,
+            tables={
+                table: take(tuple(table.block_SN.shape), torch.int32)
+                for table in tables
+                if has_cache and not table.is_whole
+            },
             x_D=take_rows(width),
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
@@ -275,11 +278,11 @@ class DeviceKernels(Launcher):
     def attention(self, layer: Layer, x_D: Tensor) -> None:
         """Writes attention's output to the first row of sum_PD."""
         b, (qkv, heads) = self.buffers, self.attended(layer)
-        has_sequences = b.table_SN is not None
+        table_SN = b.tables.get(layer.attention.cache.table)
         at = Positions(
             position_T=b.position_T,
-            sequence_T=b.sequence_T if has_sequences else None,
-            table_SN=b.table_SN,
+            sequence_T=None if table_SN is None else b.sequence_T,
+            table_SN=table_SN,
         )
         self.inputs(layer, x_D)
         launch_attend(self, layer.attention, qkv, at, b.scratch, heads)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import NO_SLOT, StateSlots
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
@@ -34,7 +34,7 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NeuronsStruct
-from hotsplit.runtime.step.batch import LogitsMemory, Row, runs_of, with_slots
+from hotsplit.runtime.step.batch import LogitsMemory, Row, prepared, runs_of
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.native_parts import HostBuffers
 from hotsplit.runtime.step.native_step import StepStruct
@@ -103,6 +103,7 @@ class HybridStep:
     """A decode step over GPUs and the CPU."""
 
     host: HostBuffers
+    cache: KVCache
     logits: LogitsMemory
     segments: dict[int, tuple[Segment, ...]]  # by number of rows
     before: HostNode | None  # the embedding, if it is on the host
@@ -111,7 +112,6 @@ class HybridStep:
     meter: "Meter"
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
     neuron_cache: StepHooks | None = None
-    table: BlockTable | None = None
     states: StateSlots | None = None  # of recurrent states, if the model has any
     # Makes the segments for a number of rows; the rows of the first step are in `host`.
     prepare: Callable[[int], tuple[Segment, ...]] | None = None
@@ -202,7 +202,7 @@ class HybridStep:
         return self.states.trial(list(dict.fromkeys(row.sequence for row in rows)))
 
     def _run_slotted(self, rows: Sequence[Row], num_rows: int) -> None:
-        with with_slots(self.states, rows) as slotted:
+        with prepared(self.cache, self.states, rows) as slotted:
             self._run(slotted, num_rows)
 
     def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
@@ -220,9 +220,8 @@ class HybridStep:
             host.sequence_T[number] = row.sequence
         if self.states is not None:
             self._fill_runs(rows)
-        if host.table_SN is not None:
-            assert self.table is not None
-            host.table_SN.copy_(self.table.block_SN)
+        for table, blocks_SN in host.tables.items():
+            blocks_SN.copy_(table.block_SN)
         self.meter.set_rows(len(rows))
 
     def _fill_runs(self, rows: Sequence[Row]) -> None:

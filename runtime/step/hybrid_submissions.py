@@ -324,17 +324,17 @@ class Lowering:
         return partial(device.main.copy, target_D, source_D)
 
     def _place(self, device: DeviceKernels) -> None:
-        """Copies the rows' positions to a GPU, with several sequences also the rows' sequences and the
-        block table, and with recurrent states the runs of rows and their slots."""
+        """Copies the rows' positions to a GPU, with a cache in blocks also the rows' sequences and
+        the block tables, and with recurrent states the runs of rows and their slots."""
         b, host = device.buffers, self.host
         device.main.copy(b.position_T, host.position_T)
         if b.run_T3.numel():
             device.main.copy(b.run_T3, host.run_T3)
             device.main.copy(b.writes_T, host.writes_T)
-        if b.table_SN is not None:
-            assert host.table_SN is not None
+        if b.tables:
             device.main.copy(b.sequence_T, host.sequence_T)
-            device.main.copy(b.table_SN, host.table_SN)
+        for table, blocks_SN in b.tables.items():
+            device.main.copy(blocks_SN, host.tables[table])
 
     def _tensor(self, value: str, layer: int | None) -> Tensor:
         name, device = name_of(value), device_of(value)

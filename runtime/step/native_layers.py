@@ -14,6 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer
@@ -27,7 +28,6 @@ from hotsplit.runtime.step.native_step import (
     RowStruct,
     StepBuilder,
     StepStruct,
-    table_and_types,
     take_traffic,
 )
 from hotsplit.runtime.step.program import ffn_in, layer_ops, name_of
@@ -50,8 +50,7 @@ class NativeLayers:
 
     step: StepStruct
     ranges: Mapping[int, tuple[int, int]]  # of native operations, for each layer
-    block_SN: Tensor  # int32, the cache blocks of each sequence
-    block_length: int
+    tables: tuple[BlockTable, ...]
     x_TD: Tensor
     attn_in_TD: Tensor
     ffn_in_2TD: Tensor
@@ -106,14 +105,13 @@ class NativeLayers:
             ranges[index] = (begin, len(ops))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
-        table, _ = table_and_types(all_layers)
         widths = {index: _widths(layer) for index, layer in layers.items()}
         most = {
             name: max(of_layer.get(name, 0) for of_layer in widths.values()) for name in _WITHIN
         }
         (traffic,) = {id(layer.ffn.traffic): layer.ffn.traffic for layer in all_layers}.values()
         return cls(
-            step=step, ranges=ranges, block_SN=table.block_SN, block_length=table.block_length,
+            step=step, ranges=ranges, tables=tuple(builder.tables.each),
             x_TD=x_TD, attn_in_TD=attn_in_TD, ffn_in_2TD=ffn_in_2TD, routed_TR=routed_TR,
             num_used=num_used, mixed=mixed,
             widths=widths,
@@ -180,9 +178,7 @@ class NativeLayers:
     def _set_rows(self, sequence: int, start: int, count: int, slots: StateRun | None) -> None:
         """Sets the rows of the next call. Raises IndexError for positions without a block in the
         cache."""
-        last = (start + count - 1) // self.block_length
-        blocks_N = self.block_SN[sequence, : last + 1]
-        if start + count > self.step.context_length or bool((blocks_N < 0).any()):
+        if not all(table.reads(sequence, start, start + count) for table in self.tables):
             raise IndexError(f"positions {start} to {start + count - 1} have no block in the cache")
         if self._place == (sequence, start, count, slots):
             return

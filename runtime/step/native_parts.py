@@ -8,7 +8,7 @@ Letters: T rows of a step, D model width, F neurons of a layer, W words of F bit
 sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone, R values
 of a router's result."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, Array, Structure, addressof, c_int64, c_void_p, pointer
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
@@ -45,7 +46,7 @@ class HostBuffers:
     sequence_T: Tensor  # int32
     run_T3: Tensor  # int32, runs of rows and the slots of their states: see DeviceBuffers
     writes_T: Tensor  # int32
-    table_SN: Tensor | None  # int32, the blocks of several sequences
+    tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those that a GPU reads
     x_TD: Tensor
     ffn_in_2TD: Tensor
     named_TW: Tensor  # int32
@@ -71,13 +72,13 @@ class HostBuffers:
         *,
         is_pinned: bool,
         max_rows: int = 1,
-        table_SN: Tensor | None = None,
+        tables: Iterable[BlockTable] = (),
         attended: tuple[int, int] = (0, 0),
         num_used: int = 0,
         has_states: bool = False,
     ) -> "HostBuffers":
-        """Allocates the buffers. `num_used`: the most experts of a token. `table_SN`: the cache's block table, if there are several sequences
-        and a GPU needs it; `attended`: Q and H, if the host attends for a GPU."""
+        """Allocates the buffers. `num_used`: the most experts of a token. `tables`: the block tables of a
+        cache on GPUs; `attended`: Q and H, if the host attends for a GPU."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
@@ -92,7 +93,11 @@ class HostBuffers:
             sequence_T=zeros(rows, dtype=torch.int32),
             run_T3=zeros(rows, 3 * has_states, dtype=torch.int32),
             writes_T=zeros(rows * has_states, dtype=torch.int32),
-            table_SN=None if table_SN is None else zeros(*table_SN.shape, dtype=torch.int32),
+            tables={
+                table: zeros(*table.block_SN.shape, dtype=torch.int32)
+                for table in tables
+                if not table.is_whole
+            },
             x_TD=zeros(rows, width),
             ffn_in_2TD=zeros(2, rows, width),
             named_TW=zeros(rows, -(-num_neurons // 32), dtype=torch.int32),

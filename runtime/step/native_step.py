@@ -18,10 +18,10 @@ from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.attention.native import (
     AttentionStruct,
     SelectStruct,
+    Tables,
     TableStruct,
     attention_struct,
     select_struct,
-    table_struct,
 )
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
 from hotsplit.runtime.ops.delta.native import DeltaStruct, delta_struct
@@ -55,11 +55,12 @@ class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
                 ("op", POINTER(OpStruct)), ("vector", c_void_p * len(VALUES)),
-                ("table", TableStruct), ("select", SelectStruct), ("rotary", POINTER(RotaryStruct)),
+                ("table", POINTER(TableStruct)), ("select", SelectStruct), ("rotary", POINTER(RotaryStruct)),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
                 ("seen_heads", c_void_p), ("seen_predicted", c_void_p), ("seen_gate", c_void_p),
                 ("seen_hidden", c_void_p), ("seen_shared", c_void_p),
                 ("num_layers", c_int64), ("num_ops", c_int64), ("num_rotaries", c_int64),
+                ("num_tables", c_int64),
                 ("width", c_int64), ("context_length", c_int64), ("num_neurons", c_int64),
                 ("max_rows", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
@@ -149,15 +150,12 @@ def build(
         return str(reason)
 
 
-def table_and_types(layers: Sequence[Layer]) -> tuple[BlockTable, CacheTypes]:
-    """The block table and the types of the cache, which layers with attention share; if there are
-    none, of a cache that is not used."""
-    caches = [layer.attention.cache for layer in layers if layer.delta is None]
-    if not caches:
-        return BlockTable(1, _MOST_POSITIONS), CacheTypes.of("f32")
-    (table,) = {cache.table for cache in caches}
-    (types,) = {cache.types for cache in caches}
-    return table, types
+def types_of(layers: Sequence[Layer]) -> CacheTypes:
+    """The types of the cache, which layers with attention share; if there are none, of a cache that is
+    not used."""
+    found = {layer.attention.cache.types for layer in layers if layer.delta is None}
+    (types,) = found or {CacheTypes.of("f32")}
+    return types
 
 
 def _own_neurons(layer: Layer) -> int:
@@ -177,7 +175,7 @@ class StepBuilder(Structs):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rotaries = Rotaries()  # of the layers so far
+        self.rotaries, self.tables = Rotaries(), Tables()  # of the layers so far
 
     def step(
         self, weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
@@ -200,7 +198,7 @@ class StepBuilder(Structs):
         program = step_program(host_form(weights))
         lowered = native_ops(program, dict(enumerate(weights.layers)))
         self.ops(step, [struct for structs in lowered for struct in structs])
-        step.max_rows = min(MAX_ROWS, step.context_length * step.table.num_sequences)
+        step.max_rows = min(MAX_ROWS, step.context_length * self.tables.each[0].num_sequences)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = norm_struct(self, weights.output_norm)
@@ -221,9 +219,12 @@ class StepBuilder(Structs):
     def frame_of(
         self, layers: Sequence[Layer], layer_structs: list[LayerStruct], *, width: int
     ) -> StepStruct:
-        """`frame` without learned positions. The structs are of some of the layers, which share a
-        block table and the types of the cache."""
-        table, types = table_and_types(layers)
+        """`frame` without learned positions. The structs are of some of the layers, which share the types
+        of the cache."""
+        types = types_of(layers)
+        attending = [layer.attention for layer in layers if layer.delta is None]
+        for table in [a.cache.table for a in attending] or [BlockTable(1, _MOST_POSITIONS)]:
+            self.tables.index(table)
         return StepStruct(
             layer=self.array(LayerStruct, layer_structs),
             rotary=self.rotaries.structs(self),
@@ -231,9 +232,10 @@ class StepBuilder(Structs):
             num_rotaries=len(self.rotaries.each),
             width=width,
             num_neurons=max(map(_most_neurons, layers)),
-            table=table_struct(self, table),
+            table=self.tables.structs(self),
+            num_tables=len(self.tables.each),
             select=select_struct(self, types.selection, self.rotaries),
-            context_length=table.context_length,
+            context_length=self.tables.each[0].context_length,
             max_rows=1,
             key_kind=library.kind_code(types.key.kind),
             value_kind=library.kind_code(types.value.kind),
@@ -249,7 +251,7 @@ class StepBuilder(Structs):
             num_norms=len(norms),
             attention=AttentionStruct()
             if layer.delta
-            else attention_struct(self, layer.attention, self.rotaries, projects=True),
+            else attention_struct(self, layer.attention, self.rotaries, self.tables, projects=True),
             delta=delta_struct(self, layer.delta),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
@@ -275,5 +277,5 @@ class StepBuilder(Structs):
         if layer.delta:
             return LayerStruct(delta=delta_struct(self, layer.delta))
         return LayerStruct(
-            attention=attention_struct(self, layer.attention, self.rotaries, projects=projects)
+            attention=attention_struct(self, layer.attention, self.rotaries, self.tables, projects=projects)
         )

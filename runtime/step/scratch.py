@@ -13,6 +13,7 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import part_bytes, pass_parts
+from hotsplit.costs.cache_layout import cache_layout
 from hotsplit.costs.part_bytes import FLOAT_BYTES
 from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.modes import Mode, computes_all
@@ -185,7 +186,9 @@ def _attend(p: Pass, a: Attention) -> PoolBytes:
     tokens, context, is_f32 = p.num_tokens, p.context_length, part_bytes.kv_kind(p.model) == "f32"
     seen = context if a.window is None else min(context, tokens + a.window - 1)
     appended = PoolBytes() if is_f32 else p.floats(a.key_size / 2) * 2
-    positions = 0 if p.num_sequences == 1 else part_bytes.kv_positions(context, 2) // 2
+    layout = cache_layout(context, p.num_sequences, a.window)
+    kept = context if layout.window is None else min(context, seen + layout.block_length)
+    positions = 0 if layout.num_blocks == 1 else -(-kept // layout.block_length) * layout.block_length
     gathered = p.tensor(positions * a.key_size * (FLOAT_BYTES if is_f32 else 2))
     unpacked = p.tensor(0 if is_f32 else 8 * seen * a.key_size)
     out = p.floats(a.query_size) + p.floats(a.num_heads)

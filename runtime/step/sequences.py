@@ -45,7 +45,7 @@ class Part:
 @dataclass(frozen=True, kw_only=True)
 class TextState:
     """What an engine keeps of a text: the keys and values [T, K, X] of each layer that has them, as
-    stored, and of each layer with recurrent states [P, V, N, M], and the inputs [P, J, C] of their
+    stored, from rings the last ones, and of each layer with recurrent states [P, V, N, M], and the inputs [P, J, C] of their
     convolutions, those after the first `positions` tokens."""
 
     keys_values: list[tuple[Tensor, Tensor]]
@@ -58,7 +58,7 @@ class Sequences:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder: Decoder | None = decoder
-        self.context_length = decoder.weights.cache.table.context_length
+        self.context_length = decoder.weights.cache.context_length
         self._open: dict[int, Sequence] = {}  # by number, oldest first
 
     @property
@@ -86,7 +86,7 @@ class Sequences:
         other than `beside`.
 
         Raises HotsplitError if all places are in use."""
-        num_places = self.cache.table.num_sequences
+        num_places = self.cache.num_sequences
         free = next((n for n in range(num_places) if n not in self._open), None)
         if free is None:
             yielding = [s for s in self._open.values() if s.yields and s is not beside]
@@ -104,9 +104,32 @@ class Sequences:
     def release(self, number: int) -> None:
         del self._open[number]
         if self.decoder is not None:
-            self.cache.table.shrink(number, 0)
+            self.cache.release(number)
             if self.states is not None:
                 self.states.release(number)
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if a text can be continued from any of its positions."""
+        return self.states is None and not self.cache.has_rings
+
+    def nearest(self, number: int, length: int) -> int:
+        """The latest position among the first `length` from which a sequence can be continued."""
+        if self.keeps_all:
+            return length
+        found = self.cache.nearest(number, length)
+        if self.states is not None:
+            found = self.states.nearest(number, found)
+        return found if found == length else self.nearest(number, found)
+
+    def rollback(self, number: int, length: int) -> int:
+        """Drops all of a sequence but its first `length` tokens; returns the position from which it can
+        be continued."""
+        found = self.nearest(number, length)
+        self.cache.rollback(number, length, found)
+        if self.states is not None:
+            self.states.rollback(number, found)
+        return found
 
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
         """Computes tokens of several sequences, in shared steps where the decoder has them; returns
@@ -165,26 +188,38 @@ class Sequences:
             raise HotsplitError("a sequence is in two parts of one step; join them into one part")
 
     def _rows(self, part: Part) -> list[Row]:
-        """The rows of a part. With recurrent states, rows before them repeat the tokens after the
-        sequence's latest state; on a GPU those are decode steps again, if necessary of their own,
-        because only those are bit-identical."""
+        """The rows of a part. Rows before them repeat the tokens after the position from which the
+        sequence can be continued, if that is not its end; on a GPU those are decode steps again, if
+        necessary of their own, because only those are bit-identical."""
         sequence, start = part.sequence, part.sequence.length
-        number, states = sequence.number, self.states
-        first = start if states is None else states.rollback(number, start)
-        self.cache.reserve(number, first, start + len(part.tokens))
+        number = sequence.number
         rows = rows_of(part.tokens, start, part.wanted, number)
-        if states is None:
+        if self.keeps_all:
             return rows
-        if len(rows) > 1:
+        first = self.rollback(number, start)
+        if len(rows) > 1 and self.states is not None:
             rows[0] = replace(rows[0], saves="briefly")
-        has_steps = self.live.has_hybrid_steps
-        again = rows_of(sequence.ids[first:], first, "all" if has_steps else "none", number)
-        if again and has_steps and not is_decoded([*again, *rows]):
-            repeated = sequence._marked(again)
-            for at in range(0, len(repeated), ROWS[-1]):
-                self.live.run(repeated[at : at + ROWS[-1]])
+        again = self._again(sequence, first)
+        if again and self.live.has_hybrid_steps and not is_decoded([*again, *rows]):
+            self._repeat(sequence, first)
             again = []
         return sequence._marked([*again, *rows])
+
+    def _again(self, sequence: "Sequence", first: int) -> list[Row]:
+        """Rows that repeat the tokens of a sequence from `first` on."""
+        wanted: Wanted = "all" if self.live.has_hybrid_steps else "none"
+        return rows_of(sequence.ids[first:], first, wanted, sequence.number)
+
+    def _repeat(self, sequence: "Sequence", first: int) -> None:
+        rows = sequence._marked(self._again(sequence, first))
+        size = ROWS[-1] if self.live.has_hybrid_steps else self.live.most_tokens
+        for at in range(0, len(rows), size):
+            self.live.run(rows[at : at + size])
+
+    def complete(self, sequence: "Sequence") -> None:
+        """Computes the tokens again whose keys and values a rollback has left out of rings."""
+        if self.cache.nearest(sequence.number, sequence.length) < sequence.length:
+            self._repeat(sequence, self.rollback(sequence.number, sequence.length))
 
 
 def _are_tokens(tokens: object) -> bool:
@@ -229,14 +264,13 @@ class Sequence:
 
     def reusable(self, length: int) -> int:
         """How many of the first `length` tokens need not be computed again after a rollback to there:
-        all of them, unless the model has recurrent states."""
-        states = self._live.states
-        return length if states is None else states.nearest(self.number, length)
+        all of them, unless the model has recurrent states, or layers that keep a window only."""
+        return self._live.nearest(self.number, length)
 
     def mark(self, position: int) -> None:
-        """Asks for the state after the first `position` tokens to be kept, once they are computed. For
-        a model without recurrent states, every position is kept."""
-        if self._live.states is not None and position > 0:
+        """Asks for what a text is continued with after its first `position` tokens to be kept, once they
+        are computed: recurrent states and windows. Without those, every position is kept."""
+        if not self._live.keeps_all and position > 0:
             self._marks.add(position)
 
     def _marked(self, rows: list[Row]) -> list[Row]:
@@ -261,23 +295,21 @@ class Sequence:
     def rollback(self, length: int) -> None:
         """Forgets all but the first `length` tokens. Raises HotsplitError if there are fewer.
 
-        With recurrent states, those after `reusable(length)` are computed again in the next pass."""
+        Those after `reusable(length)` are computed again in the next pass."""
         is_count = isinstance(length, Integral) and not isinstance(length, bool)
         if not is_count or not 0 <= length <= self.length:
             raise HotsplitError(
                 f"rollback to {shown(length)} of {self.length} tokens; wanted a number of tokens to"
                 " keep, 0 for none"
             )
-        self._live.cache.table.shrink(self.number, length)
-        if self._live.states is not None:
-            self._live.states.rollback(self.number, length)
+        self._live.rollback(self.number, length)
         del self.ids[length:]
 
     def fork(self) -> "Sequence":
         """Opens a sequence with the same tokens; keys and values are shared copy-on-write, and states
         as they are."""
         other = self._live.open(yields=self.yields, beside=self)
-        self._live.cache.table.share(self.number, other.number, self.length)
+        self._live.cache.share(self.number, other.number, self.length)
         if self._live.states is not None:
             self._live.states.share(self.number, other.number)
         other.ids = list(self.ids)
@@ -286,10 +318,14 @@ class Sequence:
     def read_state(self) -> TextState:
         """Copies of what the engine keeps of this text."""
         live = self._live
+        live.complete(self)
         found = [] if live.states is None else live.states.lasting(self.number)
         slots = [state.slot for state in found]
         return TextState(
-            keys_values=[layer.read(self.number, 0, self.length) for layer in live.cache.layers],
+            keys_values=[
+                layer.read(self.number, layer.table.held_from(self.number), self.length)
+                for layer in live.cache.layers
+            ],
             positions=[state.position for state in found],
             recurrent=[layer.read(slots) for layer in live.layer_states],
         )
@@ -300,17 +336,10 @@ class Sequence:
         Raises HotsplitError if the state does not have this model's shapes and types, or the
         tokens do not fit into the context."""
         assert not self.length, "only an empty sequence can take a state over"
-        live, cache = self._live, self._live.cache
+        live = self._live
         self.check_room(len(ids))
-        if len(state.keys_values) != len(cache.layers) or not all(
-            layer.takes(len(ids), *pair)
-            for layer, pair in zip(cache.layers, state.keys_values, strict=True)
-        ):
-            raise HotsplitError("keys and values are not of this model's shape and type")
         live.check_recurrent(len(ids), state)
-        cache.reserve(self.number, 0, len(ids))
-        for layer, (key_TKX, value_TKX) in zip(cache.layers, state.keys_values, strict=True):
-            layer.write(self.number, 0, key_TKX, value_TKX)
+        live.cache.restore(self.number, len(ids), state.keys_values)
         if live.states is not None:
             slots = live.states.take(self.number, state.positions)
             for own, given in zip(live.layer_states, state.recurrent, strict=True):

@@ -15,7 +15,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import FLOAT_BYTES, layer_tensors, placed_units, tile_rows
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
-from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.device.device_memory import ALIGNMENT, BESIDE_BYTES, LEAST_BUDGET_BYTES
 from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
 from hotsplit.runtime.kernels.cpu import library
@@ -74,8 +74,14 @@ def graph_pools(p: Pass) -> PoolBytes:
     """Bytes of captured passes of up to so many tokens: those of one, and what is kept between them
     (captured_passes.PassMemory)."""
     kept = p.floats(p.spec.hidden_size) * 2 + p.floats(2) + p.floats(1)
-    table = BlockTable(p.num_sequences, p.context_length).block_SN[:1]
-    return pass_pools(p) + kept + p.tensor(table.nbytes)
+    tables = _tables(p.model, p.context_length, p.num_sequences)
+    held = [p.tensor(table.block_SN[:1].nbytes) for table in tables]
+    return pass_pools(p) + kept + sum(held, PoolBytes())
+
+
+def _tables(model: ModelFile, context_length: int, num_sequences: int) -> list[BlockTable]:
+    windows = [attention.window for attention in model.spec.attentions]
+    return list(dict.fromkeys(block_tables(windows, num_sequences, context_length).values()))
 
 
 def _distinct_layers(p: Pass) -> list[int]:
@@ -198,11 +204,11 @@ def decode_bytes(
         taken.append(-(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    width, table = model.spec.hidden_size, BlockTable(num_sequences, context_length)
+    width, tables = model.spec.hidden_size, _tables(model, context_length, num_sequences)
     is_stock, layers = model.layout == "stock", model.spec.layers
     sizes = [hot_sizes(x, x.neurons.num_units, width, is_by_output=is_stock) for x in layers]
     shared = max(shared_parts(x, width, is_by_output=is_stock) for x in layers)
-    DeviceBuffers.of(model.spec, sizes, table, take, max_rows=num_rows, most_shared=shared)
+    DeviceBuffers.of(model.spec, sizes, tables, take, max_rows=num_rows, most_shared=shared)
     for number in {x.neurons.num_units for x in model.spec.layers}:
         take((number,), torch.int32)
     return sum(taken)

@@ -55,6 +55,7 @@ class Attention {
         key_bytes = cache_row_bytes(s.key_kind, W), value_bytes = cache_row_bytes(s.value_kind, W);
         chunk_rows = std::max<int64_t>(1, SHARING_QUERIES / G);
         window = l.window ? std::min(l.window, s.context_length) : s.context_length;
+        table = s.table + l.table;
         sink = l.sink;
         selector.use(l);
     }
@@ -124,17 +125,16 @@ class Attention {
 
     // Offset of a position of the first head from the beginning of the cache, in rows.
     int64_t place_of(int32_t sequence, int64_t position) const {
-        const HsTable& table = s.table;
-        const int64_t length = table.block_length;
-        if (table.blocks_per_sequence == 1) return table.block[sequence] * K * length + position;
-        const int64_t block = table.block[sequence * table.blocks_per_sequence + position / length];
+        const int64_t length = table->block_length;
+        if (table->blocks_per_sequence == 1) return table->block[sequence] * K * length + position;
+        const int64_t block = table->block[sequence * table->blocks_per_sequence + position / length];
         return block * K * length + position % length;
     }
 
     void append(const HsAttention& l, const Place& place, const float* key, const float* value) const {
         const int64_t first = place_of(place.sequence, place.position);
         for (int64_t k = 0; k < K; ++k) {
-            const int64_t at = first + k * s.table.block_length;
+            const int64_t at = first + k * table->block_length;
             store_cache_row(s.key_kind, key + k * W, W, l.key + at * key_bytes);
             store_cache_row(s.value_kind, value + k * W, W, l.value + at * value_bytes);
         }
@@ -154,7 +154,7 @@ class Attention {
             for (int64_t u = u0; u < u1; ++u) {
                 const Place& place = ends[u / K];
                 const int64_t begin = place.position + 1 - s.select.block;
-                const int64_t at = place_of(place.sequence, begin) + u % K * s.table.block_length;
+                const int64_t at = place_of(place.sequence, begin) + u % K * table->block_length;
                 selector.summarise(l, place.sequence, begin, u % K, l.key + at * key_bytes, key_bytes);
             }
         });
@@ -247,7 +247,7 @@ class Attention {
         const bool is_far = part < far_parts;
         const int64_t begin =
             is_far ? part * PART : c.num_far + (part - far_parts + c.first_part) * PART;
-        const int64_t length = s.table.block_length;
+        const int64_t length = table->block_length;
         const int64_t run = c.is_selected ? PART : std::min(length, PART);
         static thread_local std::vector<float> score;
         std::array<const uint8_t*, PART / LEAST_BLOCK> key, value;
@@ -259,7 +259,9 @@ class Attention {
             a.key_place = a.value_place =
                 find(l, places[c.begin].sequence, kv_head, selector.of(c.begin - t0, kv_head) + begin,
                      n, key[0], value[0]);
-        for (int64_t i = 0; !c.is_selected && i * run < n; ++i) {
+        // Runs before all windows need not be present, and are not read.
+        const int64_t seen = l.window ? std::max<int64_t>(0, begin_of(places[c.begin].position) - begin) : 0;
+        for (int64_t i = seen / run; !c.is_selected && i * run < n; ++i) {
             const int64_t from = place_of(places[c.begin].sequence, begin + i * run) + kv_head * length;
             key[i] = l.key + from * key_bytes, value[i] = l.value + from * value_bytes;
         }
@@ -314,7 +316,7 @@ class Attention {
     const int64_t* find(const HsAttention& l, int32_t sequence, int64_t kv_head,
                         const int32_t* position, int64_t n, const uint8_t*& key,
                         const uint8_t*& value) const {
-        const int64_t length = s.table.block_length;
+        const int64_t length = table->block_length;
         auto at = [&](int64_t i) { return place_of(sequence, position[i]) + kv_head * length; };
         const bool is_run =
             position[n - 1] - position[0] == n - 1 && position[0] / length == position[n - 1] / length;
@@ -361,6 +363,7 @@ class Attention {
     const HsStep& s;
     int64_t W = 0, H = 0, K = 0, G = 0, padded = 0, key_bytes = 0, value_bytes = 0, chunk_rows = 0;
     int64_t window = 0;
+    const HsTable* table = nullptr;
     const float *sink = nullptr, *gate = nullptr;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // most parts of a row in this batch
     float *query, *far_query, *top, *total, *mixed;

@@ -92,8 +92,8 @@ class Selector {
 
     // Index into the tables of the key block that contains a position.
     int64_t block_at(int32_t sequence, int64_t position, int64_t kv_head) const {
-        const int64_t length = s.table.block_length, own = (length + rule.block - 1) / rule.block;
-        const int64_t block = s.table.block[sequence * s.table.blocks_per_sequence + position / length];
+        const int64_t length = s.table->block_length, own = (length + rule.block - 1) / rule.block;
+        const int64_t block = s.table->block[sequence * s.table->blocks_per_sequence + position / length];
         return (block * K + kv_head) * own + position % length / rule.block;
     }
 
@@ -257,7 +257,7 @@ class Selector {
     void find_blocks(const HsAttention& l, int32_t sequence, int64_t kv_head, int64_t first, int64_t n,
                      Scratch& room) const {
         room.row.resize(n), room.at.resize(n), room.unit.resize(n);
-        const int64_t own = s.table.block_length / rule.block;  // whole key blocks of a cache block
+        const int64_t own = s.table->block_length / rule.block;  // whole key blocks of a cache block
         for (int64_t i = 0; i < n;) {
             const int64_t at = block_at(sequence, (first + i) * rule.block, kv_head) - i;
             const int64_t end = own ? std::min(n, i + own - (first + i) % own) : n;

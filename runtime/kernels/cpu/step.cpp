@@ -565,6 +565,9 @@ bool fits(const HsAttention& l, const HsStep& s) {
         if (size < 1 || size > INT32_MAX) return false;
     if (l.num_heads % l.num_kv_heads || l.num_heads / l.num_kv_heads > MAX_SHARED_HEADS) return false;
     if (l.head_width > MAX_HEAD_WIDTH || l.window < 0) return false;
+    if (l.table < 0 || l.table >= s.num_tables) return false;
+    const int64_t kept = s.table[l.table].window;
+    if (kept && (!l.window || l.window > kept)) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (l.head_width % block_values(kind)) return false;
     if (l.rotary >= s.num_rotaries) return false;
@@ -677,6 +680,7 @@ bool fits(const HsOp& op, const HsStep& s) {
 
 bool fits(const HsTable& t, int64_t context_length) {
     if (!t.block || t.num_sequences < 1 || t.num_blocks < 1 || t.block_length < 1) return false;
+    if (t.window < 0) return false;
     const bool is_whole = t.block_length >= context_length && t.blocks_per_sequence == 1;
     const bool is_paged = t.block_length >= LEAST_BLOCK && PART % t.block_length == 0;
     return (is_whole || is_paged) && t.blocks_per_sequence * t.block_length >= context_length;
@@ -690,7 +694,8 @@ bool fits(const HsSelect& c, const HsStep& s) {
     if (c.sinks % c.block || c.window % c.block || c.top % c.block) return false;
     if (c.summary != SUMMARY_MEAN && c.summary != SUMMARY_BOUNDS) return false;
     if (c.cos && (!c.sin || s.is_key_rotated)) return false;
-    if (s.table.blocks_per_sequence > 1 && s.table.block_length % c.block) return false;
+    if (s.num_tables != 1) return false;
+    if (s.table->blocks_per_sequence > 1 && s.table->block_length % c.block) return false;
     for (int64_t i = 0; i < s.num_layers; ++i) {
         const HsAttention& l = s.layer[i].attention;
         if (is_delta(s.layer[i])) continue;
@@ -704,7 +709,9 @@ bool fits(const HsStep& s) {
     for (int64_t size : {s.width, s.num_neurons, s.context_length})
         if (size < 1 || size > INT32_MAX) return false;
     if (s.max_rows < 1 || s.max_rows > MAX_ROWS) return false;
-    if (!fits(s.table, s.context_length)) return false;
+    if (s.num_tables < 1 || !s.table) return false;
+    for (const HsTable* t = s.table; t < s.table + s.num_tables; ++t)
+        if (!fits(*t, s.context_length) || t->num_sequences != s.table->num_sequences) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (kind < 0 || kind >= NUM_CACHE_KINDS) return false;
     if (s.num_rotaries < 0 || s.num_rotaries > MAX_ROTARIES || (s.num_rotaries > 0 && !s.rotary))
@@ -761,6 +768,17 @@ bool slots_fit(const HsRow* row, int64_t count, int64_t slots) {
     return true;
 }
 
+// True if a row's sequence has the blocks that the row attends to, or its own alone.
+bool has_blocks(const HsTable& t, const HsRow& r, bool is_next) {
+    const int64_t own = r.position / t.block_length;
+    const int64_t begin = t.window ? std::max<int64_t>(0, r.position + 1 - t.window) : 0;
+    for (int64_t b = is_next ? own : begin / t.block_length; b <= own; ++b) {
+        const int32_t block = t.block[r.sequence * t.blocks_per_sequence + b];
+        if (block < 0 || block >= t.num_blocks) return false;
+    }
+    return true;
+}
+
 // Checks tokens, positions, sources, cache blocks and slots of the rows, and that the computed rows of
 // each sequence are consecutive.
 int32_t check_rows(const HsStep& s, const HsRow* row, int64_t count) {
@@ -773,16 +791,12 @@ int32_t check_rows(const HsStep& s, const HsRow* row, int64_t count) {
     int64_t num_begun = 0;
     for (int64_t i = 0; i < count; ++i) {
         const HsRow& r = row[i];
-        const HsTable& t = s.table;
         if (r.token < 0 || r.token >= s.embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
         if (r.position < 0 || r.position >= s.context_length) return STATUS_INDEX_OUT_OF_RANGE;
-        if (r.sequence < 0 || r.sequence >= t.num_sequences) return STATUS_BAD_ARGUMENT;
+        if (r.sequence < 0 || r.sequence >= s.table->num_sequences) return STATUS_BAD_ARGUMENT;
         const bool is_next = i > 0 && row[i - 1].sequence == r.sequence;
-        const int64_t own = r.position / t.block_length;
-        for (int64_t b = is_next ? own : 0; b <= own; ++b) {  // all blocks that it attends to
-            const int32_t block = t.block[r.sequence * t.blocks_per_sequence + b];
-            if (block < 0 || block >= t.num_blocks) return STATUS_INDEX_OUT_OF_RANGE;
-        }
+        for (const HsTable* t = s.table; t < s.table + s.num_tables; ++t)
+            if (!has_blocks(*t, r, is_next)) return STATUS_INDEX_OUT_OF_RANGE;
         if (r.source >= 0) {
             const bool is_copy = r.source < i && row[r.source].source < 0 && !r.has_logits &&
                                  row[r.source].position == r.position;

@@ -71,10 +71,11 @@ struct HsBlock {
     int32_t is_by_output;
 };
 
-// The cache blocks of each sequence. A block has `block_length` positions in every layer.
+// The cache blocks of each sequence. A block has `block_length` positions in every layer of this table.
 struct HsTable {
     const int32_t* block;  // [num_sequences, blocks_per_sequence]; below 0: absent
     int64_t num_sequences, blocks_per_sequence, block_length, num_blocks;
+    int64_t window;  // only blocks of this many of the latest positions need be present; 0: all
 };
 
 // The positions that a token attends to, see key_selection.h: the first `sinks` positions, `top` positions found
@@ -114,7 +115,7 @@ struct HsAttention {
     int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
     // attn_q has for each head its query, then as many gates: the head's output is multiplied by their sigmoids
     int32_t is_gated;
-    int32_t unused;
+    int32_t table;  // index in HsStep's `table`
 };
 
 // A gated delta net; model/spec.py (DeltaNet) has the formula. Letters: G key heads, V value heads, N and M values of a
@@ -238,7 +239,7 @@ struct HsStep {
     // [max_rows, D or the value's own size] values that are shared with other devices. Null: in the
     // workspace.
     float* vector[NUM_VALUES];
-    HsTable table;
+    const HsTable* table;  // [num_tables], of the same sequences
     HsSelect select;
     const HsRotary* rotary;  // [num_rotaries]
     uint8_t* workspace;      // hs_step_bytes(), 64-aligned
@@ -254,7 +255,7 @@ struct HsStep {
     // before the activation (NaN where a neuron is not predicted) and hidden values, written by OP_NEURONS,
     // of chosen experts [max_rows, K, F]; hidden values of shared experts, written by OP_SHARED.
     float *seen_heads, *seen_predicted, *seen_gate, *seen_hidden, *seen_shared;
-    int64_t num_layers, num_ops, num_rotaries, width, context_length;
+    int64_t num_layers, num_ops, num_rotaries, num_tables, width, context_length;
     int64_t num_neurons;  // of the layer with most
     int64_t max_rows;     // 1 .. MAX_ROWS
     // Bytes of the weight rows that all steps so far needed, see NeuronBytes.

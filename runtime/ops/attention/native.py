@@ -1,7 +1,7 @@
-"""The attention block as a struct for C++ (kernels/cpu/attention.h), with what the layers of a step
-share: the cache's block table and the rule by which keys are selected."""
+"""The attention block as a struct for C++ (kernels/cpu/attention.h), with what layers of a step
+share: the cache's block tables and the rule by which keys are selected."""
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Array, Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
@@ -25,12 +25,12 @@ class AttentionStruct(Structure):
                 ("window", c_int64), ("growth_length", c_int64), ("growth", c_float),
                 ("norms_by_head", c_int32), ("scale", c_float), ("score_cap", c_float),
                 ("rotary", c_int32), ("norms_all_heads", c_int32), ("is_gated", c_int32),
-                ("unused", c_int32)]  # fmt: skip
+                ("table", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
     _fields_ = [("block", c_void_p), ("num_sequences", c_int64), ("blocks_per_sequence", c_int64),
-                ("block_length", c_int64), ("num_blocks", c_int64)]  # fmt: skip
+                ("block_length", c_int64), ("num_blocks", c_int64), ("window", c_int64)]  # fmt: skip
 
 
 class SelectStruct(Structure):
@@ -45,11 +45,11 @@ def rounded_scale(scale: float) -> float:
 
 
 def attention_struct(
-    structs: Structs, attention: Attention, rotaries: Rotaries, *, projects: bool
+    structs: Structs, attention: Attention, rotaries: Rotaries, tables: "Tables", *, projects: bool
 ) -> AttentionStruct:
     """`projects`: with its matrices; else others project, and only the heads attend here."""
     cache, growth, query = attention.cache, attention.growth, attention.query_norm
-    tables = () if cache.tables is None else cache.tables.tensors
+    key_tables = () if cache.tables is None else cache.tables.tensors
     struct = AttentionStruct(
         query_norm=norm_struct(structs, query),
         key_norm=norm_struct(structs, attention.key_norm),
@@ -67,10 +67,11 @@ def attention_struct(
         rotary=rotaries.index(attention.rotary),
         norms_all_heads=attention.norms_all_heads,
         is_gated=attention.is_gated,
+        table=tables.index(cache.table),
         sink=structs.vector(attention.sink_H),
         **{
             name: structs.pointer(tensor, tensor.dtype)
-            for name, tensor in zip(_TABLES, tables, strict=False)
+            for name, tensor in zip(_TABLES, key_tables, strict=False)
         },
     )
     if projects:
@@ -79,14 +80,30 @@ def attention_struct(
     return struct
 
 
-def table_struct(structs: Structs, table: BlockTable) -> TableStruct:
-    return TableStruct(
-        block=structs.pointer(table.block_SN, torch.int32),
-        num_sequences=table.num_sequences,
-        blocks_per_sequence=table.block_SN.shape[1],
-        block_length=table.block_length,
-        num_blocks=table.num_blocks,
-    )
+class Tables:
+    """The block tables of a step's layers, each once."""
+
+    def __init__(self) -> None:
+        self.each: list[BlockTable] = []
+
+    def index(self, table: BlockTable) -> int:
+        if table not in self.each:
+            self.each.append(table)
+        return self.each.index(table)
+
+    def structs(self, structs: Structs) -> Array[TableStruct]:
+        found = [
+            TableStruct(
+                block=structs.pointer(table.block_SN, torch.int32),
+                num_sequences=table.num_sequences,
+                blocks_per_sequence=table.block_SN.shape[1],
+                block_length=table.block_length,
+                num_blocks=table.num_blocks,
+                window=table.window or 0,
+            )
+            for table in self.each
+        ]
+        return structs.array(TableStruct, found)
 
 
 def select_struct(structs: Structs, rule: KeySelection | None, rotaries: Rotaries) -> SelectStruct:

@@ -87,7 +87,7 @@ def growth_of(growth: QueryGrowth, start: int, count: int) -> Tensor:
 @dataclass(frozen=True)
 class Places:
     """Where the tokens of a pass are in the cache of a GPU, as its kernels take it; the sequence's
-    table only if there are several sequences."""
+    table only if the cache is in blocks."""
 
     position_T: Tensor
     sequence_T: Tensor | None = None
@@ -96,10 +96,13 @@ class Places:
 
 class Turns:
     """The rotations of positions start .. start + count - 1, made once for each rotary embedding,
-    and their places in the cache, made once for each GPU unless `places` has them."""
+    and their places in the cache, made once for each GPU and table unless `places` has them."""
 
     def __init__(
-        self, start: int, count: int, places: Mapping[torch.device, Places] | None = None
+        self,
+        start: int,
+        count: int,
+        places: Mapping[tuple[torch.device, BlockTable], Places] | None = None,
     ) -> None:
         self._start, self._count = start, count
         self._made: dict[int, Turn] = {}  # by the id of the rotary embedding
@@ -113,10 +116,11 @@ class Turns:
         return self._made[id(rotary)]
 
     def places(self, table: BlockTable, sequence: int, device: torch.device) -> Places:
-        """The places of the positions of a sequence; all layers share the table."""
-        if device not in self._places:
-            self._places[device] = self._placed(table, sequence, device)
-        return self._places[device]
+        """The places of the positions of a sequence by this table."""
+        key = device, table
+        if key not in self._places:
+            self._places[key] = self._placed(table, sequence, device)
+        return self._places[key]
 
     def _placed(self, table: BlockTable, sequence: int, device: torch.device) -> Places:
         stop = self._start + self._count

@@ -1,53 +1,102 @@
-"""What the context of a model with recurrent states takes, in words: what is fixed and what grows."""
+"""What the context of a model with recurrent states or windows takes, in words: what is fixed and what
+grows."""
+
+from collections.abc import Iterator
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import kv_bytes, kv_positions, placed_units
+from hotsplit.costs.cache_layout import BLOCK_LENGTH, cache_layout, ring_blocks
+from hotsplit.costs.part_bytes import cache_bytes, kv_bytes, placed_units
 from hotsplit.costs.state_bytes import num_slots, slots_bytes, state_bytes
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.system.sizes import format_bytes
 
 
-def per_token_bytes(model: ModelFile, types: CacheTypes | None = None) -> int:
-    """Bytes of the keys and values of a token in all layers."""
-    return sum(kv_bytes(model, layer, 1, types) for layer in range(model.spec.num_layers))
-
-
 def text_words(model: ModelFile) -> str | None:
-    """What a text keeps, whatever the context; None without recurrent states."""
-    if not model.spec.has_states:
+    """What a text keeps, whatever the context; None if that is the keys and values of all tokens."""
+    windows = dict(_windows(model))
+    if not model.spec.has_states and not windows:
         return None
-    layers = range(model.spec.num_layers)
-    states = format_bytes(sum(state_bytes(model, layer) for layer in layers))
-    with_states = sum(model.spec.layers[layer].delta is not None for layer in layers)
-    return (
-        f"{states} of states in {with_states} layers, whatever its length, and"
-        f" {format_bytes(per_token_bytes(model))} of keys and values a token in"
-        f" {len(layers) - with_states}"
-    )
+    layers = [layer for layer in range(model.spec.num_layers) if layer not in windows]
+    token = format_bytes(_token_bytes(model, layers))
+    parts = []
+    if model.spec.has_states:
+        states = format_bytes(sum(state_bytes(model, layer) for layer in layers))
+        with_states = sum(model.spec.layers[layer].delta is not None for layer in layers)
+        layers = [layer for layer in layers if model.spec.layers[layer].delta is None]
+        parts.append(f"{states} of states in {with_states} layers, whatever its length")
+    if layers:
+        parts.append(f"{token} of keys and values a token in {len(layers)}")
+    for window in sorted(set(windows.values())):
+        inner = [layer for layer, own in windows.items() if own == window]
+        parts.append(
+            f"{format_bytes(_token_bytes(model, inner))} of keys and values for each of the latest"
+            f" {_most_tokens(window):,} tokens at most in {len(inner)}"
+        )
+    return ", and ".join(parts)
 
 
 def context_words(
     model: ModelFile, context_length: int, num_sequences: int, types: CacheTypes | None = None
 ) -> str | None:
-    """What this context takes in all; None without recurrent states."""
-    if not model.spec.has_states:
+    """What this context takes in all; None if it is the keys and values of all tokens."""
+    rings = [
+        layer
+        for layer, window in _windows(model)
+        if cache_layout(context_length, num_sequences, window).window is not None
+    ]
+    if not model.spec.has_states and not rings:
         return None
     layers = range(model.spec.num_layers)
-    positions = kv_positions(context_length, num_sequences)
-    keys = sum(kv_bytes(model, layer, positions, types) for layer in layers)
+    size_L = [cache_bytes(model, layer, context_length, num_sequences, types) for layer in layers]
     states = sum(slots_bytes(model, layer, num_sequences) for layer in layers)
+    windows = sum(size_L[layer] for layer in rings)
+    growing = [layer for layer in layers if layer not in rings]
     texts = f"{num_sequences} texts of " if num_sequences > 1 else ""
+    parts = []
+    if states:
+        each = format_bytes(states // num_slots(num_sequences))
+        parts.append(
+            f"{format_bytes(states)} of recurrent states ({num_slots(1)} of {each} a text), which do not"
+            " grow with it"
+        )
+    if rings:
+        parts.append(
+            f"{format_bytes(windows)} of keys and values in {len(rings)} layers with windows, which do not"
+            " grow with it"
+        )
+    if sum(size_L) > windows:
+        parts.append(
+            f"{format_bytes(sum(size_L) - windows)} of keys and values, {_grows(model, growing, types)}"
+        )
     return (
-        f"the context of {texts}{context_length:,} tokens takes {format_bytes(keys + states)}:"
-        f" {format_bytes(states)} of recurrent states ({num_slots(1)} of"
-        f" {format_bytes(states // num_slots(num_sequences))} a text), which do not grow with it, and"
-        f" {format_bytes(keys)} of keys and values, {_grows(model, types)}"
+        f"the context of {texts}{context_length:,} tokens takes {format_bytes(sum(size_L) + states)}:"
+        f" {', and '.join(parts)}"
     )
 
 
-def _grows(model: ModelFile, types: CacheTypes | None) -> str:
-    """What a longer context takes, in experts or in neurons."""
-    more = 1024 * per_token_bytes(model, types)
+def _windows(model: ModelFile) -> Iterator[tuple[int, int]]:
+    """The layers with a window that the model's own context exceeds, and the window."""
+    for index, layer in enumerate(model.spec.layers):
+        window = layer.attention.window if layer.attention else None
+        if window is not None and _most_tokens(window) < model.spec.context_length:
+            yield index, window
+
+
+def _most_tokens(window: int) -> int:
+    """The tokens of which a text keeps keys and values in layers with this window, at most."""
+    return ring_blocks(window) * BLOCK_LENGTH
+
+
+def _token_bytes(
+    model: ModelFile, layers: list[int], types: CacheTypes | None = None
+) -> int:
+    """Bytes of the keys and values of a token in these layers."""
+    return sum(kv_bytes(model, layer, 1, types) for layer in layers)
+
+
+def _grows(model: ModelFile, growing: list[int], types: CacheTypes | None) -> str:
+    """What a longer context takes in these layers, in experts or in neurons."""
+    more = 1024 * _token_bytes(model, growing, types)
     units = [placed_units(model, layer)[1] for layer in range(model.spec.num_layers)]
     what = "experts" if model.spec.has_experts else "neurons"
     return (

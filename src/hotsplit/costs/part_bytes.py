@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.spec import ModelSpec
@@ -18,7 +19,6 @@ ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "
 Items = dict[str, int]
 
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
-BLOCK_LENGTH = 64  # positions per block of the KV cache if an engine has several sequences
 FLOAT_BYTES = 4
 # A dense product unpacks its weights to f32 one tile of rows at a time. A tile has at most
 # UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.
@@ -192,14 +192,14 @@ def kv_kind(model: ModelFile) -> str:
 
 
 def kv_bytes(
-    model: ModelFile, layer: int, context_length: int, types: CacheTypes | None = None
+    model: ModelFile, layer: int, num_positions: int, types: CacheTypes | None = None
 ) -> int:
-    """Bytes of the keys and values of `context_length` tokens in a layer that attends, and of the
-    tables that select keys; by default in the type `kv_kind`."""
+    """Bytes of the keys and values of so many positions in a layer that attends, and of the tables that
+    select keys; by default in the type `kv_kind`."""
     types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
     if attention is None:
         return 0
-    return attention.num_kv_heads * types.head_bytes(context_length, attention.head_dim)
+    return attention.num_kv_heads * types.head_bytes(num_positions, attention.head_dim)
 
 
 def kv_read(
@@ -216,11 +216,14 @@ def kv_read(
     return attention.num_kv_heads * types.read_bytes(positions, attention.head_dim)
 
 
-def kv_positions(context_length: int, num_sequences: int) -> int:
-    """Positions in the whole KV cache, rounded up to blocks if there are several sequences."""
-    if num_sequences == 1:
-        return context_length
-    return num_sequences * -(-context_length // BLOCK_LENGTH) * BLOCK_LENGTH
+def cache_bytes(
+    model: ModelFile, layer: int, context_length: int, num_sequences: int,
+    types: CacheTypes | None = None,
+) -> int:  # fmt: skip
+    """Bytes of a layer's keys and values of all texts: with a window, of a ring of blocks."""
+    attention = model.spec.layers[layer].attention
+    window = attention.window if attention else None
+    return kv_bytes(model, layer, kv_positions(context_length, num_sequences, window), types)
 
 
 def head_bytes(model: ModelFile) -> int:
@@ -394,7 +397,6 @@ def plan_bytes(
     row is read per token, so an untied one stays on the CPU. With key selection, all keys and
     values are on the CPU, and so are the norms of queries and keys per head."""
     home = home or (0,) * (model.spec.num_layers + 1)
-    positions = kv_positions(context_length, num_sequences)
     gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
     cpu = dict.fromkeys(ITEMS, 0)
     for layer, (hot, is_on_gpu) in enumerate(zip(num_hot, dense_on_gpu, strict=True)):
@@ -404,7 +406,9 @@ def plan_bytes(
         side["attention"] += sizes.attention - sizes.head_norms
         keys_side["attention"] += sizes.head_norms
         side["predictor"] += sizes.predictor
-        keys_side["kv_cache"] += kv_bytes(model, layer, positions, cache_types)
+        keys_side["kv_cache"] += cache_bytes(
+            model, layer, context_length, num_sequences, cache_types
+        )
         side["kv_cache"] += slots_bytes(model, layer, num_sequences)
         number, unit_bytes = placed_units(model, layer)
         gpu["neurons"] += hot * unit_bytes
