@@ -11,9 +11,9 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.default_mode import mode_meant
 from hotsplit.costs.part_bytes import (
-    cache_bytes,
     DEFAULT_CONTEXT,
     CacheSize,
+    cache_bytes,
     embedding_bytes,
     kv_kind,
     layer_bytes,

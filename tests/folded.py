@@ -13,7 +13,7 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import KVCache, LayerCache
 from hotsplit.runtime.cache.state_slots import NO_SLOT, LayerState, StateSlots
-from hotsplit.runtime.step.batch import Row, runs_of, prepared
+from hotsplit.runtime.step.batch import Row, prepared, runs_of
 
 PRIME = 8191  # products of residues are exact in f64, and residues in f32
 STATE, CONV = (1, 2, 2), (3, 1)

@@ -307,6 +307,6 @@ def test_positions_without_a_block_are_refused(tmp_path):
         x_TD = torch.zeros(2, model.spec.hidden_size)
         with pytest.raises(IndexError, match="positions 31 to 32 have no block"):
             layers.run(0, x_TD, start=31, **rest)
-        layers.block_SN[0, -1] = -1
+        layers.tables[0].block_SN[0, -1] = -1
         with pytest.raises(IndexError, match="positions 30 to 31 have no block"):
             layers.run(0, x_TD, start=30, **rest)

@@ -52,9 +52,7 @@ class SavedWindow:
 class BlockTable:
     """Assigns blocks to sequences and counts the users of each block."""
 
-    def __init__(
-        self, num_sequences: int, context_length: int, window: int | None = None
-    ) -> None:
+    def __init__(self, num_sequences: int, context_length: int, window: int | None = None) -> None:
         layout = cache_layout(context_length, num_sequences, window)
         self.context_length, self.block_length = context_length, layout.block_length
         self.window, self._most_held = layout.window, layout.most_held

@@ -207,9 +207,7 @@ class KVCache:
         for table in self.tables:
             self._reserve(table, sequence, start, stop)
 
-    def restore(
-        self, sequence: int, length: int, rows: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
+    def restore(self, sequence: int, length: int, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Gives an empty sequence the keys and values [T, K, X] of each layer that were read from one
         of `length` tokens: of rings the last ones.
 

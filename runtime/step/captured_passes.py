@@ -100,7 +100,10 @@ class PassMemory:
 
     @classmethod
     def reserve(
-        cls, pools: PoolBytes, shape: tuple[int, int], device: torch.device,
+        cls,
+        pools: PoolBytes,
+        shape: tuple[int, int],
+        device: torch.device,
         tables: Sequence[BlockTable],
     ) -> "PassMemory | None":
         """Reserves the segments of `pools` (workspace.graph_pools) for passes of up to this shape

@@ -277,5 +277,7 @@ class StepBuilder(Structs):
         if layer.delta:
             return LayerStruct(delta=delta_struct(self, layer.delta))
         return LayerStruct(
-            attention=attention_struct(self, layer.attention, self.rotaries, self.tables, projects=projects)
+            attention=attention_struct(
+                self, layer.attention, self.rotaries, self.tables, projects=projects
+            )
         )

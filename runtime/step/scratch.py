@@ -188,8 +188,10 @@ def _attend(p: Pass, a: Attention) -> PoolBytes:
     appended = PoolBytes() if is_f32 else p.floats(a.key_size / 2) * 2
     layout = cache_layout(context, p.num_sequences, a.window)
     kept = context if layout.window is None else min(context, seen + layout.block_length)
-    positions = 0 if layout.num_blocks == 1 else -(-kept // layout.block_length) * layout.block_length
-    gathered = p.tensor(positions * a.key_size * (FLOAT_BYTES if is_f32 else 2))
+    positions = -(-kept // layout.block_length) * layout.block_length
+    gathered = p.tensor(
+        (layout.num_blocks > 1) * positions * a.key_size * (FLOAT_BYTES if is_f32 else 2)
+    )
     unpacked = p.tensor(0 if is_f32 else 8 * seen * a.key_size)
     out = p.floats(a.query_size) + p.floats(a.num_heads)
     if tokens == 1:

@@ -260,7 +260,8 @@ class Attention {
                 find(l, places[c.begin].sequence, kv_head, selector.of(c.begin - t0, kv_head) + begin,
                      n, key[0], value[0]);
         // Runs before all windows need not be present, and are not read.
-        const int64_t seen = l.window ? std::max<int64_t>(0, begin_of(places[c.begin].position) - begin) : 0;
+        const int64_t seen =
+            l.window ? std::max<int64_t>(0, begin_of(places[c.begin].position) - begin) : 0;
         for (int64_t i = seen / run; !c.is_selected && i * run < n; ++i) {
             const int64_t from = place_of(places[c.begin].sequence, begin + i * run) + kv_head * length;
             key[i] = l.key + from * key_bytes, value[i] = l.value + from * value_bytes;

@@ -93,7 +93,8 @@ class Selector {
     // Index into the tables of the key block that contains a position.
     int64_t block_at(int32_t sequence, int64_t position, int64_t kv_head) const {
         const int64_t length = s.table->block_length, own = (length + rule.block - 1) / rule.block;
-        const int64_t block = s.table->block[sequence * s.table->blocks_per_sequence + position / length];
+        const int64_t block =
+            s.table->block[sequence * s.table->blocks_per_sequence + position / length];
         return (block * K + kv_head) * own + position % length / rule.block;
     }
 

@@ -29,9 +29,7 @@ class CacheLayout:
         return self.num_blocks * self.block_length
 
 
-def cache_layout(
-    context_length: int, num_sequences: int, window: int | None = None
-) -> CacheLayout:
+def cache_layout(context_length: int, num_sequences: int, window: int | None = None) -> CacheLayout:
     """The blocks of layers with this window, if any. They are a ring if that is smaller than the
     context."""
     blocks = -(-context_length // BLOCK_LENGTH)

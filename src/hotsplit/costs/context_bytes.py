@@ -87,9 +87,7 @@ def _most_tokens(window: int) -> int:
     return ring_blocks(window) * BLOCK_LENGTH
 
 
-def _token_bytes(
-    model: ModelFile, layers: list[int], types: CacheTypes | None = None
-) -> int:
+def _token_bytes(model: ModelFile, layers: list[int], types: CacheTypes | None = None) -> int:
     """Bytes of the keys and values of a token in these layers."""
     return sum(kv_bytes(model, layer, 1, types) for layer in layers)
 
