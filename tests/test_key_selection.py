@@ -498,7 +498,7 @@ def test_capped_positions(path, kind, num_sequences):
 @native
 @pytest.mark.parametrize("rule", [SMALL, CAPPED])
 def test_chosen_scores_with_a_soft_cap(rule):
-    """Of positions as they are, and of capped ones; rows before the search begins agree closely."""
+    """Positions are as they are, or capped; rows before the search begins agree closely."""
     shape = make_sizes(num_layers=1, num_heads=2, num_kv_heads=1, context_length=CONTEXT)
     plain = make_model(sizes=shape)
     spec = changed(plain.bare_spec, Attention, score_cap=0.05)
