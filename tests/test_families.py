@@ -486,7 +486,9 @@ def test_a_plan_with_offloaded_keys_is_refused_for_windows(checkpoints, tmp_path
 
 @pytest.mark.parametrize("case", ["phi3", "phi4-mini"])
 def test_longrope_takes_the_factors_of_the_context(tmp_path, case):
-    """transformers takes those of the text's length, which is the context here."""
+    """transformers takes those of the text's length, which is the context here, or a plan's."""
+    from test_runtime import make_split
+
     rope = WHOLE | {"attention_factor": 1.3} if case == "phi3" else LONGROPE
     folder = random_model(
         tmp_path / "hf", Phi3Config(**CASES[case].to_dict() | {"rope_parameters": rope})
@@ -505,6 +507,11 @@ def test_longrope_takes_the_factors_of_the_context(tmp_path, case):
             with engine.observe(lambda name, layer, tensor: None):
                 assert rel_error(engine.logits(ids), want_TV) < 1e-5
             texts.append(engine.model.spec.rope_scaling.words)
+        half = [np.arange(0, 160, 2)] * 3
+        split = make_split(ModelFile.load(path), half, dense_on_gpu=True, context_length=length)
+        split.save(tmp_path / f"{length}.gguf")
+        with Engine.load(path, split=tmp_path / f"{length}.gguf", mode="exact") as engine:
+            assert rel_error(engine.logits(ids), want_TV) < 1e-5
     assert [words.split()[1] for words in texts] == ["short", "short", "long"]
 
 
