@@ -174,6 +174,7 @@ class ModelFile:
         """The tensors that must be present, and those that may be."""
         spec = self.spec
         required, optional = outer_shapes(spec), optional_outer_shapes(spec)
+        required |= {name: optional[name] for name in (SHORT, LONG) if name in optional}
         for index, layer in enumerate(spec.layers):
             in_layer = layer_shapes(spec, layer, self.layout)
             required |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
@@ -210,15 +211,8 @@ class ModelFile:
                 )
 
     def _check_rotary(self) -> None:
-        """Raises HotsplitError unless the divisors of the frequencies are finite and positive, and
-        those of longrope are there."""
-        needed = (SHORT, LONG) if self.bare_spec.rope_scaling.kind == "longrope" else ()
-        missing = [name for name in needed if name not in self.tensors]
-        if missing:
-            raise HotsplitError(
-                f"{self.path}: no tensor {missing[0]!r}, which longrope needs; download the file again"
-            )
-        for name in sorted({"rope_freqs.weight", *needed} & self.tensors.keys()):
+        """Raises HotsplitError unless the divisors of the frequencies are finite and positive."""
+        for name in sorted({"rope_freqs.weight", SHORT, LONG} & self.tensors.keys()):
             factors = dequantize(self.tensors[name].read(), type_of(self.tensors[name].kind))
             if not ((factors > 0) & (factors < np.inf)).all():
                 raise HotsplitError(

@@ -348,10 +348,8 @@ class KeyReader:
         prefix = f"{self.graph.name}.rope.scaling."
         kind = self.keys.get(prefix + "type")
         if LONG in self.tensors or kind == "longrope":  # llama.cpp's converter writes no type
-            return RopeScaling(
-                kind="longrope", attn_factor=self.positive(prefix + "attn_factor", 1.0),
-                original_length=self._original_length(),
-            )  # fmt: skip
+            factor, length = self.positive(prefix + "attn_factor", 1.0), self._original_length()
+            return RopeScaling(kind="longrope", attn_factor=factor, original_length=length)
         if kind not in (None, *KINDS):
             raise HotsplitError(
                 f"{self.path}: this kind of rotary embedding is not supported"
