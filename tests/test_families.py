@@ -617,7 +617,7 @@ REFUSED = {
     "ALiBi": ("falcon-7b", {"alibi": True}),
     "num_ln_in_parallel_attn is 2": ("falcon-7b", {"num_ln_in_parallel_attn": 2}),
     "parallel_attn false": ("falcon-40b", {"parallel_attn": False}),
-    "known: relu, fatrelu, silu, gelu": ("falcon-7b", {"activation": "drelu"}),
+    "known: relu, relu2, fatrelu, silu, gelu, gelu_new": ("falcon-7b", {"activation": "drelu"}),
     "long_factor is .*, wanted 6 positive numbers": (
         "phi4-mini",
         {"rope_parameters": LONGROPE | {"long_factor": [1.0] * 8}},
@@ -658,7 +658,7 @@ REFUSED = {
         "nemotron",
         {"rope_parameters": HALF | {"partial_rotary_factor": 0.2}},
     ),
-    "no tensor for 'blk.0.attn_q.bias'": ("arcee", {"attention_bias": True}),
+    r"no tensor for 'blk.0.attn_k.bias' \(12": ("arcee", {"attention_bias": True}),
     "tie_word_embeddings is False": ("command-r", {"tie_word_embeddings": False}),
     "logit_scale is 0": ("command-r", {"logit_scale": 0}),
     "no tensor for 'blk.0.attn_k_norm.weight'|no tensor for 'blk.0.attn_q_norm": (
@@ -702,7 +702,10 @@ REFUSED = {
         "glm4",
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}},
     ),
-    "no tensor for 'blk.0.ffn_norm.weight'": ("glm", {"architectures": ["Glm4ForCausalLM"]}),
+    "no tensor for 'blk.0.post_attention_norm.weight'": (
+        "glm",
+        {"architectures": ["Glm4ForCausalLM"]},
+    ),
     "of type 'longrope'": (
         "olmo3",
         {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
