@@ -30,6 +30,9 @@ from hotsplit.system.sizes import format_bytes
 # Counting firings reached 0.43 to 0.63 of the rate of bare matrix products (25 M and 68 M
 # parameters in q8_0, two shared cores of a Zen 4); with training it took 2.9 to 3.3 times as long.
 COUNT_SHARE, TRAIN_FACTOR = 0.5, 3.0
+# Counting a mixture reached 1.4 and 1.6 times that rate (layers of the shapes of Qwen3-30B-A3B and
+# Qwen3.6-35B-A3B in Q4_K_M, two cores of a Zen 4; docs/log/profile.md).
+MIXTURE_SHARE = 1.5
 # Verifying 134 M values, which one thread unpacks in 0.5 s, took 4 to 6 s. A checkpoint adds 4 s of
 # processor time, to import transformers.
 VERIFY_UNPACKINGS, IMPORT_S = 9.0, 4.0
@@ -161,7 +164,8 @@ def count_per_s(job: Job) -> float:
         device = device_of(job.choice.device)
         if (name := f"matmul on {device.type}") not in job.rates.stored:
             job.rates.note(name, matmul_flops(device))
-        stored = COUNT_SHARE * job.rates.stored[name]
+        share = MIXTURE_SHARE if job.choice.model.spec.has_experts else COUNT_SHARE
+        stored = share * job.rates.stored[name]
     return stored / flop_per_token(job.choice.model)
 
 
