@@ -198,11 +198,9 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
         return wishes.outtype, f"type {wishes.outtype}: asked for"
     own, memory = source.own, room.main + sum(room.gpus)
     if source.own_type not in FLOAT_NAMES:
-        stock = source.stock
-        is_run = own is None and stock is not None and _reads_all(stock, wishes, room)
-        return None, _own_type_line(
-            source, own or (stock if is_run else source.draft(None)), wishes, memory
-        )
+        if own is None and source.stock is not None and _reads_all(source.stock, wishes, room):
+            own = source.stock
+        return None, _own_type_line(source, own or source.draft(None), wishes, memory)
     kinds: list[Outtype | None] = [None] if own is not None else []
     kinds += BY_QUALITY
     sizes: dict[Outtype | None, int] = {}  # kept, since reading all headers takes seconds

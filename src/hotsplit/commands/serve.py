@@ -132,7 +132,8 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
     config = replace(config, model=model)
     if split is not None:
         plan_places = Split.load(split).num_sequences
-        config = replace(config, **_places_of(split, plan_places, config.parallel, config.kept))
+        parallel, kept = _places_of(split, plan_places, config.parallel, config.kept)
+        config = replace(config, parallel=parallel, kept=kept)
     num_places = config.parallel + config.num_kept
     start_log(is_json=config.log_json)
 
@@ -168,7 +169,7 @@ def _check_packages() -> None:
             ) from error
 
 
-def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> dict[str, int]:
+def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> tuple[int, int]:
     """--parallel and --kept, within the number of texts that a plan budgets, `places`. If not
     given, --parallel is half of them, or what --kept leaves, and --kept takes the rest. Raises
     HotsplitError if more are given."""
@@ -182,7 +183,7 @@ def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> dic
             f" {kept} needs {parallel + kept}; run hotsplit solve with --sequences"
             f" {parallel + kept}"
         )
-    return {"parallel": parallel, "kept": kept}
+    return parallel, kept
 
 
 def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
