@@ -287,7 +287,7 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
         ("SomeForCausalLM", {"num_experts": 8}, "experts are not supported"),
         ("MambaForCausalLM", {}, "recurrent layers"),
         ("BertModel", {}, "an encoder"),
-        ("Gemma3nForCausalLM", {}, "this Gemma's graph"),
+        ("Gemma3nForCausalLM", {}, "several residual streams"),
         ("Qwen2VLForConditionalGeneration", {}, "models for images"),
         ("UnheardOf", {}, "is unknown"),
     ],
@@ -312,7 +312,7 @@ def test_the_refusal_of_a_gguf_says_why(tmp_path, key, why):
     keys = {**model._own_keys(), **model.extra_keys, f"llama.{key}": np.uint32(8)}
     with pytest.raises(HotsplitError, match=why):
         ModelFile.of(tmp_path, keys | {"general.architecture": "llama"}, model.tensors)
-    with pytest.raises(HotsplitError, match="'deepseek2': this mixture of experts"):
+    with pytest.raises(HotsplitError, match="'deepseek2': attention over latent keys"):
         ModelFile.of(tmp_path, {"general.architecture": "deepseek2"}, {})
 
 

@@ -6,22 +6,41 @@ from collections.abc import Mapping
 from numbers import Integral
 
 # Parts of a name, case-insensitive -> why; the first match counts.
+_MIXTURES = "Qwen 3's and 3.6's mixtures and gpt-oss run"
+_SMALL = "a Qwen 3 or SmolLM of its size runs"
 _BY_NAME = (
-    (("moe", "dbrx", "deepseek", "grok", "arctic", "llama4",
-      "minimax", "kimi"), "this mixture of experts is not supported"),
+    (("deepseek", "kimi", "minicpm3"),
+     f"attention over latent keys and values (MLA) is not supported; {_MIXTURES}"),
+    (("llama4",), f"attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}"),
+    (("dbrx", "grok", "arctic", "minimax", "jetmoe"),
+     f"this mixture of experts is not supported; {_MIXTURES}"),
     (("mamba", "rwkv", "jamba", "recurrentgemma", "plamo2", "lfm2", "bamba", "nemotron_h",
-      "nemotronh"), "recurrent layers (Mamba, RWKV and the like) are not supported"),
+      "nemotronh", "granitemoehybrid"),
+     "recurrent layers (Mamba, RWKV and the like) are not supported; Qwen 3.5's delta nets are"),
     (("t5", "bart", "marian", "whisper", "pegasus"),
      "encoder-decoder models are not supported"),
-    (("bert", "electra", "modernbert", "nomic"),
+    (("bert", "electra", "nomic"),
      "an encoder, which cannot generate text, is not supported"),
     (("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
-     "models for images and audio are not supported"),
-    (("gemma",), "this Gemma's graph is not supported"),
-    (("gpt2", "gptneo", "gpt_neo", "gptj", "bloom", "mpt", "starcoder", "codegen", "stablelm",
-      "phi2", "phiforcausallm", "olmo", "cohere", "command-r", "granite", "glm", "internlm",
-      "baichuan", "minicpm", "exaone", "nemotron", "ernie", "hunyuan", "plamo"),
-     "its graph is not supported"),
+     "models for images and audio are not supported; the text model alone may be"),
+    (("gemma3n",),
+     "several residual streams and embeddings of each layer are not supported; Gemma 3 runs"),
+    (("gemma",), "this Gemma's graph is not supported; Gemma 2 and 3 run"),
+    (("bloom", "mpt", "baichuan13"),
+     f"attention biased by distance (ALiBi) is not computed; {_SMALL}"),
+    (("gpt2", "gptneo", "gpt_neo", "gptj", "codegen", "starcoderfor", "gptbigcode"),
+     f"the layers of GPT-2, GPT-J and GPT-NeoX are not supported; {_SMALL}"),
+    (("phi2", "phiforcausallm", "stablelm"),
+     f"rotary embeddings of a part of each head with layer norms are not supported; {_SMALL}, and so"
+     " does Phi-3 and 4"),
+    (("internlm", "baichuan"),
+     "queries, keys and values fused in one matrix by groups are not supported; a copy that was"
+     " converted to Llama's layout runs"),
+    (("minicpm",), "a scale of the residual sums by depth is not supported; a copy that was converted to"
+     " Llama's layout runs"),
+    (("moe",), f"this mixture of experts is not supported; {_MIXTURES}"),
+    (("olmo", "cohere", "granite", "glm", "exaone", "nemotron", "ernie", "hunyuan", "plamo"),
+     f"this one of the family has another graph than those that run; {_SMALL}"),
 )  # fmt: skip
 _EXPERTS = "experts are not supported in this architecture"
 _CAPPED_SCORES = "scores with a soft cap are not supported in this architecture"
@@ -71,12 +90,15 @@ def why_not_run(name: object, values: Mapping[str, object]) -> str | None:
     """Why an unknown architecture is not supported; None if neither its keys nor its name tell.
 
     `values` are the keys of the config or of the GGUF header."""
+    plain = name.lower() if isinstance(name, str) else ""
+    for parts, why in _BY_NAME:
+        if any(part in plain for part in parts):
+            return why
     for key, value in values.items():
         is_count = key.rpartition(".")[2] in _EXPERT_KEYS and isinstance(value, Integral)
         if is_count and int(value) > 1:  # type: ignore[call-overload]
             return _EXPERTS
-    plain = name.lower() if isinstance(name, str) else ""
-    return next((why for parts, why in _BY_NAME if any(p in plain for p in parts)), None)
+    return None
 
 
 def why_key(name: str) -> str | None:
