@@ -4,7 +4,7 @@ values, all neurons are named and fire. On a GPU, each tensor is counted by itse
 torch takes it from; the bounds hold for fewer tokens and earlier positions, too."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add, or_
 from typing import Literal
@@ -15,7 +15,6 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.cache_layout import cache_layout
 from hotsplit.costs.part_bytes import FLOAT_BYTES
-from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, ModelSpec, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
@@ -388,17 +387,6 @@ def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
         return gates | width + sums
     again = width * (part < number and (down in FLOATS or is_divided))
     return width + (gates | sums + again)
-
-
-def head(p: Pass) -> PoolBytes:
-    """A norm, logits, and the logits once more while pieces are joined."""
-    p = replace(p, num_tokens=min(p.num_tokens, LOGITS_CHUNK))
-    width, logits = p.floats(p.spec.hidden_size), p.floats(p.spec.vocab_size)
-    kind = p.model.tensors[p.model.head_name].kind
-    product = PoolBytes()
-    if p.is_on_gpu:
-        product = p.product(kind, p.spec.hidden_size, p.spec.vocab_size)
-    return width + logits + (width | logits | product)
 
 
 SCRATCH: dict[Kind, Callable[[Pass, int], PoolBytes]] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import FLOAT_BYTES, layer_tensors, placed_units, tile_rows
-from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
+from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.device.device_memory import ALIGNMENT, BESIDE_BYTES, LEAST_BUDGET_BYTES
@@ -25,7 +25,7 @@ from hotsplit.runtime.step.decoder import plain_ops
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, hot_sizes, shared_parts
 from hotsplit.runtime.step.program import name_of
-from hotsplit.runtime.step.scratch import SCRATCH, Pass, head, kept_norm, written
+from hotsplit.runtime.step.scratch import SCRATCH, Pass, kept_norm, written
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
@@ -51,7 +51,7 @@ def pass_pools(p: Pass) -> PoolBytes:
     tables = PoolBytes() if p.is_on_gpu else tables
     # An embedding's rows as stored, unpacked, scaled, with positions.
     embedding = p.model.tensors["token_embd.weight"].kind
-    most = width * (4 if embedding in FLOATS else 6) | width + head(p)
+    most = width * (4 if embedding in FLOATS else 6) | width + _head(p)
     for index in _distinct_layers(p):
         layer = spec.layers[index]
         # The caller holds the layer's input, and the previous layer's if the predictor reads it.
@@ -68,6 +68,17 @@ def pass_pools(p: Pass) -> PoolBytes:
         widest = max(spec.hidden_size, spec.most_query_size)
         most += p.tensor(4 * FLOAT_BYTES * widest * tile_rows(widest))
     return most + p.tensor(4096 + 64 * p.num_tokens)  # positions, ids, scalars
+
+
+def _head(p: Pass) -> PoolBytes:
+    """A norm, logits, and the logits once more while pieces are joined."""
+    p = replace(p, num_tokens=min(p.num_tokens, LOGITS_CHUNK))
+    width, logits = p.floats(p.spec.hidden_size), p.floats(p.spec.vocab_size)
+    kind = p.model.tensors[p.model.head_name].kind
+    product = PoolBytes()
+    if p.is_on_gpu:
+        product = p.product(kind, p.spec.hidden_size, p.spec.vocab_size)
+    return width + logits + (width | logits | product)
 
 
 def graph_pools(p: Pass) -> PoolBytes:
