@@ -4,7 +4,7 @@ torch, in the native step at every level, in hybrid steps with the float64 kerne
 Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels 
 LEVELS = library.usable_levels() if library.is_available() else []
 BOUND = 1e-5  # against float64, with all weights and the cache in f32; the largest seen was 1e-6
 SIZES = make_sizes(num_layers=6, num_neurons=96, context_length=300)
+LONG = np.random.default_rng(1).integers(0, 50, 600).tolist()
 IDS = np.random.default_rng(3).integers(0, SIZES.vocab_size, 300).tolist()
 
 
@@ -41,18 +42,19 @@ def capped(x, cap):
 
 
 def attend_ref(query_THW, key_CKW, value_CKW, scale, window, cap=None):
-    """Attention of the last T of C positions, one score at a time: f64 [T, H * W]."""
+    """Attention of the last T of C positions, one token at a time: f64 [T, H * W]."""
     num_tokens, num_heads, _ = query_THW.shape
     num_cached, num_kv, _ = key_CKW.shape
+    kv_head_H = np.arange(num_heads) * num_kv // num_heads
+    key_CHW, value_CHW = key_CKW[:, kv_head_H], value_CKW[:, kv_head_H]
     out_THW = np.zeros(query_THW.shape)
     for t in range(num_tokens):
-        position = num_cached - num_tokens + t
-        read = [k for k in range(position + 1) if window is None or position - k < window]
-        for head in range(num_heads):
-            kv_head = head * num_kv // num_heads
-            score = capped(scale * key_CKW[read, kv_head] @ query_THW[t, head], cap)
-            share = np.exp(score - score.max())
-            out_THW[t, head] = share / share.sum() @ value_CKW[read, kv_head]
+        distance_C = num_cached - num_tokens + t - np.arange(num_cached)
+        read = (distance_C >= 0) & (distance_C < (window or num_cached))
+        score_CH = capped(scale * (key_CHW[read] * query_THW[t]).sum(axis=2), cap)
+        share_CH = np.exp(score_CH - score_CH.max(axis=0))
+        share_CH /= share_CH.sum(axis=0)
+        out_THW[t] = (share_CH[:, :, None] * value_CHW[read]).sum(axis=0)
     return out_THW.reshape(num_tokens, -1)
 
 
@@ -137,6 +139,12 @@ def windowed(window, context=600, heads=(4, 2), head_width=None):
     first, middle, last = spec.layers
     of_window = changed(spec.with_layers([middle]), Attention, window=window).layers
     return make_model(spec=spec.with_layers([first, *of_window, last]))
+
+
+@cache
+def right_logits(window, heads=(4, 2), head_width=None):
+    """Logits of `windowed` after 600 tokens, in float64; tests of an equal window share them."""
+    return logits_ref(windowed(window, heads=heads, head_width=head_width), LONG)
 
 
 # ---- torch -----------------------------------------------------------------------------------
@@ -248,9 +256,8 @@ POSITIONS = (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 512, 599)
 @pytest.mark.parametrize("heads, head_width", [((4, 2), None), ((5, 1), 24)])
 def test_windows_at_every_edge(window, heads, head_width):
     """Edges of tiles, blocks and parts of the cache, for rows alone and together."""
-    ids = np.random.default_rng(1).integers(0, 50, 600).tolist()
+    ids, want = LONG, right_logits(window, heads, head_width)
     model = windowed(window, heads=heads, head_width=head_width)
-    want = logits_ref(model, ids)
     with Engine.of(model, mode="dense", cache_type_k="f32", context_length=600) as engine:
         got = engine.logits(ids)
         assert rel_error(got, want) < BOUND
@@ -263,8 +270,7 @@ def test_windows_at_every_edge(window, heads, head_width):
 @pytest.mark.parametrize("wrong", [-1, 1])
 @pytest.mark.parametrize("window", [2, 17, 65, 257])
 def test_the_bound_rejects_a_step_with_another_window(window, wrong):
-    ids = np.random.default_rng(1).integers(0, 50, 600).tolist()
-    want = logits_ref(windowed(window), ids)
+    ids, want = LONG, right_logits(window, (4, 2), None)
     with Engine.of(windowed(window + wrong), mode="dense", cache_type_k="f32") as engine:
         error = rel_error(engine.logits(ids), want)
     assert error > 10 * BOUND
