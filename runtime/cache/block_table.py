@@ -63,6 +63,8 @@ class BlockTable:
         # Of a ring: the number of the first block that a sequence holds, and how many positions are kept
         # from there on; the saved windows, the least recently used first.
         self._first, self._length = [0] * num_sequences, [0] * num_sequences
+        # Of a ring: positions from its length up to here can be written without a change.
+        self._ready = [0] * num_sequences
         self._saved: list[SavedWindow] = []
         if self.is_whole:
             self.commit(0, self.plan(0, 0, context_length))
@@ -114,6 +116,9 @@ class BlockTable:
         No position that the tokens read changes until `commit`, so an interruption between the two
         leaves the table intact."""
         if self.is_ring:
+            if start == self._length[sequence] and stop <= self._ready[sequence]:
+                self._length[sequence] = stop
+                return []
             start = max(start, self._block_after(stop) * self.block_length - self._most_positions)
             self._turn(sequence, start, stop)
         numbers = self._written(sequence, start, stop)
@@ -135,11 +140,14 @@ class BlockTable:
             self.block_SN[sequence, change.number] = change.block
             if block != NO_BLOCK:
                 self._leave(block)
+        if changes:
+            self._ready[sequence] = (changes[-1].number + 1) * self.block_length
 
     def share(self, source: int, target: int, length: int) -> None:
         """Shares the first `length` positions of `source`, or those that it holds of them, with
         `target`, which must be empty."""
         length = min(length, self._length[source]) if self.is_ring else length
+        self._ready[source] = 0
         self._take(target, self._first[source], self._held(source, length))
         self._length[target] = length
         for saved in [each for each in self._saved if each.sequence == source]:
@@ -150,6 +158,7 @@ class BlockTable:
         only sequence keeps its block."""
         if self.is_whole:
             return
+        self._ready[sequence] = 0
         first = max(self._first[sequence], self._block_after(length))
         for number in range(first, self.block_SN.shape[1]):
             block = int(self.block_SN[sequence, number])
@@ -178,6 +187,8 @@ class BlockTable:
 
     def rollback(self, sequence: int, position: int) -> None:
         """Drops what comes after a position that `nearest` has returned, to continue there."""
+        if self.is_ring and position and self._length[sequence] == position:
+            return
         if self.is_ring and position and not self._is_held(sequence, position):
             saved = self._saved_at(sequence, position)
             assert saved is not None, (sequence, position)
@@ -194,6 +205,7 @@ class BlockTable:
         if not self.is_ring or not position or self._saved_at(sequence, position):
             return
         if self._is_held(sequence, position):
+            self._ready[sequence] = 0
             first = self.begin_of(position) // self.block_length
             held = self._held(sequence, position)[first - self._first[sequence] :]
             self._add(SavedWindow(sequence, position, first, held))
@@ -267,6 +279,7 @@ class BlockTable:
 
     def _leave_all(self, sequence: int) -> None:
         """Frees the blocks of a sequence, but not the windows saved for it."""
+        self._ready[sequence] = 0
         for block in self._held(sequence, self.context_length):
             self._leave(block)
         self.block_SN[sequence] = NO_BLOCK
