@@ -67,7 +67,8 @@ def random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Pa
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
-            is_norm = name.endswith("norm.weight") or (weight.ndim == 1 and name.endswith("weight"))
+            is_vector = weight.ndim == 1 and name.endswith(("weight", "scale"))
+            is_norm = is_vector or name.endswith("norm.weight")
             if weight.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 torch.nn.init.normal_(weight, mean=1.0 if is_norm else 0.0, std=0.2)
             if name.endswith("conv1d.weight"):
@@ -79,6 +80,8 @@ def random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Pa
         for name, values in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # decides, as trained ones do
                 torch.nn.init.normal_(values, std=0.2)
+            if name.endswith("layer_scalar"):
+                torch.nn.init.normal_(values, mean=0.8, std=0.2)
     model.save_pretrained(folder)
     return folder
 

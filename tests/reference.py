@@ -54,6 +54,7 @@ def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None)
     """Logits [T, V] of a text, block by block. Neurons outside the mask `named_LTF` are left out;
     `silent(activated gates)` says which gates of a SiLU model count as closed."""
     spec = model.bare_spec
+    factors = weights(model, "rope_freqs.weight") if "rope_freqs.weight" in model.tensors else 1.0
     x = weights(model, "token_embd.weight")[ids] * spec.embedding_scale
     for number, layer in enumerate(spec.layers):
 
@@ -66,10 +67,11 @@ def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None)
             if isinstance(block, Add):
                 first, *others = (value[name] for name in block.terms)
                 result = first + block.factor * sum(others)
+                result = result * (w(f"{block.scale}.weight") if block.scale else 1.0)
             elif isinstance(block, Norm):
                 result = norm(value[block.reads], w, block)
             elif isinstance(block, Attention):
-                result = _attention(value[block.reads], block, w)
+                result = _attention(value[block.reads], block, w, factors)
             elif isinstance(block, Route):
                 result = _routed(value[block.reads], block, w)
             else:
@@ -80,13 +82,16 @@ def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None)
             value[block.writes] = result
         x = value["x"]
     x = norm(x, lambda name: weights(model, name), spec.output_norm) * spec.logit_scale
-    return x @ weights(model, model.head_name).T
+    logits_TV = x @ weights(model, model.head_name).T
+    cap = spec.logit_cap
+    return logits_TV if cap is None else cap * np.tanh(logits_TV / cap)
 
 
 def norm(x, w, block: Norm):
     if block.kind != "rms":
         x = x - x.mean(axis=-1, keepdims=True)
-    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + block.epsilon) * w(f"{block.name}.weight")
+    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + block.epsilon)
+    x = x * w(f"{block.name}.{block.part}") * block.factor
     return x + w(f"{block.name}.bias") if block.kind == "layer" else x
 
 
@@ -95,19 +100,24 @@ def _linear(x, w, name: str, biases):
     return y + w(f"{name}.bias") if name in biases else y
 
 
-def _attention(x, block: Attention, w):
+def _attention(x, block: Attention, w, factors):
     assert block.growth is None and block.score_cap is None, block
     assert not block.norms_by_head and not block.is_fused, block
-    heads = {"attn_q": block.num_heads, "attn_k": block.num_kv_heads, "attn_v": block.num_kv_heads}
-    q, k, v = (
+    heads = {"attn_q": block.num_heads, "attn_k": block.num_kv_heads}
+    heads |= {} if block.values_are_keys else {"attn_v": block.num_kv_heads}
+    q, k, *rest = (
         _linear(x, w, name, block.biases).reshape(len(x), number, -1)
         for name, number in heads.items()
     )
+    v = rest[0] if rest else k
+    if block.norms_values:
+        v = norm(v, lambda name: 1.0, block.head_norm)
     q, gate = q[..., : block.head_dim], q[..., block.head_dim :]
     if block.head_norm is not None:
         q, k = (_head_norm(y, block, w, name) for y, name in ((q, "attn_q"), (k, "attn_k")))
     if block.rotary is not None:
-        q, k = (rotated(y, block.rotary, block.num_rotated) for y in (q, k))
+        own = factors if block.rotary.has_factors else 1.0
+        q, k = (rotated(y, block.rotary, block.num_rotated, own) for y in (q, k))
     out = np.zeros_like(q)
     for head in range(block.num_heads):
         group = head * block.num_kv_heads // block.num_heads
@@ -129,17 +139,16 @@ def _head_norm(y, block: Attention, w, name: str):
     return norm(y.reshape(len(y), -1), w, own).reshape(y.shape)
 
 
-def rotated(y, rotary: Rotary, count: int):
+def rotated(y, rotary: Rotary, count: int, factors=1.0):
     """Each pair of the first `count` values of a head is a complex number that turns with the
-    position."""
-    assert not rotary.has_factors, rotary
+    position; `factors` divide the frequencies."""
     first, rest = y[..., :count], y[..., count:]
     is_adjacent = rotary.pairing == "adjacent"
     real, imaginary = (
         (first[..., 0::2], first[..., 1::2]) if is_adjacent else np.split(first, 2, axis=-1)
     )
     frequency = rotary.theta ** (-2 * np.arange(count // 2) / count)
-    frequency = frequency / rotary.scaling.divisors(rotary.theta, count)
+    frequency = frequency / rotary.scaling.divisors(rotary.theta, count) / factors
     turn = np.exp(1j * np.arange(len(y))[:, None, None] * frequency) * rotary.scaling.magnitude
     pairs = (real + 1j * imaginary) * turn
     both = np.stack([pairs.real, pairs.imag], axis=-1)
@@ -151,7 +160,8 @@ def _routed(x, block: Route, w):
     """For each token its experts and their weights."""
     bias = w("ffn_gate_inp.bias") if block.has_bias else 0.0
     choice = w("exp_probs_b.bias") if block.has_choice_bias else 0.0
-    return [route_ref(block, w("ffn_gate_inp.weight"), each, bias, choice) for each in x]
+    scale = w("ffn_down_exps.scale") if block.has_own_scales else None
+    return [route_ref(block, w("ffn_gate_inp.weight"), each, bias, choice, scale) for each in x]
 
 
 def _neurons(x, routed, model, block: Neurons, w, threshold, mask, silent):
@@ -181,6 +191,8 @@ def _hidden(block: Neurons, threshold, silent, gate, up=1):
     if kind == "silu":
         value = gate / (1 + np.exp(-gate))
         return value * up if silent is None else np.where(silent(value), 0, value * up)
+    if kind == "gelu_tanh":
+        return gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2 * up
     if kind == "swiglu_oai":  # gpt-oss
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
         return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)

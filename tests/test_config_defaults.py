@@ -16,12 +16,13 @@ ROWS = 1 << 20
 
 
 def config_of(case: str) -> dict:
-    """A config with all keys that transformers has but layer_types, so that each can be left
-    out."""
+    """A config with all keys that transformers has but those about each layer, so that each can be
+    left out."""
     config = CASES[case]
     values = config.to_dict() | {"architectures": [FIRST[type(config).__name__]]}
     values["max_position_embeddings"] = 10_000  # longer than any window
-    return {key: value for key, value in values.items() if key != "layer_types"}
+    by_layer = ("layer_types", "per_layer_config")
+    return {key: value for key, value in values.items() if key not in by_layer}
 
 
 FIRST = {
@@ -32,6 +33,7 @@ FIRST = {
     "Gemma2Config": "Gemma2ForCausalLM", "Olmo2Config": "Olmo2ForCausalLM", "Olmo3Config": "Olmo3ForCausalLM",
     "Glm4Config": "Glm4ForCausalLM", "GlmConfig": "GlmForCausalLM", "GraniteConfig": "GraniteForCausalLM",
     "SmolLM3Config": "SmolLM3ForCausalLM", "MixtralConfig": "MixtralForCausalLM",
+    "Gemma4TextConfig": "Gemma4ForCausalLM",
     "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
     "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",
     "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM", "Glm4MoeConfig": "Glm4MoeForCausalLM",

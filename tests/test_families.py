@@ -24,6 +24,7 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -121,6 +122,10 @@ HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 GROWING = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "rope_theta": 1e4,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+GEMMA4 = {"sliding_window": 5, "hidden_size_per_layer_input": 0}
+GEMMA4_MOE = {
+    "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 37,
 }  # fmt: skip
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
@@ -246,6 +251,27 @@ CASES = {
     "granite": GraniteConfig(**GATED | ODD | FACTORS, mlp_bias=True),
     "granite-mqa-tied": GraniteConfig(
         **GATED | TIED | MQA | FACTORS, attention_bias=True, hidden_act="relu",
+    ),
+    # Uneven heads; full layers whose values are their keys, and their first pairs rotate.
+    "gemma4": Gemma4TextConfig(
+        **GATED | ODD, **GEMMA4, head_dim=24, global_head_dim=40, attention_k_eq_v=True,
+        num_global_key_value_heads=1, final_logit_softcapping=2.5,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
+    "gemma4-stock": Gemma4TextConfig(
+        **GATED | {"num_hidden_layers": 4}, **GEMMA4, head_dim=16, global_head_dim=32,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1e5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    ),
+    "gemma4moe": Gemma4TextConfig(
+        **GATED | ODD, **GEMMA4, **GEMMA4_MOE, head_dim=24, global_head_dim=32,
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
     "smollm3": SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
     "smollm3-biases-untied": SmolLM3Config(
@@ -389,7 +415,8 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 
 
 STOCK = [
-    "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "smollm3",
+    "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "gemma4",
+    "gemma4-stock", "gemma4moe", "smollm3",
     "ministral3", "nemotron", "arcee", "starcoder2-stock", "command-r", "cohere2",
     "gemma2-stock", "olmo2", "olmo3-stock", "glm4", "glm", "granite",
     "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",

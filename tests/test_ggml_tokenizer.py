@@ -1,5 +1,6 @@
 """A tokenizer rebuilt from llama.cpp's keys equals the one that the keys were made from."""
 
+import json
 import random
 from pathlib import Path
 
@@ -281,6 +282,22 @@ def test_scores_join_as_sentencepiece_does(tmp_path):
         assert rebuilt.encode(line).ids == merge_by_score(line, tokens, scores), line
     worse = list(reversed(scores))
     assert any(rebuilt.encode(li).ids != merge_by_score(li, tokens, worse) for li in lines)
+
+
+def test_merges_of_gemma_4_give_what_its_scores_gave(tmp_path):
+    """llama.cpp's files of Gemma 4 have no scores that count, but merges."""
+    folder = folder_of("llama", tmp_path / "c")
+    source = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    keys = keys_of(folder, model="gemma4", scores=[0.0] * source.get_vocab_size())
+    keys |= {"tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+    rebuilt = ggml_tokenizer(WHERE, keys)
+    for line in mixed_lines():
+        ids = source.encode(line).ids
+        assert rebuilt.encode(line).ids == ids, line
+        assert rebuilt.decode(ids, False) == source.decode(ids, False)
+    with pytest.raises(HotsplitError, match="does not join two tokens"):
+        ggml_tokenizer(WHERE, keys | {"tokenizer.ggml.merges": ["a bb"]})
 
 
 def test_equal_scores_are_refused_only_where_they_are_ambiguous():

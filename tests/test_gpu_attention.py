@@ -24,11 +24,11 @@ def norm_bound(want_D, total_D, bias_D):
 @pytest.mark.parametrize("width", [32, 96, 2304])
 def test_add_norm(kernels, width, has_bias):
     x, parts, weight = vector(width), vector(3 * width, 2).view(3, -1), vector(width, 3)
-    bias = vector(width, 4) if has_bias else None
+    bias, scale = vector(width, 4) if has_bias else None, 0.75 if has_bias else 1.0
     found = []
     for which in (kernels, REFERENCE):
         out, x_out = torch.empty_like(x), torch.empty_like(x)
-        which.add_norm(x, parts, weight, bias, 1e-5, out, x_out)
+        which.add_norm(x, parts, weight, bias, 1e-5, out, x_out, scale=scale)
         found.append((out, x_out))
     (got, got_x), (want, want_x) = found
     assert_close(got_x, want_x, 4 * EPS * (x.abs() + parts.abs().sum(dim=0)))
@@ -174,6 +174,28 @@ def test_heads_with_norms_of_their_own_and_growing_queries(kernels, centres, gro
         rest = plain.clone()
         rest[:, : 4 * width] *= factor_T[:, None]
         assert_close(want, rest, 8 * EPS * want.abs().max())
+
+
+@pytest.mark.parametrize("are_keys", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_values_with_a_norm(kernels, num_rows, are_keys, width=40):
+    """Gemma 4's: the norm of values has no weights, and values may be keys before their norm."""
+    found, size = [], (2 + 2 * (2 - are_keys)) * width  # 2 queries, 2 keys, 2 values
+    for which in (kernels, REFERENCE):
+        qkv = vector(num_rows * size).view(num_rows, -1)
+        qkv = qkv[0] if num_rows == 1 else qkv
+        cache, at = torch.zeros(2, 9, 2, width, device=device()), torch.arange(5, 5 + num_rows)
+        which.rotate_append(
+            qkv, frequencies(width), False, vector(width, 2), vector(width, 3), 1e-5,
+            at.to(device()), *cache, 2, norms_values=True, values_are_keys=are_keys,
+        )  # fmt: skip
+        found.append((qkv, cache))
+    (got, got_cache), (want, want_cache) = found
+    assert_close(got, want, 64 * EPS)
+    assert_close(got_cache, want_cache, 64 * EPS)
+    raw = vector(num_rows * size).view(num_rows, -1, width)[:, -2:].double()
+    scale = (raw.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    assert_close(got_cache[1, 5 : 5 + num_rows], raw * scale, 64 * EPS)
 
 
 @pytest.mark.parametrize("is_adjacent", [False, True])

@@ -47,12 +47,12 @@ E, K = len(PLACES), 3
 SOME = ("f32", "f16", "q8_0_planar", "q4_k")
 
 
-def chosen(kernels: Kernels, spec: Route, logit_E, bias_E=None, copy=None):
+def chosen(kernels: Kernels, spec: Route, logit_E, bias_E=None, copy=None, scale_E=None):
     """(experts, weights) of the kernel."""
     out = torch.full((*logit_E.shape[:-1], 2 * spec.num_used), NAN, device=device())
     kernels.choose_experts(
         logit_E, bias_E, spec.gating, spec.renormalises, spec.scale, spec.num_groups,
-        spec.num_used_groups, out, copy,
+        spec.num_used_groups, out, copy, scale_E,
     )  # fmt: skip
     return out[..., : spec.num_used], out[..., spec.num_used :]
 
@@ -64,10 +64,14 @@ def test_the_choice_equals_its_definition(kernels, name):
         logit_E = vector(spec.num_experts, seed)
         bias_E = vector(spec.num_experts, 50 + seed) if spec.has_choice_bias else None
         bias = 0.0 if bias_E is None else bias_E.cpu().numpy()
+        scale_E = vector(spec.num_experts, 70) if seed == 3 else None
         diagonal = np.diag(logit_E.cpu().numpy())
-        want_ids, want_K = route_ref(spec, diagonal, np.ones(spec.num_experts), choice_bias_E=bias)
+        want_ids, want_K = route_ref(
+            spec, diagonal, np.ones(spec.num_experts), choice_bias_E=bias,
+            scale_E=None if scale_E is None else scale_E.cpu().numpy(),
+        )  # fmt: skip
         for which in (kernels, REFERENCE):
-            expert_K, weight_K = chosen(which, spec, logit_E, bias_E)
+            expert_K, weight_K = chosen(which, spec, logit_E, bias_E, scale_E=scale_E)
             assert expert_K.tolist() == want_ids
             assert np.abs(weight_K.cpu().numpy() - want_K).max() < 1e-6 * spec.scale
 

@@ -117,7 +117,7 @@ def loaded(model: ModelFile, split, **options) -> Engine:
 # Families whose graphs differ in what a hybrid step does, with the numbers of their plans.
 FAMILIES = {
     "qwen2moe": 5, "qwen2moe-plain": 3, "granitemoe": 5, "granitemoe-shared": 3, "glm4moe": 4,
-    "glm4moe-groups": 3, "gpt-oss": 5, "olmoe": 2, "smallthinker": 5,
+    "glm4moe-groups": 3, "gpt-oss": 5, "olmoe": 2, "smallthinker": 5, "gemma4moe": 5,
 }  # fmt: skip
 
 

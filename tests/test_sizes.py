@@ -16,12 +16,14 @@ LONG = {
     "runtime/kernels/cpu/library.py",
     "runtime/kernels/gpu/attention.py",
     "runtime/kernels/gpu/attention.py:_rotate_append",
+    "runtime/kernels/gpu/attention.py:rotate_append",
     "runtime/kernels/gpu/attention.py:_attend_part",
     "runtime/kernels/gpu/attention.py:attend",
     "runtime/kernels/gpu/delta.py:_convolve",
     "runtime/kernels/gpu/delta.py:_delta_rule",
     "runtime/kernels/gpu/neurons.py:_gate_up",
     "runtime/kernels/gpu/prompt_attention.py:_attend_tokens",
+    "runtime/kernels/gpu/routing.py:_choose_experts",
     "runtime/kernels/gpu/neurons.py:_down",
 }
 

@@ -78,10 +78,9 @@ class Launch:
             for name, value in bound.arguments.items()
         ]
         words += [f"{num_rows} rows"] if num_rows > 1 else []
-        # A scale of one is compiled out, and so is a cap of none.
-        scales = {"embed": "scale", "add_norm": "factor"}
-        is_scaled = kernel in scales and bound.arguments[scales[kernel]] != 1.0
-        words += ["scaled"] if is_scaled else []
+        # A factor of one is compiled out, and so is a cap of none.
+        factors = {"embed": ("scale",), "add_norm": ("factor", "scale")}
+        words += [name for name in factors.get(kernel, ()) if bound.arguments[name] != 1.0]
         words += ["capped"] if bound.arguments.get("cap") is not None else []
         words += ["strided"] if _is_norm_strided(kernel, bound.arguments) else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]

@@ -14,7 +14,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, release
 from hotsplit.model.spec import Neurons
-from hotsplit.model.tensors import CHOICE_BIAS, OUTPUT_GATE, ROUTER, in_layout
+from hotsplit.model.tensors import CHOICE_BIAS, OUTPUT_GATE, OWN_SCALES, ROUTER, in_layout
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.model.layers import Layer
@@ -56,6 +56,7 @@ class ExpertLoader:
             spec=spec,
             linear=Linear(weight=weight, bias_N=self._vector(f"{ROUTER}.bias")),
             choice_bias_E=self._vector(CHOICE_BIAS),
+            scale_E=self._vector(OWN_SCALES),
         )
 
     def experts(self) -> tuple[ExpertBlock, ...]:
@@ -258,7 +259,7 @@ def check_routers(model: ModelFile, layers: Sequence[Layer]) -> None:
             continue
         weight, bias_E = layer.router.linear.weight.data, layer.router.linear.bias_N
         parts = {f"{ROUTER}.weight": weight, f"{ROUTER}.bias": bias_E,
-                 CHOICE_BIAS: layer.router.choice_bias_E}  # fmt: skip
+                 CHOICE_BIAS: layer.router.choice_bias_E, OWN_SCALES: layer.router.scale_E}  # fmt: skip
         for name, values in parts.items():
             if values is not None and not bool(torch.isfinite(values.float()).all()):
                 raise HotsplitError(

@@ -1,6 +1,7 @@
 """The loaded parts of a model that a forward pass needs."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -29,6 +30,9 @@ class Layer:
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
     shared: SharedExperts | None = None
+    scales: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of sums, by the names of their tensors
 
     @property
     def attention(self) -> Attention:

@@ -13,18 +13,13 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import kv_kind
-from hotsplit.files.gguf_file import TensorEntry, chosen_rows
+from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode, computes_all
+from hotsplit.model.spec import Add, ModelSpec
 from hotsplit.model.spec import Attention as AttentionSpec
-from hotsplit.model.spec import DeltaNet as DeltaSpec
-from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
 from hotsplit.model.tensors import (
-    CONV,
-    DECAY,
-    DECAY_BIAS,
-    DELTA_NORM,
     KEY_NORM,
     QUERY_NORM,
     SINKS,
@@ -32,7 +27,8 @@ from hotsplit.model.tensors import (
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
-from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
+from hotsplit.runtime.cache.state_slots import StateSlots
+from hotsplit.runtime.model.delta_loader import load_delta
 from hotsplit.runtime.model.expert_loader import ExpertLoader
 from hotsplit.runtime.model.layers import Layer, Weights, limited
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
@@ -183,6 +179,13 @@ class Builder:
             ),
             router=experts.router(),
             shared=self.shared(experts),
+            scales={
+                add.scale: float(
+                    vector_of(self.model.tensors[f"blk.{index}.{add.scale}.weight"], CPU)
+                )
+                for add in spec.blocks
+                if isinstance(add, Add) and add.scale
+            },
         )
         return limited(layer, self.model.limits.layers[index])
 
@@ -238,12 +241,13 @@ class Builder:
     def norm(
         self, norm: NormSpec, name: str, device: torch.device, item: str = "attention"
     ) -> Norm:
-        weight_D = self.vector(f"{name}.weight", device, item)
-        bias_D = self.vector(f"{name}.bias", device, item)
+        weight_D = self.vector(f"{name}.{norm.part}", device, item)
+        bias_D = self.vector(f"{name}.bias", device, item) if norm.kind == "layer" else None
         if norm.kind == "layer_without_bias":
             place = norm.size, device
             bias_D = self.zeros.setdefault(place, torch.zeros(norm.size, device=device))
         assert weight_D is not None, name
+        weight_D = weight_D if norm.factor == 1.0 else weight_D * norm.factor
         return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=norm.epsilon)
 
     def linear(
@@ -275,49 +279,7 @@ class Builder:
         block = self.spec.layers[index].mixer
         if isinstance(block, AttentionSpec):
             return self.attention(index, block, device)
-        return self.delta(index, block, device)
-
-    def delta(self, index: int, block: DeltaSpec, device: torch.device) -> DeltaNet:
-        vectors = [self.vector(f"blk.{index}.{name}", device) for name in (CONV, DECAY, DECAY_BIAS)]
-        conv_CJ, decay_V, bias_V = (vector for vector in vectors if vector is not None)
-        beta, alpha = self.delta_gates(index, block, device)
-        norm = NormSpec(
-            name=DELTA_NORM, kind="rms", size=block.value_head_dim, epsilon=block.epsilon
-        )
-        return DeltaNet(
-            spec=block,
-            qkv=self.linear(index, "attn_qkv", device),
-            gate=self.linear(index, "attn_gate", device),
-            beta=beta,
-            alpha=alpha,
-            output=self.linear(index, "ssm_out", device),
-            conv_CJ=conv_CJ,
-            decay_V=decay_V,
-            decay_bias_V=bias_V,
-            norm=self.norm(norm, f"blk.{index}.{DELTA_NORM}", device),
-            state=LayerState.of(
-                self.num_sequences,
-                block.state_shape,
-                block.conv_shape,
-                self.stores.on(device).cache,
-            ),
-            on_bytes=self.count_attention,
-        )
-
-    def delta_gates(
-        self, index: int, block: DeltaSpec, device: torch.device
-    ) -> tuple[Linear, Linear]:
-        """The matrices of beta and alpha, perhaps of rows of the one that has both."""
-        if not block.is_grouped:
-            return self.linear(index, "ssm_beta", device), self.linear(index, "ssm_alpha", device)
-        both = self.model.tensors[f"blk.{index}.ssm_ba.weight"]
-        rows_G2R = np.arange(both.shape[0]).reshape(block.num_key_heads, 2, -1)
-
-        def of(part: int) -> Linear:
-            rows = rows_G2R[:, part].flatten()
-            return Linear(weight=self.matrix(chosen_rows(both, rows), device))
-
-        return of(0), of(1)
+        return load_delta(self, index, block, device)
 
     def attention(self, index: int, block: AttentionSpec, device: torch.device) -> Attention:
         attends_on = self.placement.cache_device(index)
@@ -331,7 +293,9 @@ class Builder:
             inputs=self.attention_inputs(index, block, device),
             output=self.linear(index, "attn_output", device),
             query_norm=norms[0], key_norm=norms[1],
+            value_norm=self.value_norm(block, attends_on),
             norms_all_heads=block.norms_all_heads,
+            values_are_keys=block.values_are_keys,
             sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
             cache=LayerCache.of(
                 self.tables[block.window],
@@ -345,6 +309,13 @@ class Builder:
             score_scale=block.score_scale, score_cap=block.score_cap,
             on_bytes=self.count_attention,
         )  # fmt: skip
+
+    def value_norm(self, block: AttentionSpec, device: torch.device) -> Norm | None:
+        if not block.norms_values:
+            return None
+        assert block.head_norm is not None
+        weight_W = torch.ones(block.head_dim, device=device)
+        return Norm(weight_D=weight_W, bias_D=None, epsilon=block.head_norm.epsilon)
 
     def count_attention(self, num_bytes: int) -> None:
         self.traffic.attention += num_bytes

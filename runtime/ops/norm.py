@@ -139,14 +139,16 @@ def launch_add_norm(
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
     factor: float = 1.0,
+    scale: float = 1.0,
 ) -> None:
-    """x_out = x + factor * (the sum of the rows of sum + term); out = copy = the norm of that. All
+    """x_out = scale * (x + factor * (the sum of the rows of sum + term)); out = copy = the norm of that. All
     outputs are optional. `term_D` and `copy_D` are in pinned memory."""
     weight_D, bias_D = (norm.weight_D, norm.bias_D) if norm else (None, None)
     epsilon = norm.epsilon if norm else 0.0
     on.launch(
         lambda: on.kernels.add_norm(
-            x_D, sum_PD, weight_D, bias_D, epsilon, out_D, x_out_D, term_D, copy_D, factor
+            x_D, sum_PD, weight_D, bias_D, epsilon, out_D, x_out_D, term_D, copy_D, factor,
+            scale,
         ),
         [x_D, sum_PD, weight_D, bias_D, term_D], [out_D, x_out_D, copy_D],
     )  # fmt: skip

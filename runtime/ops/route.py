@@ -37,6 +37,7 @@ class Router:
     spec: Route
     linear: Linear
     choice_bias_E: Tensor | None
+    scale_E: Tensor | None = None
 
     def forward(self, x_TD: Tensor) -> Routed:
         spec, logit_TE = self.spec, self.linear.apply(x_TD)
@@ -50,7 +51,10 @@ class Router:
             weight_TK = weight_TK.softmax(dim=1)
         if spec.renormalises:
             weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + LEAST_SUM)
-        return Routed(id_TK=id_TK, weight_TK=weight_TK * spec.scale)
+        weight_TK = weight_TK * spec.scale
+        if self.scale_E is not None:
+            weight_TK = weight_TK * self.scale_E[id_TK]
+        return Routed(id_TK=id_TK, weight_TK=weight_TK)
 
 
 def _gated(logit_TE: Tensor, spec: Route) -> Tensor:
@@ -75,7 +79,7 @@ def _largest(value_TE: Tensor, count: int) -> Tensor:
 
 def route_ref(
     spec: Route, weight_ED: np.ndarray, x_D: np.ndarray, bias_E: np.ndarray | float = 0.0,
-    choice_bias_E: np.ndarray | float = 0.0,
+    choice_bias_E: np.ndarray | float = 0.0, scale_E: np.ndarray | None = None,
 ) -> tuple[list[int], np.ndarray]:  # fmt: skip
     """The definition, in float64, for one token: (experts, their weights [K])."""
     logit_E = weight_ED.astype(np.float64) @ x_D.astype(np.float64) + bias_E
@@ -97,7 +101,7 @@ def route_ref(
         weight_K = weight_K / weight_K.sum()
     if spec.renormalises:
         weight_K = weight_K / weight_K.sum()
-    return chosen, weight_K * spec.scale
+    return chosen, weight_K * spec.scale * (1.0 if scale_E is None else scale_E[chosen])
 
 
 def launch_route(
@@ -106,19 +110,20 @@ def launch_route(
 ) -> None:  # fmt: skip
     """Writes the experts of each row and their weights, f32 [2 K], and again to `copy` in pinned
     memory. `logit_E`: memory for the logits."""
-    spec, bias_E = router.spec, router.choice_bias_E
+    spec, bias_E, scale_E = router.spec, router.choice_bias_E, router.scale_E
     on.dot(router.linear, x_D, logit_E)
     on.launch(
         lambda: on.kernels.choose_experts(
             logit_E, bias_E, spec.gating, spec.renormalises, spec.scale, spec.num_groups,
-            spec.num_used_groups, routed, copy,
+            spec.num_used_groups, routed, copy, scale_E,
         ),
-        [logit_E, bias_E], [routed, copy],
+        [logit_E, bias_E, scale_E], [routed, copy],
     )  # fmt: skip
 
 
 class RouteStruct(Structure):
-    _fields_ = [("router", MatrixStruct), ("choice_bias", c_void_p), ("num_used", c_int64),
+    _fields_ = [("router", MatrixStruct), ("choice_bias", c_void_p), ("own_scale", c_void_p),
+                ("num_used", c_int64),
                 ("num_groups", c_int64), ("num_used_groups", c_int64), ("gating", c_int32),
                 ("renormalises", c_int32), ("scale", c_float), ("unused", c_int32)]  # fmt: skip
 
@@ -130,6 +135,7 @@ def route_struct(structs: Structs, router: Router | None) -> RouteStruct:
     return RouteStruct(
         router=structs.linear(router.linear),
         choice_bias=structs.vector(router.choice_bias_E),
+        own_scale=structs.vector(router.scale_E),
         num_used=spec.num_used,
         num_groups=spec.num_groups,
         num_used_groups=spec.num_used_groups,

@@ -378,10 +378,11 @@ def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers:
     if op.kind == "shared":
         assert layer.shared is not None
         return layer.shared.forward(as_tensor(read[0]), observers)
-    first, *more = read
-    others = as_tensor(more[0]) if len(more) == 1 else as_tensor(more[0]) + as_tensor(more[1])
-    first = _state(first) if is_lazy else first
-    return first + (others if op.factor == 1.0 else op.factor * others)
+    first = _state(read[0]) if is_lazy else read[0]
+    others = as_tensor(read[1]) if len(read) == 2 else as_tensor(read[1]) + as_tensor(read[2])
+    total = first + (others if op.factor == 1.0 else op.factor * others)
+    total = as_tensor(total).mul_(layer.scales[op.part]) if op.part else total
+    return _state(total) if is_lazy else total
 
 
 def _moved(

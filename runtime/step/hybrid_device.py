@@ -103,7 +103,7 @@ OUTPUTS = ("attn_out", "hot_out", "ffn_out", "bias", "shared_out")  # names in t
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
-    "head_in": "attn_input_D", "logits": "logits_V",
+    "head_in": "attn_input_D", "route_in": "attn_input_D", "logits": "logits_V",
 }  # fmt: skip
 _REAL = torch.float32
 
@@ -236,6 +236,8 @@ class DeviceKernels(Launcher):
         if base in _PLAIN:
             found: Tensor = getattr(b, _PLAIN[base])
             return found
+        if base == "shared_in":  # attention's output is not read any more
+            return b.sum_PD[0]
         assert divided is not None, name
         if base == "named":
             return self.named(divided.layer.ffn)

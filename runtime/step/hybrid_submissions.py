@@ -18,10 +18,10 @@ from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
-from hotsplit.runtime.step.native_ops import overwritten
+from hotsplit.runtime.step.native_ops import overwritten, scale_of
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of
-from hotsplit.runtime.step.value_order import edges
+from hotsplit.runtime.step.value_order import edges, is_added, is_read
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 
@@ -47,6 +47,7 @@ class _Sum:
     terms: tuple[str, ...]
     layer: int
     factor: float  # of all but the base
+    scale: float  # of the whole sum
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ class Lowering:
                 self._norm(op, ops[stop:])
             elif op.kind in ("predict", "route"):
                 self._name(op, ops[stop:])
-            elif _is_return(op) and _is_added(op.writes[0], ops[stop:]):
+            elif _is_return(op) and is_added(op.writes[0], ops[stop:]):
                 self.away[op.writes[0]] = op.reads[0]
             else:
                 self._submit(op, self._run(op))
@@ -142,11 +143,12 @@ class Lowering:
         assert op.layer is not None
         before = self.pending.pop(base, None)
         if before is not None:
-            assert op.writes == (base,) and before.factor == op.factor, op
+            assert op.writes == (base,) and before.factor == op.factor and before.scale == 1.0, op
             base, terms = before.base, [*before.terms, *terms]
         self.pending[op.writes[0]] = _Sum(
-            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factor=op.factor
-        )
+            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factor=op.factor,
+            scale=scale_of(op, self.weights.layers),
+        )  # fmt: skip
 
     def _settle_before(self, op: Op) -> None:
         """Submits the deferred sums that an operation needs but is not fused with."""
@@ -167,7 +169,7 @@ class Lowering:
                     writes=(target,),
                     work=partial(
                         launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D,
-                        term_D, factor=self._factor(pending),
+                        term_D, factor=self._factor(pending), scale=pending.scale,
                     ),
                 )
             )  # fmt: skip
@@ -191,7 +193,7 @@ class Lowering:
             x_D, sum_PD, term_D = self._summands([value], op.layer)
         else:
             reads = pending.reads
-            if value != out and _is_read(value, later):
+            if value != out and is_read(value, later):
                 kept_D, writes = self._tensor(value, op.layer), (*writes, value)
             x_D, sum_PD, term_D = self._summands(pending.reads, pending.layer)
         copies = self._copies(op, later)
@@ -214,6 +216,7 @@ class Lowering:
                     term_D,
                     copy_D,
                     factor=1.0 if pending is None else self._factor(pending),
+                    scale=1.0 if pending is None else pending.scale,
                 ),
             )
         )
@@ -372,22 +375,6 @@ def is_in_line(op: Op) -> bool:
 def _is_return(op: Op) -> bool:
     """True if an operation copies the output of the CPU's part of a divided layer to the GPU."""
     return op.kind == "copy" and op.is_beside and device_of(op.reads[0]) == HOST
-
-
-def _is_added(value: str, later: Sequence[Op]) -> bool:
-    """True if a value is next read as a summand."""
-    reader = next((op for op in later if value in op.reads), None)
-    return reader is not None and reader.kind == "add"
-
-
-def _is_read(value: str, later: Sequence[Op]) -> bool:
-    """True if the value is read before it is written again."""
-    for op in later:
-        if value in op.reads:
-            return True
-        if value in op.writes:
-            return False
-    return False
 
 
 def joins(submissions: Sequence[Submission]) -> dict[int, int]:

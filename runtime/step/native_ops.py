@@ -1,6 +1,6 @@
 """Lowers the host's operations in a step program to those of kernels/cpu/step.h."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import Structure, c_float, c_int32
 
 from hotsplit.runtime.model.layers import Layer
@@ -15,13 +15,17 @@ VALUES = (
     "x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out", "qkv",
     "heads", "named", "routed", "shared_out",
 )  # fmt: skip
-_VALUE = {name: number for number, name in enumerate(VALUES)} | {"head_in": VALUES.index("attn_in")}
+# Values that are not read any more when these are written, in the same memory.
+ALIASES = {"head_in": "attn_in", "route_in": "attn_in", "shared_in": "attn_out"}
+_VALUE = {name: number for number, name in enumerate(VALUES)}
+_VALUE |= {name: _VALUE[other] for name, other in ALIASES.items()}
 _NONE = len(VALUES)
 
 
 class OpStruct(Structure):
     _fields_ = [("kind", c_int32), ("layer", c_int32), ("part", c_int32),
-                ("in", c_int32), ("in_2", c_int32), ("out", c_int32), ("factor", c_float)]  # fmt: skip
+                ("in", c_int32), ("in_2", c_int32), ("out", c_int32), ("factor", c_float),
+                ("scale", c_float)]  # fmt: skip
 
 
 def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[OpStruct]]:
@@ -33,7 +37,7 @@ def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[
         out = name_of(op.writes[0])
         layer = len(row_L) if op.layer is None else row_L[op.layer]
         if op.kind == "add":
-            yield list(_sum(layer, names, out, op.factor))
+            yield list(_sum(layer, names, out, op.factor, scale_of(op, layers)))
         elif op.kind == "norm" and op.layer is None:
             yield [_op("head norm", layer, names[0], out=out)]
         elif op.kind == "norm":
@@ -74,11 +78,20 @@ def overwritten(op: Op) -> tuple[str, ...]:
     return op.reads[1:2] if op.kind == "add" and len(op.reads) > 2 else ()
 
 
-def _sum(layer: int, terms: list[str], out: str, factor: float) -> Iterator[OpStruct]:
-    """The first term + factor * the sum of the others, which accumulates in the second term."""
+def scale_of(op: Op, layers: Mapping[int, Layer] | Sequence[Layer]) -> float:
+    """The factor of all of a sum."""
+    if not op.part:
+        return 1.0
+    assert op.layer is not None, op
+    return layers[op.layer].scales[op.part]
+
+
+def _sum(layer: int, terms: list[str], out: str, factor: float, scale: float) -> Iterator[OpStruct]:
+    """scale * (the first term + factor * the sum of the others), which accumulates in the second
+    term."""
     first, second, *others = terms
     if second == "bias":
-        assert not others and factor == 1.0, (terms, factor)
+        assert not others and factor == scale == 1.0, (terms, factor, scale)
         yield _op("add bias", layer, first, out=out)
         return
     for term in others:
@@ -86,12 +99,12 @@ def _sum(layer: int, terms: list[str], out: str, factor: float) -> Iterator[OpSt
             yield _op("add bias", layer, second, out=second)
         else:
             yield _op("add", layer, second, term, second)
-    yield _op("add", layer, first, second, out, factor=factor)
+    yield _op("add", layer, first, second, out, factor=factor, scale=scale)
 
 
 def _op(
     kind: str, layer: int, x: str | None = None, y: str | None = None, out: str | None = None,
-    part: int = 0, factor: float = 1.0,
+    part: int = 0, factor: float = 1.0, scale: float = 1.0,
 ) -> OpStruct:  # fmt: skip
     numbers = [_NONE if name is None else _VALUE[name] for name in (x, y, out)]
-    return OpStruct(OP_KINDS.index(kind), layer, part, *numbers, factor)
+    return OpStruct(OP_KINDS.index(kind), layer, part, *numbers, factor, scale)

@@ -13,6 +13,8 @@ it, but only after all earlier reads (`value_order.edges`).
     qkv, heads  input and output of the heads, where the host attends and a GPU projects
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
                 predictor may take the previous layer's
+    route_in, shared_in  the inputs of a router and of shared experts that have norms of their own; after
+                these experts the latter is the norm of their output, and its sum with that of the others
     named       the neurons that the predictor selects
     routed      the experts that the router chooses, and their weights
     shared_out  the output of experts that fire for every token
@@ -66,7 +68,8 @@ def device_of(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operation. `part` names the weights that it reads, as in `LayerPlace.weight_bytes`."""
+    """One operation. `part` names the weights that it reads, as in `LayerPlace.weight_bytes`; of a sum,
+    the factor of all of it (`Add.scale`)."""
 
     kind: Kind
     layer: int | None  # None: outside the layers
@@ -172,7 +175,7 @@ class _LayerWriter:
                 yield from self._neurons(block)
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
-                op = self._op("add", terms, [self._value(block.writes)])
+                op = self._op("add", terms, [self._value(block.writes)], block.scale)
                 yield replace(op, factor=block.factor)
 
     def _value(self, name: str) -> str:

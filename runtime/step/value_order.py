@@ -32,3 +32,19 @@ def edges(ops: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[tuple[int,
         for value in reads:
             read.setdefault(value, []).append(number)
     return sorted((a, b) for a, b in found if a != b)
+
+
+def is_added(value: str, later: Sequence[Op]) -> bool:
+    """True if a value is next read as a summand."""
+    reader = next((op for op in later if value in op.reads), None)
+    return reader is not None and reader.kind == "add"
+
+
+def is_read(value: str, later: Sequence[Op]) -> bool:
+    """True if the value is read before it is written again."""
+    for op in later:
+        if value in op.reads:
+            return True
+        if value in op.writes:
+            return False
+    return False

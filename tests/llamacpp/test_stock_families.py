@@ -17,8 +17,9 @@ from hotsplit.convert.options import ConvertConfig
 # transformers adds 1e-6 to the squared lengths of a delta net's queries and keys, llama.cpp does not
 # (with weights three times as large, and queries and keys ten times as long, the difference was 5e-6).
 BOUNDS = {
-    "falcon-11b": 2e-2, "gemma2-stock": 5e-3, "gemma3-stock": 5e-3, "starcoder2-stock": 2e-3,
-    "qwen3nextmoe-stock": 5e-4, "qwen35-stock": 5e-4, "qwen35moe": 5e-4,
+    "falcon-11b": 2e-2, "gemma2-stock": 5e-3, "gemma3-stock": 5e-3, "gemma4": 5e-3,
+    "gemma4-stock": 5e-3, "gemma4moe": 5e-3, "starcoder2-stock": 2e-3, "qwen3nextmoe-stock": 5e-4,
+    "qwen35-stock": 5e-4, "qwen35moe": 5e-4,
 }  # fmt: skip
 
 

@@ -36,6 +36,8 @@ class Chooser {
         for (int64_t k = 0; k < K; ++k) sum += weight[k];
         for (int64_t k = 0; k < K; ++k)
             weight[k] = (r.renormalises ? weight[k] / (sum + LEAST_SUM) : weight[k]) * r.scale;
+        for (int64_t k = 0; r.own_scale && k < K; ++k)
+            weight[k] *= r.own_scale[static_cast<int64_t>(out[k])];
     }
 
   private:

@@ -60,7 +60,10 @@ int64_t most_used(const HsStep& step) {
 int64_t heads_size(const HsAttention& a) { return a.num_heads * a.head_width; }
 int64_t gates_size(const HsAttention& a) { return a.is_gated ? heads_size(a) : 0; }
 int64_t qkv_size(const HsAttention& a) {
-    return heads_size(a) + gates_size(a) + 2 * a.num_kv_heads * a.head_width;
+    return heads_size(a) + gates_size(a) + (2 - a.values_are_keys) * a.num_kv_heads * a.head_width;
+}
+int64_t raw_keys_size(const HsAttention& a) {
+    return a.values_are_keys * a.num_kv_heads * a.head_width;
 }
 
 // The largest size(attention) of a layer.
@@ -114,6 +117,7 @@ struct Work {
         inner = arena.operand(largest_rank(step), R, forms);
         qkv = arena.take<float>(R * std::max(most(step, qkv_size), most_of_delta(step, delta_inputs)));
         gates = arena.take<float>(R * most(step, gates_size));
+        raw_keys = arena.take<float>(R * most(step, raw_keys_size));
         num_pairs = most_pairs(step);
         cos = arena.take<float>(step.num_rotaries * R * num_pairs);
         sin = arena.take<float>(step.num_rotaries * R * num_pairs);
@@ -143,6 +147,7 @@ struct Work {
     int64_t num_pairs;               // of the widest head
     float *qkv, *cos, *sin, *named;  // cos, sin: [num_rotaries, max_rows, num_pairs]
     float* gates;                    // [max_rows, H W]
+    float* raw_keys;                 // [max_rows, K W] before their norm, as values
     float* learned;                  // positions
     float *logits, *choice;          // [max_rows, E] of a router
     float* shared_gate;              // [max_rows]
@@ -272,8 +277,8 @@ class Step {
         if (in != out) std::memcpy(out, in, D * sizeof(float));
         const float* by =
             op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].feed_forward.down_bias;
-        if (op.kind == OP_ADD_BIAS || op.factor == 1.0f) return add(out, by, D);
-        for (int64_t d = 0; d < D; ++d) out[d] += op.factor * by[d];
+        if (op.kind == OP_ADD_BIAS || (op.factor == 1.0f && op.scale == 1.0f)) return add(out, by, D);
+        for (int64_t d = 0; d < D; ++d) out[d] = op.scale * (out[d] + op.factor * by[d]);
     }
 
     // Calls body(t) for each row, on all threads if they touch many values.
@@ -367,7 +372,7 @@ class Step {
     void attention(const HsAttention& l, Operand& input, float* out) {
         turn(l);
         clock.ended(TIMED_OTHER);
-        project(l.input, l.input[1].data ? 3 : 1, input, w.qkv, qkv_size(l));
+        project(l.input, l.input[1].data ? 3 - l.values_are_keys : 1, input, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
         show_heads();
@@ -390,8 +395,9 @@ class Step {
         if (s.seen_heads) std::copy_n(w.heads_out.f32, T * w.heads_out.size, s.seen_heads);
     }
 
-    // Norms and rotates queries and keys of qkv [T, (H + 2 K) W] in place (and values, if the cache stores
-    // them rotated), appends keys and values, and attends. With gates, rows of qkv have (2 H + 2 K) W values.
+    // Norms and rotates queries and keys of qkv [T, (H + 2 K) W] in place (and values, if they have a norm
+    // or the cache stores them rotated), appends keys and values, and attends. With gates, rows of qkv have
+    // (2 H + 2 K) W values; if values are keys, (H + K) W.
     void attend(const HsAttention& l, float* qkv, Operand& heads) {
         const int64_t W = l.head_width, H = l.num_heads, K = l.num_kv_heads, num_values = qkv_size(l);
         w.attention.use(l);
@@ -399,13 +405,17 @@ class Step {
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
             if (l.is_gated) take_gates(l, values, w.gates + t * H * W);
+            float* own = values + (H + K) * W;
+            if (l.values_are_keys)
+                own = std::copy_n(values + H * W, K * W, w.raw_keys + t * K * W) - K * W;
             norm_heads(l, values);
+            for (int64_t k = 0; l.value_norm.weight && k < K; ++k)
+                apply(l.value_norm, own + k * W, W, own + k * W);
             if (is_rotated(l)) rotate_heads(l, t, values);
             if (l.growth_length) grow_queries(l, w.attention.position(t), values);
             for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
-            for (int64_t k = 0; s.is_value_rotated && k < K; ++k)
-                turn_by_hadamard(values + (H + K + k) * W, W);
-            w.attention.append(l, t, values + H * W, values + (H + K) * W);
+            for (int64_t k = 0; s.is_value_rotated && k < K; ++k) turn_by_hadamard(own + k * W, W);
+            w.attention.append(l, t, values + H * W, own);
         });
         w.attention.run(l, qkv, num_values, l.is_gated ? w.gates : nullptr, heads);
         heads.changed();
@@ -419,7 +429,7 @@ class Step {
             std::copy_n(values + (2 * h + 1) * W, W, gates + h * W);
             std::copy_n(values + 2 * h * W, h ? W : 0, values + h * W);
         }
-        std::copy_n(values + 2 * H * W, 2 * l.num_kv_heads * W, values + H * W);
+        std::copy_n(values + 2 * H * W, (2 - l.values_are_keys) * l.num_kv_heads * W, values + H * W);
     }
 
     // Rotates the queries and keys of a row in place, or the first values of each head.
@@ -568,6 +578,7 @@ bool fits(const HsAttention& l, const HsStep& s) {
     if (l.table < 0 || l.table >= s.num_tables) return false;
     const int64_t kept = s.table[l.table].window;
     if (kept && (!l.window || l.window > kept)) return false;
+    if (l.values_are_keys < 0 || l.values_are_keys > 1) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (l.head_width % block_values(kind)) return false;
     if (l.rotary >= s.num_rotaries) return false;
@@ -575,8 +586,8 @@ bool fits(const HsAttention& l, const HsStep& s) {
     if (rotated > l.head_width || (s.select.cos && rotated != l.head_width)) return false;
     const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_width;
     const bool is_fused = !l.input[1].data;
-    const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
-    for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 3); ++m)
+    const int64_t outputs[] = {is_fused ? qkv_size(l) : q, kv, kv};
+    for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 3 - l.values_are_keys); ++m)
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, heads_size(l))) return false;
     return l.key && l.value;

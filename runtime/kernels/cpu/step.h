@@ -96,7 +96,7 @@ struct HsSelect {
 };
 
 struct HsAttention {
-    HsNorm query_norm, key_norm;
+    HsNorm query_norm, key_norm, value_norm;
     HsMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
     uint8_t *key, *value;       // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
     // Only with a selection, see key_selection.h; B: key blocks in a block of the cache.
@@ -115,7 +115,9 @@ struct HsAttention {
     int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
     // attn_q has for each head its query, then as many gates: the head's output is multiplied by their sigmoids
     int32_t is_gated;
-    int32_t table;  // index in HsStep's `table`
+    int32_t table;            // index in HsStep's `table`
+    int32_t values_are_keys;  // as they are before their norm; there is no matrix of values
+    int32_t unused;
 };
 
 // A gated delta net; model/spec.py (DeltaNet) has the formula. Letters: G key heads, V value heads, N and M values of a
@@ -145,6 +147,7 @@ struct HsPredictor {
 struct HsRoute {
     HsMatrix router;           // [E, D]; absent: the layer has no experts
     const float* choice_bias;  // [E] or null
+    const float* own_scale;    // [E] or null
     int64_t num_used, num_groups, num_used_groups;
     int32_t gating, renormalises;
     float scale;
@@ -192,7 +195,7 @@ struct HsLayer {
 enum OpKind : int32_t {
     OP_EMBED,      // out = the rows of the tokens * the step's scale + learned positions, if any
     OP_NORM,       // out = norm `part` of in
-    OP_ADD,        // out = in + factor * in_2
+    OP_ADD,        // out = scale * (in + factor * in_2)
     OP_ADD_BIAS,   // out = in + the bias of the down projection
     OP_ATTENTION,  // out = attention of in; appends to the cache
     OP_PREDICT,    // out = VALUE_NAMED, scores of all neurons from in
@@ -216,7 +219,7 @@ enum Value : int32_t {
     VALUE_FFN_OUT,
     VALUE_HOT_OUT,  // in layers with divided neurons
     VALUE_COLD_OUT,
-    VALUE_QKV,  // [(H + 2 K) W, or (2 H + 2 K) W with gates] queries, keys and values, if a GPU has projected them; overwritten
+    VALUE_QKV,  // [(H + 2 K) W, (2 H + 2 K) W with gates, or (H + K) W if values are keys] queries, keys and values, if a GPU has projected them; overwritten
     VALUE_HEADS,   // [H W]
     VALUE_NAMED,   // [F] scores; a neuron is named if its score is above the predictor's threshold
     VALUE_ROUTED,  // [2 K] experts, as numbers, and their weights
@@ -227,8 +230,8 @@ enum Value : int32_t {
 struct HsOp {
     int32_t kind, layer;  // num_layers: outside the layers
     int32_t part;
-    int32_t in, in_2, out;  // values
-    float factor = 1.0f;    // of in_2 in OP_ADD
+    int32_t in, in_2, out;              // values
+    float factor = 1.0f, scale = 1.0f;  // of in_2 and of the whole sum in OP_ADD
 };
 
 struct HsStep {

@@ -20,7 +20,8 @@ from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, ste
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 
-# Positions of a tile, whose keys and values are in registers: 32 KiB of f32 each at a width of 128.
+# Positions of a tile, whose keys and values are in registers: 32 KiB of f32 each at a width of 128;
+# half as many at one of 512.
 _TILE = 64
 
 
@@ -49,6 +50,9 @@ def _rotate_append(
     NUM_KV: tl.constexpr,
     WIDTH: tl.constexpr,
     QUERY_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
     IS_ADJACENT: tl.constexpr,
@@ -69,7 +73,7 @@ def _rotate_append(
     head = tl.program_id(0)
     if HAS_ROWS:
         row = tl.program_id(1)
-        qkv += row * (NUM_HEADS * QUERY_STRIDE + 2 * NUM_KV * WIDTH)
+        qkv += row * ROW_STRIDE
         position += row
         if query is not None:
             query += row * (NUM_HEADS * WIDTH)
@@ -97,12 +101,18 @@ def _rotate_append(
         second_at = pair + tl.where(is_turned, ROTATED // 2, WIDTH // 2)
     if head < NUM_HEADS:
         qkv += head * QUERY_STRIDE
+    elif VALUES_ARE_KEYS:
+        qkv += NUM_HEADS * QUERY_STRIDE + (head - NUM_HEADS) % NUM_KV * WIDTH
     else:
         qkv += NUM_HEADS * QUERY_STRIDE + (head - NUM_HEADS) * WIDTH
     first = tl.load(qkv + first_at, mask=in_head, other=0.0)
     second = tl.load(qkv + second_at, mask=in_head, other=0.0)
     kv_head = ((head - NUM_HEADS) % NUM_KV).to(tl.int64)
     if head >= NUM_HEADS + NUM_KV:
+        if NORMS_VALUES:
+            first, second = _head_norm(
+                first, second, None, first_at, second_at, in_head, epsilon, WIDTH, False
+            )
         target = value + place * value_stride + kv_head * value_head_stride
         tl.store(target + first_at, first.to(value.dtype.element_ty), mask=is_kept)
         tl.store(target + second_at, second.to(value.dtype.element_ty), mask=is_kept)
@@ -151,8 +161,10 @@ def _head_norm(
         second = tl.where(in_head, second - mean, 0.0)
     mean_square = tl.sum(first * first + second * second, axis=0) / WIDTH
     scale = tl.rsqrt(mean_square + epsilon)
-    first = first * scale * tl.load(weight + first_at, mask=in_head, other=0.0)
-    second = second * scale * tl.load(weight + second_at, mask=in_head, other=0.0)
+    first, second = first * scale, second * scale
+    if weight is not None:
+        first = first * tl.load(weight + first_at, mask=in_head, other=0.0)
+        second = second * tl.load(weight + second_at, mask=in_head, other=0.0)
     return first, second
 
 
@@ -196,6 +208,7 @@ def _attend_part(
     table_stride,
     WIDTH: tl.constexpr,
     QUERY_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -216,7 +229,7 @@ def _attend_part(
     to = part
     if NUM_ROWS > 1:
         row = tl.program_id(2)
-        qkv += row * (NUM_KV * (GROUP * QUERY_STRIDE + 2 * WIDTH))
+        qkv += row * ROW_STRIDE
         position += row
         to = row * tl.num_programs(1) + part
     if table is not None:
@@ -375,11 +388,13 @@ def rotate_append(
     is_gated: bool = False,
     centres: bool = False,
     growth: tuple[float, int] | None = None,
+    norms_values: bool = False,
+    values_are_keys: bool = False,
 ) -> None:
     cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = 1 if qkv.dim() == 1 else len(qkv), *key_CKW.shape[-2:]
     stride = width * (1 + is_gated)
-    size = num_heads * stride + 2 * num_kv * width
+    size = num_heads * stride + (2 - values_are_keys) * num_kv * width
     assert qkv.shape[-1] == size, (qkv.shape, num_heads, key_CKW.shape)
     assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
     assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
@@ -401,6 +416,9 @@ def rotate_append(
         NUM_KV=num_kv,
         WIDTH=width,
         QUERY_STRIDE=stride,
+        ROW_STRIDE=size,
+        NORMS_VALUES=norms_values,
+        VALUES_ARE_KEYS=values_are_keys,
         ROTATED=width if frequency_W2 is None else 2 * len(frequency_W2),
         HALF=power_of_2(width // 2),
         IS_ADJACENT=is_adjacent,
@@ -463,16 +481,17 @@ def attend(
         *cache.paging,
         WIDTH=width,
         QUERY_STRIDE=width * (1 + is_gated),
+        ROW_STRIDE=qkv.shape[-1],
         BLOCK=block,
         GROUP=group,
         GROUP_BLOCK=power_of_2(group),
         SPLIT=split,
-        TILE=_TILE,
+        TILE=min(_TILE, _TILE * 256 // block),
         NUM_ROWS=num_rows,
         NUM_KV=num_kv,
         BLOCK_LENGTH=cache.block_length,
         **overlap_options(),
-        num_warps=4,
+        num_warps=max(4, block // 64),
     )
     _attend_join[(num_heads, *rows)](
         sums,

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hotsplit.model.spec import Activation, Gating
+from hotsplit.model.route import Gating
+from hotsplit.model.spec import Activation
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 
@@ -23,6 +24,7 @@ class ChooseExperts(Protocol):
         num_used_groups: int,
         routed_2K: Tensor,
         copy_2K: Tensor | None = None,
+        scale_E: Tensor | None = None,
     ) -> None:
         """Writes the numbers of the experts that a router chooses, as f32, and then their weights,
         by the formula of hotsplit.model.spec.Route; of equal choices the lower number, NaN last.

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import Activation, Gating
+from hotsplit.model.route import Gating
+from hotsplit.model.spec import Activation
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
 from hotsplit.runtime.kernels.stored import StoredMatrix
@@ -25,6 +26,7 @@ def choose_experts(
     num_used_groups: int,
     routed_2K: Tensor,
     copy_2K: Tensor | None = None,
+    scale_E: Tensor | None = None,
 ) -> None:
     num_used, score_E = len(routed_2K) // 2, logit_E.double()
     if gating == "softmax":
@@ -45,7 +47,8 @@ def choose_experts(
         weight_K = weight_K.softmax(dim=0)
     if renormalises:
         weight_K = weight_K / (weight_K.sum() + 1e-20)
-    routed_2K.copy_(torch.cat([id_K, weight_K * scale]))
+    weight_K = weight_K * scale * (1.0 if scale_E is None else scale_E[id_K])
+    routed_2K.copy_(torch.cat([id_K, weight_K]))
     if copy_2K is not None:
         copy_2K.copy_(routed_2K)
 

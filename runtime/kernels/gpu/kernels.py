@@ -6,22 +6,21 @@ the current stream of torch's current device, which must be the tensors' device;
 only on shapes, so a captured CUDA graph stays valid for every position and every set of neurons.
 Vectors are contiguous f32 unless stated otherwise; rows of matrices may be strided.
 
-A step computes T rows, T in `ROWS`. With T > 1, every vector of a row becomes [T, ...]
-(step_rows.AXES; sums of parts become [P, T, D]), an index or position becomes [T], and rows of
-outputs of `dot` may be strided. A row's result is bit-identical for every T and whatever the other
-rows are; for K-quants it is equal up to the f32 rounding of terms, because the compiler fuses
-different operations for different T. A row may repeat the previous one.
+A step computes T rows, T in `ROWS`. With T > 1, every vector of a row becomes [T, ...] (step_rows.AXES;
+sums of parts become [P, T, D]), an index or position becomes [T], and rows of outputs of `dot` may be
+strided. A row's result is bit-identical for every T and whatever the other rows are; for K-quants it is
+equal up to the f32 rounding of terms, because the compiler fuses different operations for different T. A
+row may repeat the previous one.
 
-The cache of one sequence is [C, K, W]; that of several sequences is in blocks [B, C, K, W]:
-position p of sequence s is in block table_SN[s, p // C], int32 on the device, where C is a multiple
-of 64.
+The cache of one sequence is [C, K, W]; that of several sequences is in blocks [B, C, K, W]: position p of
+sequence s is in block table_SN[s, p // C], int32 on the device, where C is a multiple of 64.
 
 A matrix has the `gpu_kind` of one of hotsplit.model.weight_types (hotsplit.runtime.kernels.planar).
 
 Letters: T rows of a step, D width, F neurons of the layer or of an expert, E experts of the layer, K
 experts of a row, N rows of a matrix or neurons of a block, R rank, H heads, K key-value heads, W head
-width, C positions of the cache or of one of its blocks, S parts of a sum, P rows to add, A chosen rows,
-B words of 32 bits or blocks of a cache; table_SN: S sequences, N blocks of one."""
+width, C positions of the cache or of one of its blocks, S parts of a sum, P rows to add, A chosen rows, B
+words of 32 bits or blocks of a cache; table_SN: S sequences, N blocks of one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -91,11 +90,11 @@ class AddNorm(Protocol):
         term_D: Tensor | None = None,
         copy_D: Tensor | None = None,
         factor: float = 1.0,
+        scale: float = 1.0,
     ) -> None:
-        """t = x + factor * (the rows of `parts_PD` + term); x_out = t, and out = copy = norm(t) as in
-        hotsplit.runtime.ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` may be
-        `x_D`, and so may `out_D`; rows of these two may be strided. `term_D`, `copy_D` and `x_out_D` may
-        be in pinned memory of the host."""
+        """t = scale * (x + factor * (the rows of `parts_PD` + term)); x_out = t, and out = copy = norm(t), by
+        ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` and `out_D` may be `x_D`; rows of
+        these may be strided. `term_D`, `copy_D` and `x_out_D` may be in pinned memory of the host."""
 
 
 class RotateAppend(Protocol):
@@ -120,14 +119,17 @@ class RotateAppend(Protocol):
         is_gated: bool = False,
         centres: bool = False,
         growth: tuple[float, int] | None = None,
+        norms_values: bool = False,
+        values_are_keys: bool = False,
     ) -> None:
         """RMS norm of each head of q and k, whose weights may be [H, W] and [K, W], or if it `centres` a
         layer norm without biases, and rotation by f64 frequencies of as many pairs as there are, the first
         of a head; both optional. Rotated values are multiplied by `magnitude`. `qkv` is f32
         [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or f16, at `position_1`
         (int64 on the device) of `sequence_1` (int32). `is_gated`: behind each head of q are W gates of its
-        output, [(2 H + 2 K) W]. `growth`: factor and length of QueryGrowth. A prompt's pass has any number
-        T of rows. `query_THW`, if given, takes q times `query_scale`, and `qkv` stays as it is."""
+        output, [(2 H + 2 K) W]. `growth`: factor and length of QueryGrowth. `norms_values`: each head of v
+        has an RMS norm without weights. `values_are_keys`: [(H + K) W], v is k before its norm. A prompt's
+        pass has any number T of rows. `query_THW`, if given, takes q times `query_scale`, and `qkv` stays."""
 
 
 class Attend(Protocol):
@@ -390,11 +392,9 @@ def overlapped(kernels: Kernels) -> Kernels:
 
 def reference_kernels() -> Kernels:
     """Reference kernels in float64 with torch, on any device, which define the others' results."""
-    from hotsplit.runtime.kernels.gpu import (
-        delta_reference,
-        expert_reference,
-        product_reference,
-        reference,
-    )
+    from hotsplit.runtime.kernels.gpu import delta_reference as deltas
+    from hotsplit.runtime.kernels.gpu import expert_reference as experts
+    from hotsplit.runtime.kernels.gpu import product_reference as products
+    from hotsplit.runtime.kernels.gpu import reference
 
-    return kernels_in(reference, product_reference, expert_reference, delta_reference)
+    return kernels_in(reference, products, experts, deltas)

@@ -46,6 +46,7 @@ def _add_norm(
     term,
     copy,
     factor,
+    sum_scale,
     x_stride,
     out_stride,
     NUM_PARTS: tl.constexpr,
@@ -83,6 +84,8 @@ def _add_norm(
     if term is not None:  # which the CPU may have written since the last kernel: never cached
         term_D = tl.load(term + column, mask=in_row, other=0.0, cache_modifier=".cv")
         total += term_D if factor is None else factor * term_D
+    if sum_scale is not None:
+        total *= sum_scale
     if x_out is not None:
         tl.store(x_out + column, total, mask=in_row)
     if out is not None:
@@ -103,6 +106,7 @@ def add_norm(
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
     factor: float = 1.0,
+    scale: float = 1.0,
 ) -> None:
     assert out_D is None or weight_D is not None
     assert copy_D is None or out_D is not None
@@ -124,6 +128,7 @@ def add_norm(
         term_D,
         copy_D,
         None if factor == 1.0 else float(factor),
+        None if scale == 1.0 else float(scale),
         _stride_between(x_D),
         None if out_D is None else _stride_between(out_D),
         NUM_PARTS=num_parts,

@@ -59,12 +59,14 @@ def add_norm(
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
     factor: float = 1.0,
+    scale: float = 1.0,
 ) -> None:
     total_D = x_D.double()
     if parts_PD is not None:
         total_D = total_D + factor * parts_PD.double().sum(dim=0)
     if term_D is not None:
         total_D = total_D + factor * term_D.to(x_D.device).double()
+    total_D = scale * total_D
     if out_D is not None:
         assert weight_D is not None
         centred_D = total_D if bias_D is None else total_D - total_D.mean()
@@ -97,13 +99,18 @@ def rotate_append(
     is_gated: bool = False,
     centres: bool = False,
     growth: tuple[float, int] | None = None,
+    norms_values: bool = False,
+    values_are_keys: bool = False,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
     of_heads = num_heads * (1 + is_gated)
-    query, key, value = (
-        qkv.double().unflatten(0, (-1, width)).split([of_heads, num_kv, num_kv], dim=0)
-    )
-    query = query[:: 1 + is_gated]
+    query, key, *rest = (
+        qkv.double().unflatten(0, (-1, width))
+        .split([of_heads, *[num_kv] * (2 - values_are_keys)], dim=0)
+    )  # fmt: skip
+    query, value = query[:: 1 + is_gated], rest[0] if rest else key
+    if norms_values:
+        value = _rms_norm(value, torch.ones(width, device=value.device), epsilon)
     if query_weight_W is not None:
         query = _rms_norm(_centred(query, centres), query_weight_W, epsilon)
     if key_weight_W is not None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.model.spec import Gating
+from hotsplit.model.route import Gating
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, power_of_2, step_rows
 
 
@@ -47,6 +47,7 @@ def _choose_experts(
     choice_bias,
     routed,
     copy,
+    own_scale,
     scale,
     NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,6 +96,8 @@ def _choose_experts(
     if RENORMALISES:
         weight_K = weight_K / (tl.sum(weight_K, axis=0) + 1e-20)
     weight_K *= scale
+    if own_scale is not None:
+        weight_K *= tl.load(own_scale + expert_K.to(tl.int32), mask=is_used_K, other=0.0)
     first = tl.program_id(0) * 2 * NUM_USED + place_K
     tl.store(routed + first, expert_K, mask=is_used_K)
     tl.store(routed + NUM_USED + first, weight_K, mask=is_used_K)
@@ -113,6 +116,7 @@ def choose_experts(
     num_used_groups: int,
     routed_2K: Tensor,
     copy_2K: Tensor | None = None,
+    scale_E: Tensor | None = None,
 ) -> None:
     num_experts, num_used = logit_E.shape[-1], routed_2K.shape[-1] // 2
     for each in (logit_E, routed_2K, copy_2K):
@@ -124,6 +128,7 @@ def choose_experts(
         choice_bias_E,
         routed_2K,
         copy_2K,
+        scale_E,
         float(scale),
         NUM_EXPERTS=num_experts,
         BLOCK=block,

@@ -28,17 +28,20 @@ Attend = Callable[[Tensor], Tensor]
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all;
-    `is_gated`: each head's query is followed by a gate of its output."""
+    `is_gated`: each head's query is followed by a gate of its output; `values_are_keys`: as they are
+    before their norm, without a matrix of values."""
 
     inputs: tuple[Linear, ...]
     output: Linear
     query_norm: Norm | None  # of each head
     key_norm: Norm | None
+    value_norm: Norm | None  # with weights of one
     norms_all_heads: bool  # together, rather than each
     sink_H: Tensor | None  # a score of each head, of no key
     cache: LayerCache
     num_heads: int
     is_gated: bool
+    values_are_keys: bool
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
     window: int | None
     growth: QueryGrowth | None
@@ -54,7 +57,7 @@ class Attention:
         of_heads, of_keys = (
             n * self.cache.head_width for n in (self.num_heads, self.cache.num_kv_heads)
         )
-        return of_heads * (1 + self.is_gated) + 2 * of_keys, of_heads
+        return of_heads * (1 + self.is_gated) + (2 - self.values_are_keys) * of_keys, of_heads
 
     def forward(
         self,
@@ -96,9 +99,11 @@ class Attention:
         the cache."""
         num_kv, width = self.cache.num_kv_heads, self.cache.head_width
         joined_TQ, gate_TH = self._without_gate(joined_TQ)
-        query, key, value = joined_TQ.unflatten(-1, (-1, width)).split(
-            [self.num_heads, num_kv, num_kv], dim=1
+        query, key, *rest = joined_TQ.unflatten(-1, (-1, width)).split(
+            [self.num_heads, *[num_kv] * (2 - self.values_are_keys)], dim=1
         )
+        value = rest[0] if rest else key
+        value = value if self.value_norm is None else self.value_norm.apply(value)
         if self.query_norm and self.key_norm:
             query, key = (
                 norm.apply(heads.flatten(1)).view_as(heads)

@@ -46,6 +46,8 @@ def launch_attend(
             at.sequence_T, at.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
             is_gated=attention.is_gated, centres=bool(query and query.bias_D is not None),
             growth=(growth.factor, growth.length) if growth else None,
+            norms_values=attention.value_norm is not None,
+            values_are_keys=attention.values_are_keys,
         ),
         [qkv, frequency_W, query_W, key_W, *at.tensors],
         [qkv, keys, values],

@@ -35,11 +35,15 @@ class Heads(Protocol):
     @property
     def norms_all_heads(self) -> bool: ...
     @property
+    def value_norm(self) -> Norm | None: ...
+    @property
     def score_scale(self) -> float: ...
     @property
     def score_cap(self) -> float | None: ...
     @property
     def is_gated(self) -> bool: ...
+    @property
+    def values_are_keys(self) -> bool: ...
     @property
     def window(self) -> int | None: ...
     @property
@@ -90,6 +94,7 @@ def append(
         query_THW=query_THW, query_scale=heads.score_scale, is_gated=heads.is_gated,
         centres=bool(query and query.bias_D is not None),
         growth=(growth.factor, growth.length) if growth else None,
+        norms_values=heads.value_norm is not None, values_are_keys=heads.values_are_keys,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in
 
 
 class AttentionStruct(Structure):
-    _fields_ = [("query_norm", NormStruct), ("key_norm", NormStruct),
+    _fields_ = [("query_norm", NormStruct), ("key_norm", NormStruct), ("value_norm", NormStruct),
                 ("input", MatrixStruct * 3), ("output", MatrixStruct),
                 ("key", c_void_p), ("value", c_void_p),
                 ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
@@ -25,7 +25,7 @@ class AttentionStruct(Structure):
                 ("window", c_int64), ("growth_length", c_int64), ("growth", c_float),
                 ("norms_by_head", c_int32), ("scale", c_float), ("score_cap", c_float),
                 ("rotary", c_int32), ("norms_all_heads", c_int32), ("is_gated", c_int32),
-                ("table", c_int32)]  # fmt: skip
+                ("table", c_int32), ("values_are_keys", c_int32), ("unused", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -53,6 +53,7 @@ def attention_struct(
     struct = AttentionStruct(
         query_norm=norm_struct(structs, query),
         key_norm=norm_struct(structs, attention.key_norm),
+        value_norm=norm_struct(structs, attention.value_norm),
         key=structs.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
         value=structs.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
         num_heads=attention.num_heads,
@@ -68,6 +69,7 @@ def attention_struct(
         norms_all_heads=attention.norms_all_heads,
         is_gated=attention.is_gated,
         table=tables.index(cache.table),
+        values_are_keys=attention.values_are_keys,
         sink=structs.vector(attention.sink_H),
         **{
             name: structs.pointer(tensor, tensor.dtype)

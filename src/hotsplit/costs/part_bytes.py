@@ -70,7 +70,7 @@ def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
 
 _NEURONS = (
     "ffn_gate.", "ffn_up.", "ffn_down.weight", "ffn_down_t.", "ffn_pred_",
-    "ffn_gate_exps.", "ffn_up_exps.", "ffn_down_exps.", "ffn_down_exps_t.",
+    "ffn_gate_exps.", "ffn_up_exps.", "ffn_down_exps.weight", "ffn_down_exps.bias", "ffn_down_exps_t.",
 )  # fmt: skip
 
 

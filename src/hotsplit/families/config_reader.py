@@ -24,6 +24,7 @@ ROPE_WORDS = {
     "llama3": "Llama 3's (llama3)",
     "yarn": "YaRN (yarn)",
     "longrope": "LongRoPE (longrope)",
+    "proportional": "a part of each head's pairs (proportional)",
 }
 LONGROPE = ("longrope", "su", "yarn")  # as Phi-3's configs have spelt it
 # transformers' names, and a model file's.
@@ -181,10 +182,10 @@ class ConfigReader:
                 f" supported for this family: {', '.join(ROPE_WORDS[name] for name in known)}"
             )
         num_values = None
-        if default_share is None:
+        if default_share is None and kind != "proportional":
             for reader in (self, rope):
                 reader.refuse("partial_rotary_factor", 1.0, 1)
-        else:
+        elif default_share is not None:
             num_values = self._rotated(rope, sizes.head_dim, default_share)
         theta = rope.positive("rope_theta", self.positive("rope_theta", default_theta))
         scaling = NO_SCALING
@@ -194,13 +195,13 @@ class ConfigReader:
             rope.refuse("truncate", rounds_borders)
             sizes, scaling = _with_yarn(rope, sizes, theta)
         factors: Mapping[str, np.ndarray] = {}
-        if kind == "llama3":
-            factors = {"rope_freqs.weight": _llama3_factors(rope, sizes.head_dim, theta)}
+        if kind in _FACTORS:
+            factors = {"rope_freqs.weight": _FACTORS[kind](rope, sizes.head_dim, theta)}
         elif kind == "longrope":
             scaling = _longrope(rope, sizes, self.count("original_max_position_embeddings"))
             factors = _longrope_factors(rope, (num_values or sizes.head_dim) // 2)
         rotary = Rotary(
-            theta=theta, pairing=pairing, scaling=scaling, has_factors=kind == "llama3",
+            theta=theta, pairing=pairing, scaling=scaling, has_factors="rope_freqs.weight" in factors,
             num_values=num_values,
         )  # fmt: skip
         return sizes, rotary, factors
@@ -383,3 +384,17 @@ def _llama3_factors(rope: ConfigReader, head_dim: int, theta: float) -> np.ndarr
     wavelengths = 2 * np.pi * theta**exponents
     share = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
     return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
+
+
+def _proportional_factors(rope: ConfigReader, head_dim: int, theta: float) -> np.ndarray:
+    """The divisors, f32 [head_dim / 2]: 1 for the first pairs, which rotate, and for the others 1e30, as in
+    llama.cpp's conversion/gemma.py (transformers, modeling_rope_utils.py)."""
+    rope.refuse("factor", 1.0, 1)
+    count = int((share := rope.positive("partial_rotary_factor", 1.0)) * head_dim // 2)
+    if not 1 <= count <= head_dim // 2:
+        where = f"{rope.path}: {rope.prefix}partial_rotary_factor is {share:g}"
+        raise HotsplitError(f"{where}: {count} of {head_dim // 2} pairs of a head cannot rotate")
+    return np.repeat(np.array([1.0, 1e30], np.float32), [count, head_dim // 2 - count])
+
+
+_FACTORS = {"llama3": _llama3_factors, "proportional": _proportional_factors}

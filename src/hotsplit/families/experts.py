@@ -14,7 +14,8 @@ from hotsplit.families.blueprint import NameOf, gguf_names
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
-from hotsplit.model.spec import Activation, Gating, ModelSpec, Neurons, Route
+from hotsplit.model.route import Gating
+from hotsplit.model.spec import Activation, ModelSpec, Neurons, Route
 
 if TYPE_CHECKING:
     from hotsplit.families.config_reader import ConfigReader
@@ -224,7 +225,7 @@ _MATRICES = {
     "w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down",
     "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
 }  # fmt: skip
-_LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\."
+_LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:(?:mlp|block_sparse_moe)\.)?"
 _ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")
 _ALL = re.compile(
     _LAYER + r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"

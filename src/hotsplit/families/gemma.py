@@ -39,7 +39,7 @@ def gemma2(read: ConfigReader) -> Blueprint:
             "gemma2", sizes, (rotary, rotary), read.activation("hidden_activation", GATED),
             read.layers_with_window(sizes.num_layers, PERIODS["gemma2"]),
             read.count("sliding_window"), read.positive("query_pre_attn_scalar") ** -0.5,
-            (_cap(read, SCORE_CAP), _cap(read, LOGIT_CAP)),
+            (cap_of(read, SCORE_CAP), cap_of(read, LOGIT_CAP)),
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
         # llama.cpp's map of Gemma 2 lacks a head that is not the embedding.
@@ -49,7 +49,7 @@ def gemma2(read: ConfigReader) -> Blueprint:
     )  # fmt: skip
 
 
-def _cap(read: ConfigReader, key: str) -> float | None:
+def cap_of(read: ConfigReader, key: str) -> float | None:
     return None if read.values.get(key) is None else read.positive(key)
 
 
@@ -64,7 +64,7 @@ def gemma3(read: ConfigReader) -> Blueprint:
             "gemma3", sizes, (whole, local), read.activation("hidden_activation", GATED),
             read.layers_with_window(sizes.num_layers, PERIODS["gemma3"]),
             read.count("sliding_window"), read.positive("query_pre_attn_scalar") ** -0.5,
-            (None, _cap(read, LOGIT_CAP)),
+            (None, cap_of(read, LOGIT_CAP)),
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.GEMMA3, sizes.num_layers),
@@ -103,7 +103,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         theta = read.positive("gemma3.rope.freq_base_swa", LOCAL_THETA)
         local = Rotary(theta=theta, pairing="halves")
     score_cap, logit_cap = (
-        _key_cap(read, f"{name}.{key}", default)
+        key_cap(read, f"{name}.{key}", default)
         for key, default in zip((SCORE_CAP, LOGIT_CAP), STOCK_CAPS[name], strict=True)
     )
     return gemma_spec(
@@ -118,7 +118,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     )  # fmt: skip
 
 
-def _key_cap(read: "KeyReader", key: str, default: float) -> float | None:
+def key_cap(read: "KeyReader", key: str, default: float) -> float | None:
     return None if read.number(key, default) == 0 else read.positive(key, default)
 
 

@@ -46,6 +46,7 @@ class Sizes:
         scale: float | None = None, score_cap: float | None = None, has_head_norms: bool = False,
         norms_all_heads: bool = False, is_fused: bool = False, head_norm: NormKind = "rms", norms_by_head: bool = False,
         growth: QueryGrowth | None = None,
+        norms_values: bool = False, values_are_keys: bool = False,
     ) -> Attention:  # fmt: skip
         """`options`: names of optional tensors, of which the biases are used."""
         norm = Norm(name="attn_q_norm", kind=head_norm, size=self.head_dim, epsilon=self.epsilon)
@@ -61,6 +62,8 @@ class Sizes:
             norms_all_heads=norms_all_heads,
             norms_by_head=norms_by_head,
             growth=growth,
+            norms_values=norms_values,
+            values_are_keys=values_are_keys,
             is_fused=is_fused,
             biases=_biased(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), options),
         )

@@ -23,16 +23,16 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         "embedding_length": np.uint32(spec.hidden_size),
         "feed_forward_length": np.uint32(_neurons(spec)),
         "attention.head_count": np.uint32(_same(a.num_heads for a in attentions)),
-        "attention.head_count_kv": np.uint32(_same(a.num_kv_heads for a in attentions)),
-        "attention.key_length": np.uint32(_same(a.head_dim for a in attentions)),
-        "attention.value_length": np.uint32(_same(a.head_dim for a in attentions)),
+        "attention.head_count_kv": _by_layer(a.num_kv_heads for a in attentions),
+        "attention.key_length": _by_layer(a.head_dim for a in attentions),
+        "attention.value_length": _by_layer(a.head_dim for a in attentions),
         NORM_EPSILON[norm.kind]: np.float32(norm.epsilon),
         "vocab_size": np.uint32(spec.vocab_size),
     }
     rotary = spec.rotary
     if rotary is not None:
-        rotated = _same(a.num_rotated for a in attentions if a.rotary is not None)
-        keys["rope.dimension_count"] = np.uint32(rotated)
+        rotated = _by_layer(a.num_rotated for a in attentions if a.rotary is not None)
+        keys["rope.dimension_count"] = rotated
         keys["rope.freq_base"] = np.float32(rotary.theta)
         keys |= _scaling_keys(rotary.scaling)
     graph = ARCHITECTURES[spec.architecture]
@@ -52,6 +52,12 @@ def _same(values: Iterable[int]) -> int:
     """The number that all layers share."""
     (value,) = set(values)
     return value
+
+
+def _by_layer(values: Iterable[int]) -> Value:
+    """The number that all layers share, or a list with each layer's."""
+    found = list(values)
+    return np.uint32(found[0]) if len(set(found)) == 1 else found
 
 
 def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:

@@ -1,6 +1,7 @@
 """The orders of blocks that the layers of models have."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hotsplit.model.spec import (
     Add,
@@ -13,6 +14,7 @@ from hotsplit.model.spec import (
     NormKind,
     Route,
 )
+from hotsplit.model.tensors import ROUTER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,10 @@ class Arrangement:
     hidden_size: int
     epsilon: float
 
-    def _norm(self, name: str, reads: str, writes: str) -> Norm:
+    def _norm(self, name: str, reads: str, writes: str, **own: Any) -> Norm:
         return Norm(
             name=name, kind=self.norm, size=self.hidden_size, epsilon=self.epsilon,
-            reads=reads, writes=writes,
+            reads=reads, writes=writes, **own,
         )  # fmt: skip
 
     def pre_norm(
@@ -106,17 +108,41 @@ class Arrangement:
             )
         )
 
-    def sandwich(self, attention: Attention, neurons: Neurons) -> LayerSpec:
-        """Norms before and after attention and feed-forward, all before the sums (Gemma 2, 3)."""
+    def sandwich(
+        self, attention: Attention, neurons: Neurons | Mixture, *, scale: str = ""
+    ) -> LayerSpec:
+        """Norms before and after attention and feed-forward, all before the sums (Gemma). `scale`: the
+        name of a factor of the layer's result (Gemma 4)."""
+        blocks, written = self._normed(neurons)
         return LayerSpec(
             blocks=(
                 self._norm("attn_norm", "x", "attn_in"),
                 attention,
                 self._norm("post_attention_norm", "attn_out", "attn_out"),
                 Add(terms=("x", "attn_out")),
-                self._norm("ffn_norm", "x", "ffn_in"),
-                neurons,
-                self._norm("post_ffw_norm", "ffn_out", "ffn_out"),
-                Add(terms=("x", "ffn_out")),
+                *blocks,
+                self._norm("post_ffw_norm", written, "ffn_out"),
+                Add(terms=("x", "ffn_out"), scale=scale),
             )
         )
+
+    def _normed(self, neurons: Neurons | Mixture) -> tuple[tuple[Block, ...], str]:
+        """The feed-forward of `sandwich`, after norms, and the value that it writes. Of a mixture, the
+        router, the experts and those that always fire each have a norm of their own, and the latter
+        two another before they are added (Gemma 4)."""
+        if isinstance(neurons, Neurons):
+            return (self._norm("ffn_norm", "x", "ffn_in"), neurons), "ffn_out"
+        shared = neurons.shared
+        assert shared is not None
+        factor = self.hidden_size**-0.5
+        return (
+            self._norm(ROUTER, "x", neurons.route.reads, part="scale", factor=factor),
+            neurons.route,
+            self._norm("pre_ffw_norm_2", "x", "ffn_in"),
+            neurons.experts,
+            self._norm("ffn_norm", "x", shared.reads),
+            shared,
+            self._norm("post_ffw_norm_1", shared.writes, shared.reads),
+            self._norm("post_ffw_norm_2", "ffn_out", "ffn_out"),
+            Add(terms=(shared.reads, "ffn_out"), writes=shared.reads),
+        ), shared.reads

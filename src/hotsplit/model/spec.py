@@ -20,13 +20,13 @@ from typing import Literal
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
+from hotsplit.model.route import Route
 
 Activation = Literal[
     "relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"
 ]  # fmt: skip
 PredictorKind = Literal["linear", "relu", "gate"]
 NormKind = Literal["rms", "layer", "layer_without_bias"]
-Gating = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 # What the names of the tensors of neurons end with: of a layer's own, of its experts, of experts
 # that always fire.
 Suffix = Literal["", "_exps", "_shexp"]
@@ -36,12 +36,16 @@ SMOOTH = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A layer norm (Ba et al. 2016) or an RMS norm (Zhang and Sennrich 2019), over `size` values. `name`: of its tensors within the layer, or in the model for the output norm."""
+    """A layer norm (Ba et al. 2016) or an RMS norm (Zhang and Sennrich 2019), over `size` values.
+    `name`: of its tensors within the layer, or in the model for the output norm; that of its weights
+    ends with `part`, and `factor` multiplies them."""
 
     name: str
     kind: NormKind
     size: int
     epsilon: float
+    part: str = "weight"
+    factor: float = 1.0
     reads: str = "x"
     writes: str = "x"
 
@@ -54,7 +58,9 @@ class Attention:
     `norms_by_head` (Command R+). `biases`: names of the projections that have one. `has_sinks`: each
     head has one more score, whose share is of no value (arXiv 2309.17453). `is_gated`: attn_q has a gate
     after each head's query, whose sigmoid multiplies the head's output (Qwen3-Next). `score_cap` c: a
-    scaled score s counts as c tanh(s / c) (Gemma 2, arXiv 2408.00118)."""
+    scaled score s counts as c tanh(s / c) (Gemma 2, arXiv 2408.00118). `norms_values`: each head of
+    values has an RMS norm without weights, with the epsilon of `head_norm`. `values_are_keys`: there is no
+    projection of values, which are the keys before their norm and rotation (Gemma 4)."""
 
     num_heads: int
     num_kv_heads: int
@@ -69,6 +75,8 @@ class Attention:
     growth: QueryGrowth | None = None
     has_sinks: bool = False
     is_gated: bool = False
+    norms_values: bool = False
+    values_are_keys: bool = False
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
     biases: frozenset[str] = frozenset()
     reads: str = "attn_in"
@@ -93,8 +101,8 @@ class Attention:
 
     @property
     def qkv_size(self) -> int:
-        """Values of queries, keys and values of a token, without gates."""
-        return self.query_size + 2 * self.key_size
+        """Outputs of the input projections for a token, without gates."""
+        return self.query_size + (2 - self.values_are_keys) * self.key_size
 
     @property
     def gate_size(self) -> int:
@@ -105,8 +113,8 @@ class Attention:
         """Rows of each input projection, by name."""
         if self.is_fused:
             return {"attn_qkv": self.qkv_size}
-        query_rows = self.query_size + self.gate_size
-        return {"attn_q": query_rows, "attn_k": self.key_size, "attn_v": self.key_size}
+        rows = {"attn_q": self.query_size + self.gate_size, "attn_k": self.key_size}
+        return rows | ({} if self.values_are_keys else {"attn_v": self.key_size})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,33 +129,6 @@ class Predict:
     input_layer_offset: int = 0
     reads: str = "ffn_in"
     writes: str = "named"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """Chooses the experts of a token and their weights, in f32, and never approximately:
-
-        score_E = gating(W_ED x_D + bias_E), or the logits themselves if "softmax_of_chosen"
-        chosen  = the `num_used` experts with the largest score_E + choice_bias_E; of equal ones the
-                  first. With groups, only of the `num_used_groups` groups whose two largest sum to
-                  most.
-        weight  = the scores of the chosen ("softmax_of_chosen": their softmax), divided by their
-                  sum if `renormalises`, times `scale`
-
-    as in llama.cpp's build_moe_ffn (src/llama-graph.cpp) and in transformers. `has_choice_bias`: a
-    bias for the choice alone (DeepSeek-V3, arXiv 2412.19437)."""
-
-    num_experts: int
-    num_used: int
-    gating: Gating = "softmax"
-    renormalises: bool = True
-    scale: float = 1.0
-    has_bias: bool = False
-    has_choice_bias: bool = False
-    num_groups: int = 1
-    num_used_groups: int = 1
-    reads: str = "ffn_in"
-    writes: str = "routed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +187,13 @@ class Neurons:
 
 @dataclass(frozen=True, kw_only=True)
 class Add:
-    """writes = the first term + factor * the sum of the others."""
+    """writes = scale * (the first term + factor * the sum of the others). `scale`: the name of its
+    tensor, of one number; without a name it is 1."""
 
     terms: tuple[str, ...]
     writes: str = "x"
     factor: float = 1.0
+    scale: str = ""
 
 
 Mixer = Attention | DeltaNet

@@ -24,6 +24,7 @@ Layout = Literal["sparse", "stock"]
 Shapes = dict[str, tuple[int, ...]]
 QUERY_NORM, KEY_NORM, SINKS = "attn_q_norm", "attn_k_norm", "attn_sinks.weight"
 CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
+OWN_SCALES = "ffn_down_exps.scale"
 ROUTER, CHOICE_BIAS, OUTPUT_GATE = "ffn_gate_inp", "exp_probs_b.bias", "ffn_gate_inp_shexp.weight"
 
 
@@ -45,7 +46,7 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
             case Predict():
                 shapes |= _predict(block, spec.hidden_size, layer.neurons.number)
             case Add():
-                pass
+                shapes |= {f"{block.scale}.weight": (1,)} if block.scale else {}
     return dict(sorted(shapes.items(), key=lambda item: item[0].endswith(".bias")))
 
 
@@ -71,10 +72,11 @@ def optional_outer_shapes(spec: ModelSpec) -> Shapes:
     """The shapes of an output matrix, without which the head is the embedding, and of the divisors
     of rotary frequencies."""
     shapes: Shapes = {"output.weight": (spec.vocab_size, spec.hidden_size)}
-    rotating = [attention.num_rotated for attention in spec.attentions if attention.rotary]
-    is_longrope = spec.rope_scaling.kind == "longrope"
-    names = (SHORT, LONG) if is_longrope else ("rope_freqs.weight",) if rotating else ()
-    return shapes | {name: (max(rotating) // 2,) for name in names}
+    if spec.rope_scaling.kind == "longrope":
+        rotated = max(a.num_rotated for a in spec.attentions if a.rotary)
+        return shapes | dict.fromkeys((SHORT, LONG), (rotated // 2,))
+    divided = {a.num_rotated for a in spec.attentions if a.rotary and a.rotary.has_factors}
+    return shapes | ({"rope_freqs.weight": (max(divided) // 2,)} if divided else {})
 
 
 def layout_of(names: Iterable[str]) -> Layout:
@@ -121,7 +123,7 @@ def transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _norm(norm: Norm) -> Shapes:
-    shapes: Shapes = {f"{norm.name}.weight": (norm.size,)}
+    shapes: Shapes = {f"{norm.name}.{norm.part}": (norm.size,)}
     return shapes | ({f"{norm.name}.bias": (norm.size,)} if norm.kind == "layer" else {})
 
 
@@ -156,7 +158,8 @@ def _delta(block: DeltaNet, hidden_size: int) -> Shapes:
 
 def _route(block: Route, hidden_size: int) -> Shapes:
     shapes: Shapes = {f"{ROUTER}.weight": (block.num_experts, hidden_size)}
-    one = {f"{ROUTER}.bias": block.has_bias, CHOICE_BIAS: block.has_choice_bias}
+    one = {f"{ROUTER}.bias": block.has_bias, CHOICE_BIAS: block.has_choice_bias,
+           OWN_SCALES: block.has_own_scales}  # fmt: skip
     return shapes | {name: (block.num_experts,) for name, is_there in one.items() if is_there}
 
 

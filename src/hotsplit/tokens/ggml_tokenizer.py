@@ -1,8 +1,8 @@
 """Builds a tokenizer from the `tokenizer.ggml.*` keys of a third-party model file.
 
-Two kinds are supported: byte-level BPE ("gpt2") with a known pre-tokenizer, and SentencePiece's BPE
+Three kinds are supported: byte-level BPE ("gpt2") with a known pre-tokenizer, SentencePiece's BPE
 ("llama"), which joins the adjacent pair whose token has the highest score, the leftmost among
-equals. Our own files have a tokenizer.json, which takes precedence over these keys."""
+equals, and the same with a list of merges ("gemma4"). Our own files have a tokenizer.json, which takes precedence over these keys."""
 
 import dataclasses
 import math
@@ -55,12 +55,12 @@ def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
     if model == "gpt2":
         kind = _byte_level_kind(path, keys.get(Keys.Tokenizer.PRE))
         tokenizer, adds_begin = _byte_level(vocabulary, kind), kind.adds_begin
-    elif model == "llama":
-        tokenizer, adds_begin = _sentencepiece(vocabulary), True
+    elif model in ("llama", "gemma4"):
+        tokenizer, adds_begin = _sentencepiece(vocabulary, has_merges=model == "gemma4"), True
     else:
         raise HotsplitError(
             f"{path}: its tokenizer ({Keys.Tokenizer.MODEL}) is {shown(model)}{why_model(model)}; known"
-            f" are 'gpt2' and 'llama'; {GIVE}"
+            f" are 'gpt2', 'llama' and 'gemma4'; {GIVE}"
         )
     tokenizer.add_special_tokens(
         [AddedToken(text, normalized=False) for text in vocabulary.texts(*SPECIAL)]
@@ -161,15 +161,7 @@ def _byte_level_kind(path: Path, name: Value | None) -> ByteLevelKind:
 
 
 def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
-    ids, merges = vocabulary.ids(), []
-    for merge in _strings(vocabulary.path, vocabulary.keys, Keys.Tokenizer.MERGES):
-        left, _, right = merge.partition(" ")
-        if left not in ids or right not in ids or left + right not in ids:
-            raise HotsplitError(
-                f"{vocabulary.path}: the merge {shown(merge)} does not join two tokens to a third;"
-                " download the file again"
-            )
-        merges.append((left, right))
+    ids, merges = vocabulary.ids(), _listed_merges(vocabulary)
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=kind.whole_words_first))
     steps: list[pre_tokenizers.PreTokenizer] = []
     if kind.splits_digits:
@@ -183,27 +175,45 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+def _listed_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    ids, merges = vocabulary.ids(), []
+    for merge in _strings(vocabulary.path, vocabulary.keys, Keys.Tokenizer.MERGES):
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise HotsplitError(
+                f"{vocabulary.path}: the merge {shown(merge)} does not join two tokens to a third;"
+                " download the file again"
+            )
+        merges.append((left, right))
+    return merges
+
+
+def _sentencepiece(vocabulary: _Vocabulary, *, has_merges: bool) -> Tokenizer:
+    """`has_merges`: they are in the file, else they follow from scores."""
     ids, path = vocabulary.ids(), vocabulary.path
     missing = [token for token in BYTE_TOKENS if token not in ids]
     if missing:
         raise HotsplitError(
             f"{path}: {len(missing)} of the 256 byte tokens are missing, first {missing[0]}; {GIVE}"
         )
-    scores = vocabulary.numbers(Keys.Tokenizer.SCORES)
-    normal = zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
-    scored = {token: score for token, score, kind in normal if kind == TokenType.NORMAL}
+    if has_merges:
+        merges = _listed_merges(vocabulary)
+    else:
+        scores = vocabulary.numbers(Keys.Tokenizer.SCORES)
+        normal = zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
+        scored = {token: score for token, score, kind in normal if kind == TokenType.NORMAL}
+        merges = merges_of_scores(path, scored)
     unknown = vocabulary.texts(TokenType.UNKNOWN)
     tokenizer = Tokenizer(
         models.BPE(
             ids,
-            merges_of_scores(path, scored),
+            merges,
             unk_token=unknown[0] if unknown else None,
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    adds_space = vocabulary.is_set(Keys.Tokenizer.ADD_PREFIX, True)
+    adds_space = vocabulary.is_set(Keys.Tokenizer.ADD_PREFIX, not has_merges)
     prepend = [normalizers.Prepend(SPACE)] if adds_space else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
