@@ -122,7 +122,7 @@ def test_every_type_of_weights(tmp_path, kind, plan, mode):
             assert rel_error(got, want) < BOUNDS[kind]
 
 
-@pytest.mark.parametrize("activation", ["fatrelu", "drelu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"])
 def test_every_activation(tmp_path, activation):
     model, split = made(tmp_path, "every kind of layer", activation=activation)
     for mode in ("dense", "exact"):
