@@ -30,7 +30,7 @@ from hotsplit.measure.cache_replay.recording import Trace
 from hotsplit.measure.cache_replay.replay import compare
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import packed
-from hotsplit.solver.cache_costs import EXPERT_SWAP_S
+from hotsplit.solver.cache_costs import EXPERT_SWAP_S, MOVED_BYTES
 from hotsplit.solver.replay import Sides, polished
 
 GPU, CPU, LINKS = 272e9, 60e9, (6e9, 13e9, 26e9)  # bytes per second
@@ -86,7 +86,7 @@ def judged() -> list[Routing]:
 
 def of_tuning() -> list[Routing]:
     """The random routings by which options are chosen."""
-    kinds = (0.0, 0.9), (0.02, 1.0), (0.08, 0.7), (0.3, 1.1)
+    kinds = (0.0, 0.9), (0.02, 1.0), (0.08, 0.7), (0.3, 1.1), (0.3, 1.0)
     return [
         zipf(f"drift {drift}, exponent {exponent}", drift=drift, exponent=exponent, seed=100 + number,
              tokens=TUNING_TOKENS, layers=TUNING_LAYERS)
@@ -129,7 +129,7 @@ def case_of(routing: Routing, share: float, link: float) -> Case:
         costs=CacheCosts(
             hot_s_L=KERNELS_S * every_L, hot_row_s_L=size / GPU * every_L,
             cold_s_L=HAND_OVER_S * every_L, cold_row_s_L=size / CPU * every_L,
-            copy_row_s_L=size / link * every_L, gather_row_s_L=(EXPERT_SWAP_S + 2 * size / GPU) * every_L,
+            copy_row_s_L=size / link * every_L, gather_row_s_L=(EXPERT_SWAP_S + MOVED_BYTES * size / GPU) * every_L,
             rest_s=REST_S * num_layers / 48, copy_s=COPY_S,
         ),
         options=CacheOptions(),
@@ -149,19 +149,19 @@ def reports(routing: Routing) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def tune(routings: Sequence[Routing]) -> Iterator[tuple[str, dict[str, float]]]:
-    """For each of a grid of options, the mean and the largest time over that of `static`, and the largest
+    """For each of a grid of options (margin, burst weight, start gain, decay, stay), the mean and the largest time over that of `static`, and the largest
     over that of the best of RIVALS."""
     cases = [case_of(*given) for given in product(routings, SHARES, LINKS)]
     rivals = [{name: case.seconds(POLICIES[name](case)) for name in RIVALS} for case in cases]
-    grid = product((0.03, 0.06, 0.09), (0.0, 0.2, 0.4), (0.005, 0.03), (0.985, 0.99, 0.995))
-    for margin, burst_weight, start_gain, decay in grid:
+    grid = product((0.03, 0.06, 0.09), (0.0, 0.2), (0.005, 0.03), (0.985, 0.99), (50.0, 100.0))
+    for margin, burst_weight, start_gain, decay, stay in grid:
         options = CacheOptions(
-            margin=margin, burst_weight=burst_weight, start_gain=start_gain, decay=decay
+            margin=margin, burst_weight=burst_weight, start_gain=start_gain, decay=decay, stay=stay
         )
         own = [case.seconds(ours(replace(case, options=options))) for case in cases]
         of_static = [s / of["static"] for s, of in zip(own, rivals, strict=True)]
         of_best = [s / min(of.values()) for s, of in zip(own, rivals, strict=True)]
-        name = f"margin={margin},burst_weight={burst_weight},start_gain={start_gain},decay={decay}"
+        name = ",".join(f"{value:g}" for value in (margin, burst_weight, start_gain, decay, stay))
         yield name, {"mean of static": float(np.mean(of_static)), "most of static": max(of_static),
                      "most of best": max(of_best)}  # fmt: skip
 
@@ -187,7 +187,7 @@ def main() -> int:
             of[case] = times
             shown = ", ".join(f"{key} {value:.3f}" for key, value in times.items())
             print(f"{name}, {case}: {shown}", flush=True)
-    write_result(result, "expert-cache", arguments.output)
+        write_result(result, "expert-cache", arguments.output)
     return 0
 
 

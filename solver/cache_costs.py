@@ -26,7 +26,7 @@ A copied neuron takes all of its bytes over the rate of the link (from pinned me
 step's copy takes `Gpu.copy_latency_s` in addition. Gathering reads and writes all of a neuron's
 bytes, at the rate measured with the fewest threads, since one thread gathers; SWAP_S is added for
 the host's work on a swap that does not depend on bytes. Experts are not gathered, but the GPU moves them
-from staging to their slots between steps, which reads and writes their bytes.
+from staging to their slots between steps, in another layout.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -34,8 +34,9 @@ import numpy as np
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs import part_bytes
-from hotsplit.costs.part_bytes import down_kind, is_cached, layer_bytes, layer_tensors
+from hotsplit.costs import cache_bytes
+from hotsplit.costs.cache_bytes import is_cached
+from hotsplit.costs.part_bytes import down_kind, layer_bytes, layer_tensors
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.inputs import Inputs
@@ -45,8 +46,11 @@ from hotsplit.solver.units import ExpertUnits
 
 # The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5
-# Of a swap of experts, whose matrices it sends one by one.
-EXPERT_SWAP_S = 6e-5
+# Of a swap of experts, whose matrices it sends one by one: 96 us alone, 60 us of three at a time, on
+# two busy cores, with the CPU in the GPU's role and small matrices.
+EXPERT_SWAP_S = 1e-4
+# A byte that a GPU moves from staging to a slot is read and written, and so are four of a table.
+MOVED_BYTES = 6
 
 
 def expected_reads(inputs: Inputs) -> np.ndarray:
@@ -71,7 +75,7 @@ def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> Cache
     link_s = 1e-9 / gpu.host_to_device_gb_per_s.median
     copied_L = problem.neuron_bytes_L * is_cached_L
     if inputs.model.spec.has_experts:
-        move_s = 2e-9 / gpu.bandwidth_gb_per_s.median
+        move_s = MOVED_BYTES * 1e-9 / gpu.bandwidth_gb_per_s.median
         gather_row_s_L = copied_L * move_s + EXPERT_SWAP_S * is_cached_L
     else:
         least = min(machine.cpu_bandwidth_gb_per_s)
@@ -107,7 +111,7 @@ def _of_neurons(inputs: Inputs, problem: Problem, placement: Placement) -> list[
 def cached_layers(model: ModelFile, placement: Placement) -> np.ndarray:
     """Whether a neuron cache serves each layer, bool [L]."""
     dense = placement.dense_L.tolist()
-    return np.array(part_bytes.cached_layers(model, placement.num_hot_L.tolist(), dense))
+    return np.array(cache_bytes.cached_layers(model, placement.num_hot_L.tolist(), dense))
 
 
 def _sides(

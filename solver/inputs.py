@@ -9,10 +9,10 @@ from hotsplit.artifacts.limits_file import check_made_with
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
+from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.costs.default_mode import mode_meant
 from hotsplit.costs.part_bytes import (
     DEFAULT_CONTEXT,
-    CacheSize,
     cache_bytes,
     embedding_bytes,
     kv_kind,

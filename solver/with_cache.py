@@ -14,7 +14,8 @@ import numpy as np
 
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.split_file import Split, held_in
-from hotsplit.costs.part_bytes import CacheSize, copied_bytes, plan_bytes
+from hotsplit.costs.cache_bytes import CacheSize, copied_bytes
+from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import runs_predictors
 from hotsplit.options.neuron_cache import CacheOptions

@@ -12,7 +12,8 @@ from reference import Bounds, logits_ref, rel_error
 
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import ITEMS, CacheSize, kv_kind, plan_bytes
+from hotsplit.costs.cache_bytes import CacheSize
+from hotsplit.costs.part_bytes import ITEMS, kv_kind, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.options.cache_types import CacheTypes

@@ -24,7 +24,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.costs.part_bytes import CacheSize, bytes_in_staging, staging_bytes
+from hotsplit.costs.cache_bytes import CacheSize, bytes_in_staging, staging_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels

@@ -22,7 +22,8 @@ from test_solver import random_gpu
 from hotsplit.artifacts.machine_file import Figure
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import cached_layers, placed_units, plan_bytes
+from hotsplit.costs.cache_bytes import cached_layers
+from hotsplit.costs.part_bytes import placed_units, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Route
 from hotsplit.options.neuron_cache import CacheOptions

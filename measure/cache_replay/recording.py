@@ -4,13 +4,14 @@ compared without running the model again.
 Letters: T tokens, L layers, F neurons of a layer, W 32-bit words that hold a bit for each of F
 neurons."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hotsplit.costs.part_bytes import most_units
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.runtime.engine import Engine
@@ -52,8 +53,10 @@ def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
     """Runs the model over the tokens in windows of at most `window`, each a separate text.
 
     In mode predicted a neuron is read if the predictor names it; in mode exact, if its hidden value
-    is not 0, so that its `down` row is read. Raises HotsplitError in mode dense, which reads every
-    neuron."""
+    is not 0, so that its `down` row is read. In mode dense it records which experts a mixture's routers
+    choose, and raises HotsplitError for other models, of which every neuron is read."""
+    if computes_all(engine.mode) and engine.model.spec.has_experts:
+        return _record_experts(engine, token_ids, window)
     if computes_all(engine.mode):
         raise HotsplitError(
             f"{engine.model.path}: runs in mode dense, which reads every neuron for every token: there is"
@@ -75,12 +78,37 @@ def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
             is_read = _of_all_experts(is_read, chosen[layer], num_experts)
         parts.setdefault(layer, []).append(packed(is_read.cpu().numpy()))
 
-    wanted = (name, "ffn_experts")
+    _observe(engine, token_ids, window, see, (name, "ffn_experts"))
+    bits = [np.concatenate(parts[layer]) for layer in range(len(engine.layers))]
+    return Trace(num_neurons=engine.model.spec.most_neurons, bits_TLW=np.stack(bits, axis=1))
+
+
+def _record_experts(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
+    """The experts that each token's routers choose; none in layers without."""
+    number = most_units(engine.model.spec)
+    is_read_TLE = np.zeros((len(token_ids), engine.model.spec.num_layers, number), bool)
+    first_L = np.zeros(engine.model.spec.num_layers, np.int64)
+
+    def see(_: str, layer: int | None, id_TK: Tensor) -> None:
+        assert layer is not None
+        own_TE = is_read_TLE[first_L[layer] :, layer][: len(id_TK)]
+        np.put_along_axis(own_TE, id_TK.cpu().numpy(), True, axis=1)
+        first_L[layer] += len(id_TK)
+
+    _observe(engine, token_ids, window, see, ("ffn_experts",))
+    return Trace(num_neurons=number, bits_TLW=packed(is_read_TLE))
+
+
+def _observe(
+    engine: Engine,
+    token_ids: Sequence[int],
+    window: int,
+    see: Callable[[str, int | None, Tensor], None],
+    wanted: Sequence[str],
+) -> None:
     with engine.observe(see, lambda shown, layer: shown in wanted), torch.inference_mode():
         for start in range(0, len(token_ids), window):
             engine.logits(list(token_ids[start : start + window]))
-    bits = [np.concatenate(parts[layer]) for layer in range(len(engine.layers))]
-    return Trace(num_neurons=engine.model.spec.most_neurons, bits_TLW=np.stack(bits, axis=1))
 
 
 def _of_all_experts(is_read_TA: Tensor, id_TK: Tensor, num_experts: int) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import is_cached
+from hotsplit.costs.cache_bytes import is_cached
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 from hotsplit.measure.cache_replay.bound import Bound, lower_bound
@@ -22,7 +22,7 @@ from hotsplit.measure.cache_replay.policies import (
     hindsight,
 )
 from hotsplit.measure.cache_replay.recording import Trace, record
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache import CacheCosts, CacheOptions, Units
 from hotsplit.runtime.engine import Engine
 
 LEAST_TOKENS = 64
@@ -72,6 +72,7 @@ class ReplayReport:
     bound_ms: float
     bound_copies: float
     link_weight: float  # m in bound.py
+    units: Units = "neurons"
 
     @property
     def of(self) -> dict[str, PolicyResult]:
@@ -90,13 +91,13 @@ class ReplayReport:
         """The report for people."""
         share = self.share_of_bound
         found = [
-            f"{self.num_tokens} tokens, which read {self.read:,.0f} neurons each in"
+            f"{self.num_tokens} tokens, which read {self.read:,.0f} {self.units} each in"
             f" {self.num_cached_layers} layers with {self.num_slots:,} slots"
         ]
         for result in (*self.policies, self.hindsight):
             found.append(
                 f"{result.name:<10} {result.ms:9.3f} ms per token, hits {result.hit_rate:6.1%},"
-                f" {result.copied:8.1f} neurons copied"
+                f" {result.copied:8.1f} {self.units} copied"
             )
         found.append(
             f"{'bound':<10} {self.bound_ms:9.3f} ms per token at least, if misses are computed on"
@@ -138,7 +139,11 @@ def num_stages() -> int:
 def case_of(plan: Split, trace: Trace, options: CacheOptions) -> Case:
     """The cached layers of a plan."""
     assert plan.cache is not None
-    chosen = [layer for layer, ids in enumerate(plan.hot) if is_cached(len(ids), trace.num_neurons)]
+    chosen = [
+        layer
+        for layer, (ids, dense) in enumerate(zip(plan.hot, plan.dense_on_gpu, strict=True))
+        if is_cached(len(ids), trace.num_neurons) and (dense or plan.units == "neurons")
+    ]
     times = {
         name: value[chosen] if name.endswith("_L") else value
         for name, value in vars(plan.cache.costs).items()
@@ -149,6 +154,7 @@ def case_of(plan: Split, trace: Trace, options: CacheOptions) -> Case:
         frequency_LF=plan.cache.frequency_LF[chosen].astype(np.float64),
         costs=CacheCosts(**times),
         options=options,
+        units=plan.units,
     )
 
 
@@ -174,6 +180,7 @@ def compare(case: Case, advance: Callable[[float], None] = lambda count: None) -
         bound_ms=bound.seconds * 1e3,
         bound_copies=bound.num_copies,
         link_weight=bound.link_weight,
+        units=case.units,
     )
 
 

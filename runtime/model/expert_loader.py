@@ -1,8 +1,7 @@
 """Loads the router, the experts and the shared experts of a layer of a mixture: experts as a hot and a
 cold block, or as one with all. Experts that do not fit into the memory stay in the mapped file.
 
-If a neuron cache swaps a layer's experts, the cold block has all of them, and the hot one is a copy of
-those in slots, in the same layout: plain rows, not the tiles of matrices that stay on the CPU."""
+If a neuron cache swaps a layer's experts, the cold block has all of them, those in slots too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +64,7 @@ class ExpertLoader:
         if not neurons.are_experts:
             return ()
         every = np.arange(neurons.num_experts)
-        if self.resident_N is not None:
+        if self.resident_N is not None and len(self.resident_N):
             return self._with_slots(neurons, self.resident_N)
         ids = every if hot is None else hot[self.layer].astype(np.int64)
         parts: dict[Role, np.ndarray] = {"hot": np.sort(ids), "cold": np.setdiff1d(every, ids)}
@@ -73,27 +72,13 @@ class ExpertLoader:
 
     def _with_slots(self, neurons: Neurons, resident_N: np.ndarray) -> tuple[ExpertBlock, ...]:
         """The slots, and all experts in main memory, where those in slots are not computed."""
-        device, on_cpu = self.placement.homes[self.layer], self.stores.on(CPU)
-        assert self.computes_all and not on_cpu.is_mapped and not self.stores.are_experts_mapped
-        store, index_N = self.stores.on(device), torch.from_numpy(resident_N).long()
+        store = self.stores.on(CPU)
+        assert self.computes_all and not store.is_mapped and not self.stores.are_experts_mapped
+        hot = self._block("hot", resident_N.astype(np.int64))
         cold_E = np.arange(neurons.num_experts, dtype=np.int32)
-        hot_E = np.full_like(cold_E, -1)
-        cold_E[resident_N], hot_E[resident_N] = -1, np.arange(len(resident_N))
-        cold = self._made("cold", self._copied(neurons, on_cpu, None, in_rows=True), on_cpu, None)
-        cold = replace(cold, place_E=on_cpu.neuron_ids(cold_E, is_all=False))
-        made = [
-            replace(
-                matrix, data=store.neuron_bias(matrix.data[index_N]),
-                bias_PN=None if matrix.bias_PN is None else store.neuron_bias(matrix.bias_PN[index_N]),
-            )
-            for matrix in cold.matrices
-        ]  # fmt: skip
-        gate, *up, down = made
-        hot = replace(
-            cold, role="hot", gate=gate, up=up[0] if up else None, down=down,
-            place_E=store.neuron_ids(hot_E, is_all=False),
-        )  # fmt: skip
-        return hot, cold
+        cold_E[resident_N] = -1
+        cold = self._made("cold", self._copied(neurons, store, None), store, None)
+        return hot, replace(cold, place_E=store.neuron_ids(cold_E, is_all=False))
 
     def _block(self, role: Role, ids: np.ndarray) -> ExpertBlock:
         """The block of some experts, in order."""
@@ -130,12 +115,12 @@ class ExpertLoader:
         )  # fmt: skip
 
     def _copied(
-        self, neurons: Neurons, store: WeightStore, ids: np.ndarray | None, *, in_rows: bool = False
+        self, neurons: Neurons, store: WeightStore, ids: np.ndarray | None
     ) -> list[ExpertMatrices]:
-        """The matrices of these experts (None: all); `in_rows`: without tiles and groups."""
+        """The matrices of these experts (None: all)."""
         entries = [_flat(self._entry(name)) for name in self._names(neurons)]
         width = self.model.spec.hidden_size if self._is_by_output else neurons.of_expert
-        flat = self._neurons(store, entries, neurons.of_expert, width, ids, makes_tiles=not in_rows)
+        flat = self._neurons(store, entries, neurons.of_expert, width, ids)
         count = neurons.num_experts if ids is None else len(ids)
         return [_apart(matrix, count) for matrix in flat]
 
@@ -150,13 +135,13 @@ class ExpertLoader:
 
     def _neurons(
         self, store: WeightStore, entries: list[TensorEntry], num_rows: int, num_down: int,
-        ids: np.ndarray | None = None, *, makes_tiles: bool = True,
+        ids: np.ndarray | None = None,
     ) -> list[Matrix]:  # fmt: skip
         """Gate, up (if there is one) and down, of these experts (None: all). An expert has `num_rows`
         rows of gate and up, and `num_down` of down; it begins with a whole tile or group, or none
         are made."""
         *rows, down = [[entry] for entry in entries]
-        num_whole = len(rows) if makes_tiles and num_rows % TILE_ROWS == 0 else 0
+        num_whole = len(rows) if num_rows % TILE_ROWS == 0 else 0
         own = None if ids is None else _rows_of(ids, num_rows)
         if self._is_by_output:
             is_whole = num_whole > 0 and num_down % TILE_ROWS == 0

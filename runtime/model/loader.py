@@ -66,9 +66,9 @@ def load_weights(
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
     projection; `traffic` counts the bytes that passes read. Without a `residence`, weights on the CPU
     stay in the mapped file. If a device has an uploader, its weights go into the uploader's memory.
-    `cache_types`: None for the model's own. `resident_LN`: the neurons or experts in the
-    slots of a neuron cache, none in a layer without slots. `are_slots_joined`: the slots are on the CPU, in one block
-    with all neurons."""
+    `cache_types`: None for the model's own. `resident_LN`: the neurons or experts in the slots of a
+    neuron cache, none in a layer without slots. `are_slots_joined`: the slots are on the CPU, in one
+    block with all neurons."""
     builder = Builder(
         model, placement, mode, context_length, traffic or Traffic(),
         stores=Stores.of(residence, uploaders), num_sequences=num_sequences,
@@ -190,11 +190,10 @@ class Builder:
         return limited(layer, self.model.limits.layers[index])
 
     def expert_loader(self, index: int) -> ExpertLoader:
-        own = None if self.resident_LN is None else self.resident_LN[index]
         return ExpertLoader(
             model=self.model, layer=index, placement=self.placement, stores=self.stores,
             computes_all=computes_all(self.mode),
-            resident_N=own if own is not None and len(own) else None,
+            resident_N=None if self.resident_LN is None else self.resident_LN[index],
         )  # fmt: skip
 
     def shared(self, experts: ExpertLoader) -> SharedExperts | None:

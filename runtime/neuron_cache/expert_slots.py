@@ -4,22 +4,29 @@ gathered:
     start    copier   copy the experts to staging                               beside a step
     finish   main     wait for the copier | move them to the slots | tables     between steps
 
+On their way to the slots, tiles and groups of the CPU's become the GPU's rows: a table for each pair of
+layouts says where each byte is.
+
 A step's kernels, the CPU's functions and prompts read where an expert is from tables, so a captured
 step stays valid. Main memory has all experts of these layers; those in slots are marked there, and
 not computed twice. The methods are those of slots.py.
 
-Letters: L layers, E experts of a layer, N slots of a layer, S swaps, B bytes of staging."""
+Letters: L layers, E experts of a layer, N slots of a layer, S swaps, B bytes of
+staging, U bytes of a tile or row."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.costs.part_bytes import staged
+from hotsplit.costs.cache_bytes import staged
 from hotsplit.runtime.device.streams import Stream
+from hotsplit.runtime.kernels.relayout import positions
+from hotsplit.runtime.kernels.stored import rows_together
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.slots import Take
 from hotsplit.runtime.weights.expert_block import ExpertBlock
@@ -32,18 +39,32 @@ class ExpertLayer:
     hot: ExpertBlock
     cold: ExpertBlock
 
-    @property
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """(slots, all experts) of each matrix, and then of each bias."""
+    @cached_property
+    def parts(self) -> list["_Part"]:
+        """Of each matrix, and then of each bias."""
         both = list(zip(self.hot.matrices, self.cold.matrices, strict=True))
-        found = [(hot.data, cold.data) for hot, cold in both]
+        found = [
+            _Part(hot.data, cold.data, (cold.kind, hot.kind, cold.row_bytes)) for hot, cold in both
+        ]
         biases = [(hot.bias_PN, cold.bias_PN) for hot, cold in both]
-        return found + [(hot, cold) for hot, cold in biases if hot is not None and cold is not None]
+        return found + [
+            _Part(hot, cold, None) for hot, cold in biases if hot is not None and cold is not None
+        ]
 
     @property
     def can_be_copied(self) -> bool:
         """True if each expert is contiguous and pinned, so that copies run beside a step."""
-        return all(cold[0].is_contiguous() and cold.is_pinned() for _, cold in self.pairs)
+        return all(part.every[0].is_contiguous() and part.every.is_pinned() for part in self.parts)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The slots and all experts of a matrix or a bias. `layout`: the CPU's kind, the GPU's, and the bytes of
+    a row."""
+
+    slots: Tensor
+    every: Tensor
+    layout: tuple[str, str, int] | None
 
 
 class ExpertSlots:
@@ -64,8 +85,10 @@ class ExpertSlots:
         self.layers, self._residency = layers, residency
         self._main, self._copier = main, copier
         self._expert_bytes = max(
-            sum(staged(slots[0].nbytes) for slots, _ in own.pairs) for own in layers.values()
+            sum(staged(part.slots[0].nbytes) for part in own.parts) for own in layers.values()
         )
+        layouts = {part.layout for own in layers.values() for part in own.parts if part.layout}
+        self._positions = {layout: _positions_on_gpu(layout, take) for layout in sorted(layouts)}
         self._staging_B = take((most_rows * self._expert_bytes,), torch.uint8)
         # What the GPU's tables become: the slot of each expert.
         shape = residency.slot_LF.shape
@@ -77,21 +100,33 @@ class ExpertSlots:
         self._copier.follow()
         num_bytes = 0
         for number, swap in enumerate(swaps_S):
-            for staging, _, expert in self._parts(number, swap):
-                self._copier.copy(staging, expert)
+            for staging_B, part in self._parts(number, swap):
+                expert = part.every[int(swap["in"])]
+                self._copier.copy(staging_B, as_bytes(expert))
                 num_bytes += expert.nbytes
         self._pending = swaps_S.copy(), self._copier.record()
         return num_bytes
 
-    def _parts(self, number: int, swap: np.void) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For each matrix and bias of an expert: its place in staging, its slot, and where it is in
-        main memory."""
+    def _parts(self, number: int, swap: np.void) -> Iterator[tuple[Tensor, _Part]]:
+        """For each matrix and bias of an expert, its place in staging."""
         first = number * self._expert_bytes
-        for slots, every in self.layers[int(swap["layer"])].pairs:
-            slot = slots[int(swap["slot"])]
-            staging_B = self._staging_B[first : first + slot.nbytes]
-            yield staging_B.view(slot.dtype).view(slot.shape), slot, every[int(swap["in"])]
-            first += staged(slot.nbytes)
+        for part in self.layers[int(swap["layer"])].parts:
+            size = part.slots[0].nbytes
+            yield self._staging_B[first : first + size], part
+            first += staged(size)
+
+    def _move(self, staging_B: Tensor, slot: Tensor, position_U: Tensor | None) -> None:
+        """Writes an expert's bytes in staging to its slot, in the GPU's layout."""
+        slot_B = as_bytes(slot)
+        if position_U is None:
+            self._main.copy(slot_B, staging_B)
+            return
+        source, target = (each.view(-1, len(position_U)) for each in (staging_B, slot_B))
+
+        def move() -> None:
+            torch.index_select(source, 1, position_U, out=target)
+
+        self._main.launch(move, reads=[staging_B, position_U], writes=[slot])
 
     def finish(self) -> None:
         """Moves the experts to their slots and changes the tables; between steps."""
@@ -101,8 +136,9 @@ class ExpertSlots:
         self._main.follow()  # a prompt may still read what leaves
         self._main.wait(arrived)
         for number, swap in enumerate(swaps_S):
-            for staging, slot, _ in self._parts(number, swap):
-                self._main.copy(slot, staging)
+            for staging_B, part in self._parts(number, swap):
+                position_U = None if part.layout is None else self._positions[part.layout]
+                self._move(staging_B, part.slots[int(swap["slot"])], position_U)
         for layer in np.unique(swaps_S["layer"]).tolist():
             self._change_tables(layer)
         self._main.finish()  # prompts read the slots on another stream
@@ -127,5 +163,24 @@ class ExpertSlots:
             assert (own.hot.places == slot_E).all()
             assert ((own.cold.place_E.numpy() < 0) == (slot_E >= 0)).all()
             assert (own.cold.places == own.cold.place_E.numpy()).all()
-            for slots, every in own.pairs:
-                assert torch.equal(slots.cpu(), every[torch.from_numpy(id_N).long()])
+            for part in own.parts:
+                position_U = None if part.layout is None else self._positions[part.layout]
+                for slot, expert in zip(
+                    part.slots, part.every[torch.from_numpy(id_N).long()], strict=True
+                ):
+                    want_B, got_B = as_bytes(expert), as_bytes(slot.cpu())
+                    if position_U is not None:
+                        at_U = position_U.cpu().long()
+                        want_B = want_B.view(-1, len(at_U))[:, at_U].flatten()
+                    assert torch.equal(got_B, want_B)
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return values.view(-1).view(torch.uint8)
+
+
+def _positions_on_gpu(layout: tuple[str, str, int], take: Take) -> Tensor | None:
+    kind, target_kind, row_bytes = layout
+    position_U = positions(kind, target_kind, rows_together(kind), row_bytes)
+    return None if position_U is None else take((len(position_U),), torch.int32).copy_(position_U)

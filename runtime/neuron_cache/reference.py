@@ -157,9 +157,10 @@ class ReferencePolicy:
             return [], 0.0
         cost = costs.gather_row_s_L[layer] + self.price * costs.copy_row_s_L[layer]
         most_rows = options.most_rows
-        assert options.margin is not None and most_rows is not None
+        stay = options.stay
+        assert options.margin is not None and most_rows is not None and stay is not None
         margin = float(np.float32(options.margin))
-        least = self.dtype(np.float32(margin + cost / (row_s * options.stay)))
+        least = self.dtype(np.float32(margin + cost / (row_s * stay)))
         weight = self.dtype(np.float32(options.burst_weight))
         score_F, burst_F = self.score_LF[layer], self.burst_LF[layer]
         worth_F = score_F + weight * (burst_F - score_F)
@@ -180,7 +181,7 @@ class ReferencePolicy:
             gained_s = (float(more) - float(least)) * row_s
             gain_s += 0.0 if to_plan else gained_s
             if len(swaps) < most_rows:
-                swaps.append(Swap(layer, slots.index(out), into, out, gained_s * options.stay))
+                swaps.append(Swap(layer, slots.index(out), into, out, gained_s * stay))
         return swaps, gain_s
 
     def _fitting(self, found: list[Swap]) -> list[Swap]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hotsplit.costs.part_bytes import STAGED_ALIGNMENT
+from hotsplit.costs.cache_bytes import STAGED_ALIGNMENT
 from hotsplit.runtime.kernels.cpu import library
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import cached_layers, layer_bytes, most_units
+from hotsplit.costs.cache_bytes import cached_layers
+from hotsplit.costs.part_bytes import most_units, placed_units
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.options.engine_config import OwnPolicy
@@ -159,4 +160,4 @@ def not_copied(weights: Weights, resident_LN: Sequence[np.ndarray]) -> str:
 
 def slot_bytes(model: ModelFile, resident_LN: Sequence[np.ndarray]) -> int:
     """Bytes of the slots if they are in main memory, in addition to all neurons."""
-    return sum(len(ids) * layer_bytes(model, i).neuron for i, ids in enumerate(resident_LN))
+    return sum(len(ids) * placed_units(model, i)[1] for i, ids in enumerate(resident_LN))

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.costs.part_bytes import NUMBER_BYTES, bytes_in_staging, staged
+from hotsplit.costs.cache_bytes import bytes_in_staging, staged
+from hotsplit.costs.part_bytes import NUMBER_BYTES
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.slots import COPY, SlotKernels, form_of

@@ -6,9 +6,9 @@ counts as one row."""
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.cache_bytes import is_cached
 from hotsplit.costs.part_bytes import (
     head_bytes,
-    is_cached,
     is_dense,
     layer_bytes,
     layer_tensors,

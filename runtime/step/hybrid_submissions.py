@@ -5,8 +5,7 @@ A submission is one or more operations: a sum on a GPU is fused with a norm that
 consecutive operations of the host in one layer, or in layers wholly on the host, become one
 function. What a divided layer exchanges with the CPU is not copied: the kernel that writes the input
 of the neurons, or their bits, writes it to pinned memory as well, and the kernel that adds the CPU's
-output reads it there. From what the submissions read and write, `joins` derives where a stream must wait for the
-CPU."""
+output reads it there. From what submissions read and write, `joins` derives where a stream waits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -348,7 +347,7 @@ class Lowering:
         if name == "named":
             assert divided is not None
             found = divided.named_W
-        if name == "routed" and divided is not None and divided.routed_R is not None:
+        elif name == "routed" and divided and divided.routed_R is not None:
             found = divided.routed_R
         assert found is not None, value
         if name not in ("named", "routed", "qkv", "heads"):

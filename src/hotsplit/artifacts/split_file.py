@@ -14,9 +14,9 @@ import numpy as np
 from hotsplit.artifacts.cache_plan import KEYS, CachePlan
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
+from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.costs.part_bytes import (
     ITEMS,
-    CacheSize,
     Items,
     is_predictor,
     kv_kind,

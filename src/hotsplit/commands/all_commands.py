@@ -191,8 +191,8 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="Mode to plan for. [default: the fastest within --max-loss]")  # fmt: skip
 @max_loss_option
 @click.option("--neuron-cache", metavar="on|most_rows=N",
-              help="Plan memory and times for a neuron cache, which swaps hot neurons as the text"
-                   " needs: up to N per token (on: 64).")  # fmt: skip
+              help="Plan memory and times for a neuron cache, which swaps hot neurons, or experts, as"
+                   " the text needs: up to N per token (on: 64, or 8 experts).")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", default=30.0, show_default=True,
               help="Seconds that the integer program may take.")  # fmt: skip
 @click.option(

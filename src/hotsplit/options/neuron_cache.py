@@ -28,8 +28,8 @@ OFF: Off = "off"
 
 # Of options that depend on the units.
 _DEFAULTS: dict[Units, dict[str, Any]] = {
-    "neurons": {"margin": 0.03, "most_rows": 64, "visited": 0.0625},
-    "experts": {"margin": 0.06, "most_rows": 8, "visited": 1.0},
+    "neurons": {"margin": 0.03, "stay": 100.0, "most_rows": 64, "visited": 0.0625},
+    "experts": {"margin": 0.06, "stay": 50.0, "most_rows": 8, "visited": 1.0},
 }
 
 
@@ -50,7 +50,7 @@ class CacheOptions:
     burst_weight: float = 0.2
     prior_tokens: float = 32.0
     margin: float | None = None  # None: 0.03, and 0.06 of experts
-    stay: float = 100.0
+    stay: float | None = None  # None: 100, and 50 of experts
     # Most neurons swapped in a step, which determines the size of staging. None: 64, 8 experts.
     most_rows: int | None = None
     visited: float | None = None  # share of the layers that a step considers, in turn; see `of`

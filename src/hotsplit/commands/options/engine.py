@@ -43,7 +43,7 @@ long_text_options = joined(rope_options, cache_type_options)
 neuron_cache_option = engine_option(
     "neuron_cache", "--neuron-cache", metavar="on|off|SETTINGS",
     callback=lambda ctx, param, value: value if value in (None, OFF) else CacheOptions.parse(value),
-    help="Swap the neurons on the GPU to follow the text; settings such as decay=0.995,margin=0.05."
+    help="Swap the neurons or experts on the GPU to follow the text; settings such as decay=0.995,margin=0.05."
     " [default: on with a plan that has room for it]",
 )  # fmt: skip
 
