@@ -3,12 +3,12 @@
     python benchmarks/expert_plans.py [--models qwen3-30b-a3b,qwen3.6-35b-a3b] [--budgets 4,8,12,16] [--cases 1,0.7,0.5,1:8,1@200,1:8@200]
 
 No weights exist: a model file is its spec and the types and shapes of its tensors, in Q4_K_M. A case's
-routings are drawn. In `S`, the expert of rank r in a layer's own order has the weight r^-S, and a token chooses as many
-of them as the model's do, without replacement. In `S:N`, a text of STRETCH tokens has one of N topics,
-and a topic has factors of its own on all weights, whose logarithms have the standard deviation SPREAD: the
-choices of a token then go together. The machine is an RTX 4060 by its datasheet (examples/machines) beside
-a CPU that reads 60 GB/s, or as many as the case says after an `@`. Times are the solver's predictions, of tokens that were not used to plan; only the
-solver's own seconds are measured."""
+routings are drawn. In `S`, the expert of rank r in a layer's own order has the weight r^-S, and a token
+chooses as many of them as the model's do, without replacement. In `S:N`, a text of STRETCH tokens has one
+of N topics, and a topic has factors of its own on all weights, whose logarithms have the standard deviation
+SPREAD: experts are then chosen together. The machine is an RTX 4060 by its datasheet (examples/machines)
+beside a CPU that reads 60 GB/s, or as many as the case says after an `@`. Times are the solver's
+predictions, of tokens that were not used to plan; only the solver's own seconds are measured."""
 
 import argparse
 import sys

@@ -83,7 +83,10 @@ def expert_routings() -> str:
         own = [row for row in found if (row["model"], row["case"]) == (name, case)]
         gaps = " ".join(f"{row['gap']:.2%}" for row in own)
         cells = [
-            " ".join(f"{row['ms'][way] / row['ms']['plan']:.3f}" for row in own if way in row["ms"])
+            " ".join(
+                f"{row['ms'][way] / row['ms']['plan']:.3f}" if way in row["ms"] else "-"
+                for row in own
+            )
             for way in ("hottest_first", "uniform", "cpu_moe")
         ]
         rows.append([f"{SHAPES[name]}, {words}", gaps, *cells])

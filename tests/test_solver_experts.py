@@ -178,6 +178,19 @@ def test_no_set_is_below_the_bound(seed):
         )
 
 
+def test_experts_that_are_chosen_together_are_divided():
+    """Every token chooses 0 and 1, or 2 and 3. With one of each pair on the GPU both sides always have
+    one expert; the two hottest would leave all work to one side."""
+    sides = replay.Sides(
+        rank_TK=np.array([[0, 1], [2, 3], [0, 1]]), num_experts=4, hot_s=1.0, cold_s=1.0,
+        kernels_s=0.0, hand_over_s=0.0,
+    )  # fmt: skip
+    hottest_E = np.arange(4) < 2
+    for found_E in (replay.improved(sides, hottest_E, 4), replay.polished(sides, hottest_E)):
+        assert found_E[:2].sum() == found_E[2:].sum() == 1
+        assert replay.sets_seconds(sides, np.stack([hottest_E, found_E]), True).tolist() == [2, 1]
+
+
 @pytest.mark.parametrize("seed, num_dense", [(1, 0), (2, 0), (4, 1), (5, 1)])
 def test_a_written_plan_is_verified(seed, num_dense, tmp_path):
     """A second computation of its price finds a changed plan."""
