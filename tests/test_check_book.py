@@ -134,7 +134,7 @@ def test_a_scaled_embedding_is_a_variant(tmp_path):
         model.save(model.path)
         (embed,) = (each for each in launches(model, [np.arange(F)] * 2) if each.kernel == "embed")
         found.append(embed.variant)
-    assert found[1] == f"{found[0]} scaled"
+    assert found[1] == f"{found[0]} scale"
 
 
 @needs_kernels
