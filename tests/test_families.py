@@ -35,6 +35,8 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -623,6 +625,28 @@ def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
     edit_config(folder, lambda c: c.update(hidden_act="silu"))
     with pytest.raises(HotsplitError, match="hidden_act 'silu' is unknown"):
         converted(folder, tmp_path / "n.gguf")
+
+
+@pytest.mark.parametrize(
+    "kind, own", [("ministral3", {"rope_parameters": GROWING}), ("mistral", {"sliding_window": 5})]
+)
+def test_the_text_model_of_mistral_3_beside_one_for_images(tmp_path, kind, own):
+    text = GATED | own | {"model_type": kind, "head_dim": 24, "pad_token_id": 0}
+    images = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = Mistral3Config(text_config=text, vision_config=images, tie_word_embeddings=False)
+    Mistral3ForConditionalGeneration(config).save_pretrained(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf", 320)
+    equals_transformers_with_its_weights(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    name = "llama" if kind == "mistral" else "mistral3"
+    assert ModelFile.load(tmp_path / "m.gguf").architecture == name
+    edit_config(tmp_path / "hf", lambda c: c["text_config"].update(model_type="mistral4"))
+    with pytest.raises(
+        HotsplitError, match="model_type is 'mistral4', wanted 'mistral' or 'ministral3'"
+    ):
+        converted(tmp_path / "hf", tmp_path / "n.gguf")
 
 
 def test_prosparse_is_a_llama_with_its_threshold(tmp_path):

@@ -143,10 +143,12 @@ def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
 
 
 def _load(folder: Path) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return AutoModelForCausalLM.from_pretrained(
+    is_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_pretrained(
         folder, config=config, dtype=torch.float32, local_files_only=True,
         experts_implementation="eager",  # others want widths that are multiples of 4
     ).eval()  # fmt: skip
@@ -156,12 +158,15 @@ def _check_known(folder: Path, values: Mapping[str, object]) -> None:
     """Raises Skipped for a model that transformers does not know, and HotsplitError if it would
     run an architecture other than the one in `architectures`, which `convert` went by."""
     from transformers.activations import ACT2FN
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     kind, activation = values.get("model_type"), values.get("hidden_act")
     architectures = values.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
-    classes = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    classes = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     taken = classes.get(kind) if isinstance(kind, str) else None
     if taken is None:
         raise Skipped(f"transformers does not know model_type {str(kind)[:60]!r}")
@@ -191,7 +196,8 @@ def _silent_transformers() -> Iterator[None]:
 
 def _renamed(name: str) -> str:
     """A name as transformers 5 has it (conversion_mapping.py), for all models alike."""
-    name = name.replace(".language_model.", ".")  # of a text model beside one for images
+    # Of a text model beside one for images:
+    name = name.removeprefix("language_model.").replace(".language_model.", ".")
     return name.replace(".block_sparse_moe.", ".mlp.").replace(".router.layer.", ".router.")
 
 
