@@ -13,7 +13,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.context_bytes import context_words, text_words
 from hotsplit.costs.part_bytes import kv_bytes, plan_bytes
 from hotsplit.costs.state_bytes import num_slots, slots_bytes, state_bytes
-from hotsplit.families.gemma import gemma3_spec
+from hotsplit.families.gemma import gemma_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.model.rope import Rotary
@@ -159,7 +159,9 @@ def gemma3_12b() -> ModelFile:
     )  # fmt: skip
     rotaries = Rotary(theta=1e6, pairing="halves"), Rotary(theta=10000.0, pairing="halves")
     is_local_L = [(layer + 1) % 6 != 0 for layer in range(48)]
-    spec = gemma3_spec(sizes, rotaries, "gelu_tanh", is_local_L, 1024, 256**-0.5)
+    spec = gemma_spec(
+        "gemma3", sizes, rotaries, "gelu_tanh", is_local_L, 1024, 256**-0.5, (None, None)
+    )
     return without_weights(spec)
 
 

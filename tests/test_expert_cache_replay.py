@@ -75,7 +75,7 @@ def test_layers_without_experts_are_left_out(tmp_path, monkeypatch):
 
 
 def test_a_plan_of_a_mixture_is_replayed_on_what_routers_choose():
-    """Of the layer with slots; the other has its router on the CPU."""
+    """The layer with slots is replayed; the other has its router on the CPU."""
     model = stock()
     split = replace(made_plan(model, [[1, 2], [0, 3, 5]], [0, 1]), num_experts=12)
     times = {f"{name}_L": np.ones(2) for name in ("hot_s", "hot_row_s", "cold_s", "cold_row_s",

@@ -338,7 +338,7 @@ REFUSALS = [
     (
         "few words",
         {"model": "x"},
-        "is 'x'; known are 'gpt2' and 'llama'; give the model's tokenizer",
+        "is 'x'; known are 'gpt2', 'llama' and 'gemma4'; give the model's tokenizer",
     ),
     ("few words", {"model": None}, "is None; known are"),
     ("few words", {"pre": "new"}, "is 'new', which is unknown (docs/tokenizers.md lists the known"),

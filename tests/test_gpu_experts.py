@@ -101,7 +101,7 @@ def test_the_comparison_of_choices_rejects_wrong_ones(kernels, wrong):
     class Spoilt:
         def choose_experts(self, *arguments):
             kernels.choose_experts(*arguments)
-            arguments[-2].copy_(wrong(arguments[-2]))
+            arguments[-3].copy_(wrong(arguments[-3]))
 
     with pytest.raises(AssertionError):
         test_the_choice_equals_its_definition(Spoilt(), "softmax")

@@ -41,7 +41,7 @@ class ExpertLayer:
 
     @cached_property
     def parts(self) -> list["_Part"]:
-        """Of each matrix, and then of each bias."""
+        """A part for each matrix, and then for each bias."""
         both = list(zip(self.hot.matrices, self.cold.matrices, strict=True))
         found = [
             _Part(hot.data, cold.data, (cold.kind, hot.kind, cold.row_bytes)) for hot, cold in both
