@@ -432,7 +432,8 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
     feed_forward.experts = &own, feed_forward.num_blocks = 1, feed_forward.num_neurons = F;
     feed_forward.computes_all = computes_all;
     feed_forward.activation = computes_all ? ACTIVATION_SWIGLU_OAI : ACTIVATION_RELU;
-    layer.route = {matrix(KIND_F32, E, D, true), floats(E), 2, 3, 2, GATING_SIGMOID, 1, 1.5f, 0};
+    layer.route = {
+        matrix(KIND_F32, E, D, true), floats(E), floats(E), 2, 3, 2, GATING_SIGMOID, 1, 1.5f, 0};
     const HsExperts one = experts(kind, is_by_output, D, F, 1);
     layer.shared = feed_forward, layer.shared.experts = nullptr;
     layer.shared.block = &one.first, layer.shared.num_blocks = 1;

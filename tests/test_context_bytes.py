@@ -159,9 +159,8 @@ def gemma3_12b() -> ModelFile:
     )  # fmt: skip
     rotaries = Rotary(theta=1e6, pairing="halves"), Rotary(theta=10000.0, pairing="halves")
     is_local_L = [(layer + 1) % 6 != 0 for layer in range(48)]
-    spec = gemma_spec(
-        "gemma3", sizes, rotaries, "gelu_tanh", is_local_L, 1024, 256**-0.5, (None, None)
-    )
+    scale, caps = 256**-0.5, (None, None)
+    spec = gemma_spec("gemma3", sizes, rotaries, "gelu_tanh", is_local_L, 1024, scale, caps)
     return without_weights(spec)
 
 
