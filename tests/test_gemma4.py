@@ -17,6 +17,7 @@ from transformers import Gemma4TextConfig
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Add
@@ -143,6 +144,14 @@ def test_published_configs_and_the_text_of_a_model_for_images(tmp_path):
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
     with Engine.load(path, mode="dense") as engine:
         assert rel_error(engine.logits(IDS), want) < BOUND
+
+
+@pytest.mark.parametrize("key", ["embedding_length_per_layer_input", "attention.shared_kv_layers"])
+def test_files_of_e_models_are_refused_with_the_key(model, key):
+    keys, tensors = read_model_gguf(model.path)
+    with pytest.raises(HotsplitError, match=rf"'gemma4.{key}' \(2\): .*Gemma's E-models") as caught:
+        ModelFile.of(model.path, keys | {f"gemma4.{key}": np.uint32(2)}, tensors)
+    assert "\n" not in str(caught.value)
 
 
 REFUSED = {

@@ -68,7 +68,9 @@ def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> Sides:
     )
 
 
-_PARTS = {"ffn_down": "down_bias", "ffn_gate_inp": "router", "exp_probs_b": "router"}
+# "ffn_down_exps" is the scale of each expert; its matrices are none of these parts.
+_PARTS = {"ffn_down": "down_bias", "ffn_gate_inp": "router", "exp_probs_b": "router",
+          "ffn_down_exps": "router"}  # fmt: skip
 
 
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
