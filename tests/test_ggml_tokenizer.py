@@ -298,6 +298,8 @@ def test_merges_of_gemma_4_give_what_its_scores_gave(tmp_path):
         assert rebuilt.decode(ids, False) == source.decode(ids, False)
     with pytest.raises(HotsplitError, match="does not join two tokens"):
         ggml_tokenizer(WHERE, keys | {"tokenizer.ggml.merges": ["a bb"]})
+    begun = ggml_tokenizer(WHERE, keys | {"tokenizer.ggml.add_bos_token": False})
+    assert begun.encode("a").ids[0] == 1, "whatever the file says, as in llama.cpp"
 
 
 def test_equal_scores_are_refused_only_where_they_are_ambiguous():
@@ -325,6 +327,38 @@ def test_the_begin_and_end_tokens_of_a_text(tmp_path):
     assert ids("a", add_eos_token=True, eos_token_id=np.uint32(5)) == [*a, 5]
     assert ids("a", pre="llama-bpe", add_bos_token=None)[0] == 0, "llama.cpp's default"
     assert ids("a", pre="llama3", add_bos_token=False) == a
+
+
+def test_merges_that_no_text_needs_are_left_out(tmp_path):
+    """Of the first GLM-4's files, with more than two parts; and of Phi-4's, whose special token U+FFFD is
+    spelt as bytes in merges. All else has the same tokens."""
+    keys = keys_of(folder_of("gpt-2", tmp_path / "c"))
+    tokens, types, merges = (
+        list(keys[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type", "merges")
+    )
+    more = {
+        "tokenizer.ggml.tokens": [*tokens, "\ufffd", "\xbf\xbd"],
+        "tokenizer.ggml.token_type": [*types, 4, 1],
+        "tokenizer.ggml.merges": [*merges, "\xbf \xbd", "a b c", "\xef \xbf\xbd", "\xef\xbf\xbd a"],
+    }
+    plain, found = ggml_tokenizer(WHERE, keys), ggml_tokenizer(WHERE, keys | more)
+    for line in mixed_lines():
+        if "\ufffd" not in line:
+            assert found.encode(line).ids == plain.encode(line).ids, line
+    a, b = (plain.token_to_id(letter) for letter in "ab")
+    assert found.encode("a\ufffdb").ids == [a, len(tokens), b]
+    for wrong in ("a b cc", "\xef \xbe"):
+        with pytest.raises(HotsplitError, match="does not join two tokens to a third"):
+            ggml_tokenizer(WHERE, keys | more | {"tokenizer.ggml.merges": [*merges, wrong]})
+
+
+@pytest.mark.parametrize("name, strips", [("Phi3", True), ("Phi-3.5", True), ("Phi 3.1", False)])
+def test_special_tokens_of_the_first_phi_3_take_the_white_space_behind_them(tmp_path, name, strips):
+    """As in llama.cpp, by the model's name."""
+    keys = keys_of(folder_of("llama", tmp_path / "c"), add_bos_token=False) | {"general.name": name}
+    tokenizer = ggml_tokenizer(WHERE, keys)
+    assert (tokenizer.encode("</s>\n a").ids == tokenizer.encode("</s>a").ids) == strips
+    assert tokenizer.encode("<s>\n a").ids != tokenizer.encode("<s>a").ids
 
 
 REFUSALS = [

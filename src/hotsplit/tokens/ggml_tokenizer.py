@@ -35,6 +35,7 @@ from hotsplit.tokens.tokenizer_text import read_tokenizer
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 SPACE = "\u2581"
 SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
+NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3
 
 
 def check_text_keys(path: Path, keys: Mapping[str, Value]) -> None:
@@ -62,12 +63,8 @@ def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
             f"{path}: its tokenizer ({Keys.Tokenizer.MODEL}) is {shown(model)}{why_model(model)}; known"
             f" are 'gpt2', 'llama' and 'gemma4'; {GIVE}"
         )
-    tokenizer.add_special_tokens(
-        [AddedToken(text, normalized=False) for text in vocabulary.texts(*SPECIAL)]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(text, normalized=False) for text in vocabulary.texts(TokenType.USER_DEFINED)]
-    )
+    tokenizer.add_special_tokens(vocabulary.added_tokens(*SPECIAL))
+    tokenizer.add_tokens(vocabulary.added_tokens(TokenType.USER_DEFINED))
     _add_ends(tokenizer, vocabulary, adds_begin)
     return tokenizer
 
@@ -121,6 +118,17 @@ class _Vocabulary:
     def texts(self, *kinds: TokenType) -> list[str]:
         pairs = zip(self.tokens, self.types, strict=True)
         return [token for token, kind in pairs if kind in kinds]
+
+    def added_tokens(self, *kinds: TokenType) -> list[AddedToken]:
+        """The tokens of these types, as they are cut out of a text. Most of those of the first Phi-3 take
+        the white space behind them, of which a file says nothing (llama.cpp's llama-vocab.cpp goes by
+        the model's name)."""
+        name = str(self.keys.get(Keys.General.NAME, "")).lower()
+        strips = any(part in name for part in ("phi-3", "phi3"))
+        return [
+            AddedToken(text, normalized=False, rstrip=strips and text not in NOT_STRIPPING)
+            for text in self.texts(*kinds)
+        ]
 
     def ids(self) -> dict[str, int]:
         """Ids of all tokens that can occur in a text, which excludes padding."""
@@ -176,16 +184,30 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
 
 
 def _listed_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """The merges of two tokens to a third. Left out are those that no text needs: of more than two
+    parts, which files of the first GLM-4 have for tokens that no pair makes, and of bytes that spell a
+    special token, such as Phi-4's U+FFFD, which is cut out of a text before."""
     ids, merges = vocabulary.ids(), []
+    special = {_as_bytes(text) for text in vocabulary.texts(*SPECIAL, TokenType.USER_DEFINED)}
     for merge in _strings(vocabulary.path, vocabulary.keys, Keys.Tokenizer.MERGES):
         left, _, right = merge.partition(" ")
-        if left not in ids or right not in ids or left + right not in ids:
+        if left in ids and right in ids and left + right in ids:
+            merges.append((left, right))
+            continue
+        parts = merge.split(" ")
+        is_long = len(parts) > 2 and all(part in ids for part in parts)
+        if not is_long and special.isdisjoint((left, right, left + right)):
             raise HotsplitError(
                 f"{vocabulary.path}: the merge {shown(merge)} does not join two tokens to a third;"
                 " download the file again"
             )
-        merges.append((left, right))
     return merges
+
+
+def _as_bytes(text: str) -> str:
+    """The text as byte-level tokens spell its bytes."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in whole.pre_tokenize_str(text))
 
 
 def _sentencepiece(vocabulary: _Vocabulary, *, has_merges: bool) -> Tokenizer:
@@ -227,7 +249,9 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_begin: bool) -
     """Makes the tokenizer add the tokens that begin or end every text."""
     names = Keys.Tokenizer
     begin = end = None
-    if vocabulary.is_set(names.ADD_BOS, adds_begin):
+    # llama.cpp's, too: the first files of Gemma 4 say false.
+    is_gemma4 = vocabulary.keys.get(names.MODEL) == "gemma4"
+    if vocabulary.is_set(names.ADD_BOS, adds_begin) or is_gemma4:
         begin = vocabulary.special(names.BOS_ID)
     if vocabulary.is_set(names.ADD_EOS, False):
         end = vocabulary.special(names.EOS_ID)
