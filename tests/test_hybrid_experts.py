@@ -64,8 +64,7 @@ def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context:
         number = layer.neurons.num_units
         count = chance.choice([0, number, *chance.integers(0, number + 1, 3)])
         hot.append(np.sort(chance.permutation(number)[:count]))
-    dense = [x.attention is None or not x.attention.norms_all_heads for x in layers]
-    dense = [is_covered and chance.random() < 0.7 for is_covered in dense]
+    dense = [chance.random() < 0.7 for _ in layers]
     home = None
     if chance.random() < 0.3:
         first = int(chance.integers(1, len(layers) + 1))
