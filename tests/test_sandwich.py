@@ -3,6 +3,7 @@ Gemma 2 and 3: torch agrees with a decoder in float64, the native step and hybri
 These do also in OLMo 2, which has no other norms but one of all heads."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,9 +21,12 @@ from hotsplit.model.spec import Add, LayerSpec, Norm
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.attention.gpu_pass import attend_tokens
+from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.weights import gpu_products
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 FAMILY = ("olmo2", "sandwich with biases")
@@ -212,3 +216,16 @@ def test_each_norm_is_one_kernel_with_the_sum_before_it(tmp_path, family):
         counted = sum(dense_kernels(model, index, has_predictor=True) for index in range(L))
         # Attention's kernels do the append as well.
         assert main.count("kernel") == counted - L + 3 * (HOT_KERNELS - 1) + HEAD_KERNELS
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_a_prompt_with_one_norm_of_all_heads(monkeypatch, num_tokens):
+    """In a GPU's kernels, which compute these norms in place, and in torch."""
+    monkeypatch.setattr(gpu_products, "kernels", reference_kernels)
+    monkeypatch.setattr(gpu_products, "made_current", lambda device: nullcontext())
+    model = family_model("olmo2", sizes=make_sizes(context_length=64))
+    with Engine.of(model, mode="dense", cache_type_k="f32") as engine, torch.inference_mode():
+        attention, turns = engine.layers[0].attention, Turns(0, num_tokens)
+        joined_TQ = torch.randn(num_tokens, attention.widths[0])
+        want = attention._attend(joined_TQ.clone(), 0, 0, turns)
+        assert rel_error(attend_tokens(attention, joined_TQ, 0, 0, turns), want) < BOUNDS["f32"]
