@@ -226,9 +226,37 @@ def test_formats_are_enforced(name):
             is_one(text if name != "date" or text[:4] != "0000" else f"0001{text[4:]}")
 
 
+A = {"type": "object", "properties": {"a": {"type": "null"}}}
+B = {"type": "object", "properties": {"b": {"type": "null"}}}
+# (schema, a valid document, one with a property that the schema does not name, whether it may)
+CLOSED = {
+    "properties": (A, '{"a":null}', '{"a":null,"c":1}', False),
+    "open": (A | {"additionalProperties": True}, '{"a":null}', '{"a":null,"c":1}', True),
+    "by a reference": ({"$defs": {"A": A}, "type": "array", "items": {"$ref": "#/$defs/A"}},
+                       '[{"a":null}]', '[{"c":1}]', False),
+    "alternatives": ({"anyOf": [A, B]}, '{"b":null}', '{"c":1}', False),
+    "none named": ({"type": "object"}, "{}", '{"c":1}', True),
+    "more required": (A | {"required": ["c"]}, '{"a":null,"c":1}', '{"c":1,"d":2}', True),
+    "more by number": (A | {"required": ["a"], "minProperties": 2}, '{"a":null,"c":1}', '{"a":null,"d":2}', True),
+    "joined": ({"allOf": [A, B]}, '{"a":null,"b":null}', '{"a":null,"c":1}', True),
+    "joined by references": ({"$defs": {"A": A, "B": B}, "allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+                             '{"a":null,"b":null}', '{"a":null,"c":1}', True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_objects_have_the_properties_that_are_named(name):
+    schema, plain, more, may = CLOSED[name]
+    constraint = json_schema_constraint(schema, tiny_codec())
+    assert takes(constraint, plain) and takes(constraint, more) == may
+    for text in (plain, more):
+        jsonschema.validate(json.loads(text), schema)
+
+
 def test_keys_that_are_not_named_cannot_pass_for_named_ones():
     """They may neither contain an escape, which JSON readers undo, nor repeat a named key."""
-    schema = {"type": "object", "properties": {"a": {"type": "null"}, "\n": {"type": "null"}}}
+    schema = {"type": "object", "additionalProperties": True,
+              "properties": {"a": {"type": "null"}, "\n": {"type": "null"}}}  # fmt: skip
     constraint = json_schema_constraint(schema, tiny_codec())
     for right in ('{"a":null}', '{"b":1}', '{"a":null,"\\n":null,"b":1}', "{}", '{ "a": null }'):
         assert takes(constraint, right), right

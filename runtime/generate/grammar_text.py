@@ -9,7 +9,12 @@ from typing import Literal
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import one_line
 from hotsplit.runtime.generate import gbnf, gbnf_parser
-from hotsplit.runtime.generate.json_schema import check_schema, parse_schema, schemas_of
+from hotsplit.runtime.generate.json_schema import (
+    check_schema,
+    close_objects,
+    parse_schema,
+    schemas_of,
+)
 from hotsplit.runtime.generate.json_unions import mark_unions
 
 Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar", "grammar of tool calls"]
@@ -39,6 +44,7 @@ def translated(kind: Kind, text: str) -> tuple[Literal["lark", "regex"], str]:
 
 def _json_rule(name: str, text: str) -> str:
     schema = check_schema(parse_schema(text))
+    close_objects(schema)
     mark_unions(schemas_of(schema))
     options = {
         "lenient": False,
@@ -58,7 +64,9 @@ def _of_gbnf(text: str) -> tuple[Literal["lark", "regex"], str]:
 def message_of(kind: Kind, text: str, message: str) -> str:
     """llguidance's message on a constraint, in one line."""
     if kind == "JSON schema" and "failed to compile JSON schema: oneOf constraints" in message:
-        place = mark_unions(schemas_of(check_schema(parse_schema(text))))
+        schema = check_schema(parse_schema(text))
+        close_objects(schema)
+        place = mark_unions(schemas_of(schema))
         return (
             f"{kind}, {one_line(place or '#')}: 'oneOf': a document may match several of its"
             " alternatives; use anyOf, or require a property whose const tells them apart"

@@ -26,6 +26,15 @@ _VALUES = _BOUNDS | {
     "maxItems", "required", "minProperties", "maxProperties", "$ref", "$id", "$anchor",
 }  # fmt: skip
 _KNOWN = _ANNOTATIONS | _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES
+_OF_OBJECTS = {
+    "properties",
+    "patternProperties",
+    "additionalProperties",
+    "required",
+    "allOf",
+    "$ref",
+}
+_OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 _FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 }  # fmt: skip
@@ -72,6 +81,42 @@ def check_schema(schema: object) -> dict[str, object]:
             "the JSON schema has no finite document: its required parts refer to themselves"
         )
     return schema
+
+
+def close_objects(schema: dict[str, object]) -> None:
+    """Gives objects that name properties `additionalProperties: false` where the schema leaves it out,
+    as llama.cpp does: a model that may invent further properties does. A schema that is part of another
+    object's, by allOf, by alternatives beside properties or by a reference, stays open."""
+    schemas = schemas_of(schema)
+    by_anchor = {
+        f"#{part['$anchor']}": place for place, part in schemas.items() if "$anchor" in part
+    }
+    joined = set[str]()
+    for place, part in schemas.items():
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            parts = part.get(keyword)
+            if isinstance(parts, list) and (keyword == "allOf" or part.keys() & _OF_OBJECTS):
+                joined |= {f"{place}/{keyword}/{number}" for number in range(len(parts))}
+        if part.keys() & (_OF_OBJECTS - {"$ref"}) and "$ref" in part:
+            joined.add(place)
+    for place in sorted(joined):
+        while isinstance(target := schemas.get(place, {}).get("$ref"), str):
+            place = by_anchor.get(target, unquote(target))
+            if place in joined:
+                break
+            joined.add(place)
+    for place, part in schemas.items():
+        names, required = part.get("properties"), part.get("required", [])
+        is_whole = isinstance(names, dict) and not part.keys() & _OPEN and place not in joined
+        if is_whole and _are_named(required, names):
+            least = part.get("minProperties", 0)
+            if isinstance(least, int) and least <= len(names):
+                part["additionalProperties"] = False
+
+
+def _are_named(required: object, names: object) -> bool:
+    assert isinstance(names, dict)
+    return isinstance(required, list) and all(isinstance(n, str) and n in names for n in required)
 
 
 def schemas_of(root: dict[str, object]) -> dict[str, dict[str, object]]:
