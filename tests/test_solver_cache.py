@@ -307,7 +307,7 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
     arrays = [array for array in policy._kept if isinstance(array, np.ndarray)]
     tables = [*arrays, residency.id, residency.slot_LF, *bits, device._host_B]
     size = CacheSize(most_rows=12, packs_bits=mode == "exact")
-    want = size.host_bytes(model, [len(ids) for ids in split.hot])
+    want = size.host_bytes(model, [len(ids) for ids in split.hot], split.dense_on_gpu)
     assert held[0] - held[1] + sum(table.nbytes for table in tables) == want
 
 
