@@ -32,6 +32,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder, native_step
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.serve.prefix_cache import PrefixCache
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 WINDOW, CONTEXT = 9, 300
@@ -214,6 +215,22 @@ def test_an_observed_pass_and_timed_steps_use_rings(monkeypatch, model):
                 for start in range(0, 250, 60):
                     engine._live.run(rows_of(ids[start : start + 60].tolist(), start))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and len(found[0]) == 15
+
+
+@native
+def test_a_server_reuses_a_prefix_whose_window_is_saved(monkeypatch, model):
+    """Where the second text parts from the first, it saves its window for the third."""
+    chance = random.Random(0)
+    shared = [chance.randrange(50) for _ in range(100)]
+    with without_rings(monkeypatch, model) as one, with_rings(model, num_sequences=4) as engine:
+        places, known = PrefixCache(engine, 4), []
+        for _ in range(4):
+            ids = shared + [chance.randrange(50) for _ in range(150)]
+            text = places.take(ids)
+            known.append(text.length)
+            assert torch.equal(text.extend(ids[text.length :])[0], one.logits(ids)[-1])
+            places.keep(text)
+    assert known == [0, 0, 100, 100]
 
 
 LONG = {"max_position_embeddings": CONTEXT, "sliding_window": 8}
