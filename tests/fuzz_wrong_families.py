@@ -22,8 +22,8 @@ YARN: dict[str, Change] = ROTATION | {
     "no fast border": one_of(R + "beta_fast", *NOT_POSITIVE),
     "no slow border": one_of(R + "beta_slow", *NOT_POSITIVE),
     "no magnitude": one_of(R + "attention_factor", *NOT_POSITIVE),
-    "another magnitude": one_of(R + "mscale", 1.0, 0.707, "x", True),
-    "another magnitude of all": one_of(R + "mscale_all_dim", 1.0, 0.707, "x"),
+    "no scale of the magnitude": one_of(R + "mscale", -1.0, NAN, "x", True),
+    "no scale of all": one_of(R + "mscale_all_dim", INF, [1.0], "x"),
     "borders within a pair": one_of(R + "truncate", False, "x", 0),
     "a base below 1": one_of(R + "rope_theta", 1.0, 0.5, 1e-9),
 }

@@ -351,8 +351,8 @@ CONFIGS = {
     "alibi is True": {"alibi": True},
     "kv_lora_rank is 512, wanted none: attention over latent": {"kv_lora_rank": 512},
     "truncate is False": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
-    "mscale is 0.7, wanted 0: the graph": {
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}
+    "mscale is 'x', wanted a positive": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "x"}
     },
     "wants above 1": {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

@@ -149,7 +149,14 @@ CASES = {
         rope_parameters=HALF | {"rope_type": "linear", "factor": 2.0},
     ),
     "arcee": ArceeConfig(**GATED | ODD),
-    "arcee-biases": ArceeConfig(**GATED | MQA | TIED, attention_bias=True, mlp_bias=True),
+    # YaRN as in AFM's config, where one scale alone changes nothing.
+    "arcee-biases": ArceeConfig(
+        **GATED | MQA | TIED, attention_bias=True, mlp_bias=True,
+        rope_parameters={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+            "rope_theta": 1e4, "mscale": 1.3,
+        },
+    ),
     "starcoder2": Starcoder2Config(**GATED | ODD, sliding_window=5),
     "starcoder2-stock": Starcoder2Config(**GATED | UNTIED),
     "command-r": CohereConfig(**GATED | ODD, logit_scale=0.3),

@@ -317,13 +317,10 @@ def _with_yarn(rope: ConfigReader, sizes: Sizes, theta: float) -> tuple[Sizes, R
         beta_slow=rope.positive("beta_slow", 1.0),
         rounds_borders=rope.values.get("truncate", True) is not False,
     )
-    magnitude, scales = scaling.magnitude, ("mscale", "mscale_all_dim")
-    if all(map(rope.values.get, scales)):
-        one, other = (1 + rope.positive(key) * (magnitude - 1) for key in scales)
-        magnitude = one / other
-    else:
-        for key in scales:
-            rope.refuse(key, 0)
+    magnitude, keys = scaling.magnitude, ("mscale", "mscale_all_dim")
+    scales = [1 + rope.positive(key) * (magnitude - 1) for key in keys if rope.values.get(key)]
+    if len(scales) == 2:  # one alone changes nothing
+        magnitude = scales[0] / scales[1]
     attention = rope.positive("attention_factor", magnitude)
     longest = scaling.factor * length
     if longest > MAX_COUNT:

@@ -24,8 +24,9 @@ LOCAL_THETA = 10000.0
 # Of Gemma 2 and 3: the period of the layers without a window, and the layers of the model of 27B.
 PERIODS, LAYERS_OF_27B = {"gemma2": 2, "gemma3": 6}, {"gemma2": 46, "gemma3": 62}
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
-# llama.cpp's caps where a file of Gemma 2 has no key; 0 means none.
+# llama.cpp's caps and window where a file has no key, as the first ones of Gemma 2; 0 means none.
 STOCK_CAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0)}
+STOCK_WINDOWS = {"gemma2": 4096, "gemma3": 0}
 
 
 def gemma2(read: ConfigReader) -> Blueprint:
@@ -106,10 +107,11 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         key_cap(read, f"{name}.{key}", default)
         for key, default in zip((SCORE_CAP, LOGIT_CAP), STOCK_CAPS[name], strict=True)
     )
+    window = read.whole("attention.sliding_window", STOCK_WINDOWS[name])
+    is_local_L = read.layers_with_window(sizes.num_layers, PERIODS[name])
     return gemma_spec(
         name, sizes, (whole, local), read.activation(),
-        read.layers_with_window(sizes.num_layers, PERIODS[name]),
-        read.count("attention.sliding_window"),
+        is_local_L if window else [False] * sizes.num_layers, window,
         read.positive(
             f"{name}.attention.scale",
             _stock_scale(name, sizes.num_layers, sizes.hidden_size, sizes.num_heads, sizes.head_dim),

@@ -58,11 +58,10 @@ def ministral(read: ConfigReader) -> Blueprint:
 
 def ministral3(read: ConfigReader) -> Blueprint:
     """Ministral3ForCausalLM."""
-    rope = read.rope()
-    growth = QueryGrowth(
-        factor=rope.positive("llama_4_scaling_beta"),
-        length=rope.count("original_max_position_embeddings"),
-    )
+    rope, key, growth = read.rope(), "llama_4_scaling_beta", None
+    if rope.values.get(key) != 0:  # as in Devstral 2
+        length = rope.count("original_max_position_embeddings")
+        growth = QueryGrowth(factor=rope.positive(key), length=length)
     return _mistral(read, GATED, growth=growth)
 
 

@@ -85,11 +85,22 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     is_local_L = [False] * sizes.num_layers
     if window:
         is_local_L = read.layers_with_window(sizes.num_layers, PERIOD)
+        rotary = _of_first_files(read, rotary)
     theta = read.positive("olmo2.rope.freq_base_swa", rotary.theta)
     local = replace(rotary, theta=theta, scaling=NO_SCALING)
     return olmo_spec(
         sizes, (rotary, local), read.activation(), is_local_L, window, read.options(sizes.num_layers)
     )  # fmt: skip
+
+
+def _of_first_files(read: "KeyReader", rotary: Rotary) -> Rotary:
+    """llama.cpp's converter wrote the whole magnitude of YaRN under `attn_factor` in its first files of
+    OLMo 3, which have one theta; its graph takes it for a factor on that magnitude, as we write it."""
+    scaling, is_ours = rotary.scaling, "olmo2.rope.freq_base_swa" in read.keys
+    if is_ours or scaling.kind != "yarn" or "olmo2.rope.scaling.attn_factor" not in read.keys:
+        return rotary
+    factor = scaling.attn_factor**2 / scaling.magnitude
+    return replace(rotary, scaling=replace(scaling, attn_factor=factor))
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:

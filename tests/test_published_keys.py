@@ -1,0 +1,80 @@
+"""Keys and configs as published files have them, where they differ from those that convert writes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotsplit.families.key_reader import KeyReader
+from hotsplit.families.table import read_blueprint
+from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.spec import ModelSpec
+
+WHERE = Path("theirs.gguf")
+
+
+def spec_of(name: str, **own: object) -> ModelSpec:
+    """The spec of a file with four layers, by its keys alone."""
+    keys = {
+        "block_count": np.uint32(4), "context_length": np.uint32(65536),
+        "embedding_length": np.uint32(32), "feed_forward_length": np.uint32(48),
+        "attention.head_count": np.uint32(2), "attention.layer_norm_rms_epsilon": np.float32(1e-6),
+    }  # fmt: skip
+    keys |= {key.replace("__", "."): value for key, value in own.items()}
+    entry = TensorEntry(shape=(8, 32), kind="f32", read_rows=lambda start, stop: np.zeros(0))
+    named = {f"{name}.{key}": value for key, value in keys.items()} | {"general.architecture": name}
+    tensors = dict.fromkeys(("token_embd.weight", "a", "b", "c", "d"), entry)
+    return KeyReader(WHERE, named, tensors).graph.of_keys(KeyReader(WHERE, named, tensors))
+
+
+def test_the_first_files_of_gemma_2_have_the_window_and_the_caps_of_the_published_models():
+    spec = spec_of("gemma2")
+    assert [a.window for a in spec.attentions] == [4096, None, 4096, None]
+    assert {a.score_cap for a in spec.attentions} == {50.0}
+    assert spec.logit_cap == 30.0
+    assert spec == spec_of("gemma2", attention__sliding_window=np.uint32(4096))
+
+
+def test_a_gemma_3_without_a_window_has_one_rotary_base():
+    """As in llama.cpp: its converter leaves the key out for a period of 1."""
+    spec = spec_of("gemma3", rope__freq_base=np.float32(1e6))
+    assert {a.window for a in spec.attentions} == {None}
+    assert {a.rotary.theta for a in spec.attentions} == {1e6}
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
+def test_both_spellings_of_the_magnitude_of_olmo_3_are_the_whole(key):
+    """allenai/Olmo-3-7B-Think: attention_factor 1.2079441541679836, a factor of 8."""
+    rope = {
+        "rope__freq_base": np.float32(5e5), "rope__scaling__type": "yarn",
+        "rope__scaling__factor": np.float32(8), f"rope__scaling__{key}": np.float32(1.2079441541679836),
+        "rope__scaling__original_context_length": np.uint32(8192),
+        "attention__sliding_window": np.uint32(4096),
+        "attention__sliding_window_pattern": [True, True, True, False],
+    }  # fmt: skip
+    spec = spec_of("olmo2", **rope)
+    assert [a.rotary.scaling.magnitude for a in spec.attentions] == pytest.approx(
+        [1.0, 1.0, 1.0, 1.2079441541679836]
+    )
+    if key == "attn_factor":  # in a file of ours it is a factor on YaRN's own
+        ours = spec_of("olmo2", **rope, rope__freq_base_swa=np.float32(5e5))
+        assert ours.attentions[3].rotary.scaling.magnitude == pytest.approx(1.2079441541679836**2)
+
+
+def test_queries_of_devstral_2_do_not_grow():
+    """mistralai/Devstral-2-123B-Instruct-2512: a beta of 0, and one of two scales, which is ignored."""
+    rope = {
+        "beta_fast": 4.0, "beta_slow": 1.0, "factor": 64.0, "llama_4_scaling_beta": 0.0, "mscale": 1.0,
+        "mscale_all_dim": 0.0, "original_max_position_embeddings": 4096, "rope_theta": 1e6,
+        "rope_type": "yarn", "type": "yarn",
+    }  # fmt: skip
+    config = {
+        "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "head_dim": 16,
+        "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 64,
+        "max_position_embeddings": 262144, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": rope,
+        "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 99,
+    }  # fmt: skip
+    spec = read_blueprint(Path("config.json"), config, 99).spec
+    assert spec.architecture == "llama"
+    assert spec.rotary.scaling.magnitude == pytest.approx(1.0 + 0.1 * np.log(64.0))
