@@ -289,10 +289,10 @@ def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
     """Steps then have fewer rows, and a line says so for each number that fails."""
     right, model = reference_kernels(), saved(tmp_path)
 
-    def dot(matrix, bias_N, x_D, out_N, *, has_relu=False):
+    def dot(matrix, bias_N, x_D, out_N, **options):
         if x_D.dim() == 2 and len(x_D) > 2 and wrong == "raises":
             raise RuntimeError("no such kernel\nand more")
-        right.dot(matrix, bias_N, x_D, out_N, has_relu=has_relu)
+        right.dot(matrix, bias_N, x_D, out_N, **options)
         if x_D.dim() == 2 and len(x_D) > 2:
             if wrong != "makes a small logit NaN":
                 out_N.copy_(torch.zeros_like(out_N) if wrong == "writes zeros" else out_N.flip(0))
