@@ -330,8 +330,8 @@ def test_the_begin_and_end_tokens_of_a_text(tmp_path):
 
 
 def test_merges_that_no_text_needs_are_left_out(tmp_path):
-    """Of the first GLM-4's files, with more than two parts; and of Phi-4's, whose special token U+FFFD is
-    spelt as bytes in merges. All else has the same tokens."""
+    """The first GLM-4's files have merges with more than two parts, and in Phi-4's the special token U+FFFD
+    is spelt as bytes. All else has the same tokens."""
     keys = keys_of(folder_of("gpt-2", tmp_path / "c"))
     tokens, types, merges = (
         list(keys[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type", "merges")
@@ -354,7 +354,7 @@ def test_merges_that_no_text_needs_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("name, strips", [("Phi3", True), ("Phi-3.5", True), ("Phi 3.1", False)])
 def test_special_tokens_of_the_first_phi_3_take_the_white_space_behind_them(tmp_path, name, strips):
-    """As in llama.cpp, by the model's name."""
+    """llama.cpp knows them by the model's name, too."""
     keys = keys_of(folder_of("llama", tmp_path / "c"), add_bos_token=False) | {"general.name": name}
     tokenizer = ggml_tokenizer(WHERE, keys)
     assert (tokenizer.encode("</s>\n a").ids == tokenizer.encode("</s>a").ids) == strips

@@ -36,7 +36,7 @@ def test_the_first_files_of_gemma_2_have_the_window_and_the_caps_of_the_publishe
 
 
 def test_a_gemma_3_without_a_window_has_one_rotary_base():
-    """As in llama.cpp: its converter leaves the key out for a period of 1."""
+    """llama.cpp does so too: its converter leaves the key out for a period of 1."""
     spec = spec_of("gemma3", rope__freq_base=np.float32(1e6))
     assert {a.window for a in spec.attentions} == {None}
     assert {a.rotary.theta for a in spec.attentions} == {1e6}
