@@ -351,6 +351,8 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     attention.num_heads = H, attention.num_kv_heads = K, attention.head_width = W;
     attention.scale = 1.0f / std::sqrt(static_cast<float>(W));
     attention.window = computes_all || is_named ? 0 : 7;
+    if (computes_all && !is_named)
+        attention.values_are_keys = 1, attention.input[2] = {}, attention.value_norm = norm(W, false);
     feed_forward.activation = !is_gated    ? ACTIVATION_RELU
                               : rank == 32 ? ACTIVATION_GELU_TANH
                                            : ACTIVATION_SILU;
