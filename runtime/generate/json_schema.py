@@ -107,15 +107,15 @@ def close_objects(schema: dict[str, object]) -> None:
             joined.add(place)
     for place, part in schemas.items():
         names, required = part.get("properties"), part.get("required", [])
-        is_whole = isinstance(names, dict) and not part.keys() & _OPEN and place not in joined
-        if is_whole and _are_named(required, names):
+        if not isinstance(names, dict) or part.keys() & _OPEN or place in joined:
+            continue
+        if _are_named(required, names):
             least = part.get("minProperties", 0)
             if isinstance(least, int) and least <= len(names):
                 part["additionalProperties"] = False
 
 
-def _are_named(required: object, names: object) -> bool:
-    assert isinstance(names, dict)
+def _are_named(required: object, names: dict[str, object]) -> bool:
     return isinstance(required, list) and all(isinstance(n, str) and n in names for n in required)
 
 
