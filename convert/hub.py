@@ -18,7 +18,8 @@ HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<kind>[A-Za-z0-9_-]+))?"
 )
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-_BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # a model for images, an importance matrix
+# A model for images, an importance matrix, layers that only predict tokens further ahead.
+_BESIDE = re.compile(r"mmproj|imatrix|(^|/)mtp-", re.IGNORECASE)
 # Configs, tokenizers (including SentencePiece's), chat templates, and indices of shards.
 DESCRIPTIONS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors"]

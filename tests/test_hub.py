@@ -65,7 +65,7 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
     names = ("README.md", "tiny-Q4_K_M.gguf", "tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf",
-             "mmproj-F16.gguf", "UD/tiny-UD-Q2_K_XL.gguf")  # fmt: skip
+             "mmproj-F16.gguf", "UD/tiny-UD-Q2_K_XL.gguf", "mtp-tiny-Q8_0.gguf")  # fmt: skip
     monkeypatch.setattr(FakeHub, "files", {name: name.encode() for name in names})
     monkeypatch.setattr(FakeHub, "asked", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:

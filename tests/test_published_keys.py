@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotsplit.errors import HotsplitError
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.table import read_blueprint
 from hotsplit.files.gguf_file import TensorEntry
@@ -59,6 +60,33 @@ def test_both_spellings_of_the_magnitude_of_olmo_3_are_the_whole(key):
     if key == "attn_factor":  # in a file of ours it is a factor on YaRN's own
         ours = spec_of("olmo2", **rope, rope__freq_base_swa=np.float32(5e5))
         assert ours.attentions[3].rotary.scaling.magnitude == pytest.approx(1.2079441541679836**2)
+
+
+def test_a_granite_4_without_recurrent_layers_has_the_keys_of_a_hybrid():
+    """ibm-granite/granite-4.0-micro, as llama.cpp's converter writes it (conversion/granite.py)."""
+    plain = {"attention__scale": np.float32(0.015625), "rope__freq_base": np.float32(1e7)}
+    hybrid = {
+        "ssm__conv_kernel": np.uint32(4), "ssm__state_size": np.uint32(128),
+        "ssm__group_count": np.uint32(1), "ssm__inner_size": np.uint32(64),
+        "ssm__time_step_rank": np.uint32(2), "expert_count": np.uint32(0),
+        "expert_used_count": np.uint32(0), "expert_shared_feed_forward_length": np.uint32(48),
+        "rope__scaling__finetuned": True,
+    }  # fmt: skip
+    one = spec_of("granite", **plain, attention__head_count_kv=np.uint32(1))
+    assert spec_of("granite", **plain, **hybrid, attention__head_count_kv=[1] * 4) == one
+    with pytest.raises(HotsplitError, match="head_count_kv' is"):
+        spec_of("granite", **plain, **hybrid, attention__head_count_kv=[0, 1, 1, 1])
+
+
+def test_the_context_of_the_first_command_r_is_that_of_its_training():
+    """CohereForAI/c4ai-command-r-v01."""
+    config = {
+        "architectures": ["CohereForCausalLM"], "model_type": "cohere", "hidden_size": 32,
+        "intermediate_size": 64, "logit_scale": 0.0625, "max_position_embeddings": 8192,
+        "model_max_length": 131072, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "rope_theta": 8e6, "use_qk_norm": False, "vocab_size": 99,
+    }  # fmt: skip
+    assert read_blueprint(Path("config.json"), config, 99).spec.context_length == 131072
 
 
 def test_queries_of_devstral_2_do_not_grow():

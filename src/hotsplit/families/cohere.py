@@ -49,7 +49,9 @@ def _sizes(
     read: ConfigReader, default_theta: float = 10_000.0
 ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:
     read.refuse("tie_word_embeddings", True, why="the published models have no other head")
-    sizes = whole_sizes(read, read.count("max_position_embeddings"), epsilon_key="layer_norm_eps")
+    # The first Command R says 8,192 positions, and that it was trained on 131,072.
+    length = read.count("model_max_length", read.count("max_position_embeddings"))
+    sizes = whole_sizes(read, length, epsilon_key="layer_norm_eps")
     return read.rotary(sizes, "adjacent", ("default", "linear"), default_theta)
 
 

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 # The factors, by their names in a config; and by ours in a GGUF.
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 FACTOR_KEYS = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
+# Of hybrids, written for a Granite 4 without recurrent layers too; its graph reads none of them.
+HYBRID_KEYS = (
+    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank",
+    "expert_shared_feed_forward_length",
+)  # fmt: skip
 Factors = tuple[float, float, float, float]
 
 
@@ -121,7 +126,18 @@ def granite_spec(
     )
 
 
+def _of_all_layers(read: "KeyReader") -> "KeyReader":
+    """The reader, with one number of key heads where a file lists it for each layer: llama.cpp's
+    converter takes a Granite 4 without recurrent layers for one of the hybrids that its class has."""
+    key = f"{read.graph.name}.attention.head_count_kv"
+    found = read.keys.get(key)
+    if not isinstance(found, list) or len(set(map(str, found))) != 1:
+        return read
+    return type(read)(read.path, {**read.keys, key: found[0]}, read.tensors)
+
+
 def of_keys(read: "KeyReader") -> ModelSpec:
+    read = _of_all_layers(read)
     sizes, name = read.sizes(), read.graph.name
     activation, options = read.activation(), read.options(sizes.num_layers)
     neurons: Neurons | Mixture = sizes.neurons(activation, options)
@@ -184,7 +200,7 @@ GRAPHS = (
         name="granite",
         of_keys=of_keys,
         keys=keys,
-        known_keys=FACTOR_KEYS,
+        known_keys=(*FACTOR_KEYS, *HYBRID_KEYS),
         options=(*PROJECTION_BIASES, *GATED_BIASES),
         stock_activations=("silu",),
         stock_options=(*PROJECTION_BIASES, *GATED_BIASES),
