@@ -31,6 +31,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
     LlamaConfig,
     Ministral3Config,
@@ -260,6 +261,10 @@ CASES = {
     "granite": GraniteConfig(**GATED | ODD | FACTORS, mlp_bias=True),
     "granite-mqa-tied": GraniteConfig(
         **GATED | TIED | MQA | FACTORS, attention_bias=True, hidden_act="relu",
+    ),
+    "granite4": GraniteMoeHybridConfig(
+        **GATED | ODD | FACTORS, num_local_experts=0, num_experts_per_tok=0, layer_types=["full_attention"] * 3,
+        shared_intermediate_size=96, position_embedding_type="rope", mamba_n_heads=4,
     ),
     # Uneven heads; full layers whose values are their keys, and their first pairs rotate.
     "gemma4": Gemma4TextConfig(

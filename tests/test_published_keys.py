@@ -106,3 +106,11 @@ def test_queries_of_devstral_2_do_not_grow():
     spec = read_blueprint(Path("config.json"), config, 99).spec
     assert spec.architecture == "llama"
     assert spec.rotary.scaling.magnitude == pytest.approx(1.0 + 0.1 * np.log(64.0))
+
+
+def test_a_granite_4_with_recurrent_layers_is_refused_by_its_layers():
+    """ibm-granite/granite-4.0-h-micro."""
+    types = ["mamba"] * 5 + ["attention"]
+    config = {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": types}
+    with pytest.raises(HotsplitError, match="'mamba'.*recurrent layers"):
+        read_blueprint(Path("config.json"), config | {"num_local_experts": 0}, 99)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 
+from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Blueprint, NameOf, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.experts import (
@@ -20,10 +21,11 @@ from hotsplit.families.experts import (
     other_in_stock,
 )
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
-from hotsplit.families.llama import llama_sizes
+from hotsplit.families.llama import llama_sizes, whole_sizes
 from hotsplit.families.row_order import Rows, rotary_rows
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value
+from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary, Route
 
@@ -57,6 +59,41 @@ def granite(read: ConfigReader) -> Blueprint:
     )
 
 
+def granite_of_hybrids(read: ConfigReader) -> Blueprint:
+    """GraniteMoeHybridForCausalLM without recurrent layers and experts: Granite 4's micro and smaller
+    ones. Its neurons are those that a mixture has beside its experts."""
+    types = read.values.get("layer_types")
+    if not isinstance(types, list) or not set(map(str, types)) <= {"attention", "full_attention"}:
+        raise HotsplitError(
+            f"{read.path}: layer_types is {shown(types)}, wanted 'attention' for each layer: recurrent"
+            " layers (Mamba) are not supported; this checkpoint is not supported"
+        )
+    sizes = whole_sizes(read, read.count("max_position_embeddings"), "shared_intermediate_size")
+    sizes, rotary, factors = read.rotary(sizes, "adjacent")
+    biases = PROJECTION_BIASES if read.flag("attention_bias") else ()
+    is_rotated = read.values.get("position_embedding_type") == "rope"
+    return Blueprint(
+        spec=granite_spec(
+            "granite", sizes, rotary if is_rotated else None,
+            sizes.neurons(read.activation("hidden_act", GATED)), _factors(read), biases,
+        ),
+        name_of=_as_neurons(gguf_names(gguf.MODEL_ARCH.GRANITE, sizes.num_layers)),
+        rope_factors=factors,
+        rows=rotary_rows(sizes) | _joined_rows(sizes.num_neurons, ""),
+    )  # fmt: skip
+
+
+def _as_neurons(name_of: NameOf) -> NameOf:
+    """The names, with those of neurons beside experts for all neurons."""
+
+    def name(source: str) -> str | None:
+        for theirs, usual in (("input_linear", "up_proj"), ("output_linear", "down_proj")):
+            source = source.replace(f".shared_mlp.{theirs}.", f".mlp.{usual}.")
+        return name_of(source)
+
+    return name
+
+
 def _factors(read: ConfigReader) -> Factors:
     embedding, residual, scores, logits = (read.positive(name) for name in FACTORS)
     return embedding, residual, scores, logits
@@ -85,7 +122,7 @@ def granite_moe(read: ConfigReader) -> Blueprint:
         ),
         name_of=_with_shared(names),
         rope_factors=factors,
-        rows=rotary_rows(sizes) | _shared_rows(experts.num_shared),
+        rows=rotary_rows(sizes) | _joined_rows(experts.num_shared, "_shexp"),
         notes=notes,
     )  # fmt: skip
 
@@ -103,12 +140,15 @@ def _with_shared(name_of: NameOf) -> NameOf:
     return name
 
 
-def _shared_rows(count: int) -> dict[str, Rows]:
+def _joined_rows(count: int, suffix: str) -> dict[str, Rows]:
+    """The rows of gates and ups, which are one matrix."""
     if not count:
         return {}
-    order = {"ffn_gate_shexp": np.arange(count), "ffn_up_shexp": count + np.arange(count)}
+    order = {"ffn_gate": np.arange(count), "ffn_up": count + np.arange(count)}
     return {
-        f"{name}.weight": Rows(source="ffn_up_shexp.weight", order=rows, num_rows=2 * count)
+        f"{name}{suffix}.weight": Rows(
+            source=f"ffn_up{suffix}.weight", order=rows, num_rows=2 * count
+        )
         for name, rows in order.items()
     }
 
@@ -187,6 +227,12 @@ GRANITE = Family(
     model_types=("granite",),
     read_keys=FACTORS,
     defaults=DEFAULTS | {"mlp_bias": False},
+)
+GRANITE_OF_HYBRIDS = Family(
+    blueprint=granite_of_hybrids,
+    model_types=("granitemoehybrid",),
+    read_keys=FACTORS,
+    defaults=DEFAULTS | {"num_local_experts": 8, "shared_intermediate_size": 1024},
 )
 GRANITE_MOE = Family(
     blueprint=granite_moe,

@@ -68,6 +68,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": granite.GRANITE,
     "GraniteMoeForCausalLM": granite.GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": granite.GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": granite.GRANITE_OF_HYBRIDS,
     "Glm4MoeForCausalLM": glm.GLM4,
     "Glm4ForCausalLM": glm_dense.GLM4,
     "GlmForCausalLM": glm_dense.GLM,
