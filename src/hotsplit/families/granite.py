@@ -2,7 +2,7 @@
 embeddings, residual sums, scores and logits are multiplied by factors of the config."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import gguf
 import numpy as np
@@ -173,7 +173,7 @@ def _of_all_layers(read: "KeyReader") -> "KeyReader":
     found = read.keys.get(key)
     if not isinstance(found, list) or len(set(map(str, found))) != 1:
         return read
-    return type(read)(read.path, {**read.keys, key: found[0]}, read.tensors)
+    return type(read)(read.path, {**read.keys, key: cast(Value, found[0])}, read.tensors)
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
