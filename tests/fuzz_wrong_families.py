@@ -67,7 +67,7 @@ PHI: dict[str, Change] = {
     "biases": one_of("attention_bias", True, "x"),
     "the long context": one_of("rope_scaling", {"type": "longrope"}, {"rope_type": "su"},
                                {"type": "yarn", "factor": 2.0}, "x", [1]),
-    "some of the pairs": one_of("partial_rotary_factor", 0.5, "x", 0),
+    "some of the pairs": one_of(R + "partial_rotary_factor", 1.5, "x", 0.01, [1.0]),
     "no window": one_of("sliding_window", 0, -1, "x", 1.5, [], True),
     "heads of another width": one_of("head_dim", 4, 10, 16, "x", 0, 7),
 }  # fmt: skip

@@ -20,7 +20,7 @@ _BY_NAME = (
     (("t5", "bart", "marian", "whisper", "pegasus"),
      "encoder-decoder models are not supported"),
     (("bert", "electra", "nomic"),
-     "an encoder, which cannot generate text, is not supported"),
+     "an encoder, which generates no text"),
     (("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
      "models for images and audio are not supported; the text model alone may be"),
     (("gemma3n",),
@@ -81,10 +81,10 @@ _BY_KEY = {
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
 CHECKPOINTS = (
-    "Llama, Mistral, Qwen 2, Qwen 3, Phi-3 and Phi-4-mini, Gemma 2, 3 and 4, SmolLM3, OLMo 2 and 3,"
-    " GLM-4, Granite, Ministral, StarCoder 2, Command R, Cohere 2, Nemotron, Arcee, Falcon and OPT, sparse variants of"
-    " them (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE,"
-    " Qwen 2 and Qwen 3, Granite, GLM-4.5, gpt-oss and SmallThinker, and Qwen3-Next, Qwen 3.5 and 3.6"
+    "Llama, Mistral, Qwen 2 to 3.6, Ministral, Phi-3 and 4-mini, Gemma 2 to 4, SmolLM3, OLMo 2 and 3,"
+    " GLM-4, Granite, StarCoder 2, Command R, Cohere 2, Nemotron, Arcee, Falcon, OPT, sparse variants"
+    " (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE, Qwen 2"
+    " to 3.6, Granite, GLM-4.5, gpt-oss and SmallThinker"
 )
 
 
