@@ -128,6 +128,8 @@ def _gguf(name: str, kind: str | None, names: list[str]) -> Path:
     chosen = [
         stem for stem in by_stem if re.search(rf"(^|[-._/]){re.escape(wanted)}$", stem.upper())
     ]
+    plain = [stem for stem in chosen if not re.search(rf"UD-{re.escape(wanted)}$", stem.upper())]
+    chosen = plain if len(plain) == 1 else chosen  # unsloth's mixtures have names of their own
     if kind is None and not chosen and len(by_stem) == 1:
         chosen = list(by_stem)
     if len(chosen) != 1:
