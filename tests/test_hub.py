@@ -65,7 +65,7 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
     names = ("README.md", "tiny-Q4_K_M.gguf", "tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf",
-             "mmproj-F16.gguf", "UD/tiny-UD-Q2_K_XL.gguf", "mtp-tiny-Q8_0.gguf")  # fmt: skip
+             "mmproj-F16.gguf", "UD/tiny-UD-Q2_K_XL.gguf", "tiny-UD-Q4_K_M.gguf", "mtp-tiny-Q8_0.gguf")  # fmt: skip
     monkeypatch.setattr(FakeHub, "files", {name: name.encode() for name in names})
     monkeypatch.setattr(FakeHub, "asked", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
@@ -82,6 +82,7 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
     "name, wanted",
     [
         (NAME, ["tiny-Q4_K_M.gguf"]),
+        (f"{NAME}:UD-Q4_K_M", ["tiny-UD-Q4_K_M.gguf"]),
         (f"{NAME}:q4_k_m", ["tiny-Q4_K_M.gguf"]),
         (f"hf.co/{NAME}:Q8_0", ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"]),
         (f"https:/huggingface.co/{NAME}:UD-Q2_K_XL", ["UD/tiny-UD-Q2_K_XL.gguf"]),
@@ -103,7 +104,11 @@ def test_a_gguf_is_fetched_by_its_type_and_found_again_without_the_hub(
 @pytest.mark.parametrize(
     "kind, names, words",
     [
-        (":Q3_K", None, "no GGUF of type Q3_K; it has tiny-UD-Q2_K_XL, tiny-Q4_K_M, tiny-Q8_0:"),
+        (
+            ":Q3_K",
+            None,
+            "no GGUF of type Q3_K; it has tiny-UD-Q2_K_XL, tiny-Q4_K_M, tiny-Q8_0, tiny-UD-Q4_K_M:",
+        ),
         ("", ["a-Q8_0.gguf", "b-Q6_K.gguf"], "no GGUF of type Q4_K_M; it has a-Q8_0, b-Q6_K:"),
         (":Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "several GGUFs; it has a-Q8_0, b-Q8_0:"),
         (":Q8_0", ["README.md"], "there is no GGUF"),
