@@ -141,6 +141,8 @@ def test_layers_for_a_gpu_that_is_not_there_are_noted(monkeypatch):
         ("generate a --reset-gpu-index", "--split"),
         ("generate a -ngl 20", "hotsplit solve"),
         ("serve a -ot x=CPU", "hotsplit solve"),
+        ("run a --n-cpu-moe 20", "run makes the plan itself"),
+        ("run a -nkvo", "run makes the plan itself"),
         ("solve a -ngl 20", "--vram-budget 8GiB"),
         ("generate a -cnv", "hotsplit chat"),
         ("chat a -no-cnv", "hotsplit generate"),

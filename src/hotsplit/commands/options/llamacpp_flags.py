@@ -52,6 +52,10 @@ _PLAN = (
     " --vram-budget 8GiB -o PLAN, then --split PLAN; without a plan, everything is on the GPU if there"
     " is one"
 )
+_RUN_PLANS = (
+    "run makes the plan itself: leave the option out, or give --vram SIZE for less of the GPU, and"
+    " --device cuda:N for another one"
+)
 _BUDGET = (
     "hotsplit run MODEL --vram 8GiB does everything within a budget; here the plan decides:"
     " hotsplit solve MODEL --profile P --machine M --vram-budget 8GiB -o PLAN, then --split PLAN"
@@ -87,6 +91,8 @@ TABLE: tuple[tuple[str, Flag], ...] = (
      Flag(does="layers", values="one", commands=MODEL_COMMANDS)),
     ("-ngl --gpu-layers --n-gpu-layers",
      _refuse("GPU memory is given in bytes, not in layers: --vram-budget 8GiB", ("solve",))),
+    ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
+     " -mg --main-gpu -nkvo --no-kv-offload", _refuse(_RUN_PLANS, ("run",))),
     ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
      " -mg --main-gpu", _refuse(_PLAN, MODEL_COMMANDS)),
     ("-vb --vram --vram-budget",
