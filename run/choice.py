@@ -221,7 +221,7 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
 
 
 def _fits(size: int, limit: int, place: str) -> str:
-    return f"{format_bytes(size)} with its context, {format_bytes(limit)} of {place}"
+    return f"{format_bytes(size)} with its context, out of {format_bytes(limit)} of {place}"
 
 
 def _too_large(size: int, memory: int) -> str:

@@ -113,7 +113,7 @@ def why_line(
             " hand-overs would take longer than the CPU saves"
         )
     gain = f"{best.gain_s / seconds:.2%}" if best.gain_s >= 1e-4 * seconds else "less than 0.01%"
-    what = f"an expert takes {format_bytes(best.num_bytes)} and would"
+    what = f"the next expert takes {format_bytes(best.num_bytes)} and would"
     if best.count > 1:
         size = format_bytes(best.num_bytes)
         what = f"{best.count} experts of a layer, of which fewer do not pay, take {size} and would"

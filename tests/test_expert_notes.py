@@ -49,7 +49,7 @@ def test_the_line_counts_what_is_there_and_says_that_the_budget_is_full(share):
     why = why_line(pipeline, answer.plan, [5], answer.objective_s)
     assert why is not None and why.startswith(f"{24 - number} experts are on the CPU because the")
     assert re.search(
-        r"budget is full: 5 B are left, and (an expert takes|\d experts .* take) ", why
+        r"budget is full: 5 B are left, and (the next expert takes|\d experts .* take) ", why
     )
     assert "% faster" in why
     assert "no faster plan was found: 1.00 GiB are left" in why_line(
