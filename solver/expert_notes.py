@@ -25,6 +25,8 @@ class Edge:
 
     least_hot: float
     most_cold: float
+    hot_expert: int
+    cold_expert: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +89,13 @@ def edges(pipeline: Pipeline, placement: Placement) -> dict[int, Edge]:
         rank_TK, is_hot_F = pipeline.model.sides(layer).rank_TK, placement.hot_LF[layer]
         if is_hot_F.any() and not is_hot_F.all():
             share_F = np.bincount(rank_TK.ravel(), minlength=len(is_hot_F)) / len(rank_TK)
+            hot, cold = np.flatnonzero(is_hot_F), np.flatnonzero(~is_hot_F)
+            least, most = hot[share_F[hot].argmin()], cold[share_F[cold].argmax()]
+            id_F = pipeline.model.order_LF[layer]
             found[layer] = Edge(
-                least_hot=float(share_F[is_hot_F].min()),
-                most_cold=float(share_F[~is_hot_F].max()),
-            )
+                least_hot=float(share_F[least]), most_cold=float(share_F[most]),
+                hot_expert=int(id_F[least]), cold_expert=int(id_F[most]),
+            )  # fmt: skip
     return found
 
 
@@ -124,13 +129,15 @@ def why_line(
     at = edges(pipeline, placement)
     if not at:
         return line
-    least, most = (
-        f"{np.median([getattr(edge, name) for edge in at.values()]):.1%}"
-        for name in ("least_hot", "most_cold")
-    )
+    # Experts that are chosen together are exchanged for others, so that some layers are out of order.
+    typical = [n for n in at if at[n].least_hot >= at[n].most_cold] or list(at)
+    layer = sorted(typical, key=lambda n: at[n].most_cold)[len(typical) // 2]
+    edge = at[layer]
     return (
-        f"{line}. Those that tokens choose most often have the places: in a typical layer the last one"
-        f" on the GPU is chosen by {least} of the tokens, the first one on the CPU by {most}"
+        f"{line}. Those that the profile's tokens choose most often have the places: in layer {layer},"
+        f" say, expert {edge.hot_expert} is the last on the GPU, chosen by {edge.least_hot:.2%} of the"
+        f" tokens, and expert {edge.cold_expert} the first on the CPU, by {edge.most_cold:.2%}"
+        " (--explain: each layer)"
     )
 
 

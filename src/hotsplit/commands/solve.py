@@ -163,7 +163,7 @@ def _mode_lines(report: SolveReport) -> list[str]:
         )
         what = "this plan" if report.units == "experts" else f"mode {report.mode}"
         lines.append(
-            f"{what} is the fastest, {report.tokens_per_s:,.1f} tokens/s; others: {others}"
+            f"{what} is the fastest, {report.tokens_per_s:,.1f} tokens/s predicted; others: {others}"
         )
     return lines + ([f"not planned for: {'; '.join(left_out)}"] if left_out else [])
 
