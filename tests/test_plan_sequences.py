@@ -172,11 +172,11 @@ def test_sequences_of_a_plan_have_the_same_bits_as_alone(tmp_path):
 @pytest.mark.parametrize(
     ("given", "parallel", "kept", "found"),
     [
-        ((), 4, None, {"parallel": 4, "kept": 2}),
-        ((), 4, 0, {"parallel": 4, "kept": 0}),
-        ((), 4, 5, {"parallel": 1, "kept": 5}),
-        (("parallel",), 2, None, {"parallel": 2, "kept": 4}),
-        (("parallel",), 6, None, {"parallel": 6, "kept": 0}),
+        ((), 1, None, (3, 3)),
+        ((), 1, 0, (6, 0)),
+        ((), 1, 5, (1, 5)),
+        (("parallel",), 2, None, (2, 4)),
+        (("parallel",), 6, None, (6, 0)),
     ],
 )
 def test_a_server_takes_its_places_from_the_plan(tmp_path, given, parallel, kept, found):

@@ -167,7 +167,7 @@ def test_openai_completes_and_stops(client):
         ({"temperature": "hot"}, "BadRequestError", "temperature"),
         ({"messages": []}, "BadRequestError", "messages"),
         ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
-        ({"extra_body": {"nonsense": 1}}, "BadRequestError", "nonsense"),
+        ({"extra_body": {"top_k": "many"}}, "BadRequestError", "top_k"),
         ({"messages": [{"role": "user", "content": "a b " * 4000}]}, "BadRequestError", "context"),
         ({"extra_headers": {"Authorization": "Bearer other"}}, "AuthenticationError", "key"),
         ({"extra_headers": {"Content-Type": "text/plain"}}, "APIStatusError", "application/json"),

@@ -82,9 +82,9 @@ _BY_KEY = {
 }
 CHECKPOINTS = (
     "Llama, Mistral, Qwen 2 to 3.6, Ministral, Phi-3 and 4-mini, Gemma 2 to 4, SmolLM3, OLMo 2 and 3,"
-    " GLM-4, Granite, StarCoder 2, Command R, Cohere 2, Nemotron, Arcee, Falcon, OPT, sparse variants"
-    " (ReLULLaMA, ProSparse, Bamboo, TurboSparse), and the mixtures of experts Mixtral, OLMoE, Qwen 2"
-    " to 3.6, Granite, GLM-4.5, gpt-oss and SmallThinker"
+    " GLM-4, Granite, StarCoder 2, Command R, Cohere 2, Nemotron, Arcee, Falcon, OPT, sparse ones"
+    " such as ProSparse, and the mixtures of experts Mixtral, OLMoE, Qwen 2 to 3.6, Granite, GLM-4.5,"
+    " gpt-oss and SmallThinker"
 )
 
 
