@@ -42,8 +42,10 @@ def find_source(source: Path) -> Path:
     Raises HotsplitError if files are missing there and cannot be downloaded, or if there is no such
     type."""
     found = HUB_NAME.fullmatch(source.as_posix())
-    # models/llama beside a folder `models` is a mistyped path rather than an organisation.
-    if source.exists() or source.parent.is_dir() or found is None:
+    # models/llama beside a folder `models` is a mistyped path rather than an organisation, and so is
+    # the name of a file.
+    is_path = source.exists() or source.parent.is_dir() or source.suffix == ".gguf"
+    if is_path or found is None:
         return source
     return _download(found["name"], found["kind"])
 

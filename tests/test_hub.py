@@ -123,6 +123,11 @@ def test_a_type_that_is_not_there_is_refused_in_one_line(files, monkeypatch, kin
     assert not FakeHub.asked
 
 
+def test_the_name_of_a_file_is_not_looked_for_on_the_hub(files, capsys):
+    assert main(["run", "none/tiny.gguf", "-p", "the"]) == 1
+    assert "none/tiny.gguf: no such folder or file" in capsys.readouterr().err
+
+
 def test_the_only_gguf_needs_no_type_and_is_run(files, tmp_path, monkeypatch, capsys):
     keys, vocab_size = byte_level_keys()
     make_model(sizes=make_sizes(vocab_size=vocab_size), kind="q8_0", extra_keys=keys).save(tmp_path / "m.gguf")  # fmt: skip
