@@ -12,7 +12,12 @@ from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.options import Outtype
 from hotsplit.costs.bytes_read import neurons_read
-from hotsplit.costs.default_mode import can_silence, is_smooth, mode_meant
+from hotsplit.costs.default_mode import (
+    can_silence,
+    computes_every_neuron,
+    is_smooth,
+    mode_meant,
+)
 from hotsplit.costs.part_bytes import (
     all_neuron_bytes,
     bytes_on_one_side,
@@ -76,7 +81,8 @@ class Choice:
         tokens to train them on, or because a plan needs counts and there are no others."""
         if self.predictors:
             return wishes.tokens is None
-        return self.predictors is None or bool(self.budgets)
+        is_counted = not computes_every_neuron(self.model, wishes.engine.mode)
+        return self.predictors is None or (bool(self.budgets) and is_counted)
 
 
 def choose(source: Source, wishes: Wishes, room: Room) -> Choice:

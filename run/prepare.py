@@ -84,8 +84,11 @@ class Steps:
     def machine(self) -> Path:
         return self._obtain("machine", machine_key(), stages.make_machine).file
 
-    def counts(self, tokens: int | None) -> Path:
-        return (self.look() if tokens is None else self.profile(tokens)).file
+    def counts(self, tokens: int | None) -> Path | None:
+        """The profile that a plan is made from; None if it needs none."""
+        if tokens is not None:
+            return self.profile(tokens).file
+        return self.look().file if self.job.choice.needs_look(self.job.wishes) else None
 
     def plan(self, model: Path, tokens: int | None) -> Path:
         key, counts = stages.plan_key(self.job, tokens), partial(self.counts, tokens)

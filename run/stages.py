@@ -112,7 +112,11 @@ def full_key(job: Job, tokens: int) -> dict[str, Any]:
 
 def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
     """The key of a plan. `tokens` are those of the profile with predictors; None without."""
-    of_profile = look_key(job) if tokens is None else profile_key(job, tokens)
+    of_profile = {"model": model_key(job)}
+    if tokens is not None:
+        of_profile = profile_key(job, tokens)
+    elif job.choice.needs_look(job.wishes):
+        of_profile = look_key(job)
     texts = job.wishes.engine.num_sequences
     return {
         "profile": of_profile, "predictors": tokens is not None, "machine": machine_key(),
@@ -259,11 +263,11 @@ def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
 
 
 def make_plan(
-    job: Job, model: Path, machine: Path, profiled: Path, folder: Path
+    job: Job, model: Path, machine: Path, profiled: Path | None, folder: Path
 ) -> Mapping[str, Any]:
     """Solves for a plan."""
     config = _solve_config(job, model, machine, profiled, folder / PLAN)
-    with reading(model, profiled, machine):
+    with reading(*config.inputs):
         report = solve(config, workspace_bytes)
     for note in report.notes:
         job.say(f"note: {note}")
@@ -271,7 +275,7 @@ def make_plan(
 
 
 def _solve_config(
-    job: Job, model: Path, machine: Path, profiled: Path, output: Path
+    job: Job, model: Path, machine: Path, profiled: Path | None, output: Path
 ) -> SolveConfig:
     return SolveConfig(
         model=model, profile=profiled, machine=machine, output=output,
@@ -283,7 +287,7 @@ def _solve_config(
 
 
 def make_trial(
-    job: Job, model: Path, machine: Path, profiled: Path, split: Path, folder: Path
+    job: Job, model: Path, machine: Path, profiled: Path | None, split: Path, folder: Path
 ) -> Mapping[str, Any]:
     """Tries a plan, and further ones if it is not what was predicted."""
     plan = Split.load(split)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import (
     ITEMS,
@@ -17,6 +16,7 @@ from hotsplit.costs.part_bytes import (
     placed_units,
 )
 from hotsplit.costs.state_bytes import slots_bytes
+from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.inputs import Workspace
 from hotsplit.solver.mode_choice import find
 from hotsplit.solver.prediction import Scales, inputs_for, scaled
@@ -88,7 +88,7 @@ def _shares(config: SolveConfig, split: Split) -> dict[int, str]:
     """Shares in words, for each layer with experts: of its choices, those of experts on the GPU and, if
     some are not there, of the tokens that chose the least chosen one there and the most chosen one
     on the CPU."""
-    profile = Profile.load(config.profile)
+    profile = profile_for(ModelFile.load(config.model), config.profile, split.mode)
     assert profile.routing_LTK is not None
     found = {}
     for layer, (id_TK, ids) in enumerate(zip(profile.routing_LTK, split.hot, strict=True)):

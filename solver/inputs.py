@@ -24,6 +24,7 @@ from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem_builder import build_problem
 
@@ -42,14 +43,15 @@ NO_GPU = Gpu(
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Checked inputs. `paths` are those of model, profile and machine file, for messages.
+    """Checked inputs. `paths` are those of model, profile (None: none is needed) and machine file, for
+    messages.
 
     With a neuron cache, main memory is only checked once a plan is found (`with_cache`)."""
 
     model: ModelFile
     profile: Profile
     machine: Machine
-    paths: tuple[Path, Path, Path]
+    paths: tuple[Path, Path | None, Path]
     context_length: int
     mode: Mode
     workspace: int
@@ -134,7 +136,7 @@ class Inputs:
 def load_inputs(
     *,
     model: Path,
-    profile: Path,
+    profile: Path | None,
     machine: Path,
     budgets: tuple[int, ...],
     host_budget: int | None,
@@ -156,7 +158,7 @@ def load_inputs(
         )
     if kv_offload is not None:
         kv_offload.check_windows(model, file.spec)
-    profile_file, machine_file = Profile.load(profile), Machine.load(machine)
+    profile_file, machine_file = profile_for(file, profile, mode), Machine.load(machine)
     inputs = Inputs(
         model=file,
         profile=profile_file,
@@ -172,7 +174,7 @@ def load_inputs(
         kv_offload=kv_offload,
     )
     again = "run hotsplit profile on this model"
-    check_made_with(profile_file.limits, profile, file.limits, model, again)
+    check_made_with(profile_file.limits, profile or model, file.limits, model, again)
     _check_profile(inputs)
     _check_machine(inputs)
     return inputs.with_workspace(workspace)

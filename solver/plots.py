@@ -11,9 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.files.atomic import partial_file
+from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.solve import SolveConfig
 from hotsplit.solver.sweep import Sweep
 from hotsplit.system.sizes import format_bytes, unit_of
@@ -64,7 +66,8 @@ def plot_sweep(found: Sweep, path: Path) -> None:
 
 def plot_heat_map(config: SolveConfig, path: Path) -> None:
     """Plots the plan at the config's output: layers by ranks of hotness, coloured by device."""
-    split, profile = Split.load(config.output), Profile.load(config.profile)
+    split = Split.load(config.output)
+    profile = profile_for(ModelFile.load(config.model), config.profile, split.mode)
     device_LR, units = device_of_ranks(split, profile), units_of(split, profile)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)

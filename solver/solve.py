@@ -12,8 +12,7 @@ import numpy as np
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import Profile
-from hotsplit.artifacts.split_file import Split
+from hotsplit.artifacts.split_file import UNKNOWN, Split
 from hotsplit.costs.part_bytes import Items, placed_units
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
@@ -25,6 +24,7 @@ from hotsplit.options.engine_config import MAX_SEQUENCES
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.advice import Advice, advise
+from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.expert_notes import more_line, placed_line, why_line
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
@@ -49,7 +49,7 @@ class SolveConfig:
     """Options of `hotsplit solve`."""
 
     model: Path
-    profile: Path
+    profile: Path | None = None  # None: for a plan in which every neuron is computed
     machine: Path
     output: Path
     vram_budget_bytes: int | tuple[int, ...]  # for the first GPU, or for each
@@ -83,7 +83,7 @@ class SolveConfig:
             raise HotsplitError(f"max loss is {self.max_loss}; wanted 0 or more")
         if not self.time_limit_s > 0:
             raise HotsplitError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
-        if self.output in (self.model, self.profile, self.machine):
+        if self.output in self.inputs:
             raise HotsplitError(f"{self.output}: is an input; give the plan another name")
         check_scaling(self.rope_scaling, self.rope_scale)
         if self.selection is not None and self.selection.is_capped:
@@ -108,6 +108,11 @@ class SolveConfig:
                 "--neuron-cache with a --vram-budget of 0; its slots are in the GPU's memory: give"
                 " it some, or leave --neuron-cache out"
             )
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The files that are read."""
+        return tuple(p for p in (self.model, self.profile, self.machine) if p is not None)
 
     @property
     def selection(self) -> KeySelection | None:
@@ -156,9 +161,7 @@ def solve(config: SolveConfig, workspace: Workspace) -> SolveReport:
 
     `workspace` counts the bytes of temporaries. Raises HotsplitError for files that do not belong
     together and for budgets too small; then nothing is written."""
-    check_output(
-        config.output, force=config.force, inputs=(config.model, config.profile, config.machine)
-    )
+    check_output(config.output, force=config.force, inputs=config.inputs)
     inputs = inputs_of(config, workspace)
     began = time.perf_counter()
     found = _find_as_asked(config, inputs, workspace)
@@ -207,7 +210,8 @@ def check(config: SolveConfig) -> Split:
     model = ModelFile.load(config.model)
     split.check_against(model, config.output)
     split.check_files(config.output, profile=config.profile, machine=config.machine)
-    profile, machine = Profile.load(config.profile), Machine.load(config.machine)
+    profile = profile_for(model, config.profile, split.mode)
+    machine = Machine.load(config.machine)
     verify(split, model=model, profile=profile, machine=machine)
     return split
 
@@ -236,7 +240,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         home=tuple(plan.home_I.tolist()) if has_many else (),
         gpu_budget_bytes=inputs.budgets if has_many else (),
         host_budget_bytes=inputs.host_budget,
-        profile_sha256=sha256_of(profile_path),
+        profile_sha256=UNKNOWN if profile_path is None else sha256_of(profile_path),
         machine_sha256=sha256_of(machine_path),
         cache=planned_cache(inputs, pipeline, placement),
         num_sequences=inputs.num_sequences,

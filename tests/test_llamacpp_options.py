@@ -201,7 +201,6 @@ def test_the_plans_rope_scaling_is_taken_and_printed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "words_"),
     [
-        ([], "--llama-cpp needs --profile"),
         (["--profile", "p"], "--llama-cpp needs --machine"),
         (["--profile", "p", "--machine", "c", "--format", "gpuidx"], "--format is not for"),
     ],

@@ -69,6 +69,28 @@ def test_a_plan_is_explained_and_drawn_and_checked(folder, capsys):
     assert "another machine file" in refusal(folder, capsys, "--check")
 
 
+def test_where_every_neuron_is_computed_a_plan_needs_no_profile(tmp_path, capsys):
+    """It takes as long, and has as much of everything, as the plan made from counts."""
+    save_solver_files(tmp_path, make_model(activation="silu", kind="f16"), c=make_machine(**SLOW))
+    files, found = [*arguments(tmp_path)[:2], *arguments(tmp_path)[4:]], []
+    for name, words in (("plan", files), ("counted", arguments(tmp_path))):
+        assert main([*words, "-o", str(tmp_path / name), "-vb", "300KiB", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    same = ("objective_s", "mode", "num_hot", "gpu_bytes", "cpu_bytes", "tokens_per_s")
+    assert [found[0][key] for key in same] == [found[1][key] for key in same]
+    assert 0 < found[0]["num_hot"] < found[0]["num_neurons"]
+    assert main([*files, "-o", str(tmp_path / "plan"), "--check"]) == 0
+    split, machine = str(tmp_path / "plan"), files[-1]
+    assert main(["export", files[1], "--llama-cpp", "--split", split, "--machine", machine]) == 0
+
+
+def test_where_it_is_not_known_what_fires_a_profile_is_asked_for(folder, capsys):
+    files = [*arguments(folder)[:2], *arguments(folder)[4:], "-o", str(folder / "plan"), "-vb", "700KiB"]  # fmt: skip
+    assert main(files) == 1
+    assert "which neurons of this relu model fire is known only from" in capsys.readouterr().err
+    assert main([*files, "--mode", "dense"]) == 0
+
+
 @pytest.mark.parametrize("more, outputs", [
     (("--sweep", "200KiB:2MiB", "--sweep-points", "2"), {"x", "x.png"}),
     (("-vb", "700KiB", "--heat-map", "{}/x.png"), {"x", "x.png"}),

@@ -168,7 +168,9 @@ def calibrate(as_json: bool, **options: Any) -> None:
 
 @cli.command(short_help="Plan what goes on the GPU under a VRAM budget.")
 @click.argument("model", type=FILE)
-@click.option("--profile", type=FILE, required=True, help="Made by hotsplit profile.")
+@click.option("--profile", type=FILE,
+              help="Made by hotsplit profile. Needless where every neuron is computed: for SiLU and GELU"
+                   " models that are not sparse, and with --mode dense.")  # fmt: skip
 @click.option("--machine", type=FILE, required=True, help="Made by hotsplit calibrate.")
 @click.option("-vb", "--vram-budget", "budgets", type=SIZE, multiple=True,
               help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"

@@ -24,12 +24,13 @@ def told(
     together, and click.UsageError if one is not given."""
     from hotsplit.runtime.step.workspace import workspace_bytes
 
-    for name, path in (("split", split), ("profile", profile), ("machine", machine)):
+    for name, path in (("split", split), ("machine", machine)):
         if path is None:
             raise click.UsageError(
-                f"--llama-cpp needs --{name}: the plan, its profile and machine."
+                f"--llama-cpp needs --{name}: the plan, its machine file and, of a mixture of experts,"
+                " its profile."
             )
-    assert split is not None and profile is not None and machine is not None
+    assert split is not None and machine is not None
     plan = Split.load(split)
     plan.check_files(split, profile=profile, machine=machine)
     if plan.kv_offload is not None:

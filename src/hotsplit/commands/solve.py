@@ -34,9 +34,7 @@ def run_solve(
     from hotsplit.runtime.step.workspace import workspace_bytes
 
     outputs = [config.output] if heat_map is None else [config.output, heat_map]
-    check_outputs(
-        outputs, force=config.force, inputs=(config.model, config.profile, config.machine)
-    )
+    check_outputs(outputs, force=config.force, inputs=config.inputs)
     with all_or_none():
         report = solve(config, workspace_bytes)
         if heat_map is not None:
@@ -78,11 +76,7 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
             f"{picture}: the curve is JSON, and its plot would have the same name; give -o another"
             " ending"
         )
-    check_outputs(
-        [config.output, picture],
-        force=config.force,
-        inputs=(config.model, config.profile, config.machine),
-    )
+    check_outputs([config.output, picture], force=config.force, inputs=config.inputs)
     found = sweep(config, first=first, last=last, num_budgets=num_budgets,
                   workspace=workspace_bytes)  # fmt: skip
     with all_or_none():

@@ -40,6 +40,14 @@ def mode_meant(model: ModelFile) -> Mode:
     return next(iter(sparse_modes(model)), "dense")
 
 
+def computes_every_neuron(model: ModelFile, mode: Mode | None) -> bool:
+    """True if a model without experts can run in no other mode than dense, or is asked to run in it: a
+    plan then needs no counts of firings. None: no mode is asked for."""
+    if model.spec.has_experts:
+        return False
+    return mode == "dense" or (mode is None and not sparse_modes(model))
+
+
 def can_silence(model: ModelFile) -> bool:
     """True if the activation, thresholds or limits can silence values, as mode exact requires. Not
     in experts of the stock layout, whose down projections have no row for each neuron."""
