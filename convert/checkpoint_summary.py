@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from shlex import quote
 
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import Draft, draft_of
@@ -54,7 +55,7 @@ class CheckpointSummary:
             ("activation", self.activation),
             *spec_facts(self.spec),
             *(("note", note) for note in self.notes),
-            ("next", f"hotsplit convert {self.path} -o model.gguf"),
+            ("next", f"hotsplit run {quote(str(self.path))}"),
         ]
 
 

@@ -109,7 +109,8 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     _check_cache(model, wishes, budgets, device)
     where = (given.gpus and why_cpu) or _where_line(wishes, room, budgets, context)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
-    lines = (type_line, *notes, mode_line, where, *_position_lines(model, wishes, context))
+    rotary = _position_lines(model, wishes, context)
+    lines = (type_line, *notes, mode_line, *given.lines, where, *rotary)
     return Choice(
         model=model, outtype=outtype, layout=layout, is_converted=own is None, device=device,
         predictors=predictors, budgets=budgets, context_length=context, lines=lines,

@@ -1,5 +1,7 @@
 """Explains what a plan's GPU memory is used for, by item and by layer, from the written plan and
-its files; of a mixture, also what a faster link would bring."""
+its files; of a mixture, also what a faster link would bring and where an expert is.
+
+E: experts of a layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from hotsplit.costs.part_bytes import (
     placed_units,
 )
 from hotsplit.costs.state_bytes import slots_bytes
+from hotsplit.errors import HotsplitError
 from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.inputs import Workspace
 from hotsplit.solver.mode_choice import find
@@ -47,6 +50,19 @@ class Explanation:
     lines: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlace:
+    """Where one expert is, and why: `share` of the profile's tokens chose it, its `rank` among the
+    `num_experts` of its layer by that, from 1."""
+
+    layer: int
+    expert: int
+    is_on_gpu: bool
+    share: float
+    rank: int
+    line: str
+
+
 def explain(config: SolveConfig, workspace: Workspace) -> Explanation:
     """Explains the plan at the config's output."""
     split, model = Split.load(config.output), ModelFile.load(config.model)
@@ -64,6 +80,40 @@ def explain(config: SolveConfig, workspace: Workspace) -> Explanation:
         layers=layers,
         lines=(*_layer_lines(layers, split, shares), *_unused_lines(unused, split), *link),
     )
+
+
+def where_is(config: SolveConfig, layer: int, expert: int) -> ExpertPlace:
+    """Where an expert is by the plan at the config's output, and what the layer's others are chosen.
+    Raises HotsplitError if there is no such expert."""
+    split, name = Split.load(config.output), f"expert {layer}:{expert}"
+    if not split.num_experts:
+        raise HotsplitError(f"{name}: {config.model} has no experts; ask for its layers: --explain")
+    if not (0 <= layer < len(split.hot) and 0 <= expert < split.num_experts):
+        raise HotsplitError(
+            f"{name}: wanted LAYER:EXPERT, layers 0 to {len(split.hot) - 1} and experts 0 to"
+            f" {split.num_experts - 1}"
+        )
+    found = _chosen(config, split)
+    if layer not in found:
+        raise HotsplitError(f"{name}: layer {layer} has no experts")
+    share_E, is_hot_E = found[layer]
+    rank = 1 + int((share_E > share_E[expert]).sum())
+    line = (
+        f"{name} is on the {'GPU' if is_hot_E[expert] else 'CPU'}: {share_E[expert]:.2%} of the profile's"
+        f" tokens chose it, and {rank - 1} of the layer's {split.num_experts} experts more often;"
+        f" {is_hot_E.sum()} are on the GPU"
+    )
+    if is_hot_E.any() and not is_hot_E.all():
+        hot, cold = np.flatnonzero(is_hot_E), np.flatnonzero(~is_hot_E)
+        last, first = hot[share_E[hot].argmin()], cold[share_E[cold].argmax()]
+        line += (
+            f", of which {last} is chosen least, by {share_E[last]:.2%}; on the CPU {first} is chosen most,"
+            f" by {share_E[first]:.2%}"
+        )
+    return ExpertPlace(
+        layer=layer, expert=expert, is_on_gpu=bool(is_hot_E[expert]), share=float(share_E[expert]),
+        rank=rank, line=line,
+    )  # fmt: skip
 
 
 def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
@@ -84,23 +134,28 @@ def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
     )
 
 
-def _shares(config: SolveConfig, split: Split) -> dict[int, str]:
-    """Shares in words, for each layer with experts: of its choices, those of experts on the GPU and, if
-    some are not there, of the tokens that chose the least chosen one there and the most chosen one
-    on the CPU."""
+def _chosen(config: SolveConfig, split: Split) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """For each layer with experts: (shares of the tokens that chose each, whether it is on a GPU)."""
     profile = profile_for(ModelFile.load(config.model), config.profile, split.mode)
     assert profile.routing_LTK is not None
     found = {}
     for layer, (id_TK, ids) in enumerate(zip(profile.routing_LTK, split.hot, strict=True)):
-        if (id_TK < 0).any():
-            continue
-        share_E = np.bincount(id_TK.ravel(), minlength=split.num_experts) / len(id_TK)
-        is_hot_E = np.isin(np.arange(split.num_experts), ids)
-        text = f" {share_E[is_hot_E].sum() / id_TK.shape[1]:>10.1%}"
+        if not (id_TK < 0).any():
+            share_E = np.bincount(id_TK.ravel(), minlength=split.num_experts) / len(id_TK)
+            found[layer] = share_E, np.isin(np.arange(split.num_experts), ids)
+    return found
+
+
+def _shares(config: SolveConfig, split: Split) -> dict[int, str]:
+    """Shares in words, for each layer with experts: of its choices, those of experts on the GPU and, if
+    some are not there, of the tokens that chose the least chosen one there and the most chosen one
+    on the CPU."""
+    found = {}
+    for layer, (share_E, is_hot_E) in _chosen(config, split).items():
+        found[layer] = f" {share_E[is_hot_E].sum() / share_E.sum():>10.1%}"
         if is_hot_E.any() and not is_hot_E.all():
             last, first = share_E[is_hot_E].min(), share_E[~is_hot_E].max()
-            text += f"  {last:>6.1%}  {first:>6.1%}"
-        found[layer] = text
+            found[layer] += f"  {last:>6.1%}  {first:>6.1%}"
     return found
 
 

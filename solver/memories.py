@@ -11,6 +11,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.solver.fullest import fullest_plan, least_room
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus
+from hotsplit.system.sizes import format_bytes
 
 MIB = 1 << 20
 
@@ -116,7 +117,7 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     budgets, problem = smallest.budgets, pipeline.model
     if inputs.swapped_rows and budgets is None and smallest.host is not None:
         return (
-            f"{inputs.host_budget:,} bytes of main memory do not hold the plan with a neuron cache,"
+            f"{format_bytes(inputs.host_budget)} of main memory do not hold the plan with a neuron cache,"
             " which keeps a copy of each hot neuron there; with this budget of GPU memory the"
             f" smallest --host-budget that holds one is {_size(smallest.host)}, or leave"
             " --neuron-cache out"
@@ -124,15 +125,15 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     if pipeline.num_gpus == 1 and not pipeline.need_bytes and budgets is not None:
         if inputs.swapped_rows:
             return (
-                f"a budget of {problem.budget_bytes:,} bytes holds nothing besides the neuron cache:"
-                f" the smallest that does is {_size(budgets[0])}, of which"
-                f" {problem.workspace_bytes:,} are workspace and the cache's; most_rows=N with a"
-                " smaller N takes less"
+                f"a budget of {format_bytes(problem.budget_bytes)} holds nothing besides the neuron"
+                f" cache: the smallest that does is {_size(budgets[0])}, of which"
+                f" {format_bytes(problem.workspace_bytes)} are workspace and the cache's;"
+                " most_rows=N with a smaller N takes less"
             )
         return (
-            f"a budget of {problem.budget_bytes:,} bytes holds nothing: the smallest that works is"
-            f" {_size(budgets[0])}, of which {problem.workspace_bytes:,} are workspace; 0 gives a"
-            " plan for the CPU alone"
+            f"a budget of {format_bytes(problem.budget_bytes)} holds nothing: the smallest that works"
+            f" is {_size(budgets[0])}, of which {format_bytes(problem.workspace_bytes)} are workspace;"
+            " 0 gives a plan for the CPU alone"
         )
     shorter = "" if smallest.context is None else f"; a --context of {smallest.context:,} fits, too"
     if budgets is None and inputs.host_budget < inputs.always_on_host:
@@ -141,17 +142,17 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
         if inputs.kv_offload is not None:
             what = "the embedding, the workspace and the keys and values"
         return (
-            f"{inputs.host_budget:,} bytes of main memory hold no plan: {what}, which are always there,"
-            f" take {inputs.always_on_host:,}; with these budgets of GPU memory the smallest"
+            f"{format_bytes(inputs.host_budget)} of main memory hold no plan: {what}, which are always"
+            f" there, take {format_bytes(inputs.always_on_host)}; with these budgets of GPU memory the smallest"
             f" --host-budget that works is {_size(smallest.host)}{shorter}"
         )
     now = tuple(problem.budget_bytes for problem in pipeline.problems)
     named = [] if budgets is None else [f"{_budgets(budgets, now)} of GPU memory"]
     named += [] if smallest.host is None else [f"{_size(smallest.host)} of main memory"]
-    given = " + ".join(f"{size:,}" for size in now)
+    given = " + ".join(map(format_bytes, now))
     return (
-        f"{inputs.paths[0]}: does not fit into {given} bytes of GPU memory and"
-        f" {inputs.host_budget:,} of main memory; the smallest that works is"
+        f"{inputs.paths[0]}: does not fit into {given} of GPU memory and"
+        f" {format_bytes(inputs.host_budget)} of main memory; the smallest that works is"
         f" {(' and ' if smallest.together else ', or ').join(named)}{shorter}"
     )
 
@@ -159,11 +160,11 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
 def _budgets(budgets: tuple[int, ...], now: tuple[int, ...]) -> str:
     """The budgets as text; "as given" marks those that equal the present ones."""
     return " + ".join(
-        f"{size:,} bytes as given" if size == given else _size(size)
+        f"{_size(size)} as given" if size == given else _size(size)
         for size, given in zip(budgets, now, strict=True)
     )
 
 
 def _size(num_bytes: int) -> str:
     hundredths = -(-100 * num_bytes // MIB)  # rounded up, so that it works as an option
-    return f"{num_bytes:,} bytes ({hundredths / 100:,.2f} MiB)"
+    return f"{hundredths / 100:,.2f} MiB ({num_bytes:,} bytes)"

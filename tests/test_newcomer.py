@@ -547,6 +547,8 @@ def test_a_checkpoint_folder_is_inspected(tmp_path, capsys):
     assert found["num_parameters"] == sum(weight.size for weight in weights.values())
     assert (found["architecture"], found["graph"]) == ("LlamaForCausalLM", "llama")
     assert found["refusal"] is None and len(found["spec"]["layers"]) > 0
+    assert main(["inspect", str(folder)]) == 0
+    assert re.search(rf"next +hotsplit run {folder}\n", capsys.readouterr().out)
     edit_config(folder, lambda config: config.update(architectures=["DbrxForCausalLM"]))
     assert main(["inspect", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -608,7 +610,11 @@ def test_a_profile_says_where_the_tokens_went_that_it_does_not_count(tmp_path, c
         assert Profile.load(output).num_tokens == counted
 
 
-def test_a_profile_without_silent_neurons_says_what_to_do(tmp_path, codec_model, capsys):
+def test_a_profile_without_silent_neurons_says_what_to_do(
+    tmp_path, codec_model, capsys, monkeypatch
+):
+    """With a text of the user's, or that of the package."""
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text.txt"
     text.write_text("ab cd " * 200)
     model = ModelFile.load(codec_model)
@@ -618,8 +624,11 @@ def test_a_profile_without_silent_neurons_says_what_to_do(tmp_path, codec_model,
         spec = changed(model.bare_spec, Neurons, activation=activation)
         dataclasses.replace(model, bare_spec=spec).save(path)
         output = tmp_path / f"{activation}.safetensors"
-        lines = lines_of(capsys, ["profile", path, "--corpus", text, "-o", output], 0)
+        given = ["--corpus", text] if activation == "silu" else ["--tokens", 1000]
+        lines = lines_of(capsys, ["profile", path, *given, "-o", output], 0)
         notes[activation] = [line for line in lines if line.startswith("note: nearly every")]
+        assert any("on the text in the package" in line for line in lines) == (activation == "relu")
     (note,) = notes["silu"]
     assert "--target-sparsity" in note and "advise" in note
+    assert Profile.load(tmp_path / "relu.safetensors").corpora[0].name == "default.txt"
     assert not notes["relu"]

@@ -22,6 +22,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Trial
 from hotsplit.cli import main
+from hotsplit.commands.options import speculation
 from hotsplit.errors import Interrupted
 from hotsplit.run import estimate, housekeeping, prepare, stages
 from hotsplit.run.default_budgets import Room
@@ -197,6 +198,29 @@ def test_other_commands_prepare_a_checkpoint_as_run_does(capsys, silu, gpu, tmp_
     more = ("--split", str(plan))
     assert main(["chat", str(silu), "--vram", "1MiB", *more]) == 2
     assert "--vram makes a plan: leave --split out" in capsys.readouterr().err
+
+
+def test_a_draft_model_is_prepared_as_the_model_is(capsys, silu, cache, monkeypatch):
+    """The draft model is prepared before the model; a dry run says that it would be."""
+    model = str(cache.parent / "m.gguf")
+    assert main(["convert", str(silu), "-o", model]) == 0
+    asked = (model, "-p", "the", "-n", "6", "--temp", "0", "-t", "1")
+    assert main(["generate", *asked]) == 0
+    alone = capsys.readouterr().out
+    assert main(["run", *asked, "-md", str(silu), "--dry-run"]) == 0
+    assert f"the draft model {silu} would be prepared" in capsys.readouterr().err
+    assert not list(cache.glob("model-*"))
+    opened, drafts = speculation._draft_engine, []
+    monkeypatch.setattr(
+        speculation, "_draft_engine", lambda *given: drafts.append(given[1]) or opened(*given)
+    )
+    for command in ("generate", "run"):
+        assert main([command, *asked, "-md", str(silu)]) == 0
+        shown = capsys.readouterr()
+        assert shown.out == alone and drafts.pop().parent.parent == cache
+        assert ("stage 1 of 1: convert" in shown.err) == (command == "generate")
+    assert main(["generate", *asked, "-md", str(cache.parent / "no" / "such")]) == 1
+    assert "no such folder" in capsys.readouterr().err
 
 
 # ---- a trial ------------------------------------------------------------------------------------

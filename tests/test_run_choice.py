@@ -104,7 +104,7 @@ def test_it_says_why_no_gpu_is_used(source, monkeypatch, wishes, has_cuda, why):
 
 
 def test_the_default_budget_is_that_of_the_gpu_asked_for(monkeypatch):
-    free = {None: 8 << 30, 0: 8 << 30, 1: 4 << 30}
+    free = {0: 8 << 30, 1: 4 << 30}
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         choice.torch.cuda, "mem_get_info", lambda device: (free[device.index], 8 << 30)
@@ -114,6 +114,24 @@ def test_the_default_budget_is_that_of_the_gpu_asked_for(monkeypatch):
         wanted = GPU_SHARE * free[index]
         assert wanted - STEP_BYTES < budget <= wanted, device
     assert room_here(None, "cpu").gpus == ()
+
+
+def test_a_budget_above_what_is_free_is_lowered_and_said(source, monkeypatch):
+    free = [8 << 30, 4 << 30]
+    cuda = choice.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device: (free[device.index], 12 << 30))
+    assert room_here((8 << 30,), None).gpus == (8 << 30,) and not room_here((1,), None).lines
+    low = room_here((12 << 30,), None)
+    assert low.gpus == room_here(None, None).gpus
+    (line,) = low.lines
+    assert line == "--vram 12.00 GiB: only 8.00 GiB are free on the GPU, so 7.00 GiB are used"
+    both = room_here((8 << 30, 5 << 30), None)
+    assert both.gpus == (8 << 30, room_here(None, "cuda:1").gpus[0])
+    assert "on the GPU 1, so 3.50 GiB" in both.lines[0] and len(both.lines) == 1
+    assert room_here((5 << 30,), "cuda:1").gpus == room_here(None, "cuda:1").gpus
+    assert line in choose(source, wishes_of(outtype="q8_0"), low).lines
 
 
 def test_which_models_are_looked_at():

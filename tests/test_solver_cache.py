@@ -127,8 +127,8 @@ def test_a_refusal_names_the_smallest_budget_of_main_memory(files, tmp_path, mod
     with pytest.raises(HotsplitError, match="copy of each hot neuron") as refused:
         solved(files, tmp_path / "plan", host_budget_bytes=WORKSPACE, mode=mode)
     text = str(refused.value).split("--host-budget that holds one is ")[1]
-    needed = int(text.split(" bytes")[0].replace(",", ""))
-    with pytest.raises(HotsplitError, match=f"that holds one is {needed:,} bytes"):
+    needed = int(re.search(r"\(([\d,]+) bytes\)", text)[1].replace(",", ""))
+    with pytest.raises(HotsplitError, match=rf"that holds one is [\d.]+ MiB \({needed:,} bytes"):
         solved(files, tmp_path / "plan", host_budget_bytes=needed - 1, mode=mode)
     assert not (tmp_path / "plan").exists()
     solved(files, tmp_path / "plan", host_budget_bytes=needed, mode=mode)
@@ -152,11 +152,13 @@ def test_the_fastest_of_the_modes_with_a_cache(files, tmp_path):
 def test_the_smallest_budget_beside_a_cache(files, tmp_path):
     with pytest.raises(HotsplitError, match="holds nothing besides the neuron cache") as refused:
         solved(files, tmp_path / "plan", vram_budget_bytes=WORKSPACE + 100)
-    smallest = int(str(refused.value).split("that does is ")[1].split(" bytes")[0].replace(",", ""))
+    mib, size = re.search(
+        r"that does is ([\d.]+ MiB) \(([\d,]+) bytes", str(refused.value)
+    ).groups()
+    smallest = int(size.replace(",", ""))
     with pytest.raises(HotsplitError, match="holds nothing besides the neuron cache"):
         solved(files, tmp_path / "plan", vram_budget_bytes=smallest - 1)
     solved(files, tmp_path / "plan", vram_budget_bytes=smallest)
-    mib = re.search(r"bytes \(([\d.]+ MiB)\)", str(refused.value))[1]
     assert smallest <= parse_bytes(mib) < smallest + (1 << 20) // 100 + 1
 
 

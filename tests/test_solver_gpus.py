@@ -1,5 +1,6 @@
 """Several GPUs and a limit on main memory, against brute force and hand-solved cases."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -258,15 +259,17 @@ def predicted(folder, *budgets, **changes) -> SolveConfig:
     return config_of(folder, *budgets, mode="predicted", **changes)
 
 
+def named(error: HotsplitError) -> list[int]:
+    """The bytes that a refusal names."""
+    return [int(size.replace(",", "")) for size in re.findall(r"\(([\d,]+) bytes\)", str(error))]
+
+
 def test_the_refusal_of_a_small_main_memory_names_what_works(folder):
     cpu_bytes = solve(predicted(folder, 0), take_workspace).cpu_bytes
     on_cpu = sum(cpu_bytes.values())
     with pytest.raises(HotsplitError, match="smallest that works is") as error:
         solve(predicted(folder, 0, host_budget_bytes=on_cpu - 1000, force=True), take_workspace)
-    vram, host = (
-        int(text.split(" bytes")[0].replace(",", ""))
-        for text in str(error.value).split("works is ")[1].split(", or ")
-    )
+    vram, host = named(error.value)
     assert host == on_cpu
     solve(predicted(folder, 0, host_budget_bytes=host, force=True), take_workspace)
     half = predicted(folder, room(folder, 0.6), host_budget_bytes=on_cpu - 1000, force=True)
@@ -279,7 +282,7 @@ def test_the_refusal_of_a_small_main_memory_names_what_works(folder):
     short = on_cpu - (some - cpu_bytes["workspace"]) - 1
     with pytest.raises(HotsplitError, match="smallest that works is") as error:
         solve(predicted(folder, some, host_budget_bytes=short, force=True), take_workspace)
-    host = int(str(error.value).split(", or ")[1].split(" bytes")[0].replace(",", ""))
+    _, host = named(error.value)
     # Any plan will do: to prove that none is better would take half a minute where so few bytes are free.
     tight = predicted(folder, some, host_budget_bytes=host, force=True, time_limit_s=1.0)
     assert solve(tight, take_workspace).num_hot

@@ -10,9 +10,12 @@ from models import make_machine, save_solver_files
 from hotsplit.cli import main
 
 NUMBER = r"([\d,]+)"
-FOR_GPU = rf"the smallest that (?:works|does) is {NUMBER} bytes"
-FOR_HOST = rf"--host-budget that (?:works|holds one) is {NUMBER} bytes"
-FOR_BOTH = r"the smallest that works is (.* of GPU memory)?(, or | and )?(?:([\d,]+) bytes.* of main memory)?"
+SIZE = rf"[\d,.]+ MiB \({NUMBER} bytes\)"
+FOR_GPU = rf"the smallest that (?:works|does) is {SIZE}"
+FOR_HOST = rf"--host-budget that (?:works|holds one) is {SIZE}"
+FOR_BOTH = (
+    rf"the smallest that works is (.* of GPU memory)?(, or | and )?(?:{SIZE} of main memory)?"
+)
 FOR_CONTEXT = rf"a --context of {NUMBER} fits"
 
 
@@ -80,7 +83,7 @@ def check(command: Command, capsys) -> int:
             named += _budgets(command, capsys, both, line)
             if both[2] == " and ":
                 parts = both[1].removesuffix(" of GPU memory").split(" + ")
-                budgets = [f"{number(re.match(NUMBER, part)[1])}B" for part in parts]  # type: ignore[index]
+                budgets = [f"{number(re.match(SIZE, part)[1])}B" for part in parts]  # type: ignore[index]
         if both[3]:
             named += _host(command, capsys, number(both[3]), line, budgets)
     elif found := re.search(FOR_GPU, line):
@@ -108,7 +111,7 @@ def _host(command: Command, capsys, size: int, line: str, budgets: list[str]) ->
 def _budgets(command: Command, capsys, both: re.Match[str], line: str) -> int:
     """Tries the budgets; one byte less is refused for each that is not marked "as given"."""
     parts = both[1].removesuffix(" of GPU memory").split(" + ")
-    sizes = [number(re.match(NUMBER, part)[1]) for part in parts]  # type: ignore[index]
+    sizes = [number(re.match(SIZE, part)[1]) for part in parts]  # type: ignore[index]
     host = f"{number(both[3])}B" if both[2] == " and " else command.host
     assert command.line(capsys, budgets=[f"{size}B" for size in sizes], host=host) is None, line
     named = 0
@@ -136,5 +139,5 @@ def test_a_budget_that_is_not_least_is_marked_as_given(folder, capsys):
     command.num_gpus, command.mode, command.more = 2, "exact", []
     command.budgets, command.host, command.context = ["300001B", "1B"], "200000B", "16"
     line = command.line(capsys)
-    assert line is not None and "is 300,001 bytes as given + " in line, line
+    assert line is not None and "is 0.29 MiB (300,001 bytes) as given + " in line, line
     assert check(command, capsys)

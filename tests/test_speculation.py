@@ -432,7 +432,7 @@ def test_the_options_of_a_command_are_parsed(line, wanted):
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("--speculate draft", "needs a draft model: -md FILE"),
+        ("--speculate draft", "needs a draft model: -md SOURCE"),
         ("--speculate ngram -md d.gguf", "-md is for --speculate draft, not for ngram"),
         ("--speculate other", "is not one of"),
     ],

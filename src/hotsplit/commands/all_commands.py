@@ -21,6 +21,7 @@ from hotsplit.commands.help.command import completion, help_command
 from hotsplit.commands.options.engine import rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.shared import (
+    EXPERT,
     FILE,
     OUTPUT,
     SIZE,
@@ -201,6 +202,10 @@ def calibrate(as_json: bool, **options: Any) -> None:
     "--explain", "explained", is_flag=True, help="Show what each byte of VRAM is used for."
 )
 @click.option(
+    "--explain-expert", "experts", type=EXPERT, multiple=True,
+    metavar="LAYER:EXPERT", help="Show where an expert of a mixture is, and why; may be repeated.",
+)  # fmt: skip
+@click.option(
     "--heat-map", type=OUTPUT, help="Write a picture (PNG) of the plan: layers by hotness."
 )
 @click.option("--sweep", "sweep_range", metavar="FROM:TO",
@@ -213,8 +218,8 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="Check that the plan at --output is still valid for these files; write nothing.")  # fmt: skip
 @report_options
 def solve(
-    budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None,
-    sweep_points: int, is_check: bool, as_json: bool, neuron_cache: str | None, **options: Any,
+    budgets: tuple[int, ...], explained: bool, experts: tuple[tuple[int, int], ...],
+    heat_map: Path | None, sweep_range: str | None, sweep_points: int, is_check: bool, as_json: bool, neuron_cache: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Plan what goes on the GPU under a VRAM budget, and write the plan.
 
@@ -228,7 +233,8 @@ def solve(
         context = click.get_current_context()
         (option,) = (param for param in context.command.params if param.name == "budgets")
         raise click.MissingParameter(ctx=context, param=option)
-    if (is_check or sweep_range) and (explained or heat_map or (is_check and sweep_range)):
+    pictured = explained or experts or heat_map
+    if (is_check or sweep_range) and (pictured or (is_check and sweep_range)):
         raise click.UsageError("--check, --sweep, and --explain or --heat-map exclude each other.")
     if sweep_range and budgets:
         raise click.UsageError("--sweep FROM:TO gives the budgets: leave --vram-budget out.")
@@ -244,7 +250,7 @@ def solve(
     elif sweep_range:
         report, lines = run_sweep(config, sweep_range, sweep_points)
     else:
-        report, lines = run_solve(config, explained=explained, heat_map=heat_map)
+        report, lines = run_solve(config, explained=explained, experts=experts, heat_map=heat_map)
     finish(report, as_json, lines)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotsplit.commands.options.preparation import texts_or_default
 from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
@@ -39,7 +40,7 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 @click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
 @click.option("--corpus", "corpora", type=FILE, multiple=True,
               help="Text to count on: a text, .jsonl or .parquet file, a folder of them, or - for"
-                   " stdin; may be repeated.")  # fmt: skip
+                   " stdin; may be repeated. [default: a text in the package]")  # fmt: skip
 @click.option("-o", "--output", type=OutputPath(".safetensors"), required=True,
               help="The profile to write.")  # fmt: skip
 @click.option("--tokens", "max_tokens", type=int,
@@ -119,20 +120,26 @@ def profile(
     predictors = PredictorOptions(
         **{name: options.pop(f"predictor_{name}") for name in names}, target=target
     )
-    config = ProfileConfig(
-        model=files[0], output=output, force=force, predictors=predictors, **options
-    )
     from hotsplit.profile.collect import profile as run  # seconds of imports
     from hotsplit.profile.corpus.processes import rank_here
     from hotsplit.profile.report.plots import draw
     from hotsplit.system.progress import progress
 
     is_first = rank_here() == 0
-    if is_first:
-        _check_outputs(config, plots)
-    total = config.max_tokens or DEFAULT_TOKENS
-    with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
-        report = run(config, advance or (lambda count: None), say)
+    with texts_or_default(options.pop("corpora"), is_said=is_first) as texts:
+        config = ProfileConfig(
+            model=files[0],
+            output=output,
+            force=force,
+            predictors=predictors,
+            corpora=texts,
+            **options,
+        )
+        if is_first:
+            _check_outputs(config, plots)
+        total = config.max_tokens or DEFAULT_TOKENS
+        with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
+            report = run(config, advance or (lambda count: None), say)
     if not is_first:
         return
     lines = _lines(report)

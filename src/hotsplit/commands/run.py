@@ -15,6 +15,8 @@ from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, cons
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.preparation import (
     announce,
+    drafting,
+    needs_preparation,
     said_when_ready,
     tokenizer_option,
     vram_option,
@@ -45,7 +47,7 @@ _PROMPTS = ("prompt", "prompt_file", "prompts_file")
 # Options for a text, which a conversation does not take.
 _WRITE = (*_PROMPTS, "keep", "num_logprobs", "is_shown", "json_lines", "is_chat", "as_json")
 _own_options = joined(
-    vram_option,
+    vram_option("most of what is free on the first, or on --device"),
     click.option("--chat", "is_chat", is_flag=True,
                  help="With a prompt: treat it as a message and print the answer. Without one, run"
                  " always holds a conversation."),
@@ -108,7 +110,7 @@ def run(
     use_threads(options["threads"])
     engine = take_engine_options(dict(options))
     wishes = Wishes(vram=vram or None, outtype=outtype, tokens=tokens, engine=engine)
-    with Cache.open(say) as cache:
+    with drafting(options, yes=yes, is_dry=dry_run), Cache.open(say) as cache:
         given = look_at(source, activation, cache.folder / "planned.gguf", tokenizer)
         job = job_of(given, wishes, corpora, cache, is_verified=is_verified)
         _check_model(job, options, dry_run=dry_run)
@@ -153,7 +155,8 @@ def _check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run:
     take_sampling_options(dict(options))
     _, model_draft = take_speculation_options(dict(options))
     ConstraintOptions(**{name: options[name] for name in NAMES})
-    for path in (*corpora, *([] if model_draft is None else [model_draft])):
+    drafts = [] if model_draft is None or needs_preparation(model_draft) else [model_draft]
+    for path in (*corpora, *drafts):
         if str(path) != "-" and not path.exists():
             raise HotsplitError(f"{path}: no such file or folder")
     if options["max_tokens"] is None:

@@ -2,6 +2,7 @@
 
 This module has the runtime measure the memory of a pass, since the solver only reads files."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import all_or_none
 from hotsplit.files.outputs import check_outputs
-from hotsplit.solver.explain import explain
+from hotsplit.solver.explain import explain, where_is
 from hotsplit.solver.solve import SolveConfig, SolveReport, check, solve
 from hotsplit.solver.sweep import Sweep, sweep
 from hotsplit.system.sizes import format_bytes, parse_bytes
@@ -28,9 +29,14 @@ MEANINGS = {
 
 
 def run_solve(
-    config: SolveConfig, *, explained: bool, heat_map: Path | None
+    config: SolveConfig,
+    *,
+    explained: bool,
+    experts: Sequence[tuple[int, int]],
+    heat_map: Path | None,
 ) -> tuple[Any, list[str]]:
-    """Writes a plan; returns (report for JSON, lines for the user)."""
+    """Writes a plan; returns (report for JSON, lines for the user). `experts`: layer and number of those
+    that the user asks about."""
     from hotsplit.runtime.step.workspace import workspace_bytes
 
     outputs = [config.output] if heat_map is None else [config.output, heat_map]
@@ -47,6 +53,9 @@ def run_solve(
         explanation = explain(config, workspace_bytes)
         content["explanation"] = asdict(explanation)
         lines += explanation.lines
+    places = [where_is(config, *asked) for asked in experts]
+    content |= {"experts": [asdict(place) for place in places]} if places else {}
+    lines += [place.line for place in places]
     if heat_map is not None:
         lines.append(f"wrote {heat_map}")
     return content, lines + _speed_lines(report) + _mode_lines(report) + [_last_line(report)]

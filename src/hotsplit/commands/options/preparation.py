@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotsplit.commands.options.shared import FILE, SIZE, joined, say, take_engine_options
+from hotsplit.commands.options.speculation import take_speculation_options
 from hotsplit.files.steady import suspended
+from hotsplit.options.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from hotsplit.run.estimate import Estimate
@@ -24,25 +26,27 @@ ASKED_FROM_S = 600.0  # longer work must be confirmed at a terminal
 yes_option = click.option(
     "-y", "--yes", is_flag=True, help="Do not ask for confirmation of long work."
 )
-vram_option = click.option(
-    "-vb", "--vram", "--vram-budget", "vram", type=SIZE, multiple=True,
-    help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per GPU."
-    " [default: most of what is free on the first, or on --device]",
-)  # fmt: skip
+
+
+def vram_option(default: str) -> Callable[[Any], Any]:
+    return click.option(
+        "-vb", "--vram", "--vram-budget", "vram", type=SIZE, multiple=True,
+        help="GPU memory to plan the model for, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU."
+        f" Once per GPU. [default: {default}]",
+    )  # fmt: skip
+
+
 tokenizer_option = click.option(
     "--tokenizer", type=FILE,
     help="The model's tokenizer.json, if the model has none or one that cannot be used; it is written"
     " into a copy of the model.",
 )  # fmt: skip
 preparation_options = joined(
-    click.option(
-        "-vb", "--vram", "--vram-budget", "vram", type=SIZE, multiple=True,
-        help="Plan the model for this much GPU memory first, as hotsplit run does, e.g. 8GiB; once per"
-        " GPU. A checkpoint, or a name on the hub, is prepared in any case.",
-    ),
+    vram_option("a GGUF runs without a plan; other models as with hotsplit run"),
     tokenizer_option,
     yes_option,
-)  # fmt: skip
+)
+DEFAULT_TEXT = "profiling on the text in the package (Python's documentation, two old books);"
 
 
 def announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
@@ -51,11 +55,26 @@ def announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
         return
     say(planned.line)
     if any(work.kind in ("look", "profile") for work in planned.works) and not job.texts:
-        say("profiling on the text in the package (Python's documentation, two old books);"
-            " hotsplit run --corpus with text like yours makes a better profile")  # fmt: skip
+        say(f"{DEFAULT_TEXT} hotsplit run --corpus with text like yours makes a better profile")
     is_asked = planned.seconds > ASKED_FROM_S and not yes
     if is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
         click.confirm("continue?", default=True, abort=True, err=True)
+
+
+@contextmanager
+def texts_or_default(corpora: tuple[Path, ...], *, is_said: bool) -> Iterator[tuple[Path, ...]]:
+    """Yields the texts to profile on: the user's, or the package's, which stays in the cache while the
+    context is open."""
+    if corpora:
+        yield corpora
+        return
+    from hotsplit.run.cache_folder import Cache
+    from hotsplit.run.stages import texts_of
+
+    if is_said:
+        say(f"{DEFAULT_TEXT} --corpus with text like yours makes a better profile")
+    with Cache.open(say) as cache:
+        yield texts_of((), cache)
 
 
 def said_when_ready(ready: "Ready") -> None:
@@ -75,30 +94,64 @@ def preparation(
     """Takes --vram, --tokenizer and --yes out of a command's options. If a budget or a tokenizer is
     given, or the model is no file, the model is prepared for `num_sequences` texts at a time, and the options "model", "split",
     "mode", "device" and "context_length" become those of what was made, whose files stay in the cache
-    while the context is open. Yields the name that the user gave, or None if nothing had to be
+    while the context is open; so is a draft model. Yields the name that the user gave, or None if nothing had to be
     prepared. Raises HotsplitError if it cannot be, UsageError beside a plan of the user's."""
     vram, yes, tokenizer = (options.pop(name) for name in ("vram", "yes", "tokenizer"))
     model: Path = options["model"]
     is_ready = options["split"] is not None or not needs_preparation(model)
-    if not vram and tokenizer is None and is_ready:
-        yield None
+    with drafting(options, yes=yes):
+        if not vram and tokenizer is None and is_ready:
+            yield None
+            return
+        for name, option in (
+            ("split", "--split"),
+            ("thresholds", "--thresholds"),
+            ("cpu_ffn", "-cffn"),
+        ):
+            if options.get(name):
+                what = "--vram makes a plan" if vram else f"{model} is prepared first"
+                raise click.UsageError(f"{what}: leave {option} out.")
+        engine = replace(take_engine_options(dict(options)), num_sequences=num_sequences())
+        with _prepared(model, engine, options["threads"], vram, tokenizer, yes=yes) as ready:
+            options |= {
+                "model": ready.model, "split": ready.split, "mode": ready.mode,
+                "device": ready.device, "context_length": ready.context_length,
+            }  # fmt: skip
+            yield str(model)
+
+
+@contextmanager
+def drafting(options: dict[str, Any], *, yes: bool, is_dry: bool = False) -> Iterator[None]:
+    """Prepares a draft model that is no file for the CPU; the option "model_draft" becomes its file.
+    If `is_dry`, it only says that it would."""
+    draft: Path | None = options.get("model_draft")
+    if draft is None or not needs_preparation(draft):
+        yield
         return
-    for name, option in (
-        ("split", "--split"),
-        ("thresholds", "--thresholds"),
-        ("cpu_ffn", "-cffn"),
-    ):
-        if options.get(name):
-            what = "--vram makes a plan" if vram else f"{model} is prepared first"
-            raise click.UsageError(f"{what}: leave {option} out.")
+    if is_dry:
+        say(
+            f"the draft model {draft} would be prepared, too: hotsplit run {draft} --device cpu --dry-run"
+        )
+        yield
+        return
+    take_speculation_options(dict(options))  # refuses a draft model that would not be used
+    with _prepared(draft, EngineConfig(device="cpu"), options["threads"], yes=yes) as ready:
+        options["model_draft"] = ready.model
+        yield
+
+
+@contextmanager
+def _prepared(
+    model: Path, engine: EngineConfig, threads: int | None, vram: tuple[int, ...] = (),
+    tokenizer: Path | None = None, *, yes: bool,
+) -> "Iterator[Ready]":  # fmt: skip
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.prepare import estimate_of, job_of, prepare
     from hotsplit.run.source import check_tokenizer, look_at
     from hotsplit.runtime.kernels.threads import use_threads
 
-    use_threads(options["threads"])
-    engine = replace(take_engine_options(dict(options)), num_sequences=num_sequences())
+    use_threads(threads)
     with Cache.open(say) as cache:
         given = look_at(model, None, cache.folder / "planned.gguf", tokenizer)
         job = job_of(given, Wishes(vram=vram or None, engine=engine), (), cache)
@@ -109,8 +162,4 @@ def preparation(
         with suspended():
             ready = prepare(job, planned)
         said_when_ready(ready)
-        options |= {
-            "model": ready.model, "split": ready.split, "mode": ready.mode, "device": ready.device,
-            "context_length": ready.context_length,
-        }  # fmt: skip
-        yield given.name
+        yield ready

@@ -28,8 +28,9 @@ speculation_options = joined(
         f" (-md).  [default: {_UNLESS_TOLD} where the text stays the same; draft with -md]",
     ),
     click.option(
-        "-md", "--model-draft", "model_draft", type=click.Path(path_type=Path), metavar="FILE",
-        help="A smaller model with the same vocabulary, which makes the drafts.",
+        "-md", "--model-draft", "model_draft", type=click.Path(path_type=Path), metavar="SOURCE",
+        help="A smaller model with the same vocabulary, which makes the drafts: a file, a checkpoint"
+        " folder or a name on the hub.",
     ),
     click.option(
         "--draft-max", "--draft", "--draft-n", "draft_max", type=int, default=_DEFAULTS.most,
@@ -47,7 +48,7 @@ speculation_options = joined(
 
 
 def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOptions, Path | None]:
-    """Takes the options and the draft model's file out of a command's keyword arguments.
+    """Takes the options and the draft model out of a command's keyword arguments.
 
     Raises HotsplitError for invalid values, click's UsageError for impossible combinations."""
     model_draft: Path | None = arguments.pop("model_draft")
@@ -56,7 +57,7 @@ def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOpti
     if spec_type is None:
         spec_type = _UNLESS_TOLD if model_draft is None else "draft"
     if spec_type == "draft" and model_draft is None:
-        raise click.UsageError("--speculate draft needs a draft model: -md FILE.")
+        raise click.UsageError("--speculate draft needs a draft model: -md SOURCE.")
     if spec_type != "draft" and model_draft is not None:
         raise click.UsageError(f"-md is for --speculate draft, not for {spec_type}.")
     options = SpeculationOptions(
