@@ -62,7 +62,7 @@ def add_predictors(
 
     Raises HotsplitError for predictors of another model, for broken ones, and if the user and the
     folder contradict each other."""
-    model.refuse_experts("predictors are", f"leave {folder} out")
+    model.refuse_chosen("predictors are", f"leave {folder} out")
     source = _open(folder, model, input_layer_offset)
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
     for layer in range(model.spec.num_layers):

@@ -114,9 +114,9 @@ def profile(
         device = ranks.together(lambda: ranks.device(config.device))
         model = ranks.together(lambda: ModelFile.load(config.model))
         if config.train_predictors is not None:
-            model.refuse_experts("predictors are", "leave --train-predictors out")
+            model.refuse_chosen("predictors are", "leave --train-predictors out")
         if config.chooses_thresholds:
-            model.refuse_experts("thresholds of gates are", "profile it without them")
+            model.refuse_chosen("thresholds of gates are", "profile it without them")
         ranks.first_only(lambda: check_inputs(config, model, files))
         plan = ranks.together(lambda: stream_plan_of(config, model, device, ranks))
         run = None

@@ -272,10 +272,8 @@ def _type_line(source: Source, kind: Outtype | None, fits: str) -> str:
 
 
 def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
-    if wishes.engine.mode == "predicted" and model.spec.has_experts:
-        raise HotsplitError(
-            f"{source.name}: predictors are not supported for mixtures of experts; leave --mode out"
-        )
+    if wishes.engine.mode == "predicted":
+        model.refuse_chosen("predictors are", "leave --mode out")
     if wishes.engine.mode == "predicted" and model.predictor is None and not can_silence(model):
         raise HotsplitError(
             f"{source.name}: every neuron of this {model.activation} model fires, so there is"
@@ -295,6 +293,8 @@ def choose_predictors(
             what = f"neurons that fire ({model.activation}), of the experts that a router chooses"
         mode = "dense" if has_plan else mode_meant(model)
         return False, f"mode {mode}: a token computes {what}"
+    if model.spec.has_cutoffs:
+        return False, "mode exact: some layers cut gates off, and skip the neurons behind them"
     if model.predictor is not None:
         return False, "the file has predictors: the fastest mode by its own record"
     if wishes.engine.mode == "predicted":
@@ -347,6 +347,8 @@ def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     """Why no GPU can run this model as wished; None if one can."""
     if model.has_limits:
         return "on the CPU: limits run only there so far"
+    if model.spec.only_on_cpu:
+        return f"on the CPU: {model.spec.only_on_cpu} are computed only there so far"
     if not model.spec.has_experts:
         return None
     if wishes.engine.mode == "exact":

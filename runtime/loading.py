@@ -4,6 +4,7 @@ decode step.
 If a GPU is lost during a load, the whole load is repeated on the CPU."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +19,9 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import text_words
 from hotsplit.costs.default_mode import mode_meant
-from hotsplit.costs.part_bytes import stored_neuron_bytes
+from hotsplit.costs.part_bytes import placed_units, stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
-from hotsplit.model.modes import Mode, computes_all
+from hotsplit.model.modes import Mode
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.check.device_check import MORE, checked
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
@@ -57,12 +58,12 @@ from hotsplit.runtime.resolved_options import (
     check_limits,
     context_of,
     device_of,
-    for_experts,
     gpus_of,
     mode_of,
     placement_of,
     residence_of,
     sequences_of,
+    without_gpu,
 )
 from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
@@ -152,10 +153,10 @@ class Loaded:
         self.load_s = time.perf_counter() - began  # from an open file
 
     def _check_devices(self) -> None:
-        """If a device fails its check, everything runs on the CPU; so does a mixture of experts."""
+        """If a device fails its check, everything runs on the CPU; so do models that GPUs do not run."""
         plan = self.plan
-        if self.model.spec.has_experts:
-            self.config = for_experts(self.model, plan, self.config, self.notice)
+        if self.model.spec.has_experts or self.model.spec.only_on_cpu:
+            self.config = without_gpu(self.model, plan, self.config, self.notice)
         gpus = gpus_of(plan, device_of(self.config.device))
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
         self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
@@ -199,10 +200,14 @@ class Loaded:
             cpu_ffn=self.config.cpu_ffn, num_sequences=self.num_sequences,
             cache_types=self.cache_types,
         )  # fmt: skip
-        if runs_by_output(self.model, self.placement, reads_all=computes_all(self.mode)):
+        layers = range(self.model.spec.num_layers)
+        reads_all_L = [self.model.spec.computes_all(layer, self.mode) for layer in layers]
+        if runs_by_output(self.model, self.placement, reads_all=any(reads_all_L)):
             self.bytes_by_role["cpu"]["neurons"] = sum(
                 stored_neuron_bytes(self.model, layer)
-                for layer in range(self.model.spec.num_layers)
+                if reads_all_L[layer]
+                else math.prod(placed_units(self.model, layer))
+                for layer in layers
             )
 
     def _set_up_neuron_cache(self) -> None:

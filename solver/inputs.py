@@ -21,6 +21,7 @@ from hotsplit.costs.part_bytes import (
 from hotsplit.costs.state_bytes import slots_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
+from hotsplit.model.unsupported import refuse_gpus
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
@@ -150,6 +151,7 @@ def load_inputs(
 ) -> Inputs:
     """Raises HotsplitError for files that do not belong together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
+    refuse_gpus(model, file.spec, "plans are for GPUs", "run it without a plan")
     if file.spec.has_experts:
         _check_experts(file, mode, kv_offload)
     elif neuron_cache is not None and mode == "dense":
@@ -195,7 +197,7 @@ def _check_experts(model: ModelFile, mode: Mode | None, kv_offload: KeySelection
     }
     option = next((name for name, is_asked in asked.items() if is_asked), None)
     if option is not None:
-        model.refuse_experts(f"plans with {option} are", "leave it out")
+        model.refuse_chosen(f"plans with {option} are", "leave it out")
 
 
 def _check_profile(inputs: Inputs) -> None:

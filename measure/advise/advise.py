@@ -71,7 +71,7 @@ class Adviser:
     def __init__(self, config: AdviseConfig, say: Callable[[str], None]) -> None:
         self.config, self.say = config, say
         self.model = ModelFile.load(config.model)
-        self.model.refuse_experts("rules for neurons are", "compare types with hotsplit eval")
+        self.model.refuse_chosen("rules for neurons are", "compare types with hotsplit eval")
         if self.model.activation not in SMOOTH:
             raise HotsplitError(
                 f"{config.model}: sparse by itself ({self.model.activation}): mode exact loses"

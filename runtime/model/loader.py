@@ -119,7 +119,7 @@ class Builder:
             model=self.model,
             spec=self.spec,
             placement=self.placement,
-            computes_all=computes_all(self.mode),
+            mode=self.mode,
             stores=self.stores,
             resident_LN=None if self.spec.has_experts else self.resident_LN,
             are_slots_joined=self.are_slots_joined,
@@ -209,11 +209,12 @@ class Builder:
         return SharedExperts(ffn=ffn, gate=gate)
 
     def gate(self, index: int) -> Gate:
-        activation = self.model.spec.layers[index].neurons.activation
+        neurons = self.model.spec.layers[index].neurons
         return Gate(
-            activation=activation,
+            activation=neurons.activation,
             threshold=self.model.threshold_L[index],
-            computes_all=computes_all(self.mode),
+            computes_all=self.model.spec.computes_all(index, self.mode),
+            cutoff=neurons.cutoff,
         )
 
     def vector(self, name: str, device: torch.device, item: str = "attention") -> Tensor | None:

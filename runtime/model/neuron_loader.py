@@ -17,6 +17,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import down_kind
 from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.model.modes import Mode
 from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.placement import Placement
@@ -38,7 +39,7 @@ class NeuronLoader:
     model: ModelFile
     spec: ModelSpec
     placement: Placement
-    computes_all: bool  # silent neurons, too
+    mode: Mode
     stores: Stores
     resident_LN: Sequence[np.ndarray] | None
     are_slots_joined: bool
@@ -140,7 +141,7 @@ class NeuronLoader:
 
     def _reads_all(self, index: int) -> bool:
         """True if a token reads every row of the layer's neurons."""
-        return self.computes_all and not self._is_named(index)
+        return self.spec.computes_all(index, self.mode) and not self._is_named(index)
 
     def _read_together(self, index: int, entries: list[TensorEntry]) -> list[list[TensorEntry]]:
         """Groups those of gate, up (if there is one) and down whose rows are read together. If all
@@ -155,7 +156,7 @@ class NeuronLoader:
         layer with slots are swapped one by one."""
         if self.resident_LN is not None or self._is_named(index):
             return 0
-        return len(entries) if self.computes_all else 1
+        return len(entries) if self.spec.computes_all(index, self.mode) else 1
 
     def _bias(self, name: str, store: WeightStore, chosen: np.ndarray | None) -> Tensor | None:
         entry = self.model.tensors.get(name)
@@ -166,8 +167,9 @@ class NeuronLoader:
 
     def _down(self, index: int) -> TensorEntry:
         """The neuron-major down projection; a stock file's is transposed here."""
-        if self.model.layout == "sparse":
-            return self.model.tensors[f"blk.{index}.ffn_down_t.weight"]
+        found = self.model.tensors.get(f"blk.{index}.ffn_down_t.weight")
+        if found is not None:
+            return found
         stock = self.model.tensors[f"blk.{index}.ffn_down.weight"]
         entry, error = transpose(stock, down_kind(self.model, index))
         if error > 0:

@@ -91,6 +91,8 @@ class CacheSetup:
                 f"{model.path}: a neuron cache of {self.units} in mode {mode} does not run: experts are"
                 " swapped in mode dense, of mixtures, and neurons of other models"
             )
+        if self.units == "neurons":
+            model.refuse_chosen("neuron caches are", "leave --neuron-cache out")
         if computes_all(mode) and self.units == "neurons":
             raise HotsplitError(
                 f"{model.path}: mode dense reads every neuron for every token, so a neuron cache has"

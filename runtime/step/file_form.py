@@ -4,6 +4,8 @@ reads.
 Neurons count in full, although modes "exact" and "predicted" read only some of them; the embedding
 counts as one row."""
 
+from collections.abc import Collection
+
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.cache_bytes import is_cached
@@ -19,20 +21,17 @@ from hotsplit.runtime.step.forms import Sides, step_form
 from hotsplit.runtime.step.program import StepForm
 
 
-def file_form(model: ModelFile, split: Split | None, *, is_by_output: bool = False) -> StepForm:
+def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] = ()) -> StepForm:
     """The form of a step with this plan; None: everything on the host. `model` has only what is
-    loaded, so no predictors if they are not used (Split.held). `is_by_output`: the feed-forward
-    matrices are used as a stock file has them."""
+    loaded, so no predictors if they are not used (Split.held). `by_output`: the layers whose
+    feed-forward matrices are used as a stock file has them."""
     num_hot = [0] * model.spec.num_layers if split is None else [len(ids) for ids in split.hot]
     rows = [model.tensors[name] for name in ("token_embd.weight", "position_embd.weight")
             if name in model.tensors]  # fmt: skip
     head = model.tensors[model.head_name].num_bytes
     parts_L = [_part_bytes(model, index, hot) for index, hot in enumerate(num_hot)]
-    if is_by_output:
-        parts_L = [
-            parts | {"all": stored_neuron_bytes(model, index)}
-            for index, parts in enumerate(parts_L)
-        ]
+    for index in by_output:
+        parts_L[index]["all"] = stored_neuron_bytes(model, index)
     return step_form(
         model.spec,
         _sides(model, split, num_hot),

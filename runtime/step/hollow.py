@@ -9,12 +9,17 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import BLOCK_LENGTH
 from hotsplit.costs.part_bytes import down_kind
 from hotsplit.files.gguf_file import TensorEntry
-from hotsplit.model.modes import Mode, computes_all
+from hotsplit.model.modes import Mode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
-from hotsplit.runtime.ops.neurons.native import NeuronsStruct, block_struct, experts_struct
+from hotsplit.runtime.ops.neurons.native import (
+    NeuronsStruct,
+    block_struct,
+    cutoff_fields,
+    experts_struct,
+)
 from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative, Structs
 from hotsplit.runtime.step.native_step import StepBuilder
 from hotsplit.runtime.weights.store import CPU
@@ -24,10 +29,9 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
     """A builder of weights without values, with a cache of one position. `is_divided`: the first
     layer has two blocks of neurons, the others one; plans may have both."""
     layers, tensors = model.spec.layers, dict(model.tensors)
-    is_whole = computes_all(mode) or model.spec.has_experts
-    if model.layout == "stock" and (is_divided or not is_whole):  # is transposed
-        model = replace(model, layout="sparse")
-        for index, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
+        is_whole = model.spec.computes_all(index, mode) or model.spec.has_experts
+        if model.layout == "stock" and (is_divided or not is_whole):  # is transposed
             kind, name = down_kind(model, index), f"blk.{index}.ffn_down"
             shape = layer.neurons.number, model.spec.hidden_size
             old = tensors.pop(f"{name}.weight")
@@ -87,6 +91,7 @@ def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> 
         part = part.part(0, number)
     block = block_struct(structs, replace(part, is_whole=True))
     struct = NeuronsStruct(
-        block=block, width=width, num_neurons=block.num_neurons, max_tokens=max_tokens
+        block=block, width=width, num_neurons=block.num_neurons, max_tokens=max_tokens,
+        **cutoff_fields(hollow.gate(index)),
     )  # fmt: skip
     return max(0, library.neurons_bytes(struct))

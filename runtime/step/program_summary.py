@@ -10,7 +10,6 @@ from pathlib import Path
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split, held_in
 from hotsplit.costs.default_mode import mode_meant
-from hotsplit.model.modes import computes_all
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of, step_program
 from hotsplit.system.sizes import format_bytes
@@ -71,8 +70,11 @@ def summarise_program(path: Path, split_path: Path | None) -> ProgramSummary:
         split.check_against(model, split_path)
     mode = mode_meant(model) if split is None else split.mode
     held = held_in(model, mode)
-    is_by_output = split is None and computes_all(mode) and model.layout == "stock"
-    ops = step_program(file_form(held, split, is_by_output=is_by_output))
+    is_stock = split is None and model.layout == "stock"
+    by_output = [
+        n for n in range(held.spec.num_layers) if is_stock and held.spec.computes_all(n, mode)
+    ]
+    ops = step_program(file_form(held, split, by_output))
     devices = dict.fromkeys([HOST, *sorted({op.device for op in ops} - {HOST})])
     return ProgramSummary(
         path=path,

@@ -15,7 +15,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.cache_layout import cache_layout
 from hotsplit.costs.part_bytes import FLOAT_BYTES
-from hotsplit.model.modes import Mode, computes_all
+from hotsplit.model.modes import Mode
 from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, ModelSpec, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
@@ -342,7 +342,7 @@ def neurons(p: Pass, index: int) -> PoolBytes:
 def _appended(p: Pass, index: int, number: int) -> int:
     """Neurons by which a part of a layer on the CPU is completed to whole tiles."""
     layer = p.spec.layers[index]
-    own, adds_all = layer.neurons, computes_all(p.mode)
+    own, adds_all = layer.neurons, p.spec.computes_all(index, p.mode)
     if p.is_on_gpu or layer.predict or number in (0, own.number) or not library.is_available():
         return 0
     kinds = [p.kind(f"blk.{index}.{name}") for name in own.matrices][: None if adds_all else 1]
@@ -355,7 +355,8 @@ def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
     which rows of down are unpacked. (If weights stay in the mapped file, blocks share its matrices,
     and selected rows take one more copy.)"""
     own, is_named = p.spec.layers[index].neurons, p.spec.layers[index].predict is not None
-    width, is_all, is_drelu = p.spec.hidden_size, computes_all(p.mode), own.activation == "drelu"
+    width, is_drelu = p.spec.hidden_size, own.activation == "drelu"
+    is_all = p.spec.computes_all(index, p.mode)
     if p.way == "unwatched" and library.is_available() and (p.num_tokens > 1 or is_all):
         rows = min(p.num_tokens, MAX_ROWS)
         packed = 17 * rows * -(-number // 32) * 32 * is_named

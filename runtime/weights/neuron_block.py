@@ -31,6 +31,15 @@ class Gate:
     activation: Activation
     threshold: float
     computes_all: bool = False
+    cutoff: float | None = None  # see model.spec.Neurons
+
+    def cut(self, gate_TF: Tensor) -> Tensor:
+        """What the cutoff leaves of the gates of all neurons of a layer."""
+        if self.cutoff is None:
+            return gate_TF
+        exact_TF = gate_TF.double()
+        deviation_T1, mean_T1 = torch.std_mean(exact_TF, dim=-1, correction=0, keepdim=True)
+        return F.relu(gate_TF - (mean_T1 + self.cutoff * deviation_T1).to(gate_TF.dtype))
 
     def act(self, gate: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Applies the activation; returns (activated values, whether the neuron fires). Neurons

@@ -9,7 +9,7 @@ struct Room {
         : arena(memory),
           x(arena.operand(c.width, c.max_tokens, forms_of(c.experts.first))),
           neurons(arena, c.width, c.experts.first.num_neurons, c.max_tokens,
-                  by_output_forms(c.experts.first)),
+                  by_output_forms(c.experts.first), false),
           experts(arena, ExpertSizes(c.experts, c.num_used), c.width, c.max_tokens, neurons) {}
 
     Arena arena;

@@ -10,8 +10,35 @@ struct Gate {
     int32_t activation;
     bool computes_all;  // silent neurons are computed, too
     float threshold;
+    float cutoff = 0.0f;
+    bool cuts = false;
 
     bool is_smooth() const { return activation >= ACTIVATION_SILU; }
+
+    // Leaves of the n gates of a layer what is above the cutoff; NaN stays. The sums of each eighth value
+    // are apart, so that they are vectors.
+    void cut(float* gate, int64_t n) const {
+        const double mean = sum_of(gate, n, [](double x) { return x; }) / static_cast<double>(n);
+        const double squares = sum_of(gate, n, [=](double x) { return (x - mean) * (x - mean); });
+        const double deviation = std::sqrt(squares / static_cast<double>(n));
+        const float least = static_cast<float>(mean + cutoff * deviation);
+        for (int64_t i = 0; i < n; ++i) {
+            const float left = gate[i] - least;
+            gate[i] = left < 0.0f ? 0.0f : left;
+        }
+    }
+
+    template <class Of>
+    static double sum_of(const float* x, int64_t n, const Of& of) {
+        constexpr int64_t LANES = 8;
+        double sum[LANES] = {}, total = 0.0;
+        int64_t i = 0;
+        for (; i + LANES <= n; i += LANES)
+            for (int64_t lane = 0; lane < LANES; ++lane) sum[lane] += of(x[i + lane]);
+        for (; i < n; ++i) total += of(x[i]);
+        for (double part : sum) total += part;
+        return total;
+    }
 
     // SiLU or GELU of n gates, to be called before act().
     void smooth(float* gate, int64_t n) const {

@@ -11,8 +11,10 @@
 class Neurons {
   public:
     // Allocates for blocks of up to F neurons of width D, and up to T tokens. `forms`: the packed forms of hidden
-    // values for `down` by outputs (by_output_forms).
-    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T, uint32_t forms) : D(D), sums_(arena, D, T) {
+    // values for `down` by outputs (by_output_forms). `cuts`: some gates are cut off.
+    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T, uint32_t forms, bool cuts)
+        : D(D), sums_(arena, D, T) {
+        cut_room_ = arena.take<float>(cuts ? T * F : 0);
         position_ = arena.take<int32_t>(F);
         candidate_ = arena.take<int32_t>(F);
         gate_ = arena.take<float>(F);
@@ -34,15 +36,42 @@ class Neurons {
     void run(const HsBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}, const Seen& seen = {}) {
         seen_ = seen;
+        cut_ = nullptr;
+        if (gate.cuts) {
+            HsBlock cut = block;
+            cut.gate.bias = nullptr;  // added here
+            cut_ = cut_gates(block, gate, x, T);
+            return run_block(cut, gate, named, x, T, out, read, fired);
+        }
+        run_block(block, gate, named, x, T, out, read, fired);
+    }
+
+  private:
+    void run_block(const HsBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
+                   float* out, NeuronBytes& read, Fired fired) {
         if (block.is_by_output) return run_by_output(block, gate, x, T, out, read, fired);
         if (!named && T <= RowSums::MOST_TOGETHER && WholeNeurons::takes(block, gate))
             return run_whole(block, gate, x, T, out, read, fired);
-        if (T > 1 || seen.is_wanted()) return run_many(block, gate, named, x, T, out, read, fired);
+        if (T > 1 || seen_.is_wanted()) return run_many(block, gate, named, x, T, out, read, fired);
         if (!named) return run_one(block, gate, nullptr, block.num_neurons, x, out, read, fired);
         run_one(block, gate, position_, list(block, *named, position_), x, out, read, fired);
     }
 
-  private:
+    // The gates [T, N] of all neurons, as their cutoff leaves them. A cutoff needs all of them first.
+    const float* cut_gates(const HsBlock& block, const Gate& gate, Operand& x, int64_t T) {
+        const int64_t N = block.num_neurons;
+        const Input gate_x = x.as(block.gate.kind, T);
+        split(T * num_bytes(block.gate), N, T == 1 ? TILE_ROWS : 32, 16, [&](int64_t a0, int64_t a1) {
+            kernels().dot_rows[block.gate.kind](::rows_of(block.gate), gate_x, cut_room_, N, a0, a1);
+            for (int64_t t = 0; block.gate.bias && t < T; ++t)
+                for (int64_t a = a0; a < a1; ++a) cut_room_[t * N + a] += block.gate.bias[a];
+        });
+        split(T * N * 8, T, 1, 4, [&](int64_t t0, int64_t t1) {
+            for (int64_t t = t0; t < t1; ++t) gate.cut(cut_room_ + t * N, N);
+        });
+        return cut_room_;
+    }
+
     // Numbers of rows that any token needs; dot_groups() and the sums may read further rows of the group.
     struct NumRead {
         int32_t gate, fired;
@@ -69,7 +98,9 @@ class Neurons {
               [&](int64_t a0, int64_t a1) {
             Rows rows = ::rows_of(block.gate);
             if (block.up.data) rows.after = block.up.data + a0 * block.up.stride;
-            kernels().dot_rows[block.gate.kind](rows, gate_x, hidden_.value, N, a0, a1);
+            for (int64_t t = 0; cut_ && t < T; ++t)
+                std::copy(cut_ + t * N + a0, cut_ + t * N + a1, hidden_.value + t * N + a0);
+            if (!cut_) kernels().dot_rows[block.gate.kind](rows, gate_x, hidden_.value, N, a0, a1);
             if (block.up.data)
                 kernels().dot_rows[block.up.kind](::rows_of(block.up), up_x, up_many_, N, a0, a1);
             for (int64_t t = 0; t < T; ++t)
@@ -105,7 +136,8 @@ class Neurons {
                                     groups_of(N) * SUM_ROWS,
                                     sums_.part,
                                     chunk,
-                                    seen_};
+                                    seen_,
+                                    cut_};
         split(T * N * row_bytes(block.gate), chunks, 1, MAX_CHUNKS,
               [&](int64_t c0, int64_t c1) { whole.run(c0, c1); });
         auto join = [&](int64_t t, int64_t d0, int64_t d1) {
@@ -136,7 +168,8 @@ class Neurons {
         const Candidates all = {position, rows, count};
         const Input gate_x = x.as(block.gate.kind, 1);
         const Input up_x = block.up.data ? x.as(block.up.kind, 1) : gate_x;
-        const TokenRoom room = {gate_, up_, hidden_.value, open_, open_position_, sums_.part, chunk};
+        const TokenRoom room = {gate_,          up_,        hidden_.value, open_,
+                                open_position_, sums_.part, chunk,         cut_};
         Opened opened[MAX_CHUNKS] = {};
         split(count * row_bytes(block.gate), chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
             opened[c0] = OneToken(block, gate, gate_x, up_x, room, all).run(c0, c1);
@@ -247,7 +280,12 @@ class Neurons {
                     named ? names(block, named[t], p0, count) : ~0ull >> (SUM_ROWS - count);
             num_read_[g].gate = __builtin_popcountll(any);
         }
-        dot_groups(block.gate, block, gate_x, T, g0, g1, needed, hidden_.value);
+        for (int64_t g = g0; cut_ && g < g1; ++g) {
+            const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
+            for (int64_t t = 0; t < T; ++t)
+                std::copy_n(cut_ + t * block.num_neurons + p0, count, hidden_.values(g, t));
+        }
+        if (!cut_) dot_groups(block.gate, block, gate_x, T, g0, g1, needed, hidden_.value);
         for (int64_t g = g0; g < g1; ++g) open_group(block, gate, T, g, needed.bits[g - g0]);
         if (block.up.data) dot_groups(block.up, block, up_x, T, g0, g1, needed, up_many_);
         for (int64_t g = g0; g < g1; ++g) finish_group(block, gate, T, g, needed.bits[g - g0]);
@@ -323,6 +361,8 @@ class Neurons {
     Operand hidden_x_;     // the same memory
     int32_t *position_, *candidate_, *open_, *open_position_;
     float *gate_, *up_, *up_many_ = nullptr;
+    float* cut_room_;
+    const float* cut_ = nullptr;
     NumRead* num_read_ = nullptr;
     Seen seen_ = {};
 };
@@ -330,6 +370,11 @@ class Neurons {
 // The packed forms of a block's hidden values, as a bit mask; 0 unless `down` has a row per output.
 inline uint32_t by_output_forms(const HsBlock& block) {
     return block.is_by_output ? form_bit(block.down) : 0;
+}
+
+// True if this block of a layer of F neurons may have a cutoff: it has all of them, in order.
+inline bool takes_cutoff(const HsBlock& block, int64_t F) {
+    return !block.row && !block.id && block.num_neurons == F;
 }
 
 // True if this is a valid block of a layer of F neurons of width D.

@@ -25,6 +25,7 @@ struct TokenRoom {
     int32_t *open, *position;  // their rows and positions
     float* sum;                // [chunks, D]
     int64_t chunk;             // positions of a chunk, whole groups
+    const float* cut;          // gates above their cutoff, by candidate; null: they are multiplied
 };
 
 // The neurons of a few chunks that fire are room.open[begin .. end-1], of which those from `pending` on
@@ -51,7 +52,9 @@ class OneToken {
         const int64_t a0 = all.begin(c0 * room.chunk), a1 = all.begin(c1 * room.chunk);
         open = {a0, a0, a0};
         std::fill_n(room.sum + c0 * D(), (c1 - c0) * D(), 0.0f);
-        if (is_together && block.up.data)
+        if (room.cut)
+            run_after_gates(a0, a1);
+        else if (is_together && block.up.data)
             run_together(a0, a1);
         else if (is_together)
             run_without_ups(a0, a1);
@@ -121,7 +124,10 @@ class OneToken {
     // Runs candidates a0 .. a1-1 of a block whose gates are contiguous: reads all their gates first.
     void run_after_gates(int64_t a0, int64_t a1) {
         Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
-        if (a0 < a1) kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
+        if (room.cut)
+            std::copy(room.cut + a0, room.cut + a1, room.gate + a0);
+        else if (a0 < a1)
+            kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
         const int64_t first = open.end, fired = act(a0, a1, first);
         if (!block.up.data) return finish(first, fired);
         for (int64_t o = first, end; o < fired; o = end) {

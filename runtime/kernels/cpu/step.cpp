@@ -44,6 +44,11 @@ uint32_t by_output_forms(const HsStep& step) {
     return forms;
 }
 
+bool cuts(const HsStep& step) {
+    return std::any_of(step.layer, step.layer + step.num_layers,
+                       [](const HsLayer& l) { return l.feed_forward.cuts != 0; });
+}
+
 int64_t most_experts(const HsStep& step) {
     int64_t found = 0;
     for (int64_t i = 0; i < step.num_layers; ++i)
@@ -105,7 +110,8 @@ bool is_of_rows(const HsOp& op) {
 struct Work {
     Work(const HsStep& step, uint8_t* memory)
         : arena(memory),
-          neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step)),
+          neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step),
+                  cuts(step)),
           experts(arena, ExpertSizes(step), step.width, step.max_rows, neurons),
           attention(step, arena) {
         const int64_t D = step.width, R = step.max_rows;
@@ -476,7 +482,7 @@ class Step {
         const HsBlock& block = f.block[op.part];
         const bool are_named = op.in_2 == VALUE_NAMED, is_first = op.part == 0;
         if (is_first) fired = fired_of(op.layer, are_named);
-        const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
+        const Gate gate = {f.activation, f.computes_all != 0, f.threshold, f.cutoff, f.cuts != 0};
         Named named[MAX_ROWS];
         for (int64_t t = 0; are_named && t < T; ++t)
             named[t] = {nullptr, w.named + t * f.num_neurons, l.predictor.threshold};
@@ -616,6 +622,8 @@ bool fits(const HsPredictor& p, int64_t num_neurons, const HsStep& s) {
 bool fits(const HsFeedForward& f, const HsStep& s) {
     if (f.num_neurons < (f.num_blocks > 0) || f.num_neurons > s.num_neurons) return false;
     if (f.activation < 0 || f.activation >= NUM_ACTIVATIONS) return false;
+    if (f.cuts && (f.experts || f.num_blocks != 1 || !takes_cutoff(*f.block, f.num_neurons)))
+        return false;
     for (int64_t b = 0; b < f.num_blocks && !f.experts; ++b)
         if (!fits(f.block[b], s.width, f.num_neurons, f.block[0].up.data != nullptr, f.computes_all))
             return false;
@@ -638,7 +646,8 @@ bool fits(const HsLayer& l, const HsStep& s) {
     return (is_delta(l) ? fits(l.delta, s) : fits(l.attention, s)) && fits(l.feed_forward, s) &&
            fits(l.shared, s) && fits_experts(l, s) &&
            (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) &&
-           fits(l.predictor, l.feed_forward.num_neurons, s);
+           fits(l.predictor, l.feed_forward.num_neurons, s) &&
+           !(l.feed_forward.cuts && l.predictor.up.data) && !l.shared.cuts;
 }
 
 // True if this block of a layer can compute only some of its neurons.

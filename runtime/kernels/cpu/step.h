@@ -175,6 +175,10 @@ struct HsFeedForward {
     int32_t activation;
     int32_t computes_all;  // silent neurons too, if they are named or none are; else those that fire
     float threshold;
+    // k: the activation takes max(0, g - m - k s) of a gate g; m, s: mean and standard deviation of all
+    // gates of the row. Only with `cuts`, in a layer with one block of all neurons.
+    float cutoff;
+    int32_t cuts;
     int32_t unused;
 };
 
@@ -306,7 +310,8 @@ struct HsNeurons {
     // of rows that all calls so far needed, see NeuronBytes
     int64_t gate_bytes, up_bytes, down_bytes;
     int32_t activation, computes_all;
-    float threshold;
+    float threshold, cutoff;  // see HsFeedForward
+    int32_t cuts;
 };
 
 // The experts of a layer that are stored here, for T tokens: the CPU's part of a divided layer.

@@ -55,6 +55,7 @@ struct WholeNeurons {
     float* part;               // [chunks, T, D]
     int64_t chunk;             // neurons of a chunk
     Seen seen;
+    const float* cut;  // [T, N] gates that are above their cutoffs; null: they are multiplied
 
     static bool takes(const HsBlock& block, const Gate& gate) {
         auto is_run = [](const HsMatrix& m) { return !m.data || m.stride == row_bytes(m); };
@@ -67,7 +68,10 @@ struct WholeNeurons {
         const int64_t a0 = c0 * chunk, a1 = std::min(c1 * chunk, block.num_neurons);
         const bool has_up = block.up.data;
         const uint8_t* down = is_grouped(block.down.kind) ? row(block.down, a0) : nullptr;
-        multiply(block.gate, gate_x, a0, a1, hidden, has_up ? row(block.up, a0) : down);
+        for (int64_t t = 0; cut && t < T; ++t)
+            std::copy(cut + t * block.num_neurons + a0, cut + t * block.num_neurons + a1,
+                      hidden + t * stride + a0);
+        if (!cut) multiply(block.gate, gate_x, a0, a1, hidden, has_up ? row(block.up, a0) : down);
         if (has_up) multiply(block.up, up_x, a0, a1, up_value, down);
         for (int64_t t = 0; t < T; ++t)
             activate_whole(block, gate, t, a0, a1, hidden + t * stride, up_value + t * stride, seen);

@@ -163,7 +163,7 @@ class FeedForward:
         else:
             position = named_TN[0].nonzero().flatten()
             rows = block.rows(position)
-        gate_A = _dot(block.gate, x_D, rows)
+        gate_A = self._cut(block, _dot(block.gate, x_D, rows))
         limit_A = block.gate_limit(position)
         activated_A, fires_A = self.gate.act(gate_A, limit=limit_A)
         open_A = fires_A.nonzero().flatten()
@@ -218,6 +218,7 @@ class FeedForward:
             self.traffic.add(add_neurons(y_TD, block, self.gate, x_TD, named_TN))
             return
         count, size = len(block.id_N), part_neurons(x_TD.shape[1], len(x_TD))
+        size = size if self.gate.cutoff is None else count
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]
@@ -233,7 +234,7 @@ class FeedForward:
     ) -> Tensor:
         """Adds the output of a block, of which all rows are read, because finding those that fire
         would synchronise with the device; None: to zeros."""
-        assert block.gate_limit_N is None
+        assert block.gate_limit_N is None and self.gate.cutoff is None
         count, size = len(block.id_N), gpu_part_neurons(len(x))
         for start in range(0, count, size):
             stop = min(start + size, count)
@@ -257,7 +258,7 @@ class FeedForward:
             position = self._chosen(part, named_TN)
             if position is not None:
                 rows, named_TN = part.rows(position), named_TN[:, position]
-        gate_TA = _product(part.gate, x_TD, rows)
+        gate_TA = self._cut(part, _product(part.gate, x_TD, rows))
         num_gates = gate_TA.shape[1]
         limit_A = part.gate_limit(position)
         hidden_TA, _ = self.gate.act(gate_TA, limit=limit_A)
@@ -281,7 +282,7 @@ class FeedForward:
     def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Any number of tokens, keeping all values for observers: reads every row of the block
         once."""
-        gate_TN = _product(block.gate, x_TD, block.row_N)
+        gate_TN = self._cut(block, _product(block.gate, x_TD, block.row_N))
         up_TN = None if block.up is None else _product(block.up, x_TD, block.row_N)
         hidden_TN = self._hidden(block, gate_TN, up_TN, named_TN)
         if named_TN is not None:
@@ -292,7 +293,7 @@ class FeedForward:
 
     def _by_output(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Any number of tokens and all neurons, `down` stored by outputs: three products."""
-        gate_TF = block.gate.apply(x_TD)
+        gate_TF = self._cut(block, block.gate.apply(x_TD))
         up_TF = None if block.up is None else block.up.apply(x_TD)
         hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
         up_bytes = 0 if block.up is None else block.up.weight.num_bytes
@@ -310,6 +311,12 @@ class FeedForward:
         if named_TN is not None:
             hidden_TN = hidden_TN * named_TN
         return hidden_TN
+
+    def _cut(self, block: NeuronBlock, gate_TN: Tensor) -> Tensor:
+        """The gates that a cutoff, which takes all gates of the layer, leaves."""
+        if self.gate.cutoff is not None:
+            assert block.is_whole and gate_TN.shape[-1] == self.num_neurons, gate_TN.shape
+        return self.gate.cut(gate_TN)
 
     def _count(self, block: NeuronBlock, num_gates: int, num_fired: int) -> None:
         self.traffic.gate += num_gates * block.gate.weight.row_bytes

@@ -43,7 +43,8 @@ class FeedForwardStruct(Structure):
     _fields_ = [("down_bias", c_void_p), ("block", POINTER(BlockStruct)),
                 ("experts", POINTER(ExpertsStruct)), ("num_blocks", c_int64),
                 ("num_neurons", c_int64), ("activation", c_int32), ("computes_all", c_int32),
-                ("threshold", c_float), ("unused", c_int32)]  # fmt: skip
+                ("threshold", c_float), ("cutoff", c_float), ("cuts", c_int32),
+                ("unused", c_int32)]  # fmt: skip
 
 
 def block_struct(structs: Structs, block: NeuronBlock) -> BlockStruct:
@@ -70,6 +71,7 @@ def feed_forward_struct(
         num_blocks=len(blocks),
         num_neurons=num_neurons,
         **activation_fields(gate),
+        **cutoff_fields(gate),
     )
 
 
@@ -109,12 +111,17 @@ def activation_fields(gate: Gate) -> dict[str, Any]:
     }
 
 
+def cutoff_fields(gate: Gate) -> dict[str, Any]:
+    return {"cutoff": gate.cutoff or 0.0, "cuts": gate.cutoff is not None}
+
+
 class NeuronsStruct(Structure):
     _fields_ = [("block", BlockStruct), ("x", c_void_p), ("named", c_void_p), ("y", c_void_p),
                 ("fired", c_void_p), ("workspace", c_void_p), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_tokens", c_int64), ("max_tokens", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
-                ("activation", c_int32), ("computes_all", c_int32), ("threshold", c_float)]  # fmt: skip
+                ("activation", c_int32), ("computes_all", c_int32), ("threshold", c_float),
+                ("cutoff", c_float), ("cuts", c_int32)]  # fmt: skip
 
 
 class SharedWorkspace:
@@ -191,6 +198,7 @@ class NativeNeurons:
             num_tokens=1,
             max_tokens=1 if x_D.dim() == 1 else len(x_D),
             **activation_fields(gate),
+            **cutoff_fields(gate),
         )
         if room is None:
             struct.workspace = structs.workspace(library.neurons_bytes(struct))
@@ -242,6 +250,7 @@ def add_neurons(
         num_neurons=len(block.id_N),
         max_tokens=num_tokens,
         **activation_fields(gate),
+        **cutoff_fields(gate),
     )
     struct.workspace = structs.workspace(library.neurons_bytes(struct))
     sum_TD = torch.empty_like(x_TD)

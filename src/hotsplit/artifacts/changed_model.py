@@ -57,7 +57,7 @@ def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: s
             f"{source}: thresholds are for SiLU and GELU models; this one is {model.activation},"
             " which itself decides which neurons are zero; leave the thresholds out"
         )
-    model.refuse_experts("thresholds of gates are", "leave them out")
+    model.refuse_chosen("thresholds of gates are", "leave them out")
     is_valid = all(0 <= threshold < math.inf for threshold in threshold_L)
     if len(threshold_L) != model.spec.num_layers or not is_valid:
         raise HotsplitError(

@@ -167,7 +167,7 @@ class ModelFile:
                 )
         self._check_rotary()
         if self.predictor is not None:
-            self.refuse_experts("predictors are", "convert it without them")
+            self.refuse_chosen("predictors are", "convert it without them")
             self._check_predictor(self.predictor)
 
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
@@ -267,12 +267,14 @@ class ModelFile:
         limits.validate()
         return limits
 
-    def refuse_experts(self, what: str, instead: str) -> None:
-        """Raises HotsplitError for a mixture of experts, for which `what` is not supported."""
-        if self.bare_spec.has_experts:
-            raise HotsplitError(
-                f"{self.path}: {what} not supported for mixtures of experts; {instead}"
-            )
+    def refuse_chosen(self, what: str, instead: str) -> None:
+        """Raises HotsplitError for a model that chooses a token's neurons itself, for which `what` is
+        not supported: a mixture of experts, or one that cuts gates off."""
+        spec, kind = self.bare_spec, "mixtures of experts"
+        if not spec.has_experts:
+            kind = "models that cut gates off by their mean"
+        if spec.has_experts or spec.has_cutoffs:
+            raise HotsplitError(f"{self.path}: {what} not supported for {kind}; {instead}")
 
     @property
     def skipped_note(self) -> str:
@@ -296,7 +298,7 @@ class ModelFile:
                 f"{source}: limits of model {str(limits.model_id)[:12]}, this is"
                 f" {self.model_id[:12]}; make them for this model"
             )
-        self.refuse_experts("limits of gates are", f"leave {source} out")
+        self.refuse_chosen("limits of gates are", f"leave {source} out")
         with about(source, "; make the limits again"):
             limits.validate()
         limits.check_shape(self.bare_spec, source)

@@ -29,6 +29,7 @@ from hotsplit.files.atomic import sha256_of
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
 from hotsplit.files.typed import Fields, other_version, shown
 from hotsplit.model.modes import MODES, Mode, runs_predictors
+from hotsplit.model.unsupported import refuse_gpus
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.prompt_rates import PromptRates
@@ -280,6 +281,7 @@ class Split:
                 f" {model.spec.context_length}; give the --rope-scaling that it was made with, or run"
                 " hotsplit solve again"
             )
+        refuse_gpus(model.path, model.spec, f"{path} is a plan", "run it without a plan")
         layers = model.spec.layers
         is_missing = len(self.hot) != len(layers) or any(
             (ids < 0).any() or (ids >= placed_units(model, layer)[0]).any()

@@ -57,8 +57,9 @@ def can_silence(model: ModelFile) -> bool:
 
 
 def is_smooth(model: ModelFile) -> bool:
-    """True for SiLU and GELU, where a silenced neuron would have contributed."""
-    return model.activation in SMOOTH
+    """True for SiLU and GELU, where a silenced neuron would have contributed, unless it is silent
+    because its gate is cut off."""
+    return model.activation in SMOOTH and not model.spec.has_cutoffs
 
 
 def refusal(model: ModelFile, mode: Mode, max_loss: float) -> str | None:

@@ -18,20 +18,13 @@ from functools import cached_property
 from typing import Literal
 
 from hotsplit.model.delta_net import DeltaNet
-from hotsplit.model.modes import Mode, runs_predictors
+from hotsplit.model.modes import Mode, computes_all, runs_predictors
+from hotsplit.model.neurons import SMOOTH, Activation, Neurons
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 from hotsplit.model.route import Route
 
-Activation = Literal[
-    "relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"
-]  # fmt: skip
 PredictorKind = Literal["linear", "relu", "gate"]
 NormKind = Literal["rms", "layer", "layer_without_bias"]
-# What the names of the tensors of neurons end with: of a layer's own, of its experts, of experts
-# that always fire.
-Suffix = Literal["", "_exps", "_shexp"]
-# Activations whose small values are not zero: only thresholds and limits silence neurons.
-SMOOTH = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,60 +122,6 @@ class Predict:
     input_layer_offset: int = 0
     reads: str = "ffn_in"
     writes: str = "named"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Neurons:
-    """A feed-forward block as neurons: h_j = act(gate_j . x) * (up_j . x), or act(up_j . x) without
-    gates; y = the sum of h_j down_j. `biases`: names of the matrices that have one.
-
-    Experts are ranges of neurons that fire together, `number` is that of all of them: y = the sum of
-    weight * y of the chosen experts. `has_output_gate`: y is multiplied by sigmoid(w . x)."""
-
-    number: int
-    activation: Activation
-    is_gated: bool = True
-    biases: frozenset[str] = frozenset()
-    suffix: Suffix = ""
-    num_experts: int = 1
-    has_output_gate: bool = False
-    reads: str = "ffn_in"
-    writes: str = "ffn_out"
-
-    @property
-    def gate_name(self) -> str:
-        """The matrix whose product decides which neurons fire: without gates, the up projection."""
-        return self.matrices[0]
-
-    @property
-    def up_name(self) -> str:
-        return self.matrices[-1]
-
-    @property
-    def down_name(self) -> str:
-        """The down projection, as llama.cpp stores it; if it has a row for each neuron, its name ends
-        in _t."""
-        return f"ffn_down{self.suffix}"
-
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        """The matrices with a row for each neuron, without the down projection."""
-        names = ("ffn_gate", "ffn_up") if self.is_gated else ("ffn_up",)
-        return tuple(f"{name}{self.suffix}" for name in names)
-
-    @property
-    def are_experts(self) -> bool:
-        return self.suffix == "_exps"
-
-    @property
-    def num_units(self) -> int:
-        """What a plan places: neurons, or experts."""
-        return self.num_experts if self.are_experts else self.number
-
-    @property
-    def of_expert(self) -> int:
-        """Neurons of an expert; of the whole layer if it has none."""
-        return self.number // self.num_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +268,24 @@ class ModelSpec:
     def has_states(self) -> bool:
         """True if some layers have a recurrent state."""
         return any(layer.delta is not None for layer in self.layers)
+
+    @cached_property
+    def has_cutoffs(self) -> bool:
+        """True if gates of some layers are cut off by their mean and deviation."""
+        return any(layer.neurons.cutoff is not None for layer in self.layers)
+
+    def computes_all(self, index: int, mode: Mode) -> bool:
+        """True if silent neurons of a layer are computed too: in mode dense, and in layers that cut no
+        gates off, if only a cutoff silences neurons in this model."""
+        neurons = self.layers[index].neurons
+        return computes_all(mode) or (
+            self.has_cutoffs and neurons.cutoff is None and neurons.activation in SMOOTH
+        )
+
+    @property
+    def only_on_cpu(self) -> str:
+        """What of the model only the CPU computes; "" if GPUs compute all of it."""
+        return "gates cut off by their mean" if self.has_cutoffs else ""
 
     @property
     def has_experts(self) -> bool:

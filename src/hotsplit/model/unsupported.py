@@ -4,6 +4,10 @@ The name comes from a checkpoint's `architectures` or a GGUF's `general.architec
 
 from collections.abc import Mapping
 from numbers import Integral
+from pathlib import Path
+
+from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import ModelSpec
 
 # Parts of a name, case-insensitive -> why; the first match counts.
 _MIXTURES = "Qwen 3's and 3.6's mixtures and gpt-oss run"
@@ -107,3 +111,11 @@ def why_key(name: str) -> str | None:
     """Why a GGUF with this key of its architecture (without the prefix) is refused; None if the
     key is unknown."""
     return _BY_KEY.get(name)
+
+
+def refuse_gpus(path: Path, spec: ModelSpec, what: str, instead: str) -> None:
+    """Raises HotsplitError for a model of which only the CPU computes a part; `what` is for GPUs."""
+    if spec.only_on_cpu:
+        raise HotsplitError(
+            f"{path}: {what}, but {spec.only_on_cpu} are computed on the CPU alone; {instead}"
+        )
