@@ -23,6 +23,7 @@ from hotsplit.serve.text_requests import (
 )
 from hotsplit.serve.tools.calls import json_text, short_id
 from hotsplit.serve.tools.choice import Tool, chosen, forced_calls, name_of, schema_of, tools_of
+from hotsplit.serve.tools.described import with_described
 from hotsplit.serve.tools.formats import ToolFormat
 from hotsplit.serve.tools.reader import sound_json
 from hotsplit.serve.tools.splitter import MAX_CALLS, CallRules
@@ -85,13 +86,6 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     """Renders messages and tools with the template. Raises ApiError."""
     messages = messages_of(fields.items("messages", MAX_MESSAGES), served.call_style, served.format)
     tools, forced = chosen(tools_of(fields.items("tools", MAX_TOOLS)), fields.take("tool_choice"))
-    if tools and served.format is None:
-        raise wrong(
-            "tools",
-            "tools: this model's chat template has no tools, or writes calls in an unknown form;"
-            " leave tools out, or start the server with --chat-template",
-            "unsupported_value",
-        )
     variables: dict[str, object] = {}
     effort = fields.choice(
         "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -105,6 +99,10 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
             raise fields.refuse("chat_template_kwargs", more, "an object")
         variables |= more
     fields.only("chat_template", why="the server's --chat-template sets it")
+    in_template = tools
+    if served.call_style.describes_tools:
+        is_known = served.call_style.has_system
+        messages, in_template = with_described(messages, tools, has_system=is_known), []
     is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     begins = fields.flag("add_generation_prompt", True)
     continues = fields.flag("continue_final_message", is_answered and begins)
@@ -112,7 +110,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
         raise ApiError(501, served.template, code="no_chat_template")
     try:
         text = served.template.render(
-            messages, tools=tools or None, variables=variables, continue_final_message=continues,
+            messages, tools=in_template or None, variables=variables, continue_final_message=continues,
             add_generation_prompt=begins and not continues,
             keeps_none=served.call_style.has_null_content,
         )  # fmt: skip
@@ -123,7 +121,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
 
 
 def messages_of(
-    items: list[object], style: CallStyle, known: ToolFormat | None
+    items: list[object], style: CallStyle, known: ToolFormat
 ) -> list[dict[str, object]]:
     """Messages as templates expect them: contents as strings, calls in the template's style."""
     if not items:
@@ -142,9 +140,7 @@ def messages_of(
     return messages
 
 
-def _message(
-    item: object, place: str, style: CallStyle, known: ToolFormat | None
-) -> dict[str, object]:
+def _message(item: object, place: str, style: CallStyle, known: ToolFormat) -> dict[str, object]:
     if not isinstance(item, dict):
         raise wrong(place, f"{place}: wanted an object with role and content")
     message = {key: value for key, value in item.items() if value is not None}
@@ -203,11 +199,11 @@ def _calls(calls: object, place: str) -> list[dict[str, Any]]:
 
 
 def _styled(
-    content: str, calls: list[dict[str, Any]], style: CallStyle, known: ToolFormat | None
+    content: str, calls: list[dict[str, Any]], style: CallStyle, known: ToolFormat
 ) -> dict[str, object]:
     """The content and calls of a message as its template wants them."""
     functions = [call["function"] for call in calls]
-    if style.has_calls_as_content and known is not None:
+    if style.has_calls_as_content:
         named = [(function["name"], function["arguments"]) for function in functions]
         return {"content": content + known.written.text_of(named)}
     for call, function in zip(calls, functions, strict=True):
@@ -241,7 +237,6 @@ def _forced(
             "tool_choice", "tool_choice requires a call, which response_format, json_schema and"
             " grammar exclude; give one of them"
         )  # fmt: skip
-    assert served.format is not None
     try:
         return forced_calls(served.format, rendering.forced, codec, is_parallel=is_parallel)
     except HotsplitError as error:

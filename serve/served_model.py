@@ -14,7 +14,7 @@ from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec, check_unicode
 from hotsplit.serve.api_error import wrong
-from hotsplit.serve.tools.formats import ToolFormat, format_of
+from hotsplit.serve.tools.formats import DESCRIBED, ToolFormat, format_of
 from hotsplit.serve.tools.template_calls import CallStyle
 from hotsplit.tokens.tokenizer_text import refused
 
@@ -43,8 +43,8 @@ class ServedModel:
         if len(text) > most:
             raise wrong(
                 param,
-                f"the prompt has {len(text)} characters; this model's context of"
-                f" {self.context_length} tokens holds at most {most}",
+                f"the prompt has {len(text)} characters, and this model's maximum context length is"
+                f" {self.context_length} tokens here, which hold at most {most}",
                 "context_length_exceeded",
             )
 
@@ -90,16 +90,16 @@ class ServedModel:
         return replace(self.codec, end_ids=self.codec.end_ids | {token_id}), ()
 
     @cached_property
-    def format(self) -> ToolFormat | None:
-        """How the template has its model write tool calls; None if that is unknown."""
+    def format(self) -> ToolFormat:
+        """How the template, or a description of the tools, has the model write calls."""
         if isinstance(self.template, str):
-            return None
-        return format_of(self.template.tool_text or self.template.text)
+            return DESCRIBED
+        return format_of(self.template.tool_text or self.template.text) or DESCRIBED
 
     @cached_property
     def marks(self) -> tuple[tuple[int, str], ...]:
         """The special tokens, by id, that delimit calls and reasoning in an answer."""
-        texts = {BEGIN, END, *(self.format.marks if self.format else ())}
+        texts = {BEGIN, END, *self.format.marks}
         added = self.codec.tokenizer.get_added_tokens_decoder()
         return tuple((i, token.content) for i, token in added.items()
                      if token.special and token.content in texts)  # fmt: skip

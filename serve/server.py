@@ -8,6 +8,7 @@ once, with status 130."""
 import asyncio
 import ctypes
 import gc
+import logging
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.tools.template_calls import CallStyle, call_style
 
+log = logging.getLogger("hotsplit.serve")
 LAST_S = 2.0  # time to send the last answers
 M_ARENA_MAX = -8  # mallopt(3)
 
@@ -202,6 +204,12 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         if config.template is not None:
             raise
         template = str(error)
+    style = CallStyle() if isinstance(template, str) else call_style(template)
+    if style.describes_tools:
+        log.info(
+            "the chat template has no tools, or writes calls in a form that is unknown here: the"
+            " tools of a request are described in its first message"
+        )
     served = ServedModel(
         name=config.alias or config.model.stem,
         created=int(config.model.stat().st_mtime),
@@ -215,7 +223,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         longest_token=max(map(len, codec.tokenizer.get_vocab(with_added_tokens=True))),
         defaults=config.sampling,
         max_tokens=config.max_tokens,
-        call_style=CallStyle() if isinstance(template, str) else call_style(template),
+        call_style=style,
     )
     served.chain(config.sampling)  # refuses impossible options
     _ = codec.literal  # read now, with the GIL held for a second if the vocabulary is large

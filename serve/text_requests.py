@@ -23,15 +23,15 @@ from hotsplit.serve.tools.formats import ToolFormat
 from hotsplit.serve.tools.splitter import CallRules, Splitter
 
 MAX_CHOICES = 16
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_STOPS, MAX_STOP_LENGTH = 64, 256
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PROMPTS = 64
 # Fields of OpenAI's and llama-server's clients that do not affect an answer's text.
 NEUTRAL = (
     "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prediction", "id_slot", "timings_per_token", "return_tokens",
-    "return_progress", "sse_ping_interval", "n_cache_reuse",
+    "prompt_cache_retention", "verbosity", "prediction", "id_slot", "timings_per_token",
+    "return_tokens", "return_progress", "sse_ping_interval", "n_cache_reuse",
 )  # fmt: skip
 # Unsupported fields: the values that turn them off, which llama-server's clients send, and the reason
 # given for refusing others.
@@ -43,7 +43,6 @@ UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("post_sampling_probs", (False,), "logprobs are the model's own"),
     ("response_fields", ([],), "an answer has all its fields"),
     ("lora", ([],), "adapters are merged when a model is converted"),
-    ("verbosity", ("medium",), "ask for it in a message"),
 )
 
 
@@ -171,8 +170,9 @@ def jobs_of(
     if len(ids) >= served.context_length:
         raise wrong(
             param,
-            f"This model's context is {served.context_length} tokens; the prompt has {len(ids)},"
-            " which leaves no room for an answer. Shorten it, or start the server with --context.",
+            f"This model's maximum context length is {served.context_length} tokens here; the prompt"
+            f" has {len(ids)}, which leaves no room for an answer. Shorten it, or start the server"
+            " with --context.",
             "context_length_exceeded",
         )
     deadline = time.monotonic() + wanted.timeout_s

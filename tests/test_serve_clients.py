@@ -1,22 +1,24 @@
-"""/v1/responses as agents use it: requests with the fields and items that such clients send, over
-several turns, and answers checked with OpenAI's own types."""
+"""Requests as agents, editors and chat pages send them, over several turns, and answers checked with
+OpenAI's own types. The template has no tools, so that the server describes them."""
 
 import json
 import logging
 
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from serving import CALL, SAID, Served
+from serving import CALL, SAID, TOOL, Served, save_model
 
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.responses_requests import _chat_fields
 
-pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 PATH = "/v1/responses"
+EVENT = TypeAdapter(ResponseStreamEvent)  # takes 0.2 s
 FUNCTION = {
     "type": "function", "name": "f", "description": "Runs it.", "strict": False,
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
@@ -58,8 +60,10 @@ GATEWAY = {
 
 
 @pytest.fixture(scope="module")
-def served(model):
-    with Served(model, "--parallel", "2", "--max-tokens", "60") as served:
+def served(tmp_path_factory):
+    model = save_model(tmp_path_factory.mktemp("clients"), context_length=1024)
+    options = ("--parallel", "2", "--max-tokens", "60", "--chat-template", "chatml")
+    with Served(model, *options) as served:
         yield served
 
 
@@ -69,7 +73,7 @@ def streamed(served, body):
     assert status == 200, text
     events = [json.loads(part.partition("data: ")[2]) for part in text.split("\n\n") if part]
     for event in events:
-        TypeAdapter(ResponseStreamEvent).validate_python(event)
+        EVENT.validate_python(event)
     return events[-1]["response"]
 
 
@@ -107,7 +111,7 @@ def test_a_gateways_request(served):
 
 def test_what_is_too_long_is_refused_whatever_truncation_says(served):
     for truncation in ("auto", "disabled"):
-        body = {"input": "word " * 400, "truncation": truncation}
+        body = {"input": "word " * 1200, "truncation": truncation}
         status, answer = served.ask(PATH, body)
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
 
@@ -124,7 +128,8 @@ def test_what_is_too_long_is_refused_whatever_truncation_says(served):
 def test_there_is_one_system_message_at_the_beginning(served, items):
     messages = _chat_fields(Fields({"instructions": "A", "input": items}))["messages"]
     status, answer = served.ask("/apply-template", {"messages": messages})
-    assert (status, answer["prompt"]) == (200, "system: A\nB\nC\nuser: u\nassistant: ")
+    system = "<|im_start|>system\nA\nB\nC<|im_end|>\n"
+    assert status == 200 and answer["prompt"].startswith(f"{system}<|im_start|>user\nu<|im_end|>")
     without = _chat_fields(Fields({"input": [said("user", "u")]}))["messages"]
     assert [message["role"] for message in without] == ["user"]
 
@@ -173,3 +178,96 @@ def test_reasoning_tokens_are_counted(served):
     assert reasoning_tokens(served.ask(PATH, cut)[1]) == num_reasoning - 1
     plain = {"input": "Hello", "grammar": 'root ::= "no <think>hm</think>"'}
     assert reasoning_tokens(served.ask(PATH, plain)[1]) == 0
+
+
+# ---- chats and completions of editors and pages -----------------------------------------------------
+
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+SENT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+# What Continue stops a completion of code at: 19 texts and more, with those of the model's template.
+STOPS = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+         "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>", "\n\n", "\r\n\r\n", "/src/",
+         "#- coding: utf-8", "```", "\nfunction", "\nclass", "\nmodule", "\nexport", "\nimport"]  # fmt: skip
+REPLAYED = {
+    # cline, src/core/api/providers/openai.ts: content in parts, temperature, usage, tools
+    "Cline": {
+        "model": "any", "temperature": 0, **USAGE, "tools": [TOOL], "messages": [
+            {"role": "system", "content": "You are Cline."},
+            {"role": "user", "content": [{"type": "text", "text": "<task>Go</task>"}]},
+            {"role": "assistant", "tool_calls": [SENT_CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+            {"role": "user", "content": [{"type": "text", "text": "# Context"}]}]},
+    # continue, core/llm/openaiTypeConverters.ts: an assistant's empty content is a space
+    "Continue": {
+        "model": "any", "max_tokens": 8, "stop": STOPS, **USAGE,
+        "tools": [{"type": "function", "function": {**TOOL["function"], "description": "d"}}],
+        "messages": [*SAID, {"role": "assistant", "content": " ", "tool_calls": [SENT_CALL]},
+                     {"role": "tool", "content": "done", "tool_call_id": "call_1"}]},
+    # open-webui, backend/open_webui: a chat with its page's parameters, and the request for a title
+    "Open WebUI": {
+        "model": "any", **USAGE, "temperature": 0.8, "top_p": 0.9, "max_tokens": 8, "top_k": 40,
+        "frequency_penalty": 0.0, "seed": 42, "stop": ["###"], "num_ctx": 2048, "num_keep": 24,
+        "logit_bias": {"5": 1}, "reasoning_effort": "medium", "keep_alive": "5m", "messages": SAID,
+        "tools": [TOOL], "function_calling": "native"},
+    "Open WebUI's title": {
+        "model": "any", "stream": False, "max_completion_tokens": 20, "messages": SAID},
+    # litellm and llm: what they know of OpenAI's newer fields
+    "gateway": {
+        "model": "any", "stream": False, "messages": SAID, "verbosity": "low", "max_tokens": 4,
+        "n": 2, "parallel_tool_calls": True, "service_tier": "auto", "logprobs": True,
+        "top_logprobs": 2, "response_format": {"type": "text"}, "modalities": ["text"]},
+    "Continue's code": {
+        "model": "any", "prompt": "def f(", "max_tokens": 8, "temperature": 0.01, "stop": STOPS,
+        "stream": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_chat_of_other_programs(served, name):
+    body = {"max_tokens": 8, **REPLAYED[name]}
+    if "prompt" in body:
+        # A reason is null until the last piece, as OpenAI sends it and its type does not say.
+        chunks = [Completion.construct(**chunk) for chunk in served.stream("/v1/completions", body)]
+        Completion.model_validate(chunks[-1].model_dump())
+        assert all(chunk.object == "text_completion" for chunk in chunks)
+    elif not body["stream"]:
+        answer = ChatCompletion.model_validate(served.chat(**body))
+        assert len(answer.choices) == body.get("n", 1) and answer.usage.total_tokens
+        assert all(choice.message.role == "assistant" for choice in answer.choices)
+        return
+    else:
+        found = served.stream("/v1/chat/completions", body)
+        chunks = list(map(ChatCompletionChunk.model_validate, found))
+        assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices == []
+        assert chunks.pop().usage.completion_tokens
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons[-1] in ("stop", "length") and not any(reasons[:-1])
+
+
+def test_tools_are_described_to_a_template_without_them(served):
+    messages = REPLAYED["Cline"]["messages"]
+    _, answer = served.ask("/apply-template", {"messages": messages, "tools": [TOOL]})
+    system, *turns = answer["prompt"].split("<|im_start|>")[1:]
+    assert system.startswith("system\nYou are Cline.\n\n# Tools") and json.dumps(TOOL) in system
+    assert "<tool_call>" in turns[1] and turns[2].startswith("user\n<tool_response>\ndone\n")
+    _, plain = served.ask("/apply-template", {"messages": SAID})
+    assert "tool" not in plain["prompt"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_described_tool_is_called(served, choice):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    answer = served.chat(tools=[tool], tool_choice=choice, parallel_tool_calls=False)
+    (choice,) = ChatCompletion.model_validate(answer).choices
+    assert choice.finish_reason == "tool_calls"
+    assert [call.function.name for call in choice.message.tool_calls] == ["f"]
+
+
+def test_gateways_know_that_the_context_is_exceeded(served):
+    """LiteLLM finds it by these words (exception_mapping_utils.py)."""
+    for words in ("word " * 1200, "word " * 40_000):
+        status, answer = served.ask("/v1/completions", {"prompt": words})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "this model's maximum context length is" in answer["error"]["message"].lower()

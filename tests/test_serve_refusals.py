@@ -55,7 +55,7 @@ def served(model):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
         ({"stop": "a" * 257}, "stop"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),

@@ -4,6 +4,7 @@ looks like a call."""
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from hotsplit.serve.chat_requests import messages_of
 from hotsplit.serve.text_requests import Syntax
 from hotsplit.serve.tools.calls import is_short_id, short_id
 from hotsplit.serve.tools.choice import forced_calls
-from hotsplit.serve.tools.formats import FORMATS, format_of
+from hotsplit.serve.tools.described import with_described
+from hotsplit.serve.tools.formats import DESCRIBED, FORMATS, format_of
 from hotsplit.serve.tools.splitter import CallRules
 from hotsplit.serve.tools.template_calls import CallStyle, call_style
 
@@ -496,9 +498,30 @@ def test_what_a_template_wants_of_calls(name, process):
 
 def test_calls_that_a_template_does_not_read_are_content(process):
     style = call_style(ChatTemplate(name="it", text=TEMPLATES["chatml"], process=process))
-    assert style == CallStyle(has_calls_as_content=True)
+    assert style == CallStyle(has_calls_as_content=True, describes_tools=True)
     for text in ("{{ broken tool_calls", "{{ raise_exception('tool_calls') }}"):
-        assert call_style(ChatTemplate(name="it", text=text, process=process)) == CallStyle()
+        broken = replace(style, has_system=False)
+        assert call_style(ChatTemplate(name="it", text=text, process=process)) == broken
+
+
+def test_tools_where_roles_alternate_and_there_is_no_system(process):
+    """Gemma's template refuses a system message, and two messages of the user in a row."""
+    template = ChatTemplate(name="it", text=TEMPLATES["gemma"], special={"bos_token": "<bos>"},
+                            process=process)  # fmt: skip
+    style = call_style(template)
+    assert style.describes_tools and not style.has_system
+    calls = [{"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+             for n in range(2)]  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"r{n}"} for n in range(2)]
+    items = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "tool_calls": calls},
+        *results,
+    ]
+    found = with_described(messages_of(items, style, DESCRIBED), [TOOL], has_system=False)
+    first, call, result = template.render(found).split("<start_of_turn>")[1:4]
+    assert first.startswith("user\n# Tools") and "Hello" in first and json.dumps(TOOL) in first
+    assert call.count("<tool_call>") == 2 and result.index("r0") < result.index("r1")
 
 
 def test_the_smollm2_template_has_no_tools():

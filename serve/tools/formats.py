@@ -1,7 +1,7 @@
 """The formats in which chat templates have their models write tool calls.
 
 A template tells its model how to write a call, so the format is found by the template's text. If
-none is found, tools are refused: clients would receive the calls as plain text."""
+none is found, the server tells the model itself (see described)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -163,6 +163,9 @@ FORMATS = (
         ),
     ),
 )  # fmt: skip
+
+
+DESCRIBED = next(known for known in FORMATS if known.name == "Hermes")
 
 
 def format_of(template: str) -> ToolFormat | None:

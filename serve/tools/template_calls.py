@@ -3,7 +3,7 @@
 Most templates want the arguments as an object and write it as JSON. Others join them with other
 text or print them, and so need JSON in a string. Some only write the calls of a message without
 content, or one call a message; some of Mistral's refuse ids that are not nine letters and digits;
-Granite's write no call at all."""
+Granite's write no call at all. Of a template without tools, only the role of the system is tried."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text.chat_template import ChatTemplate, Message
 from hotsplit.serve.tools.calls import json_text
+from hotsplit.serve.tools.formats import format_of
 
 _KEY, _VALUE = "probe_key", "probe_value"
 _LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "abcDEF012"
@@ -31,11 +32,17 @@ class CallStyle:
     has_short_ids: bool = False
     has_single_calls: bool = False  # one in a message
     has_calls_as_content: bool = False  # the template leaves calls out
+    describes_tools: bool = False  # the server does, because the template's form is not known
+    has_system: bool = True  # the template writes such a message; tried only if `describes_tools`
 
 
 def call_style(template: ChatTemplate) -> CallStyle:
     """The first style, beginning with the usual one, in which the template writes a call whole; the
     usual one if it does so in none. Calls that a template never reads have to be in the content."""
+    if format_of(template.tool_text or template.text) is None:
+        return CallStyle(
+            has_calls_as_content=True, describes_tools=True, has_system=_has_system(template)
+        )
     if "tool_calls" not in (template.tool_text or template.text):
         return CallStyle(has_calls_as_content=True)
     for is_null, is_text, is_short in itertools.product((False, True), repeat=3):
@@ -45,6 +52,15 @@ def call_style(template: ChatTemplate) -> CallStyle:
         if _are_written(template, style, 1):
             return replace(style, has_single_calls=not _are_written(template, style, 2))
     return CallStyle()
+
+
+def _has_system(template: ChatTemplate) -> bool:
+    """Whether the template writes a system message."""
+    messages = [{"role": "system", "content": _VALUE}, {"role": "user", "content": "Hello"}]
+    try:
+        return _VALUE in template.render(messages)
+    except HotsplitError:
+        return False
 
 
 def _are_written(template: ChatTemplate, style: CallStyle, count: int) -> bool:
