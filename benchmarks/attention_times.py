@@ -11,6 +11,7 @@ import torch
 from gpu_sections import Table
 from torch.nn import functional
 
+from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 from hotsplit.runtime.weights import gpu_products
 
@@ -38,11 +39,12 @@ def _row(device: torch.device, heads: int, kv_heads: int, tokens: int, positions
     out_THW = torch.empty_like(query_THW)
     position_T = torch.arange(positions - tokens, positions, device=device)
     keys, values = (each.transpose(0, 1) for each in cache)
+    spec = Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=WIDTH, rotary=None)
     kernels = gpu_products.kernels() if device.type == "cuda" else torch_kernels()
     query = query_THW.transpose(0, 1)[None]
 
     def ours() -> None:
-        kernels.attend_tokens(query_THW, keys, values, position_T, out_THW)
+        kernels.attend_tokens(query_THW, keys, values, position_T, spec, out_THW)
 
     def theirs() -> None:
         if device.type == "cuda":  # aligns the last positions

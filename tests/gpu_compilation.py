@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton
-from gpu_matrices import TILE_KINDS
+from gpu_matrices import TILE_KINDS, heads_of
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
@@ -148,27 +149,32 @@ def launch_the_rest() -> None:
         for heads in (HEADS, KV_HEADS):
             qkv = torch.empty((heads + 2 * KV_HEADS) * HEAD_WIDTH)
             weight = x[:HEAD_WIDTH] if heads == HEADS else None
-            is_adjacent = dtype == torch.float16
-            kernels.rotate_append(
-                qkv, frequency, is_adjacent, weight, weight, 1e-5, position, cache, cache, heads
-            )
+            spec = heads_of(heads, KV_HEADS, HEAD_WIDTH, is_adjacent=dtype == torch.float16)
+            kernels.rotate_append(qkv, frequency, weight, weight, position, cache, cache, spec)
             scratch = torch.empty(attend_scratch(len(cache), heads, HEAD_WIDTH))
             out = torch.empty(heads, HEAD_WIDTH)
             for window in (None, 512):
-                kernels.attend(
-                    qkv, cache, cache, position, heads, scratch, out, scale=0.1, window=window,
-                    cap=window and 50.0,
-                )  # fmt: skip
+                capped = replace(spec, window=window, score_cap=window and 50.0)
+                kernels.attend(qkv, cache, cache, position, capped, scratch, out)
         for width in (HEAD_WIDTH, 256, 512):
             query, keys = (
                 torch.empty(70, 8, width, dtype=dtype),
                 torch.empty(9, 2, 64, width, dtype=dtype),
             )
             keys, table = keys.transpose(1, 2), torch.zeros(1, 9, dtype=torch.int32)
+            cap = 50.0 if width == HEAD_WIDTH else None
+            spec = heads_of(8, 2, width, window=512, score_cap=cap)
             kernels.attend_tokens(
-                query, keys, keys, torch.arange(70), query.clone(), table[0], table, window=512,
-                sink_H=x[:8], cap=50.0 if width == HEAD_WIDTH else None,
-            )  # fmt: skip
+                query,
+                keys,
+                keys,
+                torch.arange(70),
+                spec,
+                query.clone(),
+                table[0],
+                table,
+                sink_H=x[:8],
+            )
     launch_delta()
     routed = torch.empty(16)
     kernels.choose_experts(x[:128], None, "softmax", True, 1.0, 1, 1, routed)

@@ -5,6 +5,8 @@ sum of such terms. A sum of n terms in f32, in any order, is off by at most n ep
 the terms' magnitudes. Errors add up like a random walk, so in practice a correct kernel stays
 within sqrt(n) eps times that sum, and a few eps for the terms themselves."""
 
+from typing import Any
+
 import gguf
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
 from hotsplit.files.gguf_file import type_of
+from hotsplit.model.rope import RopeScaling, Rotary
+from hotsplit.model.spec import Attention, Norm, NormKind
 from hotsplit.model.weight_types import TYPES, file_kind
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -31,6 +35,19 @@ TILE_KINDS = tuple(t.kind_in(form) for t in TYPES for form in t.forms if form !=
 EPS = torch.finfo(torch.float32).eps
 NAN = float("nan")
 REFERENCE = reference_kernels()
+
+
+def heads_of(
+    num_heads: int = 4, num_kv_heads: int = 2, width: int = 32, *, is_adjacent: bool = False,
+    magnitude: float = 1.0, epsilon: float = 1e-5, norm: NormKind = "rms", **more: Any,
+) -> Attention:  # fmt: skip
+    """Attention with norms and rotary embeddings, for kernels that get their weights."""
+    scaling = RopeScaling(kind="longrope", attn_factor=magnitude)
+    return Attention(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=width,
+        rotary=Rotary(theta=1e4, pairing="adjacent" if is_adjacent else "halves", scaling=scaling),
+        head_norm=Norm(name="", kind=norm, size=width, epsilon=epsilon), **more,
+    )  # fmt: skip
 
 
 def device() -> torch.device:

@@ -2,11 +2,13 @@
 in Triton's interpreter if there is none."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from gpu_matrices import EPS, NAN, REFERENCE, assert_close, device, rounding, vector
+from gpu_matrices import EPS, NAN, REFERENCE, assert_close, device, heads_of, rounding, vector
 
+from hotsplit.model.rope import QueryGrowth
 from hotsplit.runtime.kernels.gpu import ranges
 
 # ---- sums and norms ------------------------------------------------------------------------
@@ -108,9 +110,10 @@ def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
         if width == 32:  # head-major in memory, as in the runtime
             cache = cache.transpose(0, 2).contiguous().transpose(0, 2)
         which.rotate_append(
-            qkv, frequencies(width), is_adjacent, vector(width, 2) if norms == "both" else None,
-            vector(width, 3) if norms != "none" else None, 1e-5,
-            torch.tensor([position], device=device()), cache[:, 0], cache[:, 1], 4,
+            qkv, frequencies(width), vector(width, 2) if norms == "both" else None,
+            vector(width, 3) if norms != "none" else None,
+            torch.tensor([position], device=device()), cache[:, 0], cache[:, 1],
+            heads_of(width=width, is_adjacent=is_adjacent),
         )  # fmt: skip
         found.append((qkv, cache))
     (got, got_cache), (want, want_cache) = found
@@ -135,8 +138,8 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
             qkv = qkv[0] if num_rows == 1 else qkv
             position = torch.arange(5, 5 + num_rows, device=device())
             which.rotate_append(
-                qkv, frequencies(64), True, None, None, 0.0, position, *cache, 4,
-                magnitude=magnitude,
+                qkv, frequencies(64), None, None, position, *cache,
+                heads_of(width=64, is_adjacent=True, magnitude=magnitude),
             )  # fmt: skip
             found[which is REFERENCE, magnitude] = torch.cat([qkv.flatten(), cache.flatten()])
     want = found[True, 1.25]
@@ -145,11 +148,17 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
     assert is_scaled == num_rows * (4 + 2) * 64  # of 4 queries and 2 cached keys
 
 
-@pytest.mark.parametrize(("centres", "growth"), [(True, None), (False, (0.4, 3)), (True, (0.3, 2))])
-def test_heads_with_norms_of_their_own_and_growing_queries(kernels, centres, growth, width=40):
+@pytest.mark.parametrize(
+    ("norm", "growth"),
+    [("layer_without_bias", None), ("rms", (0.4, 3)), ("layer_without_bias", (0.3, 2))],
+)
+def test_heads_with_norms_of_their_own_and_growing_queries(kernels, norm, growth, width=40):
     """Command R+'s layer norms with weights for each head, and Ministral 3's queries, which grow with
     the position."""
     found, rows = [], 3
+    steady = heads_of(width=width, is_adjacent=True, norm=norm, norms_by_head=True)
+    factor, length = growth or (0.0, 1)
+    spec = replace(steady, growth=QueryGrowth(factor=factor, length=length) if growth else None)
     for which in (kernels, REFERENCE):
         qkv = vector(rows * 8 * width).view(rows, -1) + 0.5  # not of mean 0
         cache, at = (
@@ -157,20 +166,15 @@ def test_heads_with_norms_of_their_own_and_growing_queries(kernels, centres, gro
             torch.arange(4, 7, device=device()),
         )
         weights = vector(4 * width, 2).view(4, width), vector(2 * width, 3).view(2, width)
-        which.rotate_append(
-            qkv, frequencies(width), True, *weights, 1e-5, at, *cache, 4, centres=centres,
-            growth=growth,
-        )  # fmt: skip
+        which.rotate_append(qkv, frequencies(width), *weights, at, *cache, spec)
         found.append((qkv, cache))
     (got, got_cache), (want, want_cache) = found
     assert_close(got, want, (32 * EPS + 4 * rounding(width)) * want.abs().max())
     assert_close(got_cache, want_cache, (32 * EPS + 4 * rounding(width)) * want_cache.abs().max())
     if growth:
         plain = vector(rows * 8 * width).view(rows, -1) + 0.5
-        REFERENCE.rotate_append(
-            plain, frequencies(width), True, *weights, 1e-5, at, *cache, 4, centres=centres
-        )
-        factor_T = 1 + growth[0] * torch.log(1 + at // growth[1])
+        REFERENCE.rotate_append(plain, frequencies(width), *weights, at, *cache, steady)
+        factor_T = 1 + factor * torch.log(1 + at // length)
         rest = plain.clone()
         rest[:, : 4 * width] *= factor_T[:, None]
         assert_close(want, rest, 8 * EPS * want.abs().max())
@@ -181,13 +185,13 @@ def test_heads_with_norms_of_their_own_and_growing_queries(kernels, centres, gro
 def test_values_with_a_norm(kernels, num_rows, are_keys, width=40):
     """Gemma 4's: the norm of values has no weights, and values may be keys before their norm."""
     found, size = [], (2 + 2 * (2 - are_keys)) * width  # 2 queries, 2 keys, 2 values
+    spec = heads_of(2, 2, width, norms_values=True, values_are_keys=are_keys)
     for which in (kernels, REFERENCE):
         qkv = vector(num_rows * size).view(num_rows, -1)
         qkv = qkv[0] if num_rows == 1 else qkv
         cache, at = torch.zeros(2, 9, 2, width, device=device()), torch.arange(5, 5 + num_rows)
         which.rotate_append(
-            qkv, frequencies(width), False, vector(width, 2), vector(width, 3), 1e-5,
-            at.to(device()), *cache, 2, norms_values=True, values_are_keys=are_keys,
+            qkv, frequencies(width), vector(width, 2), vector(width, 3), at.to(device()), *cache, spec
         )  # fmt: skip
         found.append((qkv, cache))
     (got, got_cache), (want, want_cache) = found
@@ -202,13 +206,13 @@ def test_values_with_a_norm(kernels, num_rows, are_keys, width=40):
 def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, rotated=12):
     """Qwen3-Next's: a quarter of each head rotates, and behind each query is the gate of its head, which
     stays as it is. The part by itself is a rotation of narrower heads."""
-    found = []
+    found, turn = [], {"is_adjacent": is_adjacent, "magnitude": 1.25}
     for which in (kernels, REFERENCE):
         qkv, cache = vector(6 * width), torch.zeros(9, 2, 1, width, device=device())
         which.rotate_append(
-            qkv, frequencies(rotated), is_adjacent, vector(width, 2), vector(width, 3), 1e-5,
-            torch.tensor([7], device=device()), cache[:, 0], cache[:, 1], 2, magnitude=1.25,
-            is_gated=True,
+            qkv, frequencies(rotated), vector(width, 2), vector(width, 3),
+            torch.tensor([7], device=device()), cache[:, 0], cache[:, 1],
+            heads_of(2, 1, width, is_gated=True, **turn),
         )  # fmt: skip
         found.append((qkv.view(6, width), cache))
     (got, got_cache), (want, want_cache) = found
@@ -220,12 +224,12 @@ def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, 
     none = torch.zeros(9, 2, 1, width, device=device())
     at = torch.tensor([7], device=device())
     norms = vector(width, 2), vector(width, 3)
-    kernels.rotate_append(plain, None, False, *norms, 1e-5, at, none[:, 0], none[:, 1], 1)
+    kernels.rotate_append(plain, None, *norms, at, none[:, 0], none[:, 1], heads_of(1, 1, width))
     narrow = torch.cat([plain[:rotated], torch.zeros(2 * rotated, device=device())])
     none = torch.zeros(9, 2, 1, rotated, device=device())
     kernels.rotate_append(
-        narrow, frequencies(rotated), is_adjacent, None, None, 0.0, at, none[:, 0], none[:, 1], 1,
-        magnitude=1.25,
+        narrow, frequencies(rotated), None, None, at, none[:, 0], none[:, 1],
+        heads_of(1, 1, rotated, **turn),
     )  # fmt: skip
     assert_close(got[0, :rotated], narrow[:rotated], 8 * EPS)
     assert_close(got[0, rotated:], plain[rotated:width], 8 * EPS)
@@ -243,8 +247,8 @@ def test_angles_of_late_positions(kernels, position):
         qkv = torch.zeros(3 * width, device=device())
         qkv[: width // 2] = 1
         if turn == "kernel":
-            arguments = (None, None, 1e-5, torch.tensor([position], device=device()), *caches)
-            kernels.rotate_append(qkv, frequencies(width), False, *arguments, 1)
+            arguments = (None, None, torch.tensor([position], device=device()), *caches)
+            kernels.rotate_append(qkv, frequencies(width), *arguments, heads_of(1, 1, width))
             found.append(qkv[:width])
         else:
             angle = position * frequencies(width)
@@ -256,7 +260,7 @@ def test_no_rotation(kernels):
     qkv, cache = vector(3 * 32), torch.zeros(5, 2, 1, 32, device=device())
     before = qkv.clone()
     position = torch.tensor([4], device=device())
-    kernels.rotate_append(qkv, None, False, None, None, 0.0, position, cache[:, 0], cache[:, 1], 1)
+    kernels.rotate_append(qkv, None, None, None, position, *cache.unbind(1), heads_of(1, 1))
     assert torch.equal(qkv, before) and torch.equal(cache[4].flatten(), before[32:])
     assert (cache[:4] == 0).all()
 
@@ -281,8 +285,8 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
     out = torch.full((num_heads, width), NAN, device=device())
     at = torch.tensor([position], device=device())
     which.attend(
-        qkv, cache[:, 0], cache[:, 1], at, num_heads, scratch, out,
-        scale=width**-0.5 if scale is None else scale, window=window, cap=cap,
+        qkv, cache[:, 0], cache[:, 1], at,
+        heads_of(*heads, width, scale=scale, window=window, score_cap=cap), scratch, out,
         sink_H=None if sink is None else sink + vector(num_heads, 5),
     )  # fmt: skip
     return out
@@ -355,7 +359,7 @@ def test_gates_of_the_heads_output(kernels, shape, heads=4, num_kv=2, width=32, 
     rows = shape[0] if shape else 1
     of_head, cache = vector(rows * 12 * width).view(rows, 12, width), vector(context * 128, 2)
     keys, values = cache.view(2, context, num_kv, width)
-    at, options = torch.tensor([69, 40][:rows], device=device()), {"scale": 0.3}
+    at = torch.tensor([69, 40][:rows], device=device())
     found = []
     for which, is_gated in ((kernels, True), (REFERENCE, False)):
         own = of_head if is_gated else torch.cat([of_head[:, :8:2], of_head[:, 8:]], dim=1)
@@ -363,8 +367,8 @@ def test_gates_of_the_heads_output(kernels, shape, heads=4, num_kv=2, width=32, 
         out = torch.full((*shape, heads, width), NAN, device=device())
         qkv = own.flatten(1).view(*shape, -1).contiguous()
         which.attend(
-            qkv, keys, values, at, heads, scratch.to(device()), out, **options,
-            **({"is_gated": True} if is_gated else {}),
+            qkv, keys, values, at, heads_of(heads, num_kv, scale=0.3, is_gated=is_gated),
+            scratch.to(device()), out,
         )  # fmt: skip
         found.append(out.view(rows, heads, width))
     assert_close(found[0], found[1].double() * of_head[:, 1:8:2].double().sigmoid(), 1e-5)

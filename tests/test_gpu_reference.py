@@ -7,7 +7,7 @@ import gguf
 import gpu_matrices
 import pytest
 import torch
-from gpu_matrices import KINDS, block_width, make_matrix, vector
+from gpu_matrices import KINDS, block_width, heads_of, make_matrix, vector
 from reference import rel_error
 
 from hotsplit.files.gguf_file import type_of
@@ -169,7 +169,7 @@ def test_attention(is_adjacent, magnitude):
     """One token is computed with norms of the heads, the next without but with a window; 4 query
     heads share 2 key-value heads."""
     width, num_heads, num_kv = 32, 4, 2
-    frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    frequency = 1e4 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     rotary = Rotary(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude)
     norms = [Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
     got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
@@ -185,17 +185,15 @@ def test_attention(is_adjacent, magnitude):
             query, key = norms[0].apply(query), norms[1].apply(key)
         turn = rotary.turn(start, 1)
         keys, values = want_cache.append(0, start, turn.apply(key), value)
-        scale, window = (0.2, None) if has_norms else (width**-0.5, 3)
-        want = attend.attend(turn.apply(query), keys, values, scale=scale, window=window)[0]
+        spec = heads_of(
+            is_adjacent=is_adjacent, magnitude=magnitude,
+            **({"scale": 0.2} if has_norms else {"window": 3}),
+        )  # fmt: skip
+        want = attend.attend(turn.apply(query), keys, values, spec)[0]
         weights = [norm.weight_D if has_norms else None for norm in norms]
         position, got = torch.tensor([start]), torch.empty(num_heads, width)
-        reference.rotate_append(
-            qkv, frequency, is_adjacent, *weights, 1e-5, position, *got_cache, num_heads,
-            magnitude=magnitude,
-        )  # fmt: skip
-        reference.attend(
-            qkv, *got_cache, position, num_heads, torch.empty(0), got, scale=scale, window=window
-        )
+        reference.rotate_append(qkv, frequency, *weights, position, *got_cache, spec)
+        reference.attend(qkv, *got_cache, position, spec, torch.empty(0), got)
         assert rel_error(qkv[: num_heads * width], turn.apply(query).flatten()) < BOUND
         assert rel_error(got_cache[0], want_cache.key_CKW) < BOUND
         assert torch.equal(got_cache[1], want_cache.value_CKW)

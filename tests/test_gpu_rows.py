@@ -15,6 +15,7 @@ from gpu_matrices import (
     assert_close,
     block_width,
     device,
+    heads_of,
     make_matrix,
     sizes,
     vector,
@@ -232,7 +233,6 @@ def test_add_norm(kernels, has_bias, num_rows):
 
 POSITIONS = (5, 64, 63, 130, 0, 127, 128, 199)
 SEQUENCES = (0, 2, 1, 1, 3, 0, 2, 3)
-SCALE = 32**-0.5
 WINDOWS = (None, 1, 2, 64, 129)
 
 
@@ -252,7 +252,7 @@ def attending(num_rows, dtype=torch.float16, heads=4):
     key, value, table = paged(dtype)
     return {
         "qkv": vectors(num_rows, (heads + 4) * 32), "key_CKW": key, "value_CKW": value,
-        "position_1": torch.tensor(POSITIONS[:num_rows], device=device()), "num_heads": heads,
+        "position_1": torch.tensor(POSITIONS[:num_rows], device=device()), "spec": heads_of(heads),
         "sequence_1": torch.tensor(SEQUENCES[:num_rows], device=device()).int(), "table_SN": table,
     }  # fmt: skip
 
@@ -273,22 +273,19 @@ def whole(given: dict, row: int) -> dict:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_attend_to_blocks(kernels, num_rows, dtype, window):
     """Each row's output equals the one for its sequence alone, in a contiguous cache."""
-    given = attending(num_rows, dtype)
+    given, limits = attending(num_rows, dtype), {"spec": heads_of(window=window)}
     size = ranges.attend_scratch(256, 4, 32)
     out = empty(num_rows, 4 * 32)
     shape = (num_rows, -1) if num_rows > 1 else (-1,)
     given["qkv"] = given["qkv"].view(shape)
-    kernels.attend(
-        **given, scratch=empty(num_rows * size), out_HW=out.view(shape), scale=SCALE, window=window
-    )
+    kernels.attend(**given | limits, scratch=empty(num_rows * size), out_HW=out.view(shape))
     given["qkv"] = given["qkv"].view(num_rows, -1)
     for row in range(num_rows):
         own, want = whole(given, row), empty(4, 32)
-        limits = {"scale": SCALE, "window": window}
-        kernels.attend(**own, **limits, scratch=empty(size), out_HW=want)
+        kernels.attend(**own | limits, scratch=empty(size), out_HW=want)
         assert torch.equal(out[row], want.flatten())
         right = empty(4, 32)
-        REFERENCE.attend(**own, **limits, scratch=empty(size), out_HW=right)
+        REFERENCE.attend(**own | limits, scratch=empty(size), out_HW=right)
         assert_close(want, right, 1e-4)
 
 
@@ -299,8 +296,8 @@ def test_attend_of_rows_of_one_sequence(kernels, window):
     size = ranges.attend_scratch(200, 4, 32)
     assert_rows_as_alone(
         kernels, "attend", qkv=vectors(4, 8 * 32), key_CKW=cache[:, 0], value_CKW=cache[:, 1],
-        position_1=torch.arange(62, 66, device=device()), num_heads=4, scratch=empty(4 * size),
-        out_HW=empty(4, 4 * 32), scale=SCALE, window=window,
+        position_1=torch.arange(62, 66, device=device()), spec=heads_of(window=window),
+        scratch=empty(4 * size), out_HW=empty(4, 4 * 32),
     )  # fmt: skip
 
 
@@ -316,8 +313,8 @@ def test_append_to_blocks(kernels, num_rows, dtype):
         if num_rows == 1:
             given["qkv"] = given["qkv"][0]
         options = {
-            "frequency_W2": frequency, "is_adjacent": False, "query_weight_W": vector(32, 2),
-            "key_weight_W": vector(32, 3), "epsilon": 1e-5,
+            "frequency_W2": frequency, "query_weight_W": vector(32, 2),
+            "key_weight_W": vector(32, 3),
         }  # fmt: skip
         which.rotate_append(**given, **options)
         found.append(given)
@@ -344,8 +341,7 @@ def test_a_repeated_row_appends_once_and_attends(kernels):
     for name, values in (("position_1", (7, 9, 9, 9)), ("sequence_1", (1, 1, 1, 1))):
         given[name].copy_(torch.tensor(values))
     before = given["value_CKW"].clone()
-    plain = {"frequency_W2": None, "is_adjacent": False, "query_weight_W": None,
-             "key_weight_W": None, "epsilon": 0.0}  # fmt: skip
+    plain = {"frequency_W2": None, "query_weight_W": None, "key_weight_W": None}
     kernels.rotate_append(**given, **plain)
     block = given["table_SN"][1, 0]
     for row, at in ((0, 7), (1, 9)):
@@ -374,10 +370,10 @@ def test_the_torch_kernels_take_rows():
     for which, out in zip((plain, REFERENCE), sums, strict=True):
         which.down(matrix, want, out, skips_zeros=True)
     assert_close(*sums, 1e-4 * sums[1].abs().max())
-    given, size = attending(8), ranges.attend_scratch(256, 4, 32)
+    given, size = attending(8) | {"spec": heads_of(window=70)}, ranges.attend_scratch(256, 4, 32)
     outs = [empty(8, 4 * 32) for _ in range(2)]
     for which, out in zip((plain, REFERENCE), outs, strict=True):
-        which.attend(**given, scratch=empty(8 * size), out_HW=out, scale=SCALE, window=70)
+        which.attend(**given, scratch=empty(8 * size), out_HW=out)
     assert_close(*outs, 1e-6)
 
 

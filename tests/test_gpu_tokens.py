@@ -5,7 +5,7 @@ Letters: T tokens, D width, N neurons."""
 
 import pytest
 import torch
-from gpu_matrices import EPS, REFERENCE, device
+from gpu_matrices import EPS, REFERENCE, device, heads_of
 
 triton = pytest.importorskip("triton")
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
@@ -115,8 +115,8 @@ def test_queries_are_rotated_scaled_and_rounded_apart(is_paged):
         given, keys, cached = qkv.clone(), *torch.zeros(2, *shape).half().to(device())
         query = torch.empty(count, heads, width, dtype=torch.float16, device=device())
         kernels.rotate_append(
-            given, frequency, True, None, None, 0.0, position, keys, cached, heads, sequence,
-            table, query_THW=query, query_scale=0.25,
+            given, frequency, None, None, position, keys, cached,
+            heads_of(heads, kv_heads, width, is_adjacent=True, scale=0.25), sequence, table, query,
         )  # fmt: skip
         assert torch.equal(given, qkv)
         found.append((query, keys, cached))

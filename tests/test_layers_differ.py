@@ -156,6 +156,13 @@ def drawn(num_tokens, num_cached, heads):
     return tuple(torch.randn(*shape, 8, generator=generator) for shape in shapes)
 
 
+def spec_of(heads, **more):
+    num_heads, num_kv_heads = heads
+    return Attention(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8, rotary=None, scale=0.3, **more
+    )
+
+
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 7, 8, 19, 20, 21, 50])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_torch(heads, window):
@@ -163,7 +170,7 @@ def test_torch(heads, window):
     for num_tokens, num_cached in ((1, 1), (1, 20), (5, 5), (7, 20), (20, 20)):
         tensors = drawn(num_tokens, num_cached, heads)
         want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, window, cap)
-        got = attend.attend(*tensors, scale=0.3, window=window, cap=cap)
+        got = attend.attend(*tensors, spec_of(heads, window=window, score_cap=cap))
         assert rel_error(got, want) < 1e-6
 
 
@@ -171,8 +178,8 @@ def test_torch(heads, window):
 def test_the_bound_rejects_a_window_off_by_one(wrong):
     tensors = drawn(7, 20, (6, 2))
     want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, 6)
-    assert rel_error(attend.attend(*tensors, scale=0.3, window=6 + wrong), want) > 1e-2
-    assert rel_error(attend.attend(*tensors, scale=0.3, window=6, cap=4.0 + wrong), want) > 1e-3
+    for off, bound in (({"window": 6 + wrong}, 1e-2), ({"window": 6, "score_cap": 4.0}, 1e-3)):
+        assert rel_error(attend.attend(*tensors, spec_of((6, 2), **off)), want) > bound
 
 
 def test_rotaries_are_shared_by_layers_with_equal_ones(model):

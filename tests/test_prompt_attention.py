@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_matrices import NAN, REFERENCE, device, rounding
+from gpu_matrices import NAN, REFERENCE, device, heads_of, rounding
 from ptx import Fault
 from ptx.kernels import PtxKernels
 
@@ -71,8 +71,9 @@ class Case:
         size = 2 * (self.heads[0] + self.heads[1]) * self.width
         gated = self.values(self.tokens, size, seed=5)[rows][number_T] if self.has_gates else None
         kernels.attend_tokens(
-            query_THW, self.cache(2), self.cache(3), position_T, out, sequence, table,
-            window=self.window, cap=self.cap, sink_H=sink, gated_TQ=gated,
+            query_THW, self.cache(2), self.cache(3), position_T,
+            heads_of(*self.heads, self.width, window=self.window, score_cap=self.cap), out,
+            sequence, table, sink_H=sink, gated_TQ=gated,
         )  # fmt: skip
         return out[: len(query)]
 

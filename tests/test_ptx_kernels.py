@@ -72,7 +72,7 @@ def test_launches_of_a_plan(monkeypatch):
     model = replace(model, bare_spec=spec)
     found = ptx_plans.launches(model, mode="predicted", context=64)
     assert {each.kernel for each in found} >= {"dot", "predict", "gate_up", "down", "attend"}
-    assert sum("capped" in each.variant for each in found) == 2
+    assert {each.kernel for each in found if "cap" in each.variant} >= {"dot", "attend"}
     kernels = PtxKernels(89).kernels
     for each in found:
         ptx_plans.assert_right(each, kernels)

@@ -16,7 +16,6 @@ LONG = {
     "runtime/kernels/cpu/library.py",
     "runtime/kernels/gpu/attention.py",
     "runtime/kernels/gpu/attention.py:_rotate_append",
-    "runtime/kernels/gpu/attention.py:rotate_append",
     "runtime/kernels/gpu/attention.py:_attend_part",
     "runtime/kernels/gpu/attention.py:attend",
     "runtime/kernels/gpu/delta.py:_convolve",

@@ -123,7 +123,7 @@ def _outputs(launch: Launch) -> list[Tensor]:
     if launch.kernel != "rotate_append":
         return found
     qkv, *caches = found[:3]
-    queries = given["num_heads"] * caches[0].shape[-1]
+    queries = given["spec"].query_size + given["spec"].gate_size
     if given["table_SN"] is None:  # the positions that `_fill` chooses
         caches = [cache[-launch.num_rows :] for cache in caches]
     return [qkv[..., :queries], *caches, *found[3:]]

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.model.rope import Rotary
+from hotsplit.model.spec import Attention, Norm
 from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
@@ -27,7 +29,7 @@ from hotsplit.runtime.kernels.gpu.step_rows import AXES
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention.gpu_pass import append
+from hotsplit.runtime.ops.attention.gpu_pass import run_kernels
 from hotsplit.runtime.ops.attention.rotary import Places
 from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.delta.gpu import calls
@@ -119,9 +121,24 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
         size = f"[{'x'.join(map(str, dims))}]" if dims else ""
         aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
         return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
+    if isinstance(value, Attention):
+        return " ".join(
+            filter(None, (_field_words(f.name, getattr(value, f.name)) for f in fields(value)))
+        )
     if value is None or isinstance(value, float):  # thresholds and epsilons are not compiled in
         return ""
     return (name if value else "") if isinstance(value, bool) else f"{value}"
+
+
+def _field_words(name: str, value: Any) -> str:
+    """The part of a number of a layer's attention that may be compiled in."""
+    if isinstance(value, Rotary):
+        return f"{value.pairing} {value.scaling.magnitude:g}"
+    if isinstance(value, Norm):
+        return value.kind
+    if isinstance(value, (str, frozenset)):  # where values come from
+        return ""
+    return name if isinstance(value, float) else _words(name, value, None)
 
 
 class NoStream(PlainStream):
@@ -333,19 +350,7 @@ def _note_attention(kernels: Kernels, layer: Layer, device: torch.device) -> Non
         sequence_T = torch.zeros(tokens, dtype=torch.int32, device=device)
         table_SN = torch.zeros(1, table.block_SN.shape[1], dtype=torch.int32, device=device)
     places = Places(torch.arange(tokens, device=device), sequence_T, table_SN)
-    qkv, queries = attention.widths
-    joined_TQ = torch.empty(tokens, qkv, device=device)
-    query_THW = torch.empty(
-        tokens, attention.num_heads, queries // attention.num_heads,
-        dtype=attention.cache.key_BKPX.dtype, device=device,
-    )  # fmt: skip
-    append(kernels, attention, joined_TQ, places, query_THW)
-    kernels.attend_tokens(
-        query_THW, *attention.cache.for_kernels, places.position_T, torch.empty_like(query_THW),
-        sequence_T, table_SN, window=attention.window, cap=attention.score_cap,
-        sink_H=attention.sink_H,
-        gated_TQ=joined_TQ if attention.is_gated else None,
-    )  # fmt: skip
+    run_kernels(kernels, attention, torch.empty(tokens, attention.widths[0], device=device), places)
 
 
 def _note_delta(kernels: Kernels, delta: DeltaNet, device: torch.device) -> None:

@@ -290,12 +290,11 @@ class Builder:
             for name in (QUERY_NORM, KEY_NORM)
         ]
         return Attention(
+            spec=block,
             inputs=self.attention_inputs(index, block, device),
             output=self.linear(index, "attn_output", device),
-            query_norm=norms[0], key_norm=norms[1],
-            value_norm=self.value_norm(block, attends_on),
-            norms_all_heads=block.norms_all_heads,
-            values_are_keys=block.values_are_keys,
+            query_norm=norms[0],
+            key_norm=norms[1],
             sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
             cache=LayerCache.of(
                 self.tables[block.window],
@@ -304,18 +303,9 @@ class Builder:
                 self.cache_types or CacheTypes.of(kv_kind(self.model)),
                 self.stores.on(attends_on).cache,
             ),
-            num_heads=block.num_heads, is_gated=block.is_gated,
-            rotary=self.rotary(block, attends_on), window=block.window, growth=block.growth,
-            score_scale=block.score_scale, score_cap=block.score_cap,
+            rotary=self.rotary(block, attends_on),
             on_bytes=self.count_attention,
-        )  # fmt: skip
-
-    def value_norm(self, block: AttentionSpec, device: torch.device) -> Norm | None:
-        if not block.norms_values:
-            return None
-        assert block.head_norm is not None
-        weight_W = torch.ones(block.head_dim, device=device)
-        return Norm(weight_D=weight_W, bias_D=None, epsilon=block.head_norm.epsilon)
+        )
 
     def count_attention(self, num_bytes: int) -> None:
         self.traffic.attention += num_bytes

@@ -22,7 +22,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.loader import Builder
-from hotsplit.runtime.ops.attention.attend import MOST_SCORES
+from hotsplit.runtime.ops.attention.attend import MOST_SCORES, stores_scores
 from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.hollow import chosen_bytes, hollow_builder, neurons_bytes
 from hotsplit.runtime.step.program import Kind, Op, name_of
@@ -196,7 +196,7 @@ def _attend(p: Pass, a: Attention) -> PoolBytes:
     out = p.floats(a.query_size) + p.floats(a.num_heads)
     if tokens == 1:
         out += p.tensor(2 * FLOAT_BYTES * a.num_heads * seen)
-    elif a.has_sinks or a.score_cap is not None:  # scores as they are made, as shares, with sinks
+    elif stores_scores(a):  # scores as they are made, as shares, with sinks
         scores = a.num_heads * min(tokens * seen, max(seen, MOST_SCORES // a.num_heads))
         out += p.tensor(2 * tokens * seen + 3 * FLOAT_BYTES * scores) + p.floats(a.query_size)
     else:  # torch's flash attention: a mask as bool and as f32, and some scores in each thread

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.activation import capped
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
@@ -371,31 +372,21 @@ def _attend_join(
 def rotate_append(
     qkv: Tensor,
     frequency_W2: Tensor | None,
-    is_adjacent: bool,
     query_weight_W: Tensor | None,
     key_weight_W: Tensor | None,
-    epsilon: float,
     position_1: Tensor,
     key_CKW: Tensor,
     value_CKW: Tensor,
-    num_heads: int,
+    spec: Attention,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
-    magnitude: float = 1.0,
     query_THW: Tensor | None = None,
-    query_scale: float = 1.0,
-    *,
-    is_gated: bool = False,
-    centres: bool = False,
-    growth: tuple[float, int] | None = None,
-    norms_values: bool = False,
-    values_are_keys: bool = False,
 ) -> None:
-    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
-    num_rows, num_kv, width = 1 if qkv.dim() == 1 else len(qkv), *key_CKW.shape[-2:]
-    stride = width * (1 + is_gated)
-    size = num_heads * stride + (2 - values_are_keys) * num_kv * width
-    assert qkv.shape[-1] == size, (qkv.shape, num_heads, key_CKW.shape)
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
+    num_rows, width = 1 if qkv.dim() == 1 else len(qkv), spec.head_dim
+    num_heads, num_kv, size = spec.num_heads, spec.num_kv_heads, spec.qkv_size + spec.gate_size
+    norm, rotary, growth = spec.head_norm, spec.rotary, spec.growth
+    assert qkv.shape[-1] == size, (qkv.shape, spec)
     assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
     assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
     grid = (num_heads + 2 * num_kv,) if num_rows == 1 else (num_heads + 2 * num_kv, num_rows)
@@ -404,31 +395,31 @@ def rotate_append(
         frequency_W2,
         query_weight_W,
         key_weight_W,
-        float(epsilon),
+        norm.epsilon if norm else 0.0,
         position_1,
         key_CKW,
         value_CKW,
         *cache.strides,
         *cache.paging,
         query_THW,
-        float(query_scale),
+        spec.score_scale,
         NUM_HEADS=num_heads,
         NUM_KV=num_kv,
         WIDTH=width,
-        QUERY_STRIDE=stride,
+        QUERY_STRIDE=width * (1 + spec.is_gated),
         ROW_STRIDE=size,
-        NORMS_VALUES=norms_values,
-        VALUES_ARE_KEYS=values_are_keys,
+        NORMS_VALUES=spec.norms_values,
+        VALUES_ARE_KEYS=spec.values_are_keys,
         ROTATED=width if frequency_W2 is None else 2 * len(frequency_W2),
         HALF=power_of_2(width // 2),
-        IS_ADJACENT=is_adjacent,
+        IS_ADJACENT=bool(rotary and rotary.pairing == "adjacent"),
         HAS_ROWS=num_rows > 1,
         BLOCK_LENGTH=cache.block_length,
-        MAGNITUDE=magnitude,
-        CENTRES=centres,
+        MAGNITUDE=rotary.scaling.magnitude if rotary else 1.0,
+        CENTRES=bool(norm and norm.kind != "rms"),
         NORM_STRIDE=width if query_weight_W is not None and query_weight_W.dim() == 2 else 0,
-        GROWTH=growth[0] if growth else 0.0,
-        GROWTH_LENGTH=growth[1] if growth else 1,
+        GROWTH=growth.factor if growth else 0.0,
+        GROWTH_LENGTH=growth.length if growth else 1,
         **overlap_options(),
         num_warps=1,
     )
@@ -439,23 +430,18 @@ def attend(
     key_CKW: Tensor,
     value_CKW: Tensor,
     position_1: Tensor,
-    num_heads: int,
+    spec: Attention,
     scratch: Tensor,
     out_HW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    scale: float,
-    window: int | None = None,
-    cap: float | None = None,
     sink_H: Tensor | None = None,
-    is_gated: bool = False,
 ) -> None:
-    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
-    num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
-    assert window is None or window > 0, window
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
+    num_rows, num_heads, num_kv = step_rows(qkv), spec.num_heads, spec.num_kv_heads
+    width, context = spec.head_dim, cache.context_length
     assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
-    context = cache.context_length
     num_parts, split = attend_parts(context), attend_split(context)
     assert scratch.numel() >= num_rows * attend_scratch(context, num_heads, width), scratch.shape
     group = num_heads // num_kv
@@ -474,13 +460,13 @@ def attend(
         sums,
         peaks,
         weights,
-        float(scale),
-        cap,
-        window,
+        spec.score_scale,
+        spec.score_cap,
+        spec.window,
         num_heads,
         *cache.paging,
         WIDTH=width,
-        QUERY_STRIDE=width * (1 + is_gated),
+        QUERY_STRIDE=width * (1 + spec.is_gated),
         ROW_STRIDE=qkv.shape[-1],
         BLOCK=block,
         GROUP=group,
@@ -498,11 +484,11 @@ def attend(
         peaks,
         weights,
         position_1,
-        qkv if is_gated else None,
+        qkv if spec.is_gated else None,
         qkv.shape[-1],
         out_HW,
         sink_H,
-        window,
+        spec.window,
         num_heads,
         WIDTH=width,
         BLOCK=block,
@@ -524,10 +510,13 @@ class Cache:
     value: Tensor
     sequence_1: Tensor | None
     table_SN: Tensor | None
+    spec: Attention
 
     def __post_init__(self) -> None:
+        heads, window = (self.spec.num_kv_heads, self.spec.head_dim), self.spec.window
         for cache in (self.key, self.value):
-            assert cache.stride(-1) == 1, cache.stride()
+            assert cache.stride(-1) == 1 and cache.shape[-2:] == heads, (cache.shape, self.spec)
+        assert window is None or window > 0, window
         is_paged = self.table_SN is not None
         assert self.key.dim() == self.value.dim() == 3 + is_paged, self.key.shape
         assert (self.sequence_1 is not None) == is_paged

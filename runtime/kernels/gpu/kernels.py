@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hotsplit.model.spec import Activation, PredictorKind
+from hotsplit.model.spec import Activation, Attention, PredictorKind
 from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.gpu.delta_kernels import Convolve, DeltaRule, GateNorm
 from hotsplit.runtime.kernels.gpu.expert_kernels import ChooseExperts, ExpertDown, ExpertGateUp
@@ -102,34 +102,23 @@ class RotateAppend(Protocol):
         self,
         qkv: Tensor,
         frequency_W2: Tensor | None,
-        is_adjacent: bool,
         query_weight_W: Tensor | None,
         key_weight_W: Tensor | None,
-        epsilon: float,
         position_1: Tensor,
         key_CKW: Tensor,
         value_CKW: Tensor,
-        num_heads: int,
+        spec: Attention,
         sequence_1: Tensor | None = None,
         table_SN: Tensor | None = None,
-        magnitude: float = 1.0,
         query_THW: Tensor | None = None,
-        query_scale: float = 1.0,
-        *,
-        is_gated: bool = False,
-        centres: bool = False,
-        growth: tuple[float, int] | None = None,
-        norms_values: bool = False,
-        values_are_keys: bool = False,
     ) -> None:
-        """RMS norm of each head of q and k, whose weights may be [H, W] and [K, W], or if it `centres` a
-        layer norm without biases, and rotation by f64 frequencies of as many pairs as there are, the first
-        of a head; both optional. Rotated values are multiplied by `magnitude`. `qkv` is f32
-        [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or f16, at `position_1`
-        (int64 on the device) of `sequence_1` (int32). `is_gated`: behind each head of q are W gates of its
-        output, [(2 H + 2 K) W]. `growth`: factor and length of QueryGrowth. `norms_values`: each head of v
-        has an RMS norm without weights. `values_are_keys`: [(H + K) W], v is k before its norm. A prompt's
-        pass has any number T of rows. `query_THW`, if given, takes q times `query_scale`, and `qkv` stays."""
+        """What `spec` does with q, k and v before attention. The norm of each head of q and k has weights
+        [W], or [H, W] and [K, W]; the first pairs of a head, as many as there are f64 frequencies, rotate;
+        both optional. `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v are written to the cache,
+        f32 or f16, at `position_1` (int64 on the device) of `sequence_1` (int32). If `spec` is gated, W
+        gates of its output are behind each head of q, [(2 H + 2 K) W]; if values are keys, it is [(H + K)
+        W]. A prompt's pass has any number T of rows. `query_THW`, if given, takes q times the scale of
+        scores, and `qkv` stays."""
 
 
 class Attend(Protocol):
@@ -139,23 +128,18 @@ class Attend(Protocol):
         key_CKW: Tensor,
         value_CKW: Tensor,
         position_1: Tensor,
-        num_heads: int,
+        spec: Attention,
         scratch: Tensor,
         out_HW: Tensor,
         sequence_1: Tensor | None = None,
         table_SN: Tensor | None = None,
         *,
-        scale: float,
-        window: int | None = None,
-        cap: float | None = None,
         sink_H: Tensor | None = None,
-        is_gated: bool = False,
     ) -> None:
-        """softmax(scale q k) v over the positions up to `position_1` inclusive, the last `window` of
-        them or all, times the sigmoid of the gates if `is_gated` (see RotateAppend). With a cap, a
-        scaled score s counts as cap * tanh(s / cap). `sink_H`, f32: for each head one more score, whose
-        share is dropped. Triton reads no tile of 64 keys before the window. `scratch` is f32 with at
-        least `attend_scratch` values per row."""
+        """The attention of `spec` to the positions up to `position_1` inclusive, times the sigmoid of the
+        gates, if any. `sink_H`, f32: for each head one more score, whose share is dropped. Triton reads no
+        tile of 64 keys before the window. `scratch` is f32 with at least `attend_scratch` values per
+        row."""
 
 
 class AttendTokens(Protocol):
@@ -165,12 +149,11 @@ class AttendTokens(Protocol):
         key_CKW: Tensor,
         value_CKW: Tensor,
         position_T: Tensor,
+        spec: Attention,
         out_THW: Tensor,
         sequence_1: Tensor | None = None,
         table_SN: Tensor | None = None,
         *,
-        window: int | None = None,
-        cap: float | None = None,
         sink_H: Tensor | None = None,
         gated_TQ: Tensor | None = None,
     ) -> None:

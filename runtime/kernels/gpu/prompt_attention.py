@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.activation import capped
 from hotsplit.runtime.kernels.gpu.attention import Cache
 from hotsplit.runtime.kernels.gpu.launch import ceil_div, has_tensor_cores, power_of_2
@@ -126,20 +127,19 @@ def attend_tokens(
     key_CKW: Tensor,
     value_CKW: Tensor,
     position_T: Tensor,
+    spec: Attention,
     out_THW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    window: int | None = None,
-    cap: float | None = None,
     sink_H: Tensor | None = None,
     gated_TQ: Tensor | None = None,
 ) -> None:
-    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN)
-    num_tokens, num_heads, width = query_THW.shape
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
+    num_tokens, num_heads, width = len(query_THW), spec.num_heads, spec.head_dim
+    assert query_THW.shape[1:] == (num_heads, width), (query_THW.shape, spec)
     assert query_THW.is_contiguous() and out_THW.is_contiguous(), query_THW.stride()
     assert query_THW.dtype == key_CKW.dtype == value_CKW.dtype, (query_THW.dtype, key_CKW.dtype)
-    assert window is None or window > 0, window
     block = max(16, power_of_2(width))
     tokens, tile, warps, stages = _tile_of(query_THW, block)
     _attend_tokens[(ceil_div(num_tokens, tokens), num_heads)](
@@ -152,12 +152,12 @@ def attend_tokens(
         sink_H,
         gated_TQ,
         0 if gated_TQ is None else gated_TQ.stride(0),
-        cap,
-        window,
+        spec.score_cap,
+        spec.window,
         num_tokens,
         *cache.paging,
         NUM_HEADS=num_heads,
-        GROUP=num_heads // key_CKW.shape[-2],
+        GROUP=num_heads // spec.num_kv_heads,
         WIDTH=width,
         BLOCK=block,
         TOKENS=tokens,

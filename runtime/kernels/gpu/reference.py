@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import SMOOTH, Activation, PredictorKind
+from hotsplit.model.spec import SMOOTH, Activation, Attention, Norm, PredictorKind, Rotary
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels import stored
 from hotsplit.runtime.kernels.gpu.ranges import range_of
@@ -82,49 +82,38 @@ def add_norm(
 def rotate_append(
     qkv: Tensor,
     frequency_W2: Tensor | None,
-    is_adjacent: bool,
     query_weight_W: Tensor | None,
     key_weight_W: Tensor | None,
-    epsilon: float,
     position_1: Tensor,
     key_CKW: Tensor,
     value_CKW: Tensor,
-    num_heads: int,
+    spec: Attention,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
-    magnitude: float = 1.0,
     query_THW: Tensor | None = None,
-    query_scale: float = 1.0,
-    *,
-    is_gated: bool = False,
-    centres: bool = False,
-    growth: tuple[float, int] | None = None,
-    norms_values: bool = False,
-    values_are_keys: bool = False,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
-    of_heads = num_heads * (1 + is_gated)
+    of_heads, norm, growth = spec.num_heads * (1 + spec.is_gated), spec.head_norm, spec.growth
     query, key, *rest = (
         qkv.double().unflatten(0, (-1, width))
-        .split([of_heads, *[num_kv] * (2 - values_are_keys)], dim=0)
+        .split([of_heads, *[num_kv] * (2 - spec.values_are_keys)], dim=0)
     )  # fmt: skip
-    query, value = query[:: 1 + is_gated], rest[0] if rest else key
-    if norms_values:
-        value = _rms_norm(value, torch.ones(width, device=value.device), epsilon)
-    if query_weight_W is not None:
-        query = _rms_norm(_centred(query, centres), query_weight_W, epsilon)
-    if key_weight_W is not None:
-        key = _rms_norm(_centred(key, centres), key_weight_W, epsilon)
-    if frequency_W2 is not None:
+    query, value = query[:: 1 + spec.is_gated], rest[0] if rest else key
+    if norm and spec.norms_values:
+        value = _rms_norm(value, torch.ones(width, device=value.device), norm.epsilon)
+    if norm and query_weight_W is not None:
+        query = _rms_norm(_centred(query, norm), query_weight_W, norm.epsilon)
+    if norm and key_weight_W is not None:
+        key = _rms_norm(_centred(key, norm), key_weight_W, norm.epsilon)
+    if spec.rotary and frequency_W2 is not None:
         angle_W2 = position_1 * frequency_W2.double()
-        query = _turn(query, angle_W2, is_adjacent, magnitude)
-        key = _turn(key, angle_W2, is_adjacent, magnitude)
+        query, key = (_turn(heads, angle_W2, spec.rotary) for heads in (query, key))
     if growth is not None:
-        query = query * (1.0 + growth[0] * math.log(1 + int(position_1) // growth[1]))
+        query = query * (1.0 + growth.factor * math.log(1 + int(position_1) // growth.length))
     if query_THW is None:
-        qkv[: of_heads * width].view(-1, width)[:: 1 + is_gated] = query.to(qkv.dtype)
+        qkv[: of_heads * width].view(-1, width)[:: 1 + spec.is_gated] = query.to(qkv.dtype)
     else:
-        query_THW.copy_(query * query_scale)
+        query_THW.copy_(query * spec.score_scale)
     for cache, row in ((key_CKW, key), (value_CKW, value)):
         place = int(position_1)
         if table_SN is not None and sequence_1 is not None:
@@ -139,17 +128,13 @@ def attend(
     key_CKW: Tensor,
     value_CKW: Tensor,
     position_1: Tensor,
-    num_heads: int,
+    spec: Attention,
     scratch: Tensor,
     out_HW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    scale: float,
-    window: int | None = None,
-    cap: float | None = None,
     sink_H: Tensor | None = None,
-    is_gated: bool = False,
 ) -> None:
     if table_SN is not None and sequence_1 is not None:
         key_CKW, value_CKW = (
@@ -157,17 +142,17 @@ def attend(
             for cache in (key_CKW, value_CKW)
         )
     _, num_kv, width = key_CKW.shape
-    count = int(position_1) + 1
-    read = slice(0 if window is None else max(0, count - window), count)
-    head_HW = qkv[: num_heads * width * (1 + is_gated)].double().view(-1, width)
-    query_KGW = head_HW[:: 1 + is_gated].reshape(num_kv, -1, width)
+    count, gates = int(position_1) + 1, spec.is_gated
+    read = slice(0 if spec.window is None else max(0, count - spec.window), count)
+    head_HW = qkv[: spec.num_heads * width * (1 + gates)].double().view(-1, width)
+    query_KGW = head_HW[:: 1 + gates].reshape(num_kv, -1, width)
     key_KWC = key_CKW[read].double().permute(1, 2, 0)
-    score_KGC = _capped(query_KGW @ key_KWC * scale, cap)
+    score_KGC = _capped(query_KGW @ key_KWC * spec.score_scale, spec.score_cap)
     if sink_H is not None:
         score_KGC = torch.cat([score_KGC, sink_H.double().view(num_kv, -1, 1)], dim=-1)
     share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
     heads_HW = (share_KGC @ value_CKW[read].double().transpose(0, 1)).flatten(0, 1)
-    out_HW.copy_((heads_HW * head_HW[1::2].sigmoid() if is_gated else heads_HW).view_as(out_HW))
+    out_HW.copy_((heads_HW * head_HW[1::2].sigmoid() if gates else heads_HW).view_as(out_HW))
 
 
 def attend_tokens(
@@ -175,23 +160,22 @@ def attend_tokens(
     key_CKW: Tensor,
     value_CKW: Tensor,
     position_T: Tensor,
+    spec: Attention,
     out_THW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    window: int | None = None,
-    cap: float | None = None,
     sink_H: Tensor | None = None,
     gated_TQ: Tensor | None = None,
 ) -> None:
-    count, num_kv = int(position_T[-1]) + 1, key_CKW.shape[-2]
+    count, num_kv, window = int(position_T[-1]) + 1, key_CKW.shape[-2], spec.window
     if table_SN is not None and sequence_1 is not None:
         block_N = table_SN[int(sequence_1[0])]
         key_CKW, value_CKW = (_positions(each, block_N, count) for each in (key_CKW, value_CKW))
     first = 0 if window is None else max(0, int(position_T[0]) + 1 - window)
     key_CKW, value_CKW = (each[first:count].double() for each in (key_CKW, value_CKW))
     query_TKGW = query_THW.double().unflatten(1, (num_kv, -1))
-    score_KGTC = _capped(torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW), cap)
+    score_KGTC = _capped(torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW), spec.score_cap)
     at_C, at_T1 = torch.arange(first, count, device=position_T.device), position_T[:, None]
     is_unseen_TC = at_C > at_T1
     if window is not None:
@@ -350,10 +334,11 @@ def _capped(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool, magnitude: float) -> Tensor:
+def _turn(x_HW: Tensor, angle_W2: Tensor, rotary: Rotary) -> Tensor:
     """Rotates each pair of the first values, adjacent or half of these apart, as a complex number
     times magnitude e^(i angle)."""
     x_HW, rest_HW = x_HW.tensor_split([2 * len(angle_W2)], dim=-1)
+    is_adjacent, magnitude = rotary.pairing == "adjacent", rotary.scaling.magnitude
     pairs = x_HW.unflatten(-1, (-1, 2) if is_adjacent else (2, -1))
     first, second = pairs.unbind(-1 if is_adjacent else -2)
     turned = torch.complex(first, second) * torch.polar(magnitude + 0 * angle_W2, angle_W2)
@@ -361,8 +346,8 @@ def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool, magnitude: float) -
     return torch.cat([turned_HW, rest_HW], dim=-1)
 
 
-def _centred(x_HW: Tensor, centres: bool) -> Tensor:
-    return x_HW - x_HW.mean(dim=-1, keepdim=True) if centres else x_HW
+def _centred(x_HW: Tensor, norm: Norm) -> Tensor:
+    return x_HW if norm.kind == "rms" else x_HW - x_HW.mean(dim=-1, keepdim=True)
 
 
 def _activate(gate_N: Tensor, activation: Activation, threshold: float) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu import product_reference, reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.ranges import range_of
@@ -100,34 +101,35 @@ def _unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None)
             reference.unpack(matrix, out_AD[rows], index_A[rows])
 
 
+def _of_one_head(spec: Attention) -> tuple[int, Attention]:
+    """The queries of a key-value head, and their attention alone."""
+    group = spec.num_heads // spec.num_kv_heads
+    return group, replace(spec, num_heads=group, num_kv_heads=1, scale=spec.score_scale)
+
+
 @by_rows
 def attend(
     qkv: Tensor,
     key_CKW: Tensor,
     value_CKW: Tensor,
     position_1: Tensor,
-    num_heads: int,
+    spec: Attention,
     scratch: Tensor,
     out_HW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    scale: float,
-    window: int | None = None,
-    cap: float | None = None,
     sink_H: Tensor | None = None,
-    is_gated: bool = False,
 ) -> None:
-    num_kv = key_CKW.shape[-2]
-    group = num_heads // num_kv
+    num_kv, group, of_one = spec.num_kv_heads, *_of_one_head(spec)
     out_KN = out_HW.view(num_kv, -1)
-    query_KN = qkv[: out_HW.numel() * (1 + is_gated)].view(num_kv, -1)
+    query_KN = qkv[: spec.query_size + spec.gate_size].view(num_kv, -1)
     for head in range(num_kv):
         kept, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
         reference.attend(
-            query_KN[head], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, group,
-            scratch, out_KN[head], sequence_1, table_SN, scale=scale, window=window, cap=cap,
-            sink_H=None if sink_H is None else sink_H[heads], is_gated=is_gated,
+            query_KN[head], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, of_one,
+            scratch, out_KN[head], sequence_1, table_SN,
+            sink_H=None if sink_H is None else sink_H[heads],
         )  # fmt: skip
 
 
@@ -136,24 +138,23 @@ def attend_tokens(
     key_CKW: Tensor,
     value_CKW: Tensor,
     position_T: Tensor,
+    spec: Attention,
     out_THW: Tensor,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    window: int | None = None,
-    cap: float | None = None,
     sink_H: Tensor | None = None,
     gated_TQ: Tensor | None = None,
 ) -> None:
-    num_kv, width = key_CKW.shape[-2:]
-    group, count = query_THW.shape[1] // num_kv, int(position_T[-1]) + 1
+    num_kv, width, count = spec.num_kv_heads, spec.head_dim, int(position_T[-1]) + 1
+    group, of_one = _of_one_head(spec)
     for tokens in _pieces(len(query_THW), max(1, SCORES // (group * count))):
         for head in range(num_kv):
             heads, kept = slice(head * group, (head + 1) * group), slice(head, head + 1)
             reference.attend_tokens(
                 query_THW[tokens, heads], key_CKW[..., kept, :], value_CKW[..., kept, :],
-                position_T[tokens], out_THW[tokens, heads], sequence_1, table_SN, window=window,
-                cap=cap, sink_H=None if sink_H is None else sink_H[heads],
+                position_T[tokens], of_one, out_THW[tokens, heads], sequence_1, table_SN,
+                sink_H=None if sink_H is None else sink_H[heads],
                 gated_TQ=None if gated_TQ is None
                 else gated_TQ[tokens, 2 * width * heads.start : 2 * width * heads.stop],
             )  # fmt: skip

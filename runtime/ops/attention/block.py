@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
-from hotsplit.model.rope import QueryGrowth
+from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
 from hotsplit.runtime.ops.attention.attend import attend, in_window
@@ -27,26 +28,17 @@ Attend = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all;
-    `is_gated`: each head's query is followed by a gate of its output; `values_are_keys`: as they are
-    before their norm, without a matrix of values."""
+    """A loaded block of attention: its spec has all numbers. `inputs`: the matrices of query, key and
+    value, or one matrix for several."""
 
+    spec: AttentionSpec
     inputs: tuple[Linear, ...]
     output: Linear
-    query_norm: Norm | None  # of each head
+    query_norm: Norm | None
     key_norm: Norm | None
-    value_norm: Norm | None  # with weights of one
-    norms_all_heads: bool  # together, rather than each
     sink_H: Tensor | None  # a score of each head, of no key
     cache: LayerCache
-    num_heads: int
-    is_gated: bool
-    values_are_keys: bool
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
-    window: int | None
-    growth: QueryGrowth | None
-    score_scale: float
-    score_cap: float | None
     on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
     is_input_small: bool = False  # see gpu_products.Factor
 
@@ -54,10 +46,7 @@ class Attention:
     def widths(self) -> tuple[int, int]:
         """Numbers of values per token: of the input projections together (queries, their gates, keys
         and values), and of queries alone."""
-        of_heads, of_keys = (
-            n * self.cache.head_width for n in (self.num_heads, self.cache.num_kv_heads)
-        )
-        return of_heads * (1 + self.is_gated) + (2 - self.values_are_keys) * of_keys, of_heads
+        return self.spec.qkv_size + self.spec.gate_size, self.spec.query_size
 
     def forward(
         self,
@@ -87,9 +76,9 @@ class Attention:
 
     def _without_gate(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries, keys and values [T, Q], and the gates of the heads' output [T, H * W], if any."""
-        if not self.is_gated:
+        if not self.spec.is_gated:
             return projected, None
-        size, width = self.widths[1], self.cache.head_width
+        size, width = self.spec.query_size, self.spec.head_dim
         of_heads = projected[:, : 2 * size].unflatten(1, (-1, 2, width))
         query, gate = (of_heads[:, :, part].flatten(1) for part in range(2))
         return torch.cat([query, projected[:, 2 * size :]], dim=1), gate
@@ -97,46 +86,49 @@ class Attention:
     def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turns: Turns) -> Tensor:
         """The heads' output [T, H * W] for queries, keys and values [T, Q] on the CPU; appends to
         the cache."""
-        num_kv, width = self.cache.num_kv_heads, self.cache.head_width
+        spec, types, tables = self.spec, self.cache.types, self.cache.tables
         joined_TQ, gate_TH = self._without_gate(joined_TQ)
-        query, key, *rest = joined_TQ.unflatten(-1, (-1, width)).split(
-            [self.num_heads, *[num_kv] * (2 - self.values_are_keys)], dim=1
-        )
-        value = rest[0] if rest else key
-        value = value if self.value_norm is None else self.value_norm.apply(value)
-        if self.query_norm and self.key_norm:
-            query, key = (
-                norm.apply(heads.flatten(1)).view_as(heads)
-                if self.norms_all_heads
-                else norm.apply(heads)
-                for norm, heads in ((self.query_norm, query), (self.key_norm, key))
-            )
-        types, tables = self.cache.types, self.cache.tables
-        is_capped = tables is not None and tables.rule.is_capped
-        scale, cap, turn = self.score_scale, self.score_cap, turns.of(self.rotary)
+        query, key, value = self._normed(joined_TQ)
+        is_capped, turn = tables is not None and tables.rule.is_capped, turns.of(self.rotary)
         if turn and not is_capped:
             query, key = turn.apply(query), turn.apply(key)
-        if self.growth:
-            query = query * growth_of(self.growth, start, len(query))
+        if spec.growth:
+            query = query * growth_of(spec.growth, start, len(query))
         if types.key.is_rotated:  # as the cache rotates its keys
             query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)
         if tables is not None and is_capped:
             assert self.rotary is not None
-            heads_TH = attend_capped(
-                query, keys, values, tables, sequence, self.rotary, scale=scale, cap=cap
-            )
+            heads_TH = attend_capped(query, keys, values, tables, sequence, spec, self.rotary)
         elif tables is not None and not tables.takes_all(start + len(query) - 1):
-            heads_TH = attend_to_chosen(query, keys, values, tables, sequence, scale=scale, cap=cap)
+            heads_TH = attend_to_chosen(query, keys, values, tables, sequence, spec)
         else:
-            window = self.window
-            keys, values = (in_window(rows, len(query), window).float() for rows in (keys, values))
-            heads_TH = attend(
-                query, keys, values, scale=scale, window=window, cap=cap, sink_H=self.sink_H
+            keys, values = (
+                in_window(rows, len(query), spec.window).float() for rows in (keys, values)
             )
+            heads_TH = attend(query, keys, values, spec, self.sink_H)
         if types.value.is_rotated:
-            heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
+            heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, spec.head_dim))).flatten(-2)
         return heads_TH if gate_TH is None else heads_TH * gate_TH.sigmoid()
+
+    def _normed(self, joined_TQ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, H or K, W], those normed that have a norm."""
+        spec = self.spec
+        query, key, *rest = joined_TQ.unflatten(-1, (-1, spec.head_dim)).split(
+            [spec.num_heads, *[spec.num_kv_heads] * (2 - spec.values_are_keys)], dim=1
+        )
+        value = rest[0] if rest else key
+        if spec.norms_values:
+            assert spec.head_norm is not None
+            value = rms_norm(value, (spec.head_dim,), None, spec.head_norm.epsilon)
+        if self.query_norm and self.key_norm:
+            query, key = (
+                norm.apply(heads.flatten(1)).view_as(heads)
+                if spec.norms_all_heads
+                else norm.apply(heads)
+                for norm, heads in ((self.query_norm, query), (self.key_norm, key))
+            )
+        return query, key, value
 
     def _project(
         self,

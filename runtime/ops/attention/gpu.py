@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.runtime.ops.attention.block import Attention
-from hotsplit.runtime.ops.attention.gpu_pass import norms_of_all, norms_of_each
+from hotsplit.runtime.ops.attention.gpu_pass import norms_of_all, turned_by
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import launch_add_norm
 
@@ -34,29 +34,21 @@ def launch_attend(
     [T, H W]."""
     for norm, of_heads in norms_of_all(attention, qkv):
         launch_add_norm(on, of_heads, None, norm, of_heads, None)
-    rotary, (query, key) = attention.rotary, norms_of_each(attention)
-    (keys, values), num_heads = attention.cache.for_kernels, attention.num_heads
-    frequency_W = rotary.frequency_W if rotary else None
-    query_W, key_W = query.weight_D if query else None, key.weight_D if key else None
-    growth = attention.growth
+    (keys, values), spec, weights = (
+        attention.cache.for_kernels,
+        attention.spec,
+        turned_by(attention),
+    )
     on.launch(
         lambda: on.kernels.rotate_append(
-            qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
-            query.epsilon if query else 0.0, at.position_T, keys, values, num_heads,
-            at.sequence_T, at.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
-            is_gated=attention.is_gated, centres=bool(query and query.bias_D is not None),
-            growth=(growth.factor, growth.length) if growth else None,
-            norms_values=attention.value_norm is not None,
-            values_are_keys=attention.values_are_keys,
+            qkv, *weights, at.position_T, keys, values, spec, at.sequence_T, at.table_SN
         ),
-        [qkv, frequency_W, query_W, key_W, *at.tensors],
-        [qkv, keys, values],
+        [qkv, *weights, *at.tensors], [qkv, keys, values],
     )  # fmt: skip
     on.launch(
         lambda: on.kernels.attend(
-            qkv, keys, values, at.position_T, num_heads, scratch, heads, at.sequence_T,
-            at.table_SN, scale=attention.score_scale, window=attention.window,
-            cap=attention.score_cap, sink_H=attention.sink_H, is_gated=attention.is_gated,
+            qkv, keys, values, at.position_T, spec, scratch, heads, at.sequence_T, at.table_SN,
+            sink_H=attention.sink_H,
         ),
         [qkv, keys, values, attention.sink_H, *at.tensors], [scratch, heads],
     )  # fmt: skip

@@ -5,11 +5,12 @@ from ctypes import Array, Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
+from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.options.key_selection import SUMMARIES, KeySelection
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotaries
-from hotsplit.runtime.ops.norm import NormStruct, norm_struct
+from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 
 _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
@@ -48,28 +49,28 @@ def attention_struct(
     structs: Structs, attention: Attention, rotaries: Rotaries, tables: "Tables", *, projects: bool
 ) -> AttentionStruct:
     """`projects`: with its matrices; else others project, and only the heads attend here."""
-    cache, growth, query = attention.cache, attention.growth, attention.query_norm
+    cache, spec, growth = attention.cache, attention.spec, attention.spec.growth
     key_tables = () if cache.tables is None else cache.tables.tensors
     struct = AttentionStruct(
-        query_norm=norm_struct(structs, query),
+        query_norm=norm_struct(structs, attention.query_norm),
         key_norm=norm_struct(structs, attention.key_norm),
-        value_norm=norm_struct(structs, attention.value_norm),
+        value_norm=norm_struct(structs, _norm_of_values(spec)),
         key=structs.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
         value=structs.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
-        num_heads=attention.num_heads,
-        num_kv_heads=cache.num_kv_heads,
-        head_width=cache.head_width,
-        window=attention.window or 0,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_width=spec.head_dim,
+        window=spec.window or 0,
         growth_length=growth.length if growth else 0,
         growth=growth.factor if growth else 0.0,
-        norms_by_head=query is not None and query.is_by_head,
-        scale=rounded_scale(attention.score_scale),
-        score_cap=attention.score_cap or 0.0,
+        norms_by_head=spec.norms_by_head,
+        scale=rounded_scale(spec.score_scale),
+        score_cap=spec.score_cap or 0.0,
         rotary=rotaries.index(attention.rotary),
-        norms_all_heads=attention.norms_all_heads,
-        is_gated=attention.is_gated,
+        norms_all_heads=spec.norms_all_heads,
+        is_gated=spec.is_gated,
         table=tables.index(cache.table),
-        values_are_keys=attention.values_are_keys,
+        values_are_keys=spec.values_are_keys,
         sink=structs.vector(attention.sink_H),
         **{
             name: structs.pointer(tensor, tensor.dtype)
@@ -80,6 +81,15 @@ def attention_struct(
         struct.input = (MatrixStruct * 3)(*map(structs.linear, attention.inputs))
         struct.output = structs.linear(attention.output)
     return struct
+
+
+def _norm_of_values(spec: AttentionSpec) -> Norm | None:
+    """It has no weights in the file: here they are ones."""
+    if not spec.norms_values:
+        return None
+    assert spec.head_norm is not None
+    epsilon = spec.head_norm.epsilon
+    return Norm(weight_D=torch.ones(spec.head_dim), bias_D=None, epsilon=epsilon)
 
 
 class Tables:
