@@ -9,7 +9,7 @@ import pytest
 from hotsplit.runtime.kernels.cpu.shared_library import SIGNATURES
 
 RUNTIME = Path(__file__).parent.parent / "runtime"
-HEADERS = ("kernels.h", "step.h", "row_copies.h", "step_server.h", "struct_layout.h")
+HEADERS = ("kernels.h", "step.h", "row_copies.h", "step_server.h")
 DECLARED = re.compile(r"^(\w[\w* ]*?[* ])(hs_\w+)\(([^)]*)\);", re.MULTILINE)
 TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
          "void": None}  # fmt: skip

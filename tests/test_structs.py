@@ -1,56 +1,76 @@
 """Structs that Python mirrors have the names, places and sizes that C++ gives their fields.
 
-A mirror is a subclass of ctypes.Structure in the runtime; C++ lists its structs in structs.cpp."""
+A mirror is a subclass of ctypes.Structure in the runtime. C++'s layouts are those of a program that is
+made from the headers' declarations."""
 
 import ast
 import ctypes
+import re
+import subprocess
+from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from cpp_compiler import KERNELS, compiled
 
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.neuron_cache.native.library import SWAP
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 RUNTIME = Path(__file__).parent.parent / "runtime"
-LIBRARIES = ("hotsplit.runtime._cpu", "hotsplit.runtime._neuron_cache")
 CACHE = "neuron_cache.native.library"
+HEADERS = (
+    *(KERNELS / f"{name}.h" for name in ("step", "row_copies", "step_server")),
+    RUNTIME / "neuron_cache" / "native" / "policy.h",
+)
+STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 # Names in C++, where they are not Hs and the mirror's name without Struct.
 OTHER_NAMES = {(CACHE, "LayerStruct"): "CacheLayer", (CACHE, "CacheStruct"): "NeuronCache"}
 # Structs that Python writes as rows of arrays.
 ROWS = {"CacheSwap": SWAP, "HsCopy": np.dtype([(n, "i8") for n in ("from", "to", "num_bytes")])}
 
-
-class _Field(ctypes.Structure):
-    """StructField in struct_layout.h."""
-
-    _fields_ = [("struct", ctypes.c_char_p), ("name", ctypes.c_char_p),
-                ("offset", ctypes.c_int64), ("num_bytes", ctypes.c_int64)]  # fmt: skip
-
-
 # The layout of a struct: (name, offset, bytes) of the fields, then (None, 0, bytes of the struct).
 Layout = list[tuple[str | None, int, int]]
 
 
+def declared() -> dict[str, list[str]]:
+    """The structs of the headers, with the names of their fields in order."""
+    text = "\n".join(header.read_text(encoding="utf-8") for header in HEADERS)
+    return {name: fields_in(body) for name, body in STRUCT.findall(text)}
+
+
+def fields_in(body: str) -> list[str]:
+    plain = re.sub(r"//.*|=[^,;]*", "", body)  # without comments and first values
+    plain = re.sub(r"\(\*(\w+)\)\([^)]*\)", r"\1", plain)  # a pointer to a function
+    each = [part.strip() for declaration in plain.split(";") for part in declaration.split(",")]
+    return [re.search(r"(\w+)(\[\w+\])*$", part)[1] for part in each if part]
+
+
+@cache
 def layouts_in_cpp() -> dict[str, Layout]:
+    lines = []
+    for name, fields in declared().items():
+        lines += [f'"{name} {f}", offsetof({name}, {f}), sizeof({name}::{f})' for f in fields]
+        lines.append(f'"{name}", size_t(0), sizeof({name})')
+    includes = "".join(f'#include "{header}"\n' for header in HEADERS)
+    prints = "".join(f'std::printf("%s %zu %zu\\n", {line});\n' for line in lines)
+    with TemporaryDirectory() as folder:
+        source, program = Path(folder) / "layouts.cpp", Path(folder) / "layouts"
+        head = f"#include <cstddef>\n#include <cstdio>\n{includes}"
+        source.write_text(f"{head}int main() {{\n{prints}}}\n", encoding="utf-8")
+        compiled(source, program.with_suffix(".o"))
+        subprocess.run(["g++", program.with_suffix(".o"), "-o", program], check=True)
+        found = subprocess.run([program], check=True, capture_output=True, text=True).stdout
     layouts: dict[str, Layout] = {}
-    for name in LIBRARIES:
-        spec = find_spec(name)
-        assert spec is not None and spec.origin is not None, name
-        function = ctypes.CDLL(spec.origin).hs_struct_fields
-        function.restype = ctypes.POINTER(_Field)
-        fields = function()
-        index = 0
-        while fields[index].struct is not None:
-            field = fields[index]
-            field_name = None if field.name is None else field.name.decode()
-            layout = layouts.setdefault(field.struct.decode(), [])
-            layout.append((field_name, field.offset, field.num_bytes))
-            index += 1
-    return {name: [*layout[1:], layout[0]] for name, layout in layouts.items()}
+    for line in found.splitlines():
+        name, *field, offset, size = line.split()
+        layouts.setdefault(name, []).append(
+            (*field, int(offset), int(size)) if field else (None, 0, int(size))
+        )
+    return layouts
 
 
 def layout_of(mirror: type[ctypes.Structure]) -> Layout:
@@ -80,19 +100,18 @@ def mirrors() -> dict[str, type[ctypes.Structure]]:
     return found
 
 
-IN_CPP = layouts_in_cpp() if library.is_available() else {}
 MIRRORS = mirrors()
 
 
 def test_every_struct_is_in_both_languages():
     assert len(MIRRORS) >= 14
-    assert {*IN_CPP} == {*MIRRORS, *ROWS}
+    assert {*layouts_in_cpp()} == {*MIRRORS, *ROWS}
 
 
 @pytest.mark.parametrize("name", [*MIRRORS, *ROWS])
 def test_fields_are_at_their_places(name):
     mirror = layout_of_rows(ROWS[name]) if name in ROWS else layout_of(MIRRORS[name])
-    assert mirror == IN_CPP[name]
+    assert mirror == layouts_in_cpp()[name]
 
 
 def changed(mirror: type[ctypes.Structure], how: str) -> type[ctypes.Structure]:
@@ -115,7 +134,7 @@ def changed(mirror: type[ctypes.Structure], how: str) -> type[ctypes.Structure]:
 @pytest.mark.parametrize("how", ["swapped", "renamed", "missing", "added", "narrower"])
 @pytest.mark.parametrize("name", MIRRORS)
 def test_a_wrong_mirror_is_rejected(name, how):
-    assert layout_of(changed(MIRRORS[name], how)) != IN_CPP[name]
+    assert layout_of(changed(MIRRORS[name], how)) != layouts_in_cpp()[name]
 
 
 def test_a_mirror_that_cpp_does_not_list_is_found(monkeypatch):

@@ -53,8 +53,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hs_copier_free": (None, (_POINTER,)),
     # step_server.h
     "hs_serve": (_SIZE, (_POINTER, _SIZE, _POINTER, _POINTER)),
-    # struct_layout.h
-    "hs_struct_fields": (_POINTER, ()),
 }
 
 

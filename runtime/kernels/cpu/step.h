@@ -1,5 +1,5 @@
 // A step of a whole model in one call, for one token or several. runtime/ops and runtime/step mirror
-// these structs field by field; structs.cpp lists their fields, and a test compares them.
+// these structs field by field; a test compares them.
 //
 // Letters: T tokens, D model width, F neurons of a layer, N of a block, V vocabulary, H heads, K key-value
 // heads, W head width. Layers may differ in F, H, K and W: a buffer that they share has room for the

@@ -13,6 +13,9 @@ from hotsplit.runtime.ops.attention.rotary import Rotaries
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 
+# Numbers that have the spec's name; its None is 0.
+_NUMBERS = ("num_heads", "num_kv_heads", "window", "score_cap", "norms_by_head", "norms_all_heads",
+            "is_gated", "values_are_keys")  # fmt: skip
 _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
 
 
@@ -57,21 +60,14 @@ def attention_struct(
         value_norm=norm_struct(structs, _norm_of_values(spec)),
         key=structs.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
         value=structs.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
+        sink=structs.vector(attention.sink_H),
         head_width=spec.head_dim,
-        window=spec.window or 0,
         growth_length=growth.length if growth else 0,
         growth=growth.factor if growth else 0.0,
-        norms_by_head=spec.norms_by_head,
         scale=rounded_scale(spec.score_scale),
-        score_cap=spec.score_cap or 0.0,
         rotary=rotaries.index(attention.rotary),
-        norms_all_heads=spec.norms_all_heads,
-        is_gated=spec.is_gated,
         table=tables.index(cache.table),
-        values_are_keys=spec.values_are_keys,
-        sink=structs.vector(attention.sink_H),
+        **{name: getattr(spec, name) or 0 for name in _NUMBERS},
         **{
             name: structs.pointer(tensor, tensor.dtype)
             for name, tensor in zip(_TABLES, key_tables, strict=False)
