@@ -26,6 +26,7 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from hotsplit.files.gguf_file import row_bytes
+from hotsplit.model.route import Route
 from hotsplit.model.weight_types import TYPES, file_kind
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
@@ -177,8 +178,11 @@ def launch_the_rest() -> None:
             )
     launch_delta()
     routed = torch.empty(16)
-    kernels.choose_experts(x[:128], None, "softmax", True, 1.0, 1, 1, routed)
-    kernels.choose_experts(x[:256], x[:256], "sigmoid", True, 2.5, 8, 4, routed, routed)
+    kernels.choose_experts(x[:128], None, Route(num_experts=128, num_used=8), routed)
+    groups = Route(
+        num_experts=256, num_used=8, gating="sigmoid", scale=2.5, num_groups=8, num_used_groups=4
+    )
+    kernels.choose_experts(x[:256], x[:256], groups, routed, routed)
     half = torch.empty(20, WIDTH, dtype=torch.float16)
     rows, power = torch.empty(20, WIDTH), torch.empty(20)
     kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)

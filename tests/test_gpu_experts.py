@@ -50,10 +50,7 @@ SOME = ("f32", "f16", "q8_0_planar", "q4_k")
 def chosen(kernels: Kernels, spec: Route, logit_E, bias_E=None, copy=None, scale_E=None):
     """(experts, weights) of the kernel."""
     out = torch.full((*logit_E.shape[:-1], 2 * spec.num_used), NAN, device=device())
-    kernels.choose_experts(
-        logit_E, bias_E, spec.gating, spec.renormalises, spec.scale, spec.num_groups,
-        spec.num_used_groups, out, copy, scale_E,
-    )  # fmt: skip
+    kernels.choose_experts(logit_E, bias_E, spec, out, copy, scale_E)
     return out[..., : spec.num_used], out[..., spec.num_used :]
 
 

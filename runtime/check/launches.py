@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.rope import Rotary
-from hotsplit.model.spec import Attention, Norm
+from hotsplit.model.spec import Attention, Norm, Route
 from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
@@ -121,7 +121,7 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
         size = f"[{'x'.join(map(str, dims))}]" if dims else ""
         aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
         return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
-    if isinstance(value, Attention):
+    if isinstance(value, (Attention, Route)):
         return " ".join(
             filter(None, (_field_words(f.name, getattr(value, f.name)) for f in fields(value)))
         )
@@ -131,12 +131,12 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
 
 
 def _field_words(name: str, value: Any) -> str:
-    """The part of a number of a layer's attention that may be compiled in."""
+    """The part of a number of a block that may be compiled in."""
     if isinstance(value, Rotary):
         return f"{value.pairing} {value.scaling.magnitude:g}"
     if isinstance(value, Norm):
         return value.kind
-    if isinstance(value, (str, frozenset)):  # where values come from
+    if name in ("reads", "writes", "biases"):
         return ""
     return name if isinstance(value, float) else _words(name, value, None)
 

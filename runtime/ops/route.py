@@ -110,12 +110,11 @@ def launch_route(
 ) -> None:  # fmt: skip
     """Writes the experts of each row and their weights, f32 [2 K], and again to `copy` in pinned
     memory. `logit_E`: memory for the logits."""
-    spec, bias_E, scale_E = router.spec, router.choice_bias_E, router.scale_E
+    bias_E, scale_E = router.choice_bias_E, router.scale_E
     on.dot(router.linear, x_D, logit_E)
     on.launch(
         lambda: on.kernels.choose_experts(
-            logit_E, bias_E, spec.gating, spec.renormalises, spec.scale, spec.num_groups,
-            spec.num_used_groups, routed, copy, scale_E,
+            logit_E, bias_E, router.spec, routed, copy, scale_E
         ),
         [logit_E, bias_E, scale_E], [routed, copy],
     )  # fmt: skip

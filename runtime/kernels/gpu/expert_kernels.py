@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hotsplit.model.route import Gating
+from hotsplit.model.route import Route
 from hotsplit.model.spec import Activation
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
@@ -17,11 +17,7 @@ class ChooseExperts(Protocol):
         self,
         logit_E: Tensor,
         choice_bias_E: Tensor | None,
-        gating: Gating,
-        renormalises: bool,
-        scale: float,
-        num_groups: int,
-        num_used_groups: int,
+        spec: Route,
         routed_2K: Tensor,
         copy_2K: Tensor | None = None,
         scale_E: Tensor | None = None,

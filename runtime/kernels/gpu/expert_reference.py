@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hotsplit.model.route import Gating
+from hotsplit.model.route import Route
 from hotsplit.model.spec import Activation
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
@@ -19,35 +19,31 @@ from hotsplit.runtime.kernels.stored import StoredMatrix
 def choose_experts(
     logit_E: Tensor,
     choice_bias_E: Tensor | None,
-    gating: Gating,
-    renormalises: bool,
-    scale: float,
-    num_groups: int,
-    num_used_groups: int,
+    spec: Route,
     routed_2K: Tensor,
     copy_2K: Tensor | None = None,
     scale_E: Tensor | None = None,
 ) -> None:
-    num_used, score_E = len(routed_2K) // 2, logit_E.double()
-    if gating == "softmax":
+    score_E = logit_E.double()
+    if spec.gating == "softmax":
         score_E = score_E.softmax(dim=0)
-    elif gating == "sigmoid":
+    elif spec.gating == "sigmoid":
         score_E = score_E.sigmoid()
     choice_E = score_E if choice_bias_E is None else score_E + choice_bias_E
     choice_E = choice_E.nan_to_num(nan=-torch.inf, posinf=torch.inf)
-    if num_groups > 1:
-        choice_GE = choice_E.view(num_groups, -1)
+    if spec.num_groups > 1:
+        choice_GE = choice_E.view(spec.num_groups, -1)
         sum_G = choice_GE.topk(2, dim=1).values.sum(dim=1)
-        is_used_G = torch.zeros(num_groups, dtype=torch.bool, device=sum_G.device)
-        is_used_G[_largest(sum_G, num_used_groups)] = True
+        is_used_G = torch.zeros(spec.num_groups, dtype=torch.bool, device=sum_G.device)
+        is_used_G[_largest(sum_G, spec.num_used_groups)] = True
         choice_E = choice_GE.masked_fill(~is_used_G[:, None], -torch.inf).flatten()
-    id_K = _largest(choice_E, num_used)
+    id_K = _largest(choice_E, spec.num_used)
     weight_K = score_E[id_K]
-    if gating == "softmax_of_chosen":
+    if spec.gating == "softmax_of_chosen":
         weight_K = weight_K.softmax(dim=0)
-    if renormalises:
+    if spec.renormalises:
         weight_K = weight_K / (weight_K.sum() + 1e-20)
-    weight_K = weight_K * scale * (1.0 if scale_E is None else scale_E[id_K])
+    weight_K = weight_K * spec.scale * (1.0 if scale_E is None else scale_E[id_K])
     routed_2K.copy_(torch.cat([id_K, weight_K]))
     if copy_2K is not None:
         copy_2K.copy_(routed_2K)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.model.route import Gating
+from hotsplit.model.route import Route
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, power_of_2, step_rows
 
 
@@ -109,16 +109,13 @@ def _choose_experts(
 def choose_experts(
     logit_E: Tensor,
     choice_bias_E: Tensor | None,
-    gating: Gating,
-    renormalises: bool,
-    scale: float,
-    num_groups: int,
-    num_used_groups: int,
+    spec: Route,
     routed_2K: Tensor,
     copy_2K: Tensor | None = None,
     scale_E: Tensor | None = None,
 ) -> None:
-    num_experts, num_used = logit_E.shape[-1], routed_2K.shape[-1] // 2
+    num_experts, num_used = spec.num_experts, spec.num_used
+    assert logit_E.shape[-1] == num_experts and routed_2K.shape[-1] == 2 * num_used, spec
     for each in (logit_E, routed_2K, copy_2K):
         assert each is None or each.is_contiguous(), each.stride()
     assert copy_2K is None or copy_2K.shape == routed_2K.shape, (copy_2K.shape, routed_2K.shape)
@@ -129,15 +126,15 @@ def choose_experts(
         routed_2K,
         copy_2K,
         scale_E,
-        float(scale),
+        spec.scale,
         NUM_EXPERTS=num_experts,
         BLOCK=block,
         NUM_USED=num_used,
         USED_BLOCK=power_of_2(num_used),
-        NUM_GROUPS=num_groups,
-        NUM_USED_GROUPS=num_used_groups,
-        GROUPS_BLOCK=power_of_2(num_groups),
-        GATING=gating,
-        RENORMALISES=renormalises,
+        NUM_GROUPS=spec.num_groups,
+        NUM_USED_GROUPS=spec.num_used_groups,
+        GROUPS_BLOCK=power_of_2(spec.num_groups),
+        GATING=spec.gating,
+        RENORMALISES=spec.renormalises,
         num_warps=max(1, min(NUM_WARPS, block // 32)),
     )

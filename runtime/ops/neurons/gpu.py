@@ -5,11 +5,15 @@ words of F bits, S partial sums. Steps of several rows have an axis for them."""
 
 from torch import Tensor
 
+from hotsplit.model.spec import Route
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
+
+# A gate of shared experts is a router of one expert.
+_OUTPUT_GATE = Route(num_experts=1, num_used=1, gating="sigmoid", renormalises=False)
 
 
 def launch_neurons(
@@ -75,9 +79,8 @@ def launch_shared(
     on: Launcher, shared: SharedExperts, x_D: Tensor, hidden_F: Tensor, logit_1: Tensor,
     weight_2: Tensor, parts_SD: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the partial sums of the output of the shared experts. Their gate is the router of a layer
-    of one expert, whose weight is the sigmoid of its logit. `logit_1`, `weight_2`: memory for
-    these."""
+    """Writes the partial sums of the output of the shared experts. `logit_1`, `weight_2`: memory for
+    the logit and the weight of their gate."""
     (block,) = shared.ffn.blocks
     down, gate, rule = block.down, shared.gate, shared.ffn.gate
     if gate is None and not block.is_by_output:
@@ -89,7 +92,7 @@ def launch_shared(
         return
     on.dot(gate, x_D, logit_1)
     on.launch(
-        lambda: on.kernels.choose_experts(logit_1, None, "sigmoid", False, 1.0, 1, 1, weight_2),
+        lambda: on.kernels.choose_experts(logit_1, None, _OUTPUT_GATE, weight_2),
         [logit_1], [weight_2],
     )  # fmt: skip
     hidden_1F = hidden_F.unsqueeze(-2)
