@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from hotsplit.model.per_layer import TABLE
 from hotsplit.model.spec import ModelSpec
 
 MixtureName = Literal["q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m"]
@@ -15,6 +16,9 @@ NAMES: tuple[MixtureName, ...] = get_args(MixtureName)
 def main_type(name: str) -> str:
     """The type of most matrices: that of a mixture, or the type of this name itself."""
     return name[:-2] if name in NAMES else name
+
+
+EMBEDDINGS = ("token_embd.weight", f"{TABLE}.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class Roles:
 
     def type_in(self, mixture: MixtureName, name: str) -> str:
         """The type of a matrix, by its name in either layout; its rows may not fit it."""
-        if name == "output.weight" or (self.is_tied and name == "token_embd.weight"):
+        if name == "output.weight" or (self.is_tied and name in EMBEDDINGS):
             return "q8_0" if self.is_falcon else "q6_k"
         found = re.match(r"blk\.(\d+)\.(\w+)\.weight$", name)
         if found is None:

@@ -25,6 +25,7 @@ from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
 from hotsplit.measure.evaluate.verify_conversion import verify
+from hotsplit.model.per_layer import TABLE
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
@@ -335,10 +336,13 @@ def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
 
 def flop_per_token(model: ModelFile) -> float:
     """Floating-point operations per token: two per element of all matrices, of experts as many as a
-    token chooses, but of the embedding only if it is also the head."""
+    token chooses, but of embeddings only if it is also the head."""
     found = 0.0
     for name, entry in model.tensors.items():
-        if len(entry.shape) >= 2 and (name != "token_embd.weight" or model.is_tied):
+        is_looked_up = name == f"{TABLE}.weight" or (
+            name == "token_embd.weight" and not model.is_tied
+        )
+        if len(entry.shape) >= 2 and not is_looked_up:
             layer = name.split(".")[1] if name.startswith("blk.") else ""
             share = read_share(model, int(layer), name.split(".", 2)[2]) if layer else 1.0
             found += 2.0 * share * prod(entry.shape)

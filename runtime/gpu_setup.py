@@ -49,7 +49,7 @@ from hotsplit.runtime.step.captured_passes import (
     is_capturable,
 )
 from hotsplit.runtime.step.hybrid_device import Take
-from hotsplit.runtime.step.scratch import Pass, way_on
+from hotsplit.runtime.step.passes import Pass, way_on
 from hotsplit.runtime.step.workspace import (
     decode_bytes,
     graph_pools,

@@ -69,7 +69,7 @@ from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.host_mixers import HostMixers, host_ways
 from hotsplit.runtime.step.hybrid_step import Backend
-from hotsplit.runtime.step.scratch import Pass
+from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.workspace import step_rows
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import context_words
 from hotsplit.costs.default_mode import choose_mode, loss_line
-from hotsplit.costs.part_bytes import placed_units
+from hotsplit.costs.part_bytes import inputs_read, placed_units
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs
@@ -41,7 +41,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     scaling = for_context(model, split.context_length).spec.rope_scaling
     if scaling.kind == "longrope":
         notes.append(f"rotary embeddings: {scaling.words}")
-    notes += _context_notes(inputs, split)
+    notes += _input_notes(model) + _context_notes(inputs, split)
     notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)
     if unused > 0:
@@ -67,6 +67,17 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     if inputs.machine.gpus:
         notes += room_notes(advice, split, inputs.model)
     return notes
+
+
+def _input_notes(model: ModelFile) -> list[str]:
+    """What the host holds for layers that have inputs of their own."""
+    if model.spec.per_layer is None:
+        return []
+    held = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("per_layer_"))
+    return [
+        f"the embeddings of layers, {format_bytes(held)}, stay in main memory: a token reads"
+        f" {format_bytes(inputs_read(model))} of them"
+    ]
 
 
 def _context_notes(inputs: Inputs, split: Split) -> list[str]:

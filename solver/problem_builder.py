@@ -18,6 +18,7 @@ from hotsplit.costs.part_bytes import (
     LayerBytes,
     down_kind,
     head_bytes,
+    inputs_read,
     is_dense,
     is_predictor,
     kv_read,
@@ -27,6 +28,7 @@ from hotsplit.costs.part_bytes import (
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
+from hotsplit.model.per_layer import PROJECTION
 from hotsplit.model.spec import Attention
 from hotsplit.solver.problem import Problem
 from hotsplit.solver.units import ExpertUnits
@@ -175,8 +177,11 @@ def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
 
 
 def token_seconds(model: ModelFile, machine: Machine) -> float:
-    """The fixed seconds of a token on the CPU, and those of its logits."""
-    return machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
+    """The fixed seconds of a token on the CPU, those of its logits, and of layers' own inputs."""
+    total = machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
+    if model.spec.per_layer is not None:
+        total += inputs_read(model) / machine.cpu_rate(model.tensors[f"{PROJECTION}.weight"].kind)
+    return total
 
 
 def head_seconds(model: ModelFile, gpu: Gpu) -> float:

@@ -26,6 +26,7 @@ from hotsplit.costs.part_bytes import (
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import computes_all, runs_predictors
+from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
 
 # For a sum taken in another order: f64 with up to millions of terms of one sign.
 TOLERANCE = 1e-9
@@ -115,7 +116,7 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
     home = split.home or (0,) * (len(split.hot) + 1)
     vocab = model.spec.vocab_size
     total = machine.costs.token_s.median + vocab * machine.costs.logit_s.median
-    total += _use_seconds(split, machine, home)
+    total += _own_input_seconds(model, machine) + _use_seconds(split, machine, home)
     if split.head_on_gpu:
         gpu = machine.gpus[home[-1]]
         total += _kernels_seconds(gpu, HEAD_KERNELS, head_bytes(model))
@@ -269,6 +270,15 @@ def _shares(
     if model.predictor is not None and model.predictor.density_L and fired_F.any():
         named_per_fired = model.predictor.density_L[layer] / fired_F.mean()
     return np.minimum(1.0, fired_F * named_per_fired), fired_F
+
+
+def _own_input_seconds(model: ModelFile, machine: Machine) -> float:
+    """Seconds of what the CPU computes for layers that have inputs of their own."""
+    if model.spec.per_layer is None:
+        return 0.0
+    table, *others = (model.tensors[f"{name}.weight"] for name in (TABLE, PROJECTION, INPUT_NORM))
+    num_bytes = table.num_bytes / table.shape[0] + sum(entry.num_bytes for entry in others)
+    return num_bytes / machine.cpu_rate(others[0].kind)
 
 
 def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float) -> None:

@@ -42,7 +42,7 @@ from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
 from hotsplit.runtime.step.decoder import Decoder
-from hotsplit.runtime.step.scratch import Pass
+from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.workspace import (
     decode_bytes,
     gpu_bytes,

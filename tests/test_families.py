@@ -127,6 +127,7 @@ GROWING = {
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
 }  # fmt: skip
 GEMMA4 = {"sliding_window": 5, "hidden_size_per_layer_input": 0}
+OWN_INPUTS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": ODD["vocab_size"]}
 GEMMA4_MOE = {
     "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 37,
 }  # fmt: skip
@@ -266,14 +267,14 @@ CASES = {
         **GATED | ODD | FACTORS, num_local_experts=0, num_experts_per_tok=0, layer_types=["full_attention"] * 3,
         shared_intermediate_size=96, position_embedding_type="rope", mamba_n_heads=4,
     ),
-    # Uneven heads; full layers whose values are their keys, and their first pairs rotate.
+    # Uneven heads; full layers whose values are their keys, and their first pairs rotate; inputs of layers.
     "gemma4": Gemma4TextConfig(
-        **GATED | ODD, **GEMMA4, head_dim=24, global_head_dim=40, attention_k_eq_v=True,
+        **GATED | ODD | GEMMA4 | OWN_INPUTS, head_dim=24, global_head_dim=40, attention_k_eq_v=True,
         num_global_key_value_heads=1, final_logit_softcapping=2.5,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
     "gemma4-stock": Gemma4TextConfig(
-        **GATED | {"num_hidden_layers": 4}, **GEMMA4, head_dim=16, global_head_dim=32,
+        **GATED | {"num_hidden_layers": 4} | GEMMA4, head_dim=16, global_head_dim=32,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         rope_parameters={
             "full_attention": {

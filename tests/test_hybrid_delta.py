@@ -35,8 +35,8 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons import mixture
 from hotsplit.runtime.step import scratch
+from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.plain_backend import plain_backend
-from hotsplit.runtime.step.scratch import Pass
 from hotsplit.runtime.step.workspace import pass_pools
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")

@@ -45,9 +45,9 @@ from hotsplit.runtime.step import hybrid_builder, scratch
 from hotsplit.runtime.step.batch import Row
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import placed_form
+from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.program import HOST, step_program
-from hotsplit.runtime.step.scratch import Pass
 from hotsplit.runtime.step.workspace import pass_pools
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")

@@ -23,7 +23,7 @@ from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import decoder, scratch
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.native_step import StepBuilder
-from hotsplit.runtime.step.scratch import Pass
+from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.workspace import pass_pools, workspace_bytes
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.resident import Residence

@@ -15,6 +15,7 @@ from torch import Tensor
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import (
     head_bytes,
+    inputs_read,
     is_dense,
     is_predictor,
     layer_bytes,
@@ -150,7 +151,8 @@ class Sides:
         else:
             layers = tuple("gpu" if on_gpu else "cpu" for on_gpu in plan.dense_on_gpu)
             head = "gpu" if plan.head_on_gpu else "cpu"
-        return cls(layers=layers, head=head, embedding=head if engine.model.is_tied else "cpu")
+        is_with_head = engine.model.is_tied and engine.model.spec.per_layer is None
+        return cls(layers=layers, head=head, embedding=head if is_with_head else "cpu")
 
 
 def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
@@ -159,6 +161,8 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
     found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
     if positions := model.tensors.get("position_embd.weight"):
         found[OTHER, "cpu"] += positions.row_bytes
+    if model.spec.per_layer is not None:
+        found[OTHER, "cpu"] += inputs_read(model)
 
 
 def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
@@ -193,7 +197,7 @@ def _add_counted(found: Bytes, sides: Sides, steps: Steps, plan: Split | None) -
     for layer, side in enumerate(sides.layers):
         counted = steps.counts_LP2[layer, :, 1]
         read = {name: counted[i].item() / steps.num_steps for i, name in enumerate(PARTS)}
-        found[PROJECTIONS, side] += read["inputs"] + read["output"]
+        found[PROJECTIONS, side] += read["inputs"] + read["output"] + read["other"]
         if read["predictor"]:
             found[PREDICTOR, side] += read["predictor"]
         for name, part in neuron_parts(plan, layer).items():

@@ -12,7 +12,7 @@ Letters: T tokens of a chunk, N tokens of all windows, D model width."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -36,6 +36,7 @@ from hotsplit.profile.stream.states import FileStates, MemoryStates, States
 from hotsplit.runtime.cache.state_slots import slots_in_turn
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.loader import Builder
+from hotsplit.runtime.model.per_layer_loader import own_input
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.ops.embed import embed
@@ -117,7 +118,7 @@ class LayerStream:
         self.context_length = min(model.spec.context_length, DEFAULT_CONTEXT)
         self.codec = TextCodec.of(model)
         self.observers = Observers()
-        self._builder = Builder(
+        self.builder = Builder(
             model,
             Placement.on_one_device(model.spec.num_layers, plan.device),
             mode,
@@ -226,7 +227,9 @@ class LayerStream:
         began = time.perf_counter()
         for entry in self._entries(index):
             _touch(entry)
-        layer = self._builder.layer(index)
+        layer = self.builder.layer(index)
+        if layer.per_layer is not None:
+            layer = replace(layer, per_layer=layer.per_layer.alone)
         if self.plan.device.type == "cuda":  # the device has its own copy
             for entry in self._entries(index):
                 release(entry)
@@ -317,23 +320,20 @@ class StreamedLayer:
                 self.before_TD = waiting.inputs.read(at, at + count).to(self.layer.device)
             x_TD = waiting.states.read(at, at + count).to(self.layer.device)
             before_TD = self.before_TD if self.stream.input_layer_offset else None
+            ids_T = waiting.windows[window][start : start + count]
+            own_1TP = own_input(self.stream.builder, self.index, ids_T)
             slots = slots_in_turn(start // SHORT_CHUNK, count)
             if native is not None and count > 1:
                 x_TD, ffn_input_TD = native.run(
                     self.index, x_TD, start=start, slots=slots, predictor_input_TD=before_TD,
-                    observers=observers,
+                    per_layer_LTP=own_1TP, observers=observers,
                 )  # fmt: skip
             else:
                 found = run_layer(
-                    self.index,
-                    self.layer,
-                    x_TD,
-                    start=start,
-                    turns=Turns(start, count),
-                    slots=slots,
-                    predictor_input=before_TD,
+                    self.index, self.layer, x_TD, start=start, turns=Turns(start, count),
+                    slots=slots, predictor_input=before_TD, per_layer_LTP=own_1TP,
                     observers=observers,
-                )
+                )  # fmt: skip
                 x_TD, ffn_input_TD = map(as_tensor, found)
             waiting.states.write(at, x_TD)
             if waiting.inputs:

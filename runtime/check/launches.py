@@ -210,7 +210,8 @@ def _multiplied(
     those stored there, and the cold neurons that are streamed to it."""
     for index, layer in enumerate(weights.layers):
         home = placement.homes[index]
-        for linear in (*layer.mixer.inputs, layer.mixer.output):
+        own = () if layer.per_layer is None else (layer.per_layer.gate, layer.per_layer.output)
+        for linear in (*layer.mixer.inputs, layer.mixer.output, *own):
             if placement.dense_on_gpu[index]:
                 yield linear.weight, home, False
         for block in _blocks_of(layer, is_on_gpu=placement.dense_on_gpu[index]):
@@ -323,6 +324,7 @@ def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device, *, is_on_
     of the last hidden state, of layers whose norms are elsewhere, and hidden values of experts."""
     blocks = list(_blocks_of(layer, is_on_gpu=is_on_gpu))
     hidden = [len(block.id_N) for block in blocks if block.is_by_output]
+    hidden += [layer.per_layer.size] if layer.per_layer and is_on_gpu else []
     for width in (layer.mixer.widths[1], *(block.width for block in blocks[:1]), *hidden):
         x_TD, out_TD = _new(device, width), _new(device, width, dtype=torch.float16)
         kernels.round_tokens(x_TD, None, None, None, 0.0, out_TD, _new(device), None)

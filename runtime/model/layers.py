@@ -15,6 +15,7 @@ from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.ops.per_layer import PerLayer, PerLayerInputs
 from hotsplit.runtime.ops.route import Router
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
@@ -30,6 +31,7 @@ class Layer:
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
     shared: SharedExperts | None = None
+    per_layer: PerLayer | None = None  # what it makes of an input of its own
     scales: Mapping[str, float] = field(
         default_factory=dict
     )  # of sums, by the names of their tensors
@@ -62,6 +64,7 @@ class Weights:
     output_norm: Norm | None
     head: Linear
     head_device: torch.device
+    per_layer: PerLayerInputs | None = None  # of layers that have inputs of their own
     states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
 
     @property

@@ -19,11 +19,7 @@ from hotsplit.model.spec import Add, ModelSpec
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
-from hotsplit.model.tensors import (
-    KEY_NORM,
-    QUERY_NORM,
-    SINKS,
-)
+from hotsplit.model.tensors import KEY_NORM, QUERY_NORM, SINKS
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -32,6 +28,7 @@ from hotsplit.runtime.model.delta_loader import load_delta
 from hotsplit.runtime.model.expert_loader import ExpertLoader
 from hotsplit.runtime.model.layers import Layer, Weights, limited
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
+from hotsplit.runtime.model.per_layer_loader import load_inputs, load_per_layer
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
@@ -126,16 +123,16 @@ class Builder:
         )
 
     def weights(self) -> Weights:
-        """The whole model. An embedding that is not also the head stays in the file on the CPU: a
-        token reads only one row of it."""
+        """The whole model. An embedding that is not also the head, or of which the CPU computes layers'
+        own inputs, stays in the file on the CPU: a token reads only one row of it."""
         model, head_device = self.model, self.placement.head_device
         entry, positions = model.tensors["token_embd.weight"], self.positions()
-        if model.is_tied:
+        if model.is_tied and (self.spec.per_layer is None or head_device == CPU):
             embedding = head = self.matrix(entry, head_device, "head")
             layers = self.layers()
         else:
             embedding, layers = matrix_of(entry, CPU), self.layers()
-            head = self.matrix(model.tensors["output.weight"], head_device, "head")
+            head = self.matrix(model.tensors[model.head_name], head_device, "head")
         return Weights(
             spec=self.spec,
             embedding=embedding,
@@ -144,6 +141,7 @@ class Builder:
             output_norm=self.output_norm(head_device, "head"),
             head=Linear(weight=head),
             head_device=head_device,
+            per_layer=load_inputs(self, self.spec.per_layer),
             states=StateSlots(self.num_sequences) if self.spec.has_states else None,
         )
 
@@ -179,6 +177,7 @@ class Builder:
             ),
             router=experts.router(),
             shared=self.shared(experts),
+            per_layer=load_per_layer(self, index, spec.per_layer, device),
             scales={
                 add.scale: float(
                     vector_of(self.model.tensors[f"blk.{index}.{add.scale}.weight"], CPU)

@@ -207,15 +207,19 @@ class Decoder:
             found = self.captured.run(as_tensor(x), sequence, start, run)
             if found is not None:
                 return found.to(weights.head_device)
+        inputs = weights.per_layer
+        own_LTP = None if inputs is None else inputs.forward(ids_T, as_tensor(x))
         handed = [x]
         del x  # else it would be kept until the last layer
         turns = Turns(start, len(ids_T))
-        found = self._run_layers(handed.pop(), turns, sequence=sequence, start=start, slots=slots)
+        found = self._run_layers(
+            handed.pop(), turns, sequence=sequence, start=start, slots=slots, per_layer_LTP=own_LTP
+        )
         return found.to(weights.head_device)
 
     def _run_layers(
         self, x: Tensor | HiddenState, turns: Turns, *, sequence: int, start: int,
-        slots: StateRun | None,
+        slots: StateRun | None, per_layer_LTP: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The hidden state [T, D] after all layers."""
         weights, host, num_tokens = self.weights, self.host, x.shape[0]
@@ -229,31 +233,21 @@ class Decoder:
                 x, before = native.run(
                     index, as_tensor(x), sequence=sequence, start=start, slots=slots,
                     predictor_input_TD=None if before is None else as_tensor(before),
-                    observers=self.observers,
+                    per_layer_LTP=per_layer_LTP, observers=self.observers,
                 )  # fmt: skip
                 continue
             x, before = run_layer(
-                index,
-                layer,
-                x,
-                sequence=sequence,
-                start=start,
-                turns=turns,
-                slots=slots,
-                predictor_input=before,
-                observers=self.observers,
-                on_host=None
-                if host is None or index not in host.calls
+                index, layer, x, sequence=sequence, start=start, turns=turns, slots=slots,
+                predictor_input=before, per_layer_LTP=per_layer_LTP, observers=self.observers,
+                on_host=None if host is None or index not in host.calls
                 else partial(host.run, index, sequence=sequence, start=start),
-            )
+            )  # fmt: skip
         return as_tensor(x)
 
     def _is_seen_natively(self) -> bool:
         """True if native operations are to show what observers want."""
-        is_asked = self.observers.active and not self.observers.in_torch
-        return bool(is_asked) and shows_all(
-            self.observers.wanted_in_layers(len(self.weights.layers))
-        )
+        is_asked = bool(self.observers.active) and not self.observers.in_torch
+        return is_asked and shows_all(self.observers.wanted_in_layers(len(self.weights.layers)))
 
     @property
     def has_native_layers(self) -> bool:
@@ -288,24 +282,17 @@ def plain_ops(index: int, spec: LayerSpec) -> tuple[tuple[Op, ...], list[tuple[s
 
 
 def run_layer(
-    index: int,
-    layer: Layer,
-    x: Tensor | HiddenState,
-    *,
-    sequence: int = 0,
-    start: int,
-    turns: Turns,
-    slots: StateRun | None = None,
-    predictor_input: Tensor | Factor | None,
-    observers: Observers,
-    on_host: Callable[..., Tensor] | None = None,
-) -> tuple[Tensor | HiddenState, Tensor | Factor]:
+    index: int, layer: Layer, x: Tensor | HiddenState, *, sequence: int = 0, start: int, turns: Turns,
+    slots: StateRun | None = None, predictor_input: Tensor | Factor | None,
+    per_layer_LTP: Tensor | None, observers: Observers, on_host: Callable[..., Tensor] | None = None,
+) -> tuple[Tensor | HiddenState, Tensor | Factor]:  # fmt: skip
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
 
     This is the reference for the operations of a layer; its spec has their order. The layer's cache,
     or its slots, hold the tokens before `start`. `predictor_input`: the previous layer's feed-forward
-    input, if the layer's predictor reads that. All blocks of neurons are one: see FeedForward.
+    input, if the layer's predictor reads that; `per_layer_LTP`: the inputs of all layers, if they have
+    some of their own. All blocks of neurons are one: see FeedForward.
 
     On a GPU, unless observers see the values, sums and norms are left to the products that read
     them: see HiddenState and Normed."""
@@ -315,11 +302,13 @@ def run_layer(
     values: dict[str, Any] = {"x": _state(moved) if is_lazy else moved}
     if predictor_input is not None:
         values[ffn_in(index - 1)] = _moved(predictor_input, layer.device, is_lazy)
+    if per_layer_LTP is not None:
+        values["per_layer"] = per_layer_LTP
     del x, moved, predictor_input
     mix = _mixing(layer, sequence, start, turns, slots, on_host, is_seen=bool(observers.active))
 
     def run(op: Op, read: list[Any]) -> Any:
-        if op.kind in ("norm", "add", "route", "shared"):
+        if op.kind in ("norm", "add", "route", "shared", "per layer"):
             return _run_simple(op, layer, read, is_lazy, observers)
         read = [x.values() if isinstance(x, HiddenState) else x for x in read]
         if layer.router is not None and op.kind == "neurons":
@@ -368,13 +357,16 @@ def _mixing(
 
 
 def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers: Observers) -> Any:
-    """A norm, a sum, a router, or the neurons that all tokens share."""
+    """A norm, a sum, a router, what a layer makes of its own input, or the neurons that all tokens share."""
     if op.kind == "norm":
         norm = layer.norms[op.part]
         return Normed(norm, _state(read[0])) if is_lazy else norm.apply(read[0])
     if op.kind == "route":
         assert layer.router is not None
         return layer.router.forward(as_tensor(read[0]))
+    if op.kind == "per layer":
+        assert layer.per_layer is not None
+        return layer.per_layer.forward(as_tensor(read[0]), read[1])
     if op.kind == "shared":
         assert layer.shared is not None
         return layer.shared.forward(as_tensor(read[0]), observers)

@@ -11,12 +11,14 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.cache_bytes import is_cached
 from hotsplit.costs.part_bytes import (
     head_bytes,
+    inputs_read,
     is_dense,
     layer_bytes,
     layer_tensors,
     placed_units,
     stored_neuron_bytes,
 )
+from hotsplit.model.per_layer import GATE, OUTPUT
 from hotsplit.runtime.step.forms import Sides, step_form
 from hotsplit.runtime.step.program import StepForm
 
@@ -40,6 +42,7 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
             "embedding": sum(entry.row_bytes for entry in rows),
             "head": head,
             "output_norm": head_bytes(model) - head,
+            "layer_inputs": inputs_read(model),
         },
     )
 
@@ -69,14 +72,16 @@ def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> Sides:
 
 # "ffn_down_exps" is the scale of each expert; its matrices are none of these parts.
 _PARTS = {"ffn_down": "down_bias", "ffn_gate_inp": "router", "exp_probs_b": "router",
-          "ffn_down_exps": "router"}  # fmt: skip
+          "ffn_down_exps": "router", GATE: "per_layer", OUTPUT: "per_layer"}  # fmt: skip
 
 
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
     """Bytes by part. Those of the parts that the layer's operations read sum to what plans count
     (part_bytes.layer_bytes); "attention" contains other parts, and so does "all"."""
     sizes, spec = layer_bytes(model, index), model.spec.layers[index]
-    found = dict.fromkeys((*spec.norms, "attention", "down_bias", "router", "shared"), 0)
+    found = dict.fromkeys(
+        (*spec.norms, "attention", "down_bias", "router", "shared", "per_layer"), 0
+    )
     of_layer = layer_tensors(model, index)
     for name, entry in of_layer.items():
         stem = name.partition(".")[0]

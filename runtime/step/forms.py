@@ -47,7 +47,8 @@ def step_form(
     return StepForm(
         spec=spec,
         places=in_line(_copying_bits(places)),
-        embedding=head if sides.is_tied else HOST,  # tied weights are on the head's device
+        # Tied weights are on the head's device, unless layers have inputs of their own (loader).
+        embedding=head if sides.is_tied and spec.per_layer is None else HOST,
         head=head,
         head_home=head_home,
         weight_bytes=outer_bytes or {},

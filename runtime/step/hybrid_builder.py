@@ -93,7 +93,7 @@ class _Builder:
             width, spec.most_named, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
             tables=weights.cache.tables if has_cache else (),
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
-            num_used=spec.most_used, has_states=spec.has_states,
+            num_used=spec.most_used, has_states=spec.has_states, num_inputs=spec.num_inputs,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
@@ -171,7 +171,9 @@ class _Builder:
         )
         meter.reset()
         positions = self.weights.positions if self.form.embedding != HOST else None
-        before, after = (self._outside(kinds) for kinds in (("embed",), ("norm", "head")))
+        before, after = (
+            self._outside(kinds) for kinds in (("embed", "layer inputs"), ("norm", "head"))
+        )
         return HybridStep(
             host=self.host,
             cache=self.weights.cache,

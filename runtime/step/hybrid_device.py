@@ -32,6 +32,7 @@ from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.gpu import launch_experts, launch_neurons, launch_shared
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
+from hotsplit.runtime.ops.per_layer import launch_per_layer
 from hotsplit.runtime.ops.predict import launch_predict
 from hotsplit.runtime.ops.route import launch_route
 from hotsplit.runtime.step.native_parts import beginning, first
@@ -66,7 +67,7 @@ class DividedLayer:
         """The range of an output's rows in DeviceBuffers.sum_PD; the summands of a sum are
         adjacent."""
         end = 1 + self.num_parts
-        if name == "attn_out":
+        if name in ("attn_out", "per_layer_out"):  # the latter after the former's last use
             return 0, 1
         if name == "hot_out" or (name == "ffn_out" and self.hot is not None):
             return 1, end
@@ -99,11 +100,19 @@ def shared_parts(layer: LayerSpec, width: int, *, is_by_output: bool) -> int:
     return 1 if is_by_output else down_parts(layer.shared.number, width)
 
 
-OUTPUTS = ("attn_out", "hot_out", "ffn_out", "bias", "shared_out")  # names in the program: see rows
+OUTPUTS = (
+    "attn_out",
+    "per_layer_out",
+    "hot_out",
+    "ffn_out",
+    "bias",
+    "shared_out",
+)  # names in the program: see rows
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
     "head_in": "attn_input_D", "route_in": "attn_input_D", "logits": "logits_V",
+    "per_layer": "per_layer_I",
 }  # fmt: skip
 _REAL = torch.float32
 
@@ -122,12 +131,13 @@ class DeviceBuffers:
     writes_T: Tensor  # int32, the slot that takes the state after a row
     tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those of a cache in blocks on the GPU
     x_D: Tensor  # the hidden state
+    per_layer_I: Tensor  # layers' own inputs, [L, T, P] of a step of T rows
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
     qkv: Tensor  # flat, room for the input projections of the layer with most
     heads: Tensor  # flat, room for [H W], or a delta net's outputs
     scratch: Tensor  # of attention, or inputs of the recurrence of a delta net
-    inner: Tensor  # of predictors and routers, flat
+    inner: Tensor  # of predictors, routers and layers' own inputs, flat
     routed: Tensor  # experts, as numbers, and their weights, flat
     shared_2: Tensor  # 0 and the weight of shared experts
     named_W: Tensor  # int32 [F / 32 rounded up]
@@ -155,10 +165,10 @@ class DeviceBuffers:
         width, scratch = spec.hidden_size, 0
         routes = [layer.route for layer in spec.layers if layer.route is not None]
         shared = [layer.shared for layer in spec.layers if layer.shared is not None]
-        most_hidden = max([hidden for hidden, _ in hot_sizes_L], default=0)
-        most_hidden = max([most_hidden, *(block.number for block in shared)])
+        most_hidden = max([0, *(h for h, _ in hot_sizes_L), *(block.number for block in shared)])
         most_parts = max([parts for _, parts in hot_sizes_L], default=0)
-        inner = max([spec.most_rank, *(route.num_experts for route in routes)])
+        own = spec.num_inputs // spec.num_layers
+        inner = max([spec.most_rank, own, *(route.num_experts for route in routes)])
         if has_cache:
             scratch = max(
                 attend_scratch(tables[0].context_length, a.num_heads, a.head_dim)
@@ -184,6 +194,7 @@ class DeviceBuffers:
                 if has_cache and not table.is_whole
             },
             x_D=take_rows(width),
+            per_layer_I=take_rows(spec.num_inputs),
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
             qkv=take((max_rows * spec.most_qkv_size,), _REAL),
@@ -216,7 +227,7 @@ class DeviceBuffers:
 
 
 _LISTS = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
-_VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V", "shared_2")
+_VECTORS = ("x_D", "per_layer_I", "attn_input_D", "named_W", "logits_V", "shared_2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +309,12 @@ class DeviceKernels(Launcher):
         self.inputs(layer, x_D)
         launch_delta(self, delta, projected, (b.run_T3, b.writes_T), mixed, heads)
         self.output(layer, heads)
+
+    def per_layer(self, layer: Layer, x_D: Tensor) -> None:
+        """Writes what the layer makes of its own input to the first row of sum_PD."""
+        b, own = self.buffers, layer.per_layer
+        assert own is not None
+        launch_per_layer(self, own, x_D, b.per_layer_I, b.first(b.inner, own.size), b.sum_PD[0])
 
     def inputs(self, layer: Layer, x_D: Tensor) -> None:
         self.project(layer.mixer.inputs, x_D, self.attended(layer)[0])

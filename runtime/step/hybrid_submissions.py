@@ -296,6 +296,8 @@ class Lowering:
         x_D = self._tensor(op.reads[0], op.layer)
         if op.kind in ("attention", "delta"):
             return partial(device.delta if op.kind == "delta" else device.attention, layer, x_D)
+        if op.kind == "per layer":
+            return partial(device.per_layer, layer, x_D)
         if op.kind == "project":
             project = device.inputs if op.part == "qkv" else device.output
             return partial(project, layer, x_D)

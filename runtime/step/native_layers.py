@@ -54,6 +54,7 @@ class NativeLayers:
     x_TD: Tensor
     attn_in_TD: Tensor
     ffn_in_2TD: Tensor
+    per_layer: Tensor  # the inputs that layers have of their own, flat
     routed_TR: Tensor  # numbers of experts, and their weights; a layer's own rows are [2 K]
     num_used: Mapping[int, int]  # K, by layer; 0 without a router
     mixed: Mapping[int, str]  # the input of attention or of the delta net, by layer
@@ -89,8 +90,10 @@ class NativeLayers:
             i: layer.router.spec.num_used if layer.router else 0 for i, layer in layers.items()
         }
         routed_TR = torch.zeros(step.max_rows, 2 * max(num_used.values()))
+        per_layer = torch.zeros(step.max_rows * step.layer_inputs_size)
         shared = {"x": x_TD, "attn_in": attn_in_TD, "ffn_in.0": ffn_in_2TD[0],
-                  "ffn_in.1": ffn_in_2TD[1], "routed": routed_TR}  # fmt: skip
+                  "ffn_in.1": ffn_in_2TD[1], "routed": routed_TR,
+                  "per_layer": per_layer}  # fmt: skip
         for name, values in shared.items():
             step.vector[VALUES.index(name)] = values.data_ptr()
         ops: list[OpStruct] = []
@@ -113,6 +116,7 @@ class NativeLayers:
         return cls(
             step=step, ranges=ranges, tables=tuple(builder.tables.each),
             x_TD=x_TD, attn_in_TD=attn_in_TD, ffn_in_2TD=ffn_in_2TD, routed_TR=routed_TR,
+            per_layer=per_layer,
             num_used=num_used, mixed=mixed,
             widths=widths,
             seen={name: torch.empty(step.max_rows * size) for name, size in most.items()},
@@ -128,6 +132,7 @@ class NativeLayers:
         start: int,
         slots: StateRun | None,
         predictor_input_TD: Tensor | None,
+        per_layer_LTP: Tensor | None,
         observers: Observers,
     ) -> tuple[Tensor, Tensor]:
         """Does what decoder.run_layer does, for at least two tokens."""
@@ -137,6 +142,8 @@ class NativeLayers:
         self.x_TD[:T].copy_(x_TD)
         if predictor_input_TD is not None:
             self._ffn_in(index - 1)[:T].copy_(predictor_input_TD)
+        if per_layer_LTP is not None:
+            self.per_layer[: per_layer_LTP.numel()].copy_(per_layer_LTP.flatten())
         wanted = [name for name in self.widths[index] if observers.want(name, index)]
         for name, place in _WITHIN.items():
             setattr(self.step, place, self.seen[name].data_ptr() if name in wanted else None)

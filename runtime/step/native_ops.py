@@ -9,14 +9,15 @@ from hotsplit.runtime.step.program import Op, name_of
 # In the order of the enums in step.h.
 OP_KINDS = (
     "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head",
-    "attend", "route", "shared", "delta",
+    "attend", "route", "shared", "delta", "layer inputs", "per layer",
 )  # fmt: skip
 VALUES = (
     "x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out", "qkv",
-    "heads", "named", "routed", "shared_out",
+    "heads", "named", "routed", "shared_out", "per_layer",
 )  # fmt: skip
 # Values that are not read any more when these are written, in the same memory.
-ALIASES = {"head_in": "attn_in", "route_in": "attn_in", "shared_in": "attn_out"}
+ALIASES = {"head_in": "attn_in", "route_in": "attn_in", "shared_in": "attn_out",
+           "per_layer_out": "attn_out"}  # fmt: skip
 _VALUE = {name: number for number, name in enumerate(VALUES)}
 _VALUE |= {name: _VALUE[other] for name, other in ALIASES.items()}
 _NONE = len(VALUES)
@@ -52,8 +53,10 @@ def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[
             yield [_op("neurons", layer, names[0], named, out, part=int(op.part == "cold"))]
         elif op.kind in ("attention", "delta", "attend", "predict", "route", "shared"):
             yield [_op(op.kind, layer, names[0], out=out)]
-        elif op.kind == "embed":
-            yield [_op("embed", layer, out=out)]
+        elif op.kind == "per layer":
+            yield [_op(op.kind, layer, names[0], names[1], out)]
+        elif op.kind in ("embed", "layer inputs"):
+            yield [_op(op.kind, layer, None if op.kind == "embed" else "x", out=out)]
         else:
             assert op.kind == "bias", op
             yield []

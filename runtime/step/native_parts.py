@@ -6,7 +6,7 @@ They share a few buffers (`HostBuffers`), whose reads and writes the step progra
 
 Letters: T rows of a step, D model width, F neurons of a layer, W words of F bits, V vocabulary, S
 sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone, R values
-of a router's result."""
+of a router's result, I values of layers' own inputs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, Array, Structure, addressof, c_int64, c_void_p, pointer
@@ -48,6 +48,7 @@ class HostBuffers:
     writes_T: Tensor  # int32
     tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those that a GPU reads
     x_TD: Tensor
+    per_layer_TI: Tensor  # of a step of T rows, [L, T, P]
     ffn_in_2TD: Tensor
     named_TW: Tensor  # int32
     ffn_out_TD: Tensor
@@ -76,8 +77,9 @@ class HostBuffers:
         attended: tuple[int, int] = (0, 0),
         num_used: int = 0,
         has_states: bool = False,
+        num_inputs: int = 0,
     ) -> "HostBuffers":
-        """Allocates the buffers. `num_used`: the most experts of a token. `tables`: the block tables of a
+        """Allocates the buffers. `num_used`: the most experts of a token; `num_inputs`: I. `tables`: the block tables of a
         cache on GPUs; `attended`: Q and H, if the host attends for a GPU."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -99,6 +101,7 @@ class HostBuffers:
                 if not table.is_whole
             },
             x_TD=zeros(rows, width),
+            per_layer_TI=zeros(rows, num_inputs),
             ffn_in_2TD=zeros(2, rows, width),
             named_TW=zeros(rows, -(-num_neurons // 32), dtype=torch.int32),
             ffn_out_TD=zeros(rows, width),
@@ -137,7 +140,7 @@ class HostBuffers:
 
 _OF_STEP = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
 _OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "routed_TR",
-            "qkv_TQ", "heads_TH")  # fmt: skip
+            "qkv_TQ", "heads_TH", "per_layer_TI")  # fmt: skip
 _SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))
 
 

@@ -32,6 +32,13 @@ from hotsplit.runtime.ops.neurons.native import (
     mixture_struct,
 )
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
+from hotsplit.runtime.ops.per_layer import (
+    LayerInputsStruct,
+    PerLayerStruct,
+    inputs_size,
+    inputs_struct,
+    per_layer_struct,
+)
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs
@@ -48,11 +55,13 @@ class LayerStruct(Structure):
                 ("attention", AttentionStruct), ("delta", DeltaStruct),
                 ("predictor", PredictorStruct),
                 ("feed_forward", FeedForwardStruct), ("route", RouteStruct),
-                ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct)]  # fmt: skip
+                ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct),
+                ("per_layer", PerLayerStruct)]  # fmt: skip
 
 
 class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
+                ("layer_inputs", LayerInputsStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
                 ("op", POINTER(OpStruct)), ("vector", c_void_p * len(VALUES)),
                 ("table", POINTER(TableStruct)), ("select", SelectStruct), ("rotary", POINTER(RotaryStruct)),
@@ -62,7 +71,7 @@ class StepStruct(Structure):
                 ("num_layers", c_int64), ("num_ops", c_int64), ("num_rotaries", c_int64),
                 ("num_tables", c_int64),
                 ("width", c_int64), ("context_length", c_int64), ("num_neurons", c_int64),
-                ("max_rows", c_int64),
+                ("max_rows", c_int64), ("layer_inputs_size", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
                 ("key_kind", c_int32), ("value_kind", c_int32),
@@ -212,6 +221,7 @@ class StepBuilder(Structs):
         step = self.frame_of(weights.layers, layer_structs, width=weights.embedding.width)
         step.embedding_scale = weights.embedding_scale
         step.logit_cap = weights.spec.logit_cap or 0.0
+        step.layer_inputs = inputs_struct(self, weights.per_layer)
         if weights.positions is not None:
             step.positions = self.matrix(weights.positions)
         return step
@@ -236,6 +246,7 @@ class StepBuilder(Structs):
             num_tables=len(self.tables.each),
             select=select_struct(self, types.selection, self.rotaries),
             context_length=self.tables.each[0].context_length,
+            layer_inputs_size=inputs_size(layer.per_layer for layer in layers),
             max_rows=1,
             key_kind=library.kind_code(types.key.kind),
             value_kind=library.kind_code(types.value.kind),
@@ -255,6 +266,7 @@ class StepBuilder(Structs):
             delta=delta_struct(self, layer.delta),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
+            per_layer=per_layer_struct(self, layer.per_layer),
             feed_forward=mixture_struct(self, ffn.gate, ffn.experts)
             if ffn.experts and has_neurons
             else feed_forward_struct(

@@ -9,6 +9,8 @@ A value is a name and a device, `x@host`, and stands for a buffer: a later opera
 it, but only after all earlier reads (`value_order.edges`).
 
     x           the hidden state
+    per_layer   the inputs that layers have of their own, of all layers, computed on the host after the
+                embedding; per_layer_out is what a layer makes of its own
     attn_in     the input of attention, if it has a norm of its own
     qkv, heads  input and output of the heads, where the host attends and a GPU projects
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
@@ -33,6 +35,7 @@ from hotsplit.model.spec import (
     ModelSpec,
     Neurons,
     Norm,
+    PerLayer,
     Predict,
     Route,
 )
@@ -40,7 +43,7 @@ from hotsplit.model.spec import Block as SpecBlock
 
 Kind = Literal[
     "embed", "norm", "attention", "delta", "project", "attend", "predict", "route", "neurons", "shared",
-    "bias", "add", "copy", "head",
+    "bias", "add", "copy", "head", "layer inputs", "per layer",
 ]  # fmt: skip
 Block = Literal["all", "hot", "cold"]
 
@@ -173,6 +176,9 @@ class _LayerWriter:
                 yield self._op("shared", [self._value(block.reads)], [block.writes], "shared")
             case Neurons():
                 yield from self._neurons(block)
+            case PerLayer():
+                reads = [self._value(block.reads), "per_layer"]
+                yield self._op("per layer", reads, [block.writes], "per_layer")
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
                 op = self._op("add", terms, [self._value(block.writes)], block.scale)
@@ -291,6 +297,8 @@ class _StepWriter:
         home = self.place
         if home == HOST:
             self._outer("embed", HOST, ["token", *positions], "x", "embedding", HOST)
+            if self.form.spec.per_layer is not None:
+                self._outer("layer inputs", HOST, ["x", "token"], "per_layer", "layer_inputs", HOST)
             return
         if positions:
             self._outer("embed", HOST, positions, "x", "positions", HOST)
@@ -370,11 +378,14 @@ class _StepWriter:
 
     def _submit(self, op: Op) -> None:
         """Appends an operation. A visit to a GPU begins by copying the position there, unless the
-        host attends and no layer has a state; a copy between GPUs ends it."""
+        host attends and no layer has a state, and layers' own inputs; a copy between GPUs ends it."""
         if op.is_between_gpus:
             self.visited = HOST
         elif op.home not in (HOST, self.visited):
             self.visited = op.home
             if self.form.spec.has_states or not self.form.attends_on_host:
                 self._copy("position", HOST, op.home, op.home, None)
+            is_used = any(place.device == op.home for place in self.form.places)
+            if self.form.spec.per_layer is not None and is_used:
+                self._copy("per_layer", HOST, op.home, op.home, None)
         self.ops.append(op)

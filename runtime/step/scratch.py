@@ -3,95 +3,27 @@ a GPU: its result and its temporaries at their peak, without what it reads. Wher
 values, all neurons are named and fire. On a GPU, each tensor is counted by itself, in the pool that
 torch takes it from; the bounds hold for fewer tokens and earlier positions, too."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, reduce
+from collections.abc import Callable
+from functools import reduce
 from operator import add, or_
-from typing import Literal
 
 import torch
 
-from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.cache_layout import cache_layout
 from hotsplit.costs.part_bytes import FLOAT_BYTES
-from hotsplit.model.modes import Mode
-from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, ModelSpec, Neurons
+from hotsplit.model.per_layer import GATE, OUTPUT
+from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE
 from hotsplit.runtime.kernels.stored import FLOATS
-from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.ops.attention.attend import MOST_SCORES, stores_scores
 from hotsplit.runtime.ops.structs import MAX_ROWS
-from hotsplit.runtime.step.hollow import chosen_bytes, hollow_builder, neurons_bytes
+from hotsplit.runtime.step.hollow import chosen_bytes, neurons_bytes
+from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.program import Kind, Op, name_of
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.store import num_appended
-
-Way = Literal["watched", "unwatched", "gpu", "gpu, tiles"]
-
-
-def way_on(device: torch.device) -> Way:
-    """The way of passes on a GPU."""
-    return "gpu" if gpu_products.multiplies_blocks(device) else "gpu, tiles"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """A pass over T tokens at the end of a context. `way`: "watched" by observers, who see all
-    values; "gpu" where matrices in blocks are multiplied without tiles. `num_hot`: of each layer;
-    None: any number."""
-
-    model: ModelFile
-    mode: Mode
-    num_tokens: int
-    context_length: int
-    way: Way
-    num_hot: Sequence[int] | None = None
-    num_sequences: int = 1
-
-    @property
-    def is_on_gpu(self) -> bool:
-        return self.way in ("gpu", "gpu, tiles")
-
-    @cached_property
-    def hollow(self) -> Builder:
-        is_whole = self.model.spec.has_experts and self.model.layout == "stock"
-        return hollow_builder(self.model, "dense" if is_whole else "exact", is_divided=False)
-
-    @cached_property
-    def spec(self) -> ModelSpec:
-        return self.model.spec.in_mode(self.mode)
-
-    def tensor(self, num_bytes: int) -> PoolBytes:
-        """One tensor; main memory has no pools, so there it may be several."""
-        return PoolBytes.of(num_bytes) if self.is_on_gpu else PoolBytes(large=num_bytes)
-
-    def floats(self, values: float) -> PoolBytes:
-        """A tensor of f32 values, given for one token."""
-        return self.tensor(int(FLOAT_BYTES * self.num_tokens * values))
-
-    def kind(self, name: str) -> str:
-        return self.model.tensors[f"{name}.weight"].kind
-
-    def rounded(self, kind: str, width: int) -> PoolBytes:
-        """The input of a product on a GPU, rounded for a matrix of this kind, and powers of two."""
-        return PoolBytes() if kind == "f32" else self.floats(width / 2) + self.floats(1)
-
-    def tile(self, kind: str, width: int, num_rows: int, *, is_copied: bool = False) -> PoolBytes:
-        """A product on a GPU beside its input and its result: unless the matrix is read as stored, a
-        tile of rows and, if there are several, a tile's product."""
-        dtype = gpu_products.tile_dtype(kind)
-        is_as_stored = FLOATS.get(kind) == dtype or (kind not in FLOATS and self.way == "gpu")
-        if is_as_stored and not is_copied:
-            return PoolBytes()
-        rows = min(gpu_products.tile_rows(width), num_rows)
-        return self.tensor(dtype.itemsize * rows * width) + self.floats(rows * (rows < num_rows))
-
-    def product(self, kind: str, width: int, num_rows: int) -> PoolBytes:
-        """A product on a GPU beside its result."""
-        return self.rounded(kind, width) + self.tile(kind, width, num_rows)
 
 
 def written(p: Pass, index: int, op: Op, held: PoolBytes) -> dict[str, PoolBytes]:
@@ -317,6 +249,17 @@ def shared(p: Pass, index: int) -> PoolBytes:
     return p.floats(5 * spec.number + 3 * width) + p.tensor(tile)
 
 
+def per_layer(p: Pass, index: int) -> PoolBytes:
+    """The layer's input, gates, activated and multiplied, masks of them, and the output."""
+    block, width = p.spec.layers[index].per_layer, p.spec.hidden_size
+    assert block is not None
+    found = p.floats(block.size) * 5 + p.tensor(p.num_tokens * block.size) * 2 + p.floats(width)
+    if p.is_on_gpu:
+        found += p.product(p.kind(f"blk.{index}.{GATE}"), width, block.size)
+        found += p.product(p.kind(f"blk.{index}.{OUTPUT}"), block.size, width)
+    return found
+
+
 def neurons(p: Pass, index: int) -> PoolBytes:
     """The blocks' outputs and, if watched, gates and hidden values of both, and then of all."""
     if p.spec.layers[index].route is not None:
@@ -395,5 +338,5 @@ SCRATCH: dict[Kind, Callable[[Pass, int], PoolBytes]] = {
     "norm": lambda p, index: p.floats(p.spec.hidden_size) * 2 + p.floats(1),
     "add": lambda p, index: p.floats(p.spec.hidden_size),
     "attention": attention, "delta": delta, "predict": predict, "neurons": neurons, "route": route,
-    "shared": shared,
+    "shared": shared, "per layer": per_layer,
 }  # fmt: skip

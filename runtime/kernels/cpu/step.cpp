@@ -11,15 +11,17 @@
 
 namespace {
 
+// The most values between two matrices of a predictor, or of what a layer makes of its own input.
 int64_t largest_rank(const HsStep& step) {
     int64_t rank = 0;
     for (int64_t i = 0; i < step.num_layers; ++i)
-        rank = std::max(rank, step.layer[i].predictor.down.num_rows);
+        rank = std::max(
+            {rank, step.layer[i].predictor.down.num_rows, step.layer[i].per_layer.gate.num_rows});
     return rank;
 }
 
 uint32_t forms_of(const HsStep& step) {
-    uint32_t forms = form_bit(step.head);
+    uint32_t forms = form_bit(step.head) | form_bit(step.layer_inputs.projection);
     for (int64_t i = 0; i < step.num_layers; ++i) {
         const HsLayer& l = step.layer[i];
         for (const HsMatrix& m : l.attention.input) forms |= form_bit(m);
@@ -27,6 +29,7 @@ uint32_t forms_of(const HsStep& step) {
         forms |= form_bit(l.attention.output) | form_bit(l.delta.output) | form_bit(l.predictor.down) |
                  form_bit(l.predictor.up);
         forms |= form_bit(l.route.router) | form_bit(l.shared_gate);
+        forms |= form_bit(l.per_layer.gate) | form_bit(l.per_layer.output);
         for (const HsFeedForward* f : {&l.feed_forward, &l.shared}) {
             for (int64_t b = 0; b < f->num_blocks; ++b)
                 forms |= forms_of(f->experts ? f->experts[b].first : f->block[b]);
@@ -91,6 +94,7 @@ int64_t size_of(const HsStep& s, int32_t value) {
     if (value == VALUE_QKV) return most(s, qkv_size);
     if (value == VALUE_NAMED) return s.num_neurons;
     if (value == VALUE_ROUTED) return 2 * most_used(s);
+    if (value == VALUE_PER_LAYER) return s.layer_inputs_size;
     return value == VALUE_HEADS ? most(s, heads_size) : s.width;
 }
 
@@ -101,7 +105,8 @@ int64_t most_pairs(const HsStep& s) {
 // Operations whose input is multiplied by matrices, and those that process each row separately.
 bool is_product(const HsOp& op) {
     return op.kind == OP_ATTENTION || op.kind == OP_DELTA || op.kind == OP_PREDICT ||
-           op.kind == OP_NEURONS || op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD;
+           op.kind == OP_NEURONS || op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD ||
+           op.kind == OP_LAYER_INPUTS || op.kind == OP_PER_LAYER;
 }
 bool is_of_rows(const HsOp& op) {
     return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
@@ -132,6 +137,9 @@ struct Work {
         logits = arena.take<float>(R * E);
         choice = arena.take<float>(R * E);
         shared_gate = arena.take<float>(E ? R : 0);
+        const int64_t own = step.layer_inputs.table.data ? step.layer_inputs_size : 0;
+        projected = arena.take<float>(R * own);
+        of_token = arena.take<float>(R * own);
     }
 
     // Allocates a value that an operation uses.
@@ -157,6 +165,7 @@ struct Work {
     float* learned;                  // positions
     float *logits, *choice;          // [max_rows, E] of a router
     float* shared_gate;              // [max_rows]
+    float *projected, *of_token;     // [max_rows, L P] summands of layers' own inputs
     Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
 
@@ -261,6 +270,10 @@ class Step {
                 return route(s.layer[op.layer].route, in, out.f32);
             case OP_SHARED:
                 return shared(s.layer[op.layer], in, out.f32);
+            case OP_LAYER_INPUTS:
+                return layer_inputs(row, in, out.f32);
+            case OP_PER_LAYER:
+                return per_layer(s.layer[op.layer].per_layer, in, out.f32);
             case OP_HEAD_NORM:
                 for (int64_t t = 0; t < num_wanted; ++t) output_norm(in.row(wanted[t]), out.row(t));
                 return clock.ended(TIMED_OTHER);
@@ -308,7 +321,7 @@ class Step {
 
     void unpack_row(const HsMatrix& m, int64_t row, float* y) {
         const int32_t index = static_cast<int32_t>(row);  // a tied embedding may be tiled
-        kernels().unpack_rows[m.kind]({m.data, m.stride, D, &index, 1}, y, 0, 1);
+        kernels().unpack_rows[m.kind]({m.data, m.stride, m.num_columns, &index, 1}, y, 0, 1);
     }
 
     // Cosines and sines of the positions in a layer's rotary embedding, computed once per call.
@@ -529,6 +542,43 @@ class Step {
         count(read, TIMED_NEURONS);
     }
 
+    // (norm(D^-1/2 projection) + sqrt(P) row of the token) / sqrt(2), for each layer.
+    void layer_inputs(const HsRow* row, Operand& input, float* out) {
+        const HsLayerInputs& l = s.layer_inputs;
+        const int64_t size = s.layer_inputs_size, P = l.size, L = size / P;
+        const float shrink = 1.0f / std::sqrt(static_cast<float>(D));
+        const float grow = std::sqrt(static_cast<float>(P)), half = std::sqrt(0.5f);
+        multiply(&l.projection, 1, input, T, w.projected, size);
+        rows(8 * size, [&](int64_t t) {
+            float *own = w.projected + t * size, *token = w.of_token + t * size;
+            unpack_row(l.table, row[w.attention.number(t)].token, token);
+            for (int64_t i = 0; i < size; ++i) own[i] *= shrink;
+            for (int64_t i = 0; i < L; ++i) {
+                float* y = out + (i * T + t) * P;
+                apply(l.norm, own + i * P, P, y);
+                for (int64_t p = 0; p < P; ++p) y[p] = half * (y[p] + grow * token[i * P + p]);
+            }
+        });
+        clock.ended(TIMED_OTHER);
+    }
+
+    void per_layer(const HsPerLayer& l, Operand& input, float* out) {
+        const int64_t P = l.gate.num_rows;
+        const Gate gate = {l.activation, true, 0.0f};
+        Operand& inner = w.inner;
+        inner.size = P;
+        inner.changed();
+        project(&l.gate, 1, input, inner.f32, P);
+        float* own = w.vector[VALUE_PER_LAYER].f32 + l.index * T * P;
+        rows(16 * P, [&](int64_t t) {
+            float* y = inner.row(t);
+            gate.smooth(y, P);
+            for (int64_t p = 0; p < P; ++p) gate.act(y[p], 0.0f), y[p] *= own[t * P + p];
+        });
+        project(&l.output, 1, inner, out, D);
+        clock.ended(TIMED_OTHER);
+    }
+
     // Adds the bytes that a block of neurons needed to the step's, and ends the timed part.
     void count(NeuronBytes& read, Timed part) {
         s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
@@ -642,10 +692,27 @@ bool fits_experts(const HsLayer& l, const HsStep& s) {
     return true;
 }
 
+// True for a layer without an input of its own, or whose input is one of VALUE_PER_LAYER.
+bool fits(const HsPerLayer& l, const HsStep& s) {
+    if (!l.gate.data) return true;
+    const int64_t P = l.gate.num_rows;
+    return P > 0 && fits(l.gate, P, s.width) && fits(l.output, s.width, P) && l.index >= 0 &&
+           s.layer_inputs_size % P == 0 && l.index < s.layer_inputs_size / P && l.activation >= 0 &&
+           l.activation < NUM_ACTIVATIONS && l.activation != ACTIVATION_DRELU &&
+           l.activation != ACTIVATION_SWIGLU_OAI;
+}
+
+bool fits(const HsLayerInputs& l, const HsStep& s) {
+    if (!l.table.data) return !l.projection.data;
+    const int64_t size = s.layer_inputs_size;
+    return size > 0 && l.size > 0 && size % l.size == 0 && has_shape(l.table, l.table.num_rows, size) &&
+           fits(l.projection, size, s.width) && l.norm.weight && !l.norm.bias;
+}
+
 bool fits(const HsLayer& l, const HsStep& s) {
     return (is_delta(l) ? fits(l.delta, s) : fits(l.attention, s)) && fits(l.feed_forward, s) &&
            fits(l.shared, s) && fits_experts(l, s) &&
-           (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) &&
+           (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) && fits(l.per_layer, s) &&
            fits(l.predictor, l.feed_forward.num_neurons, s) &&
            !(l.feed_forward.cuts && l.predictor.up.data) && !l.shared.cuts;
 }
@@ -661,10 +728,14 @@ bool fits(const HsOp& op, const HsStep& s) {
     if (op.in == VALUE_ROUTED || (op.in_2 == VALUE_ROUTED && op.kind != OP_NEURONS) ||
         (op.out == VALUE_ROUTED) != (op.kind == OP_ROUTE))
         return false;
+    if (op.in == VALUE_PER_LAYER || (op.in_2 == VALUE_PER_LAYER) != (op.kind == OP_PER_LAYER) ||
+        (op.out == VALUE_PER_LAYER) != (op.kind == OP_LAYER_INPUTS))
+        return false;
     if (op.in == VALUE_NAMED || (op.in_2 == VALUE_NAMED && op.kind != OP_NEURONS) ||
         (op.out == VALUE_NAMED) != (op.kind == OP_PREDICT))
         return false;
-    const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD;
+    const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD ||
+                            op.kind == OP_LAYER_INPUTS;
     if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers))
         return false;
     const HsLayer* l = s.layer + op.layer;
@@ -687,6 +758,10 @@ bool fits(const HsOp& op, const HsStep& s) {
             return l->route.router.data;
         case OP_SHARED:
             return l->shared.num_blocks == 1;
+        case OP_LAYER_INPUTS:
+            return s.layer_inputs.table.data;
+        case OP_PER_LAYER:
+            return l->per_layer.gate.data;
         case OP_NEURONS:
             if (op.part < 0 || op.part >= l->feed_forward.num_blocks) return false;
             if ((op.in_2 == VALUE_ROUTED) != (l->feed_forward.experts != nullptr)) return false;
@@ -749,7 +824,7 @@ bool fits(const HsStep& s) {
         if (!fits(s.layer[i], s)) return false;
     for (int64_t i = 0; i < s.num_ops; ++i)
         if (!fits(s.op[i], s)) return false;
-    return fits(s.select, s);
+    return fits(s.layer_inputs, s) && fits(s.select, s);
 }
 
 }  // namespace
@@ -805,13 +880,14 @@ int32_t check_rows(const HsStep& s, const HsRow* row, int64_t count) {
     if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
     const int64_t slots = num_slots(s);
     if (slots && !slots_fit(row, count, slots)) return STATUS_BAD_ARGUMENT;
-    int64_t num_computed = 0;
+    int64_t num_tokens = s.embedding.num_rows, num_computed = 0;
+    if (s.layer_inputs.table.data) num_tokens = std::min(num_tokens, s.layer_inputs.table.num_rows);
     const HsRow* last = nullptr;          // the last computed row
     std::array<int32_t, MAX_ROWS> begun;  // the sequences seen so far
     int64_t num_begun = 0;
     for (int64_t i = 0; i < count; ++i) {
         const HsRow& r = row[i];
-        if (r.token < 0 || r.token >= s.embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
+        if (r.token < 0 || r.token >= num_tokens) return STATUS_INDEX_OUT_OF_RANGE;
         if (r.position < 0 || r.position >= s.context_length) return STATUS_INDEX_OUT_OF_RANGE;
         if (r.sequence < 0 || r.sequence >= s.table->num_sequences) return STATUS_BAD_ARGUMENT;
         const bool is_next = i > 0 && row[i - 1].sequence == r.sequence;

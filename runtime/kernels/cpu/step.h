@@ -182,6 +182,20 @@ struct HsFeedForward {
     int32_t unused;
 };
 
+// The inputs that layers have of their own, and what a layer makes of its; model/per_layer.py has the
+// formulas. Letters: L layers, P values of an input.
+struct HsLayerInputs {
+    HsMatrix table,
+        projection;  // [V, L P], [L P, D]; absent: they are computed elsewhere, or there are none
+    HsNorm norm;     // [P]
+    int64_t size;    // P
+};
+struct HsPerLayer {
+    HsMatrix gate, output;  // [P, D], [D, P]; absent: the layer has no input of its own
+    int32_t activation;
+    int32_t index;  // of its input in VALUE_PER_LAYER
+};
+
 struct HsLayer {
     const HsNorm* norm;  // [num_norms] of the hidden size, which OP_NORM has the index of
     int64_t num_norms;
@@ -192,6 +206,7 @@ struct HsLayer {
     HsRoute route;
     HsFeedForward shared;  // experts that fire for every row; without blocks: none
     HsMatrix shared_gate;  // [1, D], their output is multiplied by sigmoid(shared_gate . in); or absent
+    HsPerLayer per_layer;
 };
 
 // The operations of a step, in order, lowered from the program that step/program.py declares. Adjacent
@@ -212,6 +227,8 @@ enum OpKind : int32_t {
     OP_ROUTE,   // out = VALUE_ROUTED, the experts that the router chooses from in
     OP_SHARED,  // out = the shared experts of in
     OP_DELTA,   // out = the gated delta net of in; moves the state from slot to slot
+    OP_LAYER_INPUTS,  // out = VALUE_PER_LAYER, of the tokens and in, their embeddings
+    OP_PER_LAYER,     // out = what the layer makes of in and in_2 = VALUE_PER_LAYER
     NUM_OP_KINDS
 };
 enum Value : int32_t {
@@ -228,7 +245,8 @@ enum Value : int32_t {
     VALUE_NAMED,   // [F] scores; a neuron is named if its score is above the predictor's threshold
     VALUE_ROUTED,  // [2 K] experts, as numbers, and their weights
     VALUE_SHARED_OUT,
-    VALUE_NONE,  // no vector
+    VALUE_PER_LAYER,  // [L, T, P] of the T rows of this step
+    VALUE_NONE,       // no vector
     NUM_VALUES = VALUE_NONE
 };
 struct HsOp {
@@ -240,6 +258,7 @@ struct HsOp {
 
 struct HsStep {
     HsMatrix embedding, positions, head;
+    HsLayerInputs layer_inputs;
     HsNorm output_norm;
     const HsLayer* layer;
     const HsOp* op;
@@ -263,8 +282,9 @@ struct HsStep {
     // of chosen experts [max_rows, K, F]; hidden values of shared experts, written by OP_SHARED.
     float *seen_heads, *seen_predicted, *seen_gate, *seen_hidden, *seen_shared;
     int64_t num_layers, num_ops, num_rotaries, num_tables, width, context_length;
-    int64_t num_neurons;  // of the layer with most
-    int64_t max_rows;     // 1 .. MAX_ROWS
+    int64_t num_neurons;        // of the layer with most
+    int64_t max_rows;           // 1 .. MAX_ROWS
+    int64_t layer_inputs_size;  // L P; 0: no layer has an input of its own
     // Bytes of the weight rows that all steps so far needed, see NeuronBytes.
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;
     int64_t attention_bytes;  // of query, key, value and output projection

@@ -15,6 +15,7 @@ from hotsplit.model.spec import (
     LayerSpec,
     Neurons,
     Norm,
+    PerLayer,
     Predict,
     Route,
 )
@@ -76,5 +77,7 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
             return 2
         case Neurons() if block.suffix == "_shexp":  # hidden values, output, and a gate as a router
             return 4 if block.has_output_gate else 2
+        case PerLayer():  # gate, activation with product, output
+            return 3
         case _:  # neurons are counted with the devices that they are on; most sums are in norms
             return 0

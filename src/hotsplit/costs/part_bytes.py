@@ -10,6 +10,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
+from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
@@ -229,10 +230,21 @@ def head_bytes(model: ModelFile) -> int:
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """Bytes of learned positions, and of the embedding matrix unless it is also the head."""
+    """Bytes of learned positions, of what layers' own inputs are made of, and of the embedding matrix
+    unless it is also the head."""
     positions = model.tensors.get("position_embd.weight")
     tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
-    return tokens + (positions.num_bytes if positions else 0)
+    inputs = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("per_layer_"))
+    return tokens + inputs + (positions.num_bytes if positions else 0)
+
+
+def inputs_read(model: ModelFile) -> int:
+    """Bytes that the host reads for a token's inputs of all layers: a row of their table, the projection
+    of the embedding and the norm; 0 without."""
+    if model.spec.per_layer is None:
+        return 0
+    table, *others = (model.tensors[f"{name}.weight"] for name in (TABLE, PROJECTION, INPUT_NORM))
+    return table.row_bytes + sum(entry.num_bytes for entry in others)
 
 
 def most_units(spec: ModelSpec) -> int:

@@ -1,7 +1,8 @@
 """Gemma 4: a Gemma whose layers without a window have wider heads, of which a part rotates
 (proportional rotary embeddings), and may take their keys as values; scores are not scaled, values are
 normed, and each layer's result is multiplied by a number of its own. Its mixture has experts beside the
-neurons that always fire, which llama.cpp calls as those of a dense layer."""
+neurons that always fire, which llama.cpp calls as those of a dense layer. In its E-models each layer has an
+input of its own, from the token."""
 
 import math
 import re
@@ -33,6 +34,7 @@ from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
+from hotsplit.model.per_layer import PerLayer
 from hotsplit.model.spec import Activation, ModelSpec, Neurons, Rotary, Route
 from hotsplit.model.tensors import OWN_SCALES, ROUTER
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 PERIOD, LOCAL_THETA = 6, 1e4
 FULL = "full_attention"
-SCALE = "layer_output_scale"
+SCALE, INPUTS = "layer_output_scale", "embedding_length_per_layer_input"
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_THETA},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -69,11 +71,9 @@ class Heads:
 
 
 def gemma4(read: ConfigReader) -> Blueprint:
-    """Gemma4ForCausalLM, and the text model of Gemma4ForConditionalGeneration, without embeddings of
-    layers."""
+    """Gemma4ForCausalLM, and the text model of Gemma4ForConditionalGeneration."""
     read.refuse("use_bidirectional_attention", "vision", why="attention over text is always causal")
     read.refuse("attention_bias", False, why="its attention has no biases here")
-    read.refuse("hidden_size_per_layer_input", 0, why="embeddings of layers are not computed")
     read.refuse("num_kv_shared_layers", 0, why="keys and values of other layers are not used")
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     is_local_L = _are_local(read, sizes.num_layers)
@@ -94,11 +94,26 @@ def gemma4(read: ConfigReader) -> Blueprint:
     experts = _experts(read, sizes) if read.flag("enable_moe_block") else None
     activation = read.activation("hidden_activation", GATED)
     return Blueprint(
-        spec=gemma4_spec(sizes, heads, activation, cap_of(read, LOGIT_CAP), (SCALE,), experts),
+        spec=gemma4_spec(
+            sizes, heads, activation, cap_of(read, LOGIT_CAP), (SCALE,), experts, own_inputs(read)
+        ),
         name_of=_names(gguf_names(gguf.MODEL_ARCH.GEMMA4, sizes.num_layers), experts is not None),
         rope_factors=factors,
         ignored_prefixes=LEFT_OUT,
     )
+
+
+def own_inputs(read: ConfigReader) -> int:
+    """The values of each layer's own input; 0 without. Raises HotsplitError if tokens lack one."""
+    key, of_tokens = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+    if read.values.get(key) in (None, 0):
+        return 0
+    if read.count(of_tokens) != read.count("vocab_size"):
+        raise HotsplitError(
+            f"{read.path}: {of_tokens} is {read.count(of_tokens)}, wanted vocab_size"
+            f" ({read.count('vocab_size')}): every token needs a row of the embeddings of layers"
+        )
+    return read.count(key)
 
 
 def _are_local(read: ConfigReader, num_layers: int) -> list[bool]:
@@ -184,8 +199,9 @@ def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 def gemma4_spec(
     sizes: Sizes, heads_L: Sequence[Heads], activation: Activation, logit_cap: float | None,
-    options: Collection[str], experts: Experts | None,
+    options: Collection[str], experts: Experts | None, inputs: int,
 ) -> ModelSpec:  # fmt: skip
+    """`inputs`: values of each layer's own; 0 without."""
     arrange = sizes.arrangement()
     layers = [
         arrange.sandwich(
@@ -195,11 +211,12 @@ def gemma4_spec(
             ),
             _feed_forward(heads.sizes, activation, experts),
             scale=SCALE if SCALE in options else "",
+            per_layer=PerLayer(size=inputs, activation=activation) if inputs else None,
         )
         for heads in heads_L
     ]  # fmt: skip
     scale = math.sqrt(sizes.hidden_size)
-    return sizes.model("gemma4", layers, embedding_scale=scale, logit_cap=logit_cap)
+    return sizes.model("gemma4", layers, embedding_scale=scale, logit_cap=logit_cap, inputs=inputs)
 
 
 def _feed_forward(
@@ -246,7 +263,8 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     options = {option.removesuffix(".weight") for option in read.options(num_layers)}
     experts = experts_of_keys(read) if read.whole("expert_count", 0) else None
     cap = key_cap(read, f"{name}.{LOGIT_CAP}", 0.0)
-    return gemma4_spec(heads[-1].sizes, heads, read.activation(), cap, options, experts)
+    inputs = read.whole(INPUTS, 0)
+    return gemma4_spec(heads[-1].sizes, heads, read.activation(), cap, options, experts, inputs)
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
@@ -261,7 +279,7 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
         "rope.freq_base_swa": np.float32(local.rotary.theta),
         LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
         "attention.shared_kv_layers": np.uint32(0),
-        "embedding_length_per_layer_input": np.uint32(0),
+        INPUTS: np.uint32(spec.per_layer.size if spec.per_layer else 0),
     }
     for a, suffix in ((whole, ""), (local, "_swa")):
         found[f"attention.key_length{suffix}"] = np.uint32(a.head_dim)
@@ -288,6 +306,7 @@ GEMMA4 = Family(
         "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": 1e-6,
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
         "num_kv_shared_layers": 0,
         "enable_moe_block": False,
         "num_experts": None,
@@ -299,7 +318,7 @@ GRAPH = Architecture(
     of_keys=of_keys,
     keys=keys,
     known_keys=(
-        *KEYS, LOGIT_CAP, "attention.sliding_window", "attention.sliding_window_pattern",
+        *KEYS, LOGIT_CAP, INPUTS, "attention.sliding_window", "attention.sliding_window_pattern",
         *(f"{key}_swa" for key in _OF_WINDOWS),
     ),
     options=(f"{SCALE}.weight",),

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hotsplit.model.arrangements import Arrangement
+from hotsplit.model.per_layer import PerLayerInputs
 from hotsplit.model.rope import QueryGrowth
 from hotsplit.model.spec import (
     Activation,
@@ -85,8 +86,9 @@ class Sizes:
     def model(
         self, architecture: str, layers: Iterable[LayerSpec], *, output_norm: NormKind | None = "rms",
         embedding_scale: float = 1.0, logit_scale: float = 1.0, logit_cap: float | None = None,
-        has_positions: bool = False,
+        has_positions: bool = False, inputs: int = 0,
     ) -> ModelSpec:  # fmt: skip
+        """`inputs`: values of each layer's own input; 0 without."""
         last = Norm(
             name="output_norm", kind=output_norm or "rms", size=self.hidden_size,
             epsilon=self.epsilon,
@@ -102,6 +104,7 @@ class Sizes:
             logit_scale=logit_scale,
             logit_cap=logit_cap,
             has_positions=has_positions,
+            per_layer=PerLayerInputs(size=inputs, epsilon=self.epsilon) if inputs else None,
         )
 
     def alike(self, layer: LayerSpec) -> tuple[LayerSpec, ...]:

@@ -31,6 +31,7 @@ from hotsplit.inspection.summary import (
     predictor_layers,
     span,
 )
+from hotsplit.model.per_layer import GATE, OUTPUT
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
@@ -49,6 +50,8 @@ PARTS = (
     ("ffn_", "ffn"),
     ("token_embd", "embedding"),
     ("position_embd", "embedding"),
+    ("per_layer_", "embedding"),
+    *((f"{name}.", "attention") for name in (GATE, OUTPUT)),  # in a layer, of its own input
     ("output", "head"),
 )
 

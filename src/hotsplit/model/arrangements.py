@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hotsplit.model.per_layer import PerLayer
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -109,11 +110,21 @@ class Arrangement:
         )
 
     def sandwich(
-        self, attention: Attention, neurons: Neurons | Mixture, *, scale: str = ""
-    ) -> LayerSpec:
+        self, attention: Attention, neurons: Neurons | Mixture, *, scale: str = "",
+        per_layer: PerLayer | None = None,
+    ) -> LayerSpec:  # fmt: skip
         """Norms before and after attention and feed-forward, all before the sums (Gemma). `scale`: the
-        name of a factor of the layer's result (Gemma 4)."""
+        name of a factor of the layer's result (Gemma 4). `per_layer`: what the layer's own input adds at
+        its end, through a norm (the E-models of Gemma 4)."""
         blocks, written = self._normed(neurons)
+        last: tuple[Block, ...] = (Add(terms=("x", "ffn_out"), scale=scale),)
+        if per_layer is not None:
+            last = (
+                Add(terms=("x", "ffn_out")),
+                per_layer,
+                self._norm("post_norm", per_layer.writes, per_layer.writes),
+                Add(terms=("x", per_layer.writes), scale=scale),
+            )
         return LayerSpec(
             blocks=(
                 self._norm("attn_norm", "x", "attn_in"),
@@ -122,7 +133,7 @@ class Arrangement:
                 Add(terms=("x", "attn_out")),
                 *blocks,
                 self._norm("post_ffw_norm", written, "ffn_out"),
-                Add(terms=("x", "ffn_out"), scale=scale),
+                *last,
             )
         )
 

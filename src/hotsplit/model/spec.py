@@ -5,8 +5,9 @@ operations of a step) are folds over these blocks.
 
 A block reads and writes named values of its layer: `x` is the hidden state, from layer to layer;
 `attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say, also where a gated delta net
-is in the place of attention; `named` are the neurons that a predictor selects, `routed` the experts that a router chooses, `shared_out` is the output of
-shared experts. A norm may write the value that it reads.
+is in the place of attention; `named` are the neurons that a predictor selects, `routed` the experts that a
+router chooses, `shared_out` is the output of shared experts, `per_layer_out` what a layer's own input adds.
+A norm may write the value that it reads.
 
 Letters: D hidden size, F neurons of a layer, E experts, H heads, K key-value heads, W head dim, R
 predictor rank."""
@@ -20,6 +21,7 @@ from typing import Literal
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.neurons import SMOOTH, Activation, Neurons
+from hotsplit.model.per_layer import PerLayer, PerLayerInputs
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 from hotsplit.model.route import Route
 
@@ -136,7 +138,7 @@ class Add:
 
 
 Mixer = Attention | DeltaNet
-Block = Norm | Attention | DeltaNet | Predict | Route | Neurons | Add
+Block = Norm | Attention | DeltaNet | Predict | Route | Neurons | PerLayer | Add
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,10 @@ class LayerSpec:
         return next((block for block in self.blocks if isinstance(block, Predict)), None)
 
     @cached_property
+    def per_layer(self) -> PerLayer | None:
+        return next((block for block in self.blocks if isinstance(block, PerLayer)), None)
+
+    @cached_property
     def norms(self) -> dict[str, Norm]:
         """The norms of the hidden size, by name, in order."""
         return {block.name: block for block in self.blocks if isinstance(block, Norm)}
@@ -214,7 +220,8 @@ class ModelSpec:
     """A decoder. `architecture` is llama.cpp's name of its graph, or PowerInfer's.
     `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives; with a
     `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2);
-    `has_positions`: learned positions are added to the embedding."""
+    `has_positions`: learned positions are added to the embedding; `per_layer`: what layers with a
+    PerLayer block get, from the host, which then embeds."""
 
     architecture: str
     hidden_size: int
@@ -226,6 +233,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     has_positions: bool = False
+    per_layer: PerLayerInputs | None = None
 
     @property
     def num_layers(self) -> int:
@@ -286,6 +294,11 @@ class ModelSpec:
     def only_on_cpu(self) -> str:
         """What of the model only the CPU computes; "" if GPUs compute all of it."""
         return "gates cut off by their mean" if self.has_cutoffs else ""
+
+    @property
+    def num_inputs(self) -> int:
+        """Values of the inputs that a token has of all layers' own."""
+        return 0 if self.per_layer is None else self.num_layers * self.per_layer.size
 
     @property
     def has_experts(self) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
+from hotsplit.model.per_layer import GATE, INPUT_NORM, OUTPUT, PROJECTION, TABLE, PerLayer
 from hotsplit.model.rope import LONG, SHORT
 from hotsplit.model.spec import (
     Add,
@@ -45,6 +46,9 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
                 shapes |= _route(block, spec.hidden_size)
             case Predict():
                 shapes |= _predict(block, spec.hidden_size, layer.neurons.number)
+            case PerLayer():
+                shapes[f"{GATE}.weight"] = (block.size, spec.hidden_size)
+                shapes[f"{OUTPUT}.weight"] = (spec.hidden_size, block.size)
             case Add():
                 shapes |= {f"{block.scale}.weight": (1,)} if block.scale else {}
     return dict(sorted(shapes.items(), key=lambda item: item[0].endswith(".bias")))
@@ -65,6 +69,10 @@ def outer_shapes(spec: ModelSpec) -> Shapes:
     shapes: Shapes = {"token_embd.weight": (spec.vocab_size, spec.hidden_size)}
     if spec.has_positions:
         shapes["position_embd.weight"] = (spec.context_length, spec.hidden_size)
+    if spec.per_layer is not None:
+        shapes[f"{TABLE}.weight"] = (spec.vocab_size, spec.num_inputs)
+        shapes[f"{PROJECTION}.weight"] = (spec.num_inputs, spec.hidden_size)
+        shapes[f"{INPUT_NORM}.weight"] = (spec.per_layer.size,)
     return shapes if spec.output_norm is None else shapes | _norm(spec.output_norm)
 
 
