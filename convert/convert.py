@@ -28,6 +28,7 @@ from hotsplit.convert.importances import check_and_note
 from hotsplit.convert.mixtures import NAMES as MIXTURES
 from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
+from hotsplit.convert.pooling import pooling_of
 from hotsplit.convert.predictors import add_predictors
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
@@ -166,10 +167,11 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
     tokenizer = tokenizer_keys(
         checkpoint.folder, plan.spec.vocab_size, config.layout, config.tokenizer
     )
+    pooling, pooling_notes = pooling_of(folder)
     model = ModelFile(
         path=config.output,
         layout=config.layout,
-        bare_spec=plan.spec,
+        bare_spec=replace(plan.spec, pooling=pooling),
         threshold_L=(plan.threshold,) * plan.spec.num_layers,
         predictor=None,
         tensors=tensors.tensor_entries(checkpoint, plan, config.layout, types),
@@ -182,7 +184,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         },
         model_id=checkpoint.model_id(),  # last: it reads samples of all tensors
     )
-    notes = [*plan.notes, *_left_out(checkpoint, plan)]
+    notes = [*plan.notes, *pooling_notes, *_left_out(checkpoint, plan)]
     notes += check_and_note(types.importances, model.tensors)
     if (fallen := types.fallen_note(model.tensors)) is not None:
         notes.append(fallen)

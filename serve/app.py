@@ -13,6 +13,7 @@ from hotsplit.serve.answers import answered
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.chat_requests import chat_request
 from hotsplit.serve.completions_api import ChatAnswer, CompletionAnswer
+from hotsplit.serve.embeddings import embeddings
 from hotsplit.serve.exchange import error_response
 from hotsplit.serve.guard import Guard
 from hotsplit.serve.responses_api import ResponsesAnswer
@@ -39,6 +40,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", CHAT),
     ("POST", "/v1/completions", COMPLETIONS),
     ("POST", "/v1/responses", RESPONSES),
+    ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
     ("POST", "/chat/completions", CHAT),  # as in llama-server

@@ -16,7 +16,17 @@ from starlette.types import Receive, Scope, Send
 from hotsplit.runtime.generate.constraints import ConstraintError
 from hotsplit.serve.api_error import ApiError, unavailable, wrong
 from hotsplit.serve.scheduler import QueueFull, Scheduler
-from hotsplit.serve.texts import Ended, Event, Failed, Job, Late, Said, Stopping, Text
+from hotsplit.serve.texts import (
+    EmbeddingJob,
+    Ended,
+    Event,
+    Failed,
+    Job,
+    Late,
+    Said,
+    Stopping,
+    Text,
+)
 
 log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
@@ -35,7 +45,12 @@ class Exchange:
     (`is_stream`) is woken for new tokens; waking it costs 0.1 ms of the loop's time."""
 
     def __init__(
-        self, scheduler: Scheduler, jobs: Sequence[Job], retry_s: int, *, is_stream: bool
+        self,
+        scheduler: Scheduler,
+        jobs: Sequence[Job | EmbeddingJob],
+        retry_s: int,
+        *,
+        is_stream: bool,
     ) -> None:
         self._scheduler, self._is_stream = scheduler, is_stream
         self._events: list[tuple[int, Event]] = []

@@ -19,7 +19,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 # Paths that have a label; labels for all paths that clients send could fill the memory.
 PATHS = (
     "/", "/health", "/metrics", "/props", "/tokenize", "/detokenize", "/apply-template",
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings",
+    "/v1/models",
     "/chat/completions", "/models",
 )  # fmt: skip
 

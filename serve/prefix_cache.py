@@ -27,7 +27,7 @@ class PrefixCache:
     def __init__(self, engine: TextEngine, num_places: int) -> None:
         self._engine, self.num_places = engine, num_places
         self._kept: list[TextSequence] = []  # least recently used first
-        self._used: list[TextSequence] = []
+        self._used: dict[TextSequence, bool] = {}  # whether others may reuse it
 
     @property
     def num_kept(self) -> int:
@@ -43,7 +43,8 @@ class PrefixCache:
 
     def take(self, ids: Sequence[int], *, reuses: bool = True) -> TextSequence:
         """A sequence with the longest known prefix of a prompt; an empty one if there is none or
-        `reuses` is false. At least one place must not be in use."""
+        `reuses` is false; that one is not reused by others either. At least one place must not be in
+        use."""
         assert len(self._used) < self.num_places, "every place is in use"
         found, count, shared = self._nearest(ids) if reuses else (None, 0, 0)
         if found is None:
@@ -59,14 +60,14 @@ class PrefixCache:
             self._make_room()
             sequence = found.fork()
             sequence.rollback(count)
-        self._used.append(sequence)
+        self._used[sequence] = reuses
         sequence.mark(shared)
         return sequence
 
     def keep(self, sequence: TextSequence) -> None:
         """Keeps a finished sequence for others to continue, unless it is empty or a kept one begins
         with it."""
-        self._used.remove(sequence)
+        del self._used[sequence]
         if not sequence.length:
             sequence.close()
             return
@@ -82,7 +83,7 @@ class PrefixCache:
 
     def drop(self, sequence: TextSequence) -> None:
         """Closes a sequence that must not be reused."""
-        self._used.remove(sequence)
+        del self._used[sequence]
         sequence.close()
 
     def check_integrity(self) -> None:
@@ -98,7 +99,8 @@ class PrefixCache:
         count."""
         can_fork = self.num_places > 1
         best, most, longest, ids = None, 0, 0, ids[:-1]
-        for sequence in (*self._kept, *self._used) if can_fork else self._kept:
+        shared_with = [sequence for sequence, reuses in self._used.items() if reuses]
+        for sequence in (*self._kept, *shared_with) if can_fork else self._kept:
             shared = common(sequence.ids, ids)
             count, longest = sequence.reusable(shared), max(longest, shared)
             if count >= max(most, 1):

@@ -18,7 +18,18 @@ from torch import Tensor
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.prefix_cache import PrefixCache, common
-from hotsplit.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said, Stopping, Text
+from hotsplit.serve.texts import (
+    EmbeddingJob,
+    Ended,
+    Event,
+    Failed,
+    Job,
+    Late,
+    Listen,
+    Said,
+    Stopping,
+    Text,
+)
 
 log = logging.getLogger("hotsplit.serve")
 
@@ -76,7 +87,7 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self._running and not self._waiting
 
-    def submit(self, jobs: Sequence[Job], listen: Listen) -> list[Text]:
+    def submit(self, jobs: Sequence[Job | EmbeddingJob], listen: Listen) -> list[Text]:
         """Queues the texts of a request; they take turns, however many they are, if there is room
         for the first. Raises QueueFull, or Stopping after `stop`."""
         texts = [Text(job, number, listen) for number, job in enumerate(jobs)]
@@ -122,6 +133,7 @@ class Scheduler:
             self._compute(parts)
         wait_s = MASK_SHARE * (time.perf_counter() - began) if parts else MASK_S
         self._draw_all(time.perf_counter() + wait_s)
+        self._embed()
         self._flush()
 
     def _fail_all(self, error: Exception) -> None:
@@ -181,14 +193,31 @@ class Scheduler:
         """The parts of a step: one row of every generating text, then pieces of prompts."""
         writing = [text for text in self._running if text.is_writing and text not in self._undrawn]
         parts = [found for text in writing if (found := self._part(text, 1))]
-        rows = STEP_ROWS - len(writing)
-        if writing and self._row_s:
-            rows = min(rows, int(READ_S / self._row_s))
-        rows = max(rows, LEAST_ROWS)
-        for text, share in self._shares(rows):
+        for text, share in self._shares(self._rows_to_read(len(writing))):
             if found := self._part(text, share):
                 parts.append(found)
         return parts
+
+    def _rows_to_read(self, num_writing: int) -> int:
+        """Rows of a step beside those of the texts that are being written."""
+        rows = STEP_ROWS - num_writing
+        if num_writing and self._row_s:
+            rows = min(rows, int(READ_S / self._row_s))
+        return max(rows, LEAST_ROWS)
+
+    def _embed(self) -> None:
+        """Computes a piece of the oldest text that is to be embedded, in a pass of its own: observed
+        passes go layer by layer."""
+        text = next((text for text in self._running if text.pool is not None), None)
+        if text is None:
+            return
+        num_writing = sum(other.is_writing for other in self._running)
+        with self._failing(text):
+            if text.sequence is None:
+                text.sequence = self.prefix_cache.take(text.job.ids, reuses=False)
+            if text.embed(self.engine, self._rows_to_read(num_writing)):
+                assert text.pool is not None
+                self._end(text, Ended(text.report(), text.pool.vector_D), is_kept=False)
 
     def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
         with self._failing(text):
@@ -198,7 +227,8 @@ class Scheduler:
     def _shares(self, rows: int) -> list[tuple[Text, int]]:
         """Divides the rows among prompts: half to the oldest, so that it always progresses, the
         rest to the other prompts, shortest first, so that short ones do not wait for long ones."""
-        reading = [text for text in self._running if not text.is_writing and self._has_begun(text)]
+        new = [text for text in self._running if not text.is_writing and text.pool is None]
+        reading = [text for text in new if self._has_begun(text)]
         if not reading:
             return []
         oldest, *others = reading

@@ -7,6 +7,7 @@ from functools import cached_property
 from tokenizers import pre_tokenizers
 
 from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Pooling
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.reasoning import BEGIN, END
@@ -31,6 +32,8 @@ class ServedModel:
     context_length: int
     trained_context_length: int
     num_parameters: int
+    hidden_size: int
+    pooling: Pooling | None  # None: the model does not say
     num_bytes: int
     longest_token: int  # in characters
     defaults: SamplingOptions

@@ -220,6 +220,8 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         trained_context_length=model.spec.context_length,
         num_parameters=sum(prod(entry.shape) for entry in model.tensors.values()),
         num_bytes=num_bytes_of(config.model),
+        hidden_size=model.spec.hidden_size,
+        pooling=model.spec.pooling,
         longest_token=max(map(len, codec.tokenizer.get_vocab(with_added_tokens=True))),
         defaults=config.sampling,
         max_tokens=config.max_tokens,

@@ -16,7 +16,7 @@ from hotsplit.serve.metrics import Metrics
 from hotsplit.serve.request_log import RequestLine
 from hotsplit.serve.scheduler import Scheduler
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.texts import Job, Report
+from hotsplit.serve.texts import EmbeddingJob, Job, Report
 
 log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
@@ -102,7 +102,7 @@ class Service:
         """Runs `make`, which would block the loop, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
 
-    def exchange(self, jobs: Sequence[Job], *, is_stream: bool) -> Exchange:
+    def exchange(self, jobs: Sequence[Job | EmbeddingJob], *, is_stream: bool) -> Exchange:
         """Submits the jobs. Raises ApiError if the queue has no room, or if the server is loading
         its model or stopping."""
         waiting = self.scheduler.num_waiting + 1

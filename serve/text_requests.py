@@ -98,7 +98,7 @@ class TextRequest:
 
 def completion_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
     """The request of /v1/completions. Raises ApiError."""
-    prompts = _prompts(fields.take("prompt"), served)
+    prompts = prompts_of(fields.take("prompt"), served, "prompt", MAX_PROMPTS)
     echoes = fields.flag("echo")
     logprobs = fields.take("logprobs")
     count = _logprobs(logprobs) if logprobs is not False else None
@@ -161,20 +161,27 @@ def take_wanted(
     )  # fmt: skip
 
 
+def check_room(
+    served: ServedModel, ids: Sequence[int], param: str, words: str, num_more: int = 0
+) -> None:
+    """Refuses no tokens, and more than the context has room for with `num_more` further ones. LiteLLM
+    knows the error by the first words."""
+    if not ids:
+        raise wrong(param, f"{param} has no tokens; give it some text")
+    if len(ids) + num_more > served.context_length:
+        raise wrong(
+            param,
+            f"This model's maximum context length is {served.context_length} tokens here;"
+            f" {words.format(len(ids))}. Shorten it, or start the server with --context.",
+            "context_length_exceeded",
+        )
+
+
 def jobs_of(
     served: ServedModel, ids: list[int], wanted: Wanted, codec: TextCodec, param: str
 ) -> list[Job]:
     """A job for each choice; with a seed, choice n is drawn with seed + n."""
-    if not ids:
-        raise wrong(param, f"{param} has no tokens; give it some text")
-    if len(ids) >= served.context_length:
-        raise wrong(
-            param,
-            f"This model's maximum context length is {served.context_length} tokens here; the prompt"
-            f" has {len(ids)}, which leaves no room for an answer. Shorten it, or start the server"
-            " with --context.",
-            "context_length_exceeded",
-        )
+    check_room(served, ids, param, "the prompt has {}, which leaves no room for an answer", 1)
     deadline = time.monotonic() + wanted.timeout_s
     jobs = []
     for number in range(wanted.count):
@@ -190,24 +197,27 @@ def jobs_of(
     return jobs
 
 
-def _prompts(value: object, served: ServedModel) -> list[tuple[str, list[int]]]:
-    """Reads a text, its tokens, or a list of either."""
+def prompts_of(
+    value: object, served: ServedModel, param: str, most: int
+) -> list[tuple[str, list[int]]]:
+    """Reads a text, its tokens, or a list of either: texts ("" if given as ids) with their tokens.
+    Raises ApiError."""
     items = [value] if isinstance(value, str) or _are_ids(value) else value
-    if not isinstance(items, list) or not 0 < len(items) <= MAX_PROMPTS:
-        raise wrong("prompt", f"prompt: wanted a text, token ids, or a list of up to {MAX_PROMPTS}")
+    if not isinstance(items, list) or not 0 < len(items) <= most:
+        raise wrong(param, f"{param}: wanted a text, token ids, or a list of up to {most}")
     found = []
     for item in items:
         if isinstance(item, str):
-            served.check_length(item, "prompt")
-            found.append((item, served.encode(item)))
+            served.check_length(item, param)
+            found.append((item, served.encode(item, param)))
         elif _are_ids(item):
             strange = next((i for i in item if not 0 <= i < served.vocab_size), None)
             if strange is not None:
-                most = served.vocab_size - 1
-                raise wrong("prompt", f"there is no token {strange}, wanted 0 to {most}")
+                last = served.vocab_size - 1
+                raise wrong(param, f"there is no token {strange}, wanted 0 to {last}")
             found.append(("", item))
         else:
-            raise wrong("prompt", "prompt: wanted a list of texts, or of lists of token ids")
+            raise wrong(param, f"{param}: wanted a list of texts, or of lists of token ids")
     return found
 
 

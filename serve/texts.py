@@ -4,11 +4,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import ClassVar, Literal
 
+import numpy as np
+from torch import Tensor
+
+from hotsplit.model.spec import Pooling
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
 from hotsplit.runtime.generate.reasoning import Mask
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
+from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
@@ -31,6 +36,18 @@ class Job:
     deadline: float = inf
     deadline_by: DeadlineBy = "--timeout"
     reuses: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingJob:
+    """A text whose hidden states become a vector; `deadline` as in a Job. The passes that compute them
+    round differently from those of other texts, so that keys and values are not shared."""
+
+    ids: Sequence[int]
+    pooling: Pooling
+    deadline: float = inf
+    deadline_by: DeadlineBy = "--timeout"
+    reuses: ClassVar = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +88,7 @@ class Said:
 @dataclass(frozen=True)
 class Ended:
     report: Report
+    vector_D: np.ndarray | None = None  # of an EmbeddingJob: f64, pooled
 
 
 @dataclass(frozen=True)
@@ -82,13 +100,36 @@ Event = Said | Ended | Failed
 Listen = Callable[[int, Event], None]  # the index of the text within its request, its event
 
 
+class Pool:
+    """The pooled hidden states of the tokens so far, in float64."""
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling, self._count = pooling, 0
+        self._pooled_D: np.ndarray | float = 0.0
+
+    def add(self, hidden_TD: Tensor) -> None:
+        """Adds the next tokens of the text."""
+        states_TD = hidden_TD.double().numpy()
+        if self._pooling == "mean":
+            self._pooled_D = self._pooled_D + states_TD.sum(axis=0)
+        elif self._pooling == "last" or self._count == 0:
+            self._pooled_D = states_TD[-1 if self._pooling == "last" else 0]
+        self._count += len(states_TD)
+
+    @property
+    def vector_D(self) -> np.ndarray:
+        assert isinstance(self._pooled_D, np.ndarray)
+        return self._pooled_D / (self._count if self._pooling == "mean" else 1)
+
+
 class Text:
     """A job in progress: it waits, computes its prompt, generates and ends.
 
     `listen` is only stored here: the scheduler posts events in batches."""
 
-    def __init__(self, job: Job, number: int, listen: Listen) -> None:
+    def __init__(self, job: Job | EmbeddingJob, number: int, listen: Listen) -> None:
         self.job, self.number, self.listen = job, number, listen
+        self.pool = Pool(job.pooling) if isinstance(job, EmbeddingJob) else None
         self.is_cancelled = False  # set by any thread; read before the next step
         self.sequence: TextSequence | None = None
         self.generation: Generation | None = None
@@ -112,6 +153,7 @@ class Text:
     def begin(self, sequence: TextSequence, traffic: Traffic) -> None:
         """Continues from the sequence's tokens, which are a prefix of the prompt."""
         job = self.job
+        assert isinstance(job, Job)
         self.sequence, self.num_cached = sequence, sequence.length
         self._began_s = time.monotonic()
         self.generation = Generation(
@@ -144,10 +186,20 @@ class Text:
         would otherwise live as long as any reference to the text."""
         self.generation = None
 
+    def embed(self, engine: TextEngine, most: int) -> bool:
+        """Computes the next tokens of a text to be embedded, at most `most`; true if none is left."""
+        assert self.sequence is not None and self.pool is not None
+        start = self.sequence.length
+        if start == 0:
+            self._began_s = time.monotonic()
+        self.pool.add(engine.hidden_states(self.sequence, self.job.ids[start : start + most]))
+        self._first_s = self.last_s = time.monotonic()
+        return self.sequence.length == len(self.job.ids)
+
     def report(self) -> Report:
-        assert self.generation is not None
+        assert self.generation is not None or self.pool is not None
         return Report(
-            stopped_by=self.generation.run.stopped_by,
+            stopped_by=self.generation.run.stopped_by if self.generation else "embedding",
             prompt_tokens=len(self.job.ids),
             cached_tokens=self.num_cached,
             generated_tokens=self.num_drawn,

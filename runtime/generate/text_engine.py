@@ -76,6 +76,22 @@ class TextEngine:
         self._run_alone(token_ids, "none")
 
     @out_of_memory_as_error()
+    def hidden_states(self, sequence: TextSequence, token_ids: Sequence[int]) -> Tensor:
+        """Appends and computes tokens of a sequence, layer by layer (see `observe`); returns their
+        hidden states after the last norm, f32 [T, D] on the CPU."""
+        weights, found = self._live.weights, list[Tensor]()
+        last = ("layer_out", len(weights.layers) - 1)
+
+        def keep(name: str, layer: int | None, x_TD: Tensor) -> None:
+            x_TD = x_TD.to(weights.head_device)
+            norm = weights.output_norm
+            found.append((x_TD if norm is None else norm.apply(x_TD)).float().cpu().clone())
+
+        with self._live.observers.add(keep, lambda name, layer: (name, layer) == last):
+            sequence.extend(token_ids, "none")
+        return torch.cat(found)[-len(token_ids) :]  # what is before them has been repeated
+
+    @out_of_memory_as_error()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """The logits after each token of a whole text, f32 [T, V] on the CPU."""
         return self._run_alone(token_ids, "all")

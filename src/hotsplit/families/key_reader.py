@@ -16,7 +16,7 @@ from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import KINDS, LONG, NO_SCALING, Pairing, RopeScaling
-from hotsplit.model.spec import Activation, ModelSpec, NormKind, Rotary
+from hotsplit.model.spec import Activation, ModelSpec, NormKind, Pooling, Rotary
 from hotsplit.model.unsupported import why_key, why_not_run
 
 VERSION = 1
@@ -68,7 +68,9 @@ KNOWN_KEYS = SILENT_KEYS | {
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
     "vocab_size",
+    "pooling_type",
 }
+POOLING: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE
 
 
 class KeyReader:
@@ -218,8 +220,18 @@ class KeyReader:
         """The spec, and the file's tensors by the names that a model file of this spec has.
 
         Raises HotsplitError for a spec that cannot be, or cannot be run."""
-        spec = self.graph.of_keys(self)
+        spec = replace(self.graph.of_keys(self), pooling=self._pooling())
         return spec, self.graph.apart(spec, self._used_tensors())
+
+    def _pooling(self) -> Pooling | None:
+        number = self.whole("pooling_type", 0)
+        if number and number not in POOLING:
+            what = "it ranks texts" if number == 4 else "the number is unknown"
+            raise HotsplitError(
+                f"{self.path}: {self.graph.name}.pooling_type is {number}: {what}, which is not"
+                f" supported; known: {', '.join(f'{n} ({name})' for n, name in POOLING.items())}"
+            )
+        return POOLING.get(number)
 
     def _used_tensors(self) -> dict[str, TensorEntry]:
         """The tensors without those of layers that are skipped. Raises HotsplitError for a file that

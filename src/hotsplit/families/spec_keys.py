@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hotsplit.families.key_reader import NORM_EPSILON
+from hotsplit.families.key_reader import NORM_EPSILON, POOLING
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.rope import RopeScaling
@@ -37,6 +37,9 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         keys |= _scaling_keys(rotary.scaling)
     graph = ARCHITECTURES[spec.architecture]
     keys |= graph.keys(spec)
+    if spec.pooling is not None:
+        (number,) = (n for n, name in POOLING.items() if name == spec.pooling)
+        keys["pooling_type"] = np.uint32(number)
     own: dict[str, Value] = {} if spec.output_norm else {"hotsplit.is_post_norm": True}
     return {f"{graph.name}.{key}": value for key, value in keys.items()} | own
 

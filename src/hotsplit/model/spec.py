@@ -26,6 +26,8 @@ from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 from hotsplit.model.route import Route
 
 PredictorKind = Literal["linear", "relu", "gate"]
+# Of the hidden states of a text: their mean, the first token's or the last one's (sentence-transformers).
+Pooling = Literal["mean", "cls", "last"]
 NormKind = Literal["rms", "layer", "layer_without_bias"]
 
 
@@ -221,7 +223,8 @@ class ModelSpec:
     `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives; with a
     `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2);
     `has_positions`: learned positions are added to the embedding; `per_layer`: what layers with a
-    PerLayer block get, from the host, which then embeds."""
+    PerLayer block get, from the host, which then embeds. `pooling`: how a text's vector comes of its
+    hidden states; None: the model does not say."""
 
     architecture: str
     hidden_size: int
@@ -234,6 +237,7 @@ class ModelSpec:
     logit_cap: float | None = None
     has_positions: bool = False
     per_layer: PerLayerInputs | None = None
+    pooling: Pooling | None = None
 
     @property
     def num_layers(self) -> int:
