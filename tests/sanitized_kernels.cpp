@@ -810,7 +810,7 @@ int main() {
         for (int threads : {1, 3}) {
             const bool is_last = threads > 1;
             if (!is_last && std::strcmp(name, "avx2") != 0) continue;
-            if (hs_set_threads(threads) != STATUS_OK || !level(is_last ? FEW_STEPS : all_steps()) ||
+            if (hs_set_threads(threads, 2) != STATUS_OK || !level(is_last ? FEW_STEPS : all_steps()) ||
                 (is_last && !selections())) {
                 std::printf("%s with %d threads: wrong\n", name, threads);
                 return 1;

@@ -342,9 +342,11 @@ EXPORT int32_t hs_num_threads() { return num_threads(); }
 
 EXPORT void hs_set_spin_time(int32_t microseconds) { set_spin_time(microseconds); }
 
-EXPORT void hs_set_default_threads(int32_t n) { set_default_threads(std::clamp(n, 1, MAX_THREADS)); }
+EXPORT void hs_set_default_threads(int32_t n, int32_t processors) {
+    set_default_threads(std::clamp(n, 1, MAX_THREADS), processors);
+}
 
-EXPORT int32_t hs_set_threads(int32_t n) {
+EXPORT int32_t hs_set_threads(int32_t n, int32_t processors) {
     if (n < 1 || n > MAX_THREADS) return STATUS_BAD_ARGUMENT;
-    return set_threads(n) ? STATUS_OK : STATUS_NO_THREADS;
+    return set_threads(n, processors) ? STATUS_OK : STATUS_NO_THREADS;
 }

@@ -389,8 +389,10 @@ const char* hs_faulty_level();  // the best level that is advertised but faults 
 int32_t hs_level_status(const char* name);
 int32_t hs_set_level(const char* name);
 int32_t hs_num_threads();
-void hs_set_default_threads(int32_t num_threads);  // until hs_set_threads; at first 1
-int32_t hs_set_threads(int32_t num_threads);       // 1 to 1024
+// 1 to 1024 threads, and the processors that they may keep busy. The default counts until hs_set_threads; at
+// first it is 1.
+void hs_set_default_threads(int32_t num_threads, int32_t num_processors);
+int32_t hs_set_threads(int32_t num_threads, int32_t num_processors);
 void hs_set_spin_time(int32_t microseconds);
 int32_t hs_knows_prefetch_distance();  // of this processor
 int64_t hs_prefetch_distance();        // stream_ahead

@@ -134,8 +134,11 @@ def num_threads() -> int:
 
 
 def set_threads(num_threads: int) -> None:
-    """Lets this many threads, 1 to 1024, share each job from now on."""
-    status = _built().hs_set_threads(num_threads) if 1 <= num_threads <= 1024 else _BAD_ARGUMENT
+    """Lets this many threads, 1 to 1024, share each job from now on. More than there are processors
+    do not spin."""
+    status = _BAD_ARGUMENT
+    if 1 <= num_threads <= 1024:
+        status = _built().hs_set_threads(num_threads, processors().usable)
     if status == _BAD_ARGUMENT:
         raise ValueError(f"num_threads must be 1 to 1024, got {num_threads}")
     if status == _NO_THREADS:

@@ -1,14 +1,23 @@
 #include "row_copies.h"
 
+#include <pthread.h>
+
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
 
-#include "thread_pool.h"
-
 namespace {
+
+// std::condition_variable's own wait, as gcc 12 compiles it, is missing in older C++ libraries.
+template <class Ready>
+void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lock,
+                 const Ready& ready) {
+    while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
+}
 
 using Clock = std::chrono::steady_clock;
 

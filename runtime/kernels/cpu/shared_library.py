@@ -30,8 +30,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hs_level_status": (_STATUS, (_NAME,)),
     "hs_set_level": (_STATUS, (_NAME,)),
     "hs_num_threads": (_INT, ()),
-    "hs_set_default_threads": (None, (_INT,)),
-    "hs_set_threads": (_STATUS, (_INT,)),
+    "hs_set_default_threads": (None, (_INT, _INT)),
+    "hs_set_threads": (_STATUS, (_INT, _INT)),
     "hs_set_spin_time": (None, (_INT,)),
     "hs_knows_prefetch_distance": (_INT, ()),
     "hs_prefetch_distance": (_SIZE, ()),
@@ -67,5 +67,5 @@ def open_library() -> ctypes.CDLL | None:
     for name, (returned, taken) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = returned, list(taken)
-    lib.hs_set_default_threads(processors().threads)
+    lib.hs_set_default_threads((here := processors()).threads, here.usable)
     return lib

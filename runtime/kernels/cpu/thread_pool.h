@@ -1,17 +1,6 @@
 #pragma once
-#include <pthread.h>
-
 #include <algorithm>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
-
-// std::condition_variable's own wait, as gcc 12 compiles it, is missing in older C++ libraries.
-template <class Ready>
-void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lock,
-                 const Ready& ready) {
-    while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
-}
 
 // How long a thread that waits keeps its processor; afterwards it lets other threads run in between.
 constexpr int PAUSE_TIME = 50;  // microseconds
@@ -58,11 +47,11 @@ void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, c
 // The number of threads that work on a job, including the caller's.
 int num_threads();
 
-// Until set_threads is called; starts no thread.
-void set_default_threads(int num_threads);
+// Until set_threads is called; starts no thread. Threads that outnumber the processors do not spin.
+void set_default_threads(int num_threads, int num_processors);
 
 // False if the operating system refused to start that many; the pool then has those that it started.
-bool set_threads(int num_threads);
+bool set_threads(int num_threads, int num_processors);
 
 // How long an idle thread waits for a job before it sleeps.
 void set_spin_time(int microseconds);
