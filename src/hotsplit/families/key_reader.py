@@ -10,13 +10,14 @@ import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.family import Architecture
+from hotsplit.families.pooling_key import pooling_of
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import KINDS, LONG, NO_SCALING, Pairing, RopeScaling
-from hotsplit.model.spec import Activation, ModelSpec, NormKind, Pooling, Rotary
+from hotsplit.model.spec import Activation, ModelSpec, NormKind, Rotary
 from hotsplit.model.unsupported import why_key, why_not_run
 
 VERSION = 1
@@ -70,7 +71,6 @@ KNOWN_KEYS = SILENT_KEYS | {
     "vocab_size",
     "pooling_type",
 }
-POOLING: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE
 
 
 class KeyReader:
@@ -88,8 +88,8 @@ class KeyReader:
         self.graph: Architecture = ARCHITECTURES[found]
         version = keys.get("hotsplit.version", np.uint32(VERSION))
         if not isinstance(version, np.integer) or version != VERSION:
-            again = "convert the checkpoint again"
-            raise HotsplitError(f"{path}: format {other_version(version, VERSION, again)}")
+            which = other_version(version, VERSION, "convert the checkpoint again")
+            raise HotsplitError(f"{path}: format {which}")
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
@@ -100,9 +100,8 @@ class KeyReader:
         for key, value in self.keys.items():
             known = (*OWN_KEYS, *self.graph.known_keys)
             if key.startswith(OWN) and key not in known and not key.startswith(QUALITY):
-                raise HotsplitError(
-                    f"{self.path}: key {shown(key)} is unknown; convert the checkpoint again"
-                )
+                unknown = f"key {shown(key)} is unknown"
+                raise HotsplitError(f"{self.path}: {unknown}; convert the checkpoint again")
             name = key.removeprefix(prefix)
             if (
                 key.startswith(prefix)
@@ -220,18 +219,9 @@ class KeyReader:
         """The spec, and the file's tensors by the names that a model file of this spec has.
 
         Raises HotsplitError for a spec that cannot be, or cannot be run."""
-        spec = replace(self.graph.of_keys(self), pooling=self._pooling())
+        pooling = pooling_of(self.whole("pooling_type", 0), f"{self.path}: {self.graph.name}")
+        spec = replace(self.graph.of_keys(self), pooling=pooling)
         return spec, self.graph.apart(spec, self._used_tensors())
-
-    def _pooling(self) -> Pooling | None:
-        number = self.whole("pooling_type", 0)
-        if number and number not in POOLING:
-            what = "it ranks texts" if number == 4 else "the number is unknown"
-            raise HotsplitError(
-                f"{self.path}: {self.graph.name}.pooling_type is {number}: {what}, which is not"
-                f" supported; known: {', '.join(f'{n} ({name})' for n, name in POOLING.items())}"
-            )
-        return POOLING.get(number)
 
     def _used_tensors(self) -> dict[str, TensorEntry]:
         """The tensors without those of layers that are skipped. Raises HotsplitError for a file that

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hotsplit.families.key_reader import NORM_EPSILON, POOLING
+from hotsplit.families.key_reader import NORM_EPSILON
+from hotsplit.families.pooling_key import POOLING
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.rope import RopeScaling
