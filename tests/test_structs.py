@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 RUNTIME = Path(__file__).parent.parent / "runtime"
 CACHE = "neuron_cache.native.library"
 HEADERS = (
-    *(KERNELS / f"{name}.h" for name in ("step", "row_copies", "step_server")),
+    *(KERNELS / f"{name}.h" for name in ("kernels", "step", "row_copies", "step_server")),
     RUNTIME / "neuron_cache" / "native" / "policy.h",
 )
-STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
+STRUCT = re.compile(r"^struct (Hs\w+|Cache\w+|NeuronCache) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 # Names in C++, where they are not Hs and the mirror's name without Struct.
 OTHER_NAMES = {(CACHE, "LayerStruct"): "CacheLayer", (CACHE, "CacheStruct"): "NeuronCache"}
 # Structs that Python writes as rows of arrays.

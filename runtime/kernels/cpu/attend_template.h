@@ -118,15 +118,15 @@ void weigh_keys(const AttendPart& a) {
     each_tile<Format>(a, a.key, a.key_place, a.key_bytes, [&](int64_t c, const float* tile) {
         if (a.value_place) prefetch_values(a, c);
         in_steps<4, 3, 2, 1>(0, a.num_queries, [&](auto count, int64_t q) {
-            score_tile<count>(tile, a.query + q * padded, padded, a.scale, a.score + q * room + c,
-                              room);
+            score_tile<count>(tile, a.query + q * padded, padded, a.scores.scale,
+                              a.score + q * room + c, room);
         });
     });
     for (int64_t q = 0; q < a.num_queries; ++q) {
         const int64_t from = a.from ? a.from[q] : 0;
         float* score = a.score + q * room;
         for (int64_t c = 0; c < from; ++c) score[c] = 0.0f;
-        if (a.cap > 0.0f) soft_cap(score + from, a.count[q] - from, a.cap);
+        if (a.scores.cap > 0.0f) soft_cap(score + from, a.count[q] - from, a.scores.cap);
         weigh(score + from, a.count[q] - from, room - from, a.top[q], a.total[q]);
     }
 }

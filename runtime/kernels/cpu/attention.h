@@ -288,8 +288,7 @@ class Attention {
         }
         a.n = n, a.W = W, a.num_queries = queries, a.count = count.data();
         a.query = (is_far ? far_query : query) + ((c.begin - t0) * H + kv_head * queries) * padded;
-        a.scale = l.scale, a.cap = l.score_cap;
-        a.score = score.data();
+        a.scores = l.scores, a.score = score.data();
         a.top = top + at, a.total = total + at, a.out = mixed + at * padded;
         kernels().weigh_keys[is_turned ? KIND_F32 : s.key_kind](a);
         kernels().mix_values[s.value_kind](a);

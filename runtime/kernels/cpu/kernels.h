@@ -238,6 +238,11 @@ using OrderSums = void(float* y, int64_t d0, int64_t d1);
 using UnpackRows = void(const Rows& rows, float* out, int64_t a0, int64_t a1);
 // Fills x.packed from x.f32, for the vectors in use. Block kinds: D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
+// What becomes of a product of a query with a key.
+struct HsScores {
+    float scale;
+    float cap;  // c: a scaled score s counts as c tanh(s / c); 0: as it is
+};
 // Queries that share a key-value head, over n positions of the cache; each attends to the first
 // `count`.
 struct AttendPart {
@@ -247,17 +252,16 @@ struct AttendPart {
     int64_t n, W, num_queries;
     const int32_t* count;  // [num_queries] the number of rows that a query attends to, 0 .. n
     const float* query;    // [num_queries, padded_head(W)], zeros after W
-    float scale;           // of the scores
-    float* score;          // [num_queries, padded_part(n)], scratch
-    float *top, *total;    // [num_queries] the largest score; the sum of exp(score - top)
-    float* out;            // [num_queries, padded_head(W)] the sum of exp(score - top) * value
+    HsScores scores;
+    float* score;        // [num_queries, padded_part(n)], scratch
+    float *top, *total;  // [num_queries] the largest score; the sum of exp(score - top)
+    float* out;          // [num_queries, padded_head(W)] the sum of exp(score - top) * value
     // [n] the row of each position in the only run, in any order; null: rows are in order.
     const int64_t *key_place = nullptr, *value_place = nullptr;
     // With a window: [num_queries] the first row that a query attends to, 0 .. its count, and the
     // least of them. Null: row 0.
     const int32_t* from = nullptr;
     int64_t first = 0;
-    float cap = 0.0f;  // see HsAttention's score_cap
 };
 // weigh_keys writes `score`, `top` and `total`, then mix_values sums the values into `out`. There
 // are two functions because keys and values may be of different kinds.

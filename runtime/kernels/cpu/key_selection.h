@@ -47,7 +47,7 @@ class Selector {
     // Sets the layer of the following calls.
     void use(const HsAttention& l) {
         W = l.head_width, Wp = select_width(W), Ws = summary_width(rule, W);
-        K = l.num_kv_heads, G = l.num_heads / K, scale = l.scale;
+        K = l.num_kv_heads, G = l.num_heads / K, scale = l.scores.scale;
     }
 
     // Allocates the position lists of `rows` rows, for up to `most_heads` key-value heads.

@@ -108,9 +108,8 @@ struct HsAttention {
     // Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) (Llama 4).
     int64_t growth_length;  // 0: they are not
     float growth;
-    int32_t norms_by_head;    // query_norm and key_norm have weights for each head, [H, W] and [K, W]
-    float scale;              // of the scores
-    float score_cap;          // c: a score s counts as c tanh(s / c); 0: as it is
+    int32_t norms_by_head;  // query_norm and key_norm have weights for each head, [H, W] and [K, W]
+    HsScores scores;
     int32_t rotary;           // index in HsStep's `rotary`; below 0: queries and keys are not rotated
     int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
     // attn_q has for each head its query, then as many gates: the head's output is multiplied by their sigmoids

@@ -14,9 +14,13 @@ from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 
 # Numbers that have the spec's name; its None is 0.
-_NUMBERS = ("num_heads", "num_kv_heads", "window", "score_cap", "norms_by_head", "norms_all_heads",
+_NUMBERS = ("num_heads", "num_kv_heads", "window", "norms_by_head", "norms_all_heads",
             "is_gated", "values_are_keys")  # fmt: skip
 _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
+
+
+class ScoresStruct(Structure):
+    _fields_ = [("scale", c_float), ("cap", c_float)]
 
 
 class AttentionStruct(Structure):
@@ -27,7 +31,7 @@ class AttentionStruct(Structure):
                 ("code_factor", c_void_p), ("sink", c_void_p),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("window", c_int64), ("growth_length", c_int64), ("growth", c_float),
-                ("norms_by_head", c_int32), ("scale", c_float), ("score_cap", c_float),
+                ("norms_by_head", c_int32), ("scores", ScoresStruct),
                 ("rotary", c_int32), ("norms_all_heads", c_int32), ("is_gated", c_int32),
                 ("table", c_int32), ("values_are_keys", c_int32), ("unused", c_int32)]  # fmt: skip
 
@@ -64,7 +68,7 @@ def attention_struct(
         head_width=spec.head_dim,
         growth_length=growth.length if growth else 0,
         growth=growth.factor if growth else 0.0,
-        scale=rounded_scale(spec.score_scale),
+        scores=ScoresStruct(scale=rounded_scale(spec.score_scale), cap=spec.score_cap or 0.0),
         rotary=rotaries.index(attention.rotary),
         table=tables.index(cache.table),
         **{name: getattr(spec, name) or 0 for name in _NUMBERS},

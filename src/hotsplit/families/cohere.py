@@ -81,10 +81,10 @@ def cohere_spec(
         arrange.parallel(
             sizes.attention(
                 rotary if window or not any(windows) else None, options, window=window,
-                has_head_norms=has_head_norms, head_norm=NORM, norms_by_head=has_head_norms,
+                has_head_norms=has_head_norms, head_norm=NORM,
             ),
             neurons, num_norms=1,
-        )
+        ).with_attention(norms_by_head=has_head_norms)
         for window in windows
     ]  # fmt: skip
     return sizes.model(name, layers, output_norm=NORM, logit_scale=logit_scale)

@@ -86,10 +86,10 @@ def gemma_spec(
         arrange.sandwich(
             sizes.attention(
                 rotaries[is_local], options, window=window if is_local else None, scale=scale,
-                score_cap=score_cap, has_head_norms=name == "gemma3",
+                has_head_norms=name == "gemma3",
             ),
             neurons,
-        )
+        ).with_attention(score_cap=score_cap)
         for is_local in is_local_L
     ]  # fmt: skip
     return sizes.model(

@@ -23,7 +23,6 @@ from hotsplit.families.windows import (
     windows_of_keys,
 )
 from hotsplit.files.gguf_file import Value
-from hotsplit.model.rope import QueryGrowth
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ def llama_spec(
     sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = (),
     *, architecture: str = "llama", has_head_norms: bool = False, experts: Experts | None = None,
     norms_all_heads: bool = False, is_gated: bool = True, windows: Windows = (),
-    growth: QueryGrowth | None = None,
 ) -> ModelSpec:  # fmt: skip
     """RMS norms before attention and feed-forward, in layers that are all alike but for their windows
     and the first of a mixture, which may have no experts."""
@@ -94,7 +92,7 @@ def llama_spec(
     layers = [
         sizes.arrangement().pre_norm(
             sizes.attention(
-                rotary, options, window=window, growth=growth, has_head_norms=has_head_norms,
+                rotary, options, window=window, has_head_norms=has_head_norms,
                 norms_all_heads=norms_all_heads,
             ),
             neurons if mixture is None or index < num_dense else mixture,

@@ -1,7 +1,7 @@
 """Mistral AI's models: a Llama with windows in all layers (Mistral 7B v0.1, arXiv 2310.06825), in those
 that the config names (Ministral 8B), or with queries that grow with the position (Ministral 3)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,10 @@ from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import OPTIONS, llama_spec, whole_sizes
 from hotsplit.families.row_order import rotary_rows
+from hotsplit.families.sizes import Sizes
 from hotsplit.families.windows import (
     KEYS,
+    Windows,
     no_windows_in_stock,
     window_keys,
     windows_of_config,
@@ -22,7 +24,7 @@ from hotsplit.families.windows import (
 )
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.rope import QueryGrowth
-from hotsplit.model.spec import ModelSpec
+from hotsplit.model.spec import Activation, ModelSpec, Rotary
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -95,16 +97,26 @@ def _mistral(
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     sizes, rotary, factors = read.rotary(sizes, "adjacent")
     return Blueprint(
-        spec=llama_spec(
+        spec=_spec(
             sizes, rotary, read.activation("hidden_act", activations), read.biases(),
-            architecture="mistral3" if growth else "llama", growth=growth,
-            windows=windows_of_config(read, sizes.num_layers),
+            architecture="mistral3" if growth else "llama",
+            windows=windows_of_config(read, sizes.num_layers), growth=growth,
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, sizes.num_layers),
         rope_factors=factors,
         rows=rotary_rows(sizes),
         ignored=IGNORED + ignored,
     )  # fmt: skip
+
+
+def _spec(
+    sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str], *,
+    architecture: str, windows: Windows, growth: QueryGrowth | None,
+) -> ModelSpec:  # fmt: skip
+    spec = llama_spec(
+        sizes, rotary, activation, options, architecture=architecture, windows=windows
+    )
+    return spec.with_layers([layer.with_attention(growth=growth) for layer in spec.layers])
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
@@ -114,9 +126,9 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         length = rotary.scaling.original_length or sizes.context_length  # as in llama.cpp
         factor = read.positive(f"{read.graph.name}.{GROWTH_KEY}")
         growth = QueryGrowth(factor=factor, length=length)
-    return llama_spec(
-        sizes, rotary, read.activation(), read.options(sizes.num_layers), growth=growth,
-        architecture="mistral3", windows=windows_of_keys(read, sizes.num_layers),
+    return _spec(
+        sizes, rotary, read.activation(), read.options(sizes.num_layers), architecture="mistral3",
+        windows=windows_of_keys(read, sizes.num_layers), growth=growth,
     )  # fmt: skip
 
 

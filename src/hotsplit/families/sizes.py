@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.per_layer import PerLayerInputs
-from hotsplit.model.rope import QueryGrowth
 from hotsplit.model.spec import (
     Activation,
     Attention,
@@ -44,12 +43,12 @@ class Sizes:
 
     def attention(
         self, rotary: Rotary | None, options: Collection[str] = (), *, window: int | None = None,
-        scale: float | None = None, score_cap: float | None = None, has_head_norms: bool = False,
-        norms_all_heads: bool = False, is_fused: bool = False, head_norm: NormKind = "rms", norms_by_head: bool = False,
-        growth: QueryGrowth | None = None,
+        scale: float | None = None, has_head_norms: bool = False, norms_all_heads: bool = False,
+        is_fused: bool = False, head_norm: NormKind = "rms",
         norms_values: bool = False, values_are_keys: bool = False,
     ) -> Attention:  # fmt: skip
-        """`options`: names of optional tensors, of which the biases are used."""
+        """The numbers that several families have; others are replaced. `options`: names of optional
+        tensors, of which the biases are used."""
         norm = Norm(name="attn_q_norm", kind=head_norm, size=self.head_dim, epsilon=self.epsilon)
         return Attention(
             num_heads=self.num_heads,
@@ -58,11 +57,8 @@ class Sizes:
             rotary=rotary,
             window=window,
             scale=scale,
-            score_cap=score_cap,
             head_norm=norm if has_head_norms else None,
             norms_all_heads=norms_all_heads,
-            norms_by_head=norms_by_head,
-            growth=growth,
             norms_values=norms_values,
             values_are_keys=values_are_keys,
             is_fused=is_fused,

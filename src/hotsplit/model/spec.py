@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
@@ -212,8 +212,9 @@ class LayerSpec:
                 blocks.append(block)
         return replace(self, blocks=tuple(blocks))
 
-    def with_rotary(self, rotary: Rotary | None) -> "LayerSpec":
-        blocks = (replace(b, rotary=rotary) if isinstance(b, Attention) else b for b in self.blocks)
+    def with_attention(self, **numbers: Any) -> "LayerSpec":
+        """The layer with these fields of its attention, if it attends."""
+        blocks = (replace(b, **numbers) if isinstance(b, Attention) else b for b in self.blocks)
         return replace(self, blocks=tuple(blocks))
 
 
@@ -351,6 +352,6 @@ class ModelSpec:
             attention = layer.attention
             if attention is None or attention.rotary is None or (attention.window and some_whole):
                 return layer
-            return layer.with_rotary(replace(attention.rotary, scaling=scaling))
+            return layer.with_attention(rotary=replace(attention.rotary, scaling=scaling))
 
         return self.with_layers([scaled(layer) for layer in self.layers])
