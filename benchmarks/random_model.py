@@ -1,5 +1,5 @@
 """Makes random models in the shapes of known ones: mixtures of experts and Minitron 4B with fewer layers,
-and TinyLlama.
+Gemma 3n E2B with all of them, and TinyLlama.
 
 Weights are random, a few rows of them repeated. In mixtures, the router's choices are skewed as by Zipf's law:
 every embedding has the same component, of mean 0, by which the logit of the expert with rank r is lower
@@ -27,6 +27,7 @@ from hotsplit.convert.encode import encode
 from hotsplit.convert.mixtures import NAMES as MIXTURES
 from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.families import gemma3n
 from hotsplit.families.delta_nets import PERIOD, delta_spec
 from hotsplit.families.experts import Experts
 from hotsplit.families.family import PROJECTION_BIASES
@@ -37,7 +38,7 @@ from hotsplit.families.sizes import Sizes
 from hotsplit.families.smallthinker import STOCK_WINDOW, smallthinker_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.model.spec import DeltaNet, ModelSpec, Rotary, Route
-from hotsplit.model.tensors import CONV, DECAY, Layout, is_down
+from hotsplit.model.tensors import CONV, DECAY, Layout, is_down, is_router, is_vector
 
 PIECE = 1536  # rows of random values, encoded once and repeated
 COMMON = 1.0  # of all embeddings, relative to their random part
@@ -84,6 +85,17 @@ def _smallthinker(sizes: Sizes, route: Route) -> ModelSpec:
 
 def _nemotron(sizes: Sizes) -> ModelSpec:
     return nemotron_spec(sizes, Rotary(theta=1e4, pairing="halves", num_values=64), "relu2")
+
+
+def _gemma3n(sizes: Sizes) -> ModelSpec:
+    layers = range(sizes.num_layers)
+    numbers = gemma3n.Numbers(
+        num_planes=4, rank=64, window=512, activation="gelu_tanh", logit_cap=30.0, inputs=256,
+        rotaries=(Rotary(theta=1e6, pairing="halves"), Rotary(theta=1e4, pairing="halves")),
+    )  # fmt: skip
+    cutoffs = [gemma3n.STOCK_CUTOFF if x < gemma3n.SPARSE_LAYERS else None for x in layers]
+    is_local_L = [(layer + 1) % gemma3n.PERIOD != 0 for layer in layers]
+    return gemma3n.gemma3n_spec([sizes] * sizes.num_layers, is_local_L, cutoffs, numbers)
 
 
 def _qwen3_6(sizes: Sizes, route: Route) -> ModelSpec:
@@ -135,6 +147,14 @@ SHAPES = {
         ),
         route=Route(num_experts=32, num_used=4, reads="x"),
         spec_of=_smallthinker,
+        layout="sparse",
+    ),
+    "gemma3n-e2b": Shape(
+        sizes=Sizes(
+            num_layers=30, hidden_size=2048, num_neurons=8192, num_heads=8, num_kv_heads=2,
+            head_dim=256, vocab_size=32_000, context_length=4096, epsilon=1e-6,
+        ),
+        spec_of=_gemma3n,
         layout="sparse",
     ),
     "minitron-4b": Shape(
@@ -218,6 +238,8 @@ def _entry(
     if route is not None and "ffn_gate_inp" in name:
         mean = COMMON if route.reads == "x" else MEAN
         return array_entry(_router(random, dims, mean), "f32")
+    if is_vector(name, dims) or is_router(name):
+        return array_entry(0.1 * random.standard_normal(dims) / width**0.5, "f32")
     values = random.standard_normal((min(PIECE, prod(dims[:-1])), width), np.float32)
     # Outputs are small, so that the common part lasts.
     is_output = is_down(name) or "attn_output" in name or "ssm_out" in name

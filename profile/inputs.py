@@ -38,13 +38,13 @@ def check_inputs(config: ProfileConfig, model: ModelFile, files: PredictorOutput
 def stream_plan_of(
     config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
 ) -> StreamPlan | None:
-    """The plan for streaming; None for a model that fits into memory, and for a mixture of experts,
-    which stays in the mapped file.
+    """The plan for streaming; None for a model that fits into memory, and for a mixture of experts or one
+    with planes, which stay in the mapped file.
 
     Raises HotsplitError for limits that do not run on the device, if not even one layer fits, and
     if a run of several processes would be streamed."""
     check_limits(model, device_of(device))
-    if model.spec.has_experts:
+    if model.spec.has_experts or model.spec.num_planes > 1:
         return None
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
     plan = plan_stream(

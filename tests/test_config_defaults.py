@@ -36,7 +36,7 @@ FIRST = {
     "Gemma2Config": "Gemma2ForCausalLM", "Olmo2Config": "Olmo2ForCausalLM", "Olmo3Config": "Olmo3ForCausalLM",
     "Glm4Config": "Glm4ForCausalLM", "GlmConfig": "GlmForCausalLM", "GraniteConfig": "GraniteForCausalLM",
     "SmolLM3Config": "SmolLM3ForCausalLM", "MixtralConfig": "MixtralForCausalLM",
-    "Gemma4TextConfig": "Gemma4ForCausalLM",
+    "Gemma4TextConfig": "Gemma4ForCausalLM", "Gemma3nTextConfig": "Gemma3nForCausalLM",
     "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
     "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",
     "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM",

@@ -23,6 +23,7 @@ from transformers import (
     CohereConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
@@ -128,6 +129,12 @@ GROWING = {
 }  # fmt: skip
 GEMMA4 = {"sliding_window": 5, "hidden_size_per_layer_input": 0}
 OWN_INPUTS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": ODD["vocab_size"]}
+# Three planes; numbers of neurons, windows and cutoffs that differ; tokens without embeddings of layers.
+GEMMA3N = {
+    "num_hidden_layers": 4, "intermediate_size": [160, 96, 131, 160], "altup_num_inputs": 3, "laurel_rank": 5,
+    "sliding_window": 5, "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.3], "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 310,
+}  # fmt: skip
 GEMMA4_MOE = {
     "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 37,
 }  # fmt: skip
@@ -272,6 +279,10 @@ CASES = {
         **GATED | ODD | GEMMA4 | OWN_INPUTS, head_dim=24, global_head_dim=40, attention_k_eq_v=True,
         num_global_key_value_heads=1, final_logit_softcapping=2.5,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
+    "gemma3n": Gemma3nTextConfig(
+        **GATED | ODD | GEMMA3N, head_dim=24, final_logit_softcapping=2.5,
+        layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "gemma4-stock": Gemma4TextConfig(
         **GATED | {"num_hidden_layers": 4} | GEMMA4, head_dim=16, global_head_dim=32,
@@ -465,6 +476,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("cohere2-others", "has windows in all layers but each 4th, this model in others"),
         ("gemma3", "has windows in all layers but each 6th, this model in others"),
         ("phi4-mini", "rotates whole heads, this model 12 of 16 values"),
+        ("gemma3n", "has 4 planes, .* this model 3 planes"),
         ("gemma3-biases-untied", "computes GELU, this model is silu"),
         ("gemma2-plain", "computes GELU, this model is relu"),
         ("olmo3", "rotates with a theta of 3000 everywhere, this model with 5000 in some layers"),

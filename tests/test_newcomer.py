@@ -289,7 +289,6 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
         ("SomeForCausalLM", {"num_experts": 8}, "experts are not supported"),
         ("MambaForCausalLM", {}, "recurrent layers"),
         ("BertModel", {}, "an encoder"),
-        ("Gemma3nForCausalLM", {}, "several residual streams"),
         ("Qwen2VLForConditionalGeneration", {}, "models for images"),
         ("UnheardOf", {}, "is unknown"),
     ],

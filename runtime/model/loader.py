@@ -30,6 +30,7 @@ from hotsplit.runtime.model.layers import Layer, Weights, limited
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.per_layer_loader import load_inputs, load_per_layer
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.model.planes_loader import load_ends, load_low_rank, load_planes
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.delta.block import DeltaNet
@@ -142,6 +143,7 @@ class Builder:
             head=Linear(weight=head),
             head_device=head_device,
             per_layer=load_inputs(self, self.spec.per_layer),
+            plane_ends=load_ends(self),
             states=StateSlots(self.num_sequences) if self.spec.has_states else None,
         )
 
@@ -178,6 +180,8 @@ class Builder:
             router=experts.router(),
             shared=self.shared(experts),
             per_layer=load_per_layer(self, index, spec.per_layer, device),
+            planes=load_planes(self, index),
+            low_rank=load_low_rank(self, index),
             scales={
                 add.scale: float(
                     vector_of(self.model.tensors[f"blk.{index}.{add.scale}.weight"], CPU)

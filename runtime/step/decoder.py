@@ -30,13 +30,7 @@ from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.pass_length import PassLength
-from hotsplit.runtime.step.program import (
-    LayerPlace,
-    Op,
-    ffn_in,
-    layer_ops,
-    name_of,
-)
+from hotsplit.runtime.step.program import OF_PLANES, LayerPlace, Op, ffn_in, layer_ops, name_of
 from hotsplit.runtime.step.value_order import last_reads
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.gpu_products import Factor
@@ -209,7 +203,8 @@ class Decoder:
                 return found.to(weights.head_device)
         inputs = weights.per_layer
         own_LTP = None if inputs is None else inputs.forward(ids_T, as_tensor(x))
-        handed = [x]
+        ends = weights.plane_ends
+        handed = [x if ends is None else ends.planes_of(as_tensor(x))]
         del x  # else it would be kept until the last layer
         turns = Turns(start, len(ids_T))
         found = self._run_layers(
@@ -242,7 +237,8 @@ class Decoder:
                 on_host=None if host is None or index not in host.calls
                 else partial(host.run, index, sequence=sequence, start=start),
             )  # fmt: skip
-        return as_tensor(x)
+        ends = weights.plane_ends
+        return as_tensor(x) if ends is None else ends.joined(as_tensor(x))
 
     def _is_seen_natively(self) -> bool:
         """True if native operations are to show what observers want."""
@@ -308,7 +304,7 @@ def run_layer(
     mix = _mixing(layer, sequence, start, turns, slots, on_host, is_seen=bool(observers.active))
 
     def run(op: Op, read: list[Any]) -> Any:
-        if op.kind in ("norm", "add", "route", "shared", "per layer"):
+        if op.kind in ("norm", "add", "route", "shared", "per layer", "low rank"):
             return _run_simple(op, layer, read, is_lazy, observers)
         read = [x.values() if isinstance(x, HiddenState) else x for x in read]
         if layer.router is not None and op.kind == "neurons":
@@ -332,8 +328,11 @@ def run_layer(
         read = [values[name] for name in map(name_of, op.reads) if name in values]
         for name in last:
             values.pop(name, None)
-        (written, *_) = map(name_of, op.writes)
-        values[written] = run(op, read)
+        written = list(map(name_of, op.writes))
+        if layer.planes is not None and op.kind in OF_PLANES:
+            values |= zip(written, layer.planes.run(op.kind, read), strict=True)
+            continue
+        values[written[0]] = run(op, read)
     observers.show("layer_out", index, values["x"])
     return values["x"], values[ffn_in(index)]
 
@@ -367,13 +366,17 @@ def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers:
     if op.kind == "per layer":
         assert layer.per_layer is not None
         return layer.per_layer.forward(as_tensor(read[0]), read[1])
+    if op.kind == "low rank":
+        assert layer.low_rank is not None
+        return layer.low_rank.forward(read[0])
     if op.kind == "shared":
         assert layer.shared is not None
         return layer.shared.forward(as_tensor(read[0]), observers)
     first = _state(read[0]) if is_lazy else read[0]
     others = as_tensor(read[1]) if len(read) == 2 else as_tensor(read[1]) + as_tensor(read[2])
     total = first + (others if op.factor == 1.0 else op.factor * others)
-    total = as_tensor(total).mul_(layer.scales[op.part]) if op.part else total
+    scale = op.times * (layer.scales[op.part] if op.part else 1.0)
+    total = total if scale == 1.0 else as_tensor(total).mul_(scale)
     return _state(total) if is_lazy else total
 
 

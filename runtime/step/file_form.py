@@ -18,6 +18,7 @@ from hotsplit.costs.part_bytes import (
     placed_units,
     stored_neuron_bytes,
 )
+from hotsplit.model import planes
 from hotsplit.model.per_layer import GATE, OUTPUT
 from hotsplit.runtime.step.forms import Sides, step_form
 from hotsplit.runtime.step.program import StepForm
@@ -31,6 +32,7 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
     rows = [model.tensors[name] for name in ("token_embd.weight", "position_embd.weight")
             if name in model.tensors]  # fmt: skip
     head = model.tensors[model.head_name].num_bytes
+    ends = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(planes.ENDS))
     parts_L = [_part_bytes(model, index, hot) for index, hot in enumerate(num_hot)]
     for index in by_output:
         parts_L[index]["all"] = stored_neuron_bytes(model, index)
@@ -41,7 +43,9 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
         outer_bytes={
             "embedding": sum(entry.row_bytes for entry in rows),
             "head": head,
-            "output_norm": head_bytes(model) - head,
+            "output_norm": head_bytes(model) - head - ends,
+            "begin_planes": ends // 2,
+            "end_planes": ends // 2,
             "layer_inputs": inputs_read(model),
         },
     )
@@ -72,16 +76,18 @@ def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> Sides:
 
 # "ffn_down_exps" is the scale of each expert; its matrices are none of these parts.
 _PARTS = {"ffn_down": "down_bias", "ffn_gate_inp": "router", "exp_probs_b": "router",
-          "ffn_down_exps": "router", GATE: "per_layer", OUTPUT: "per_layer"}  # fmt: skip
+          "ffn_down_exps": "router", GATE: "per_layer", OUTPUT: "per_layer",
+          planes.ROUTER: "predict_planes",
+          f"{planes.ROUTER}_norm": "predict_planes", planes.PREDICT: "predict_planes",
+          planes.CORRECT: "correct_planes", planes.SCALE: "correct_planes",
+          planes.LEFT: "low_rank", planes.RIGHT: "low_rank"}  # fmt: skip
 
 
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
     """Bytes by part. Those of the parts that the layer's operations read sum to what plans count
     (part_bytes.layer_bytes); "attention" contains other parts, and so does "all"."""
     sizes, spec = layer_bytes(model, index), model.spec.layers[index]
-    found = dict.fromkeys(
-        (*spec.norms, "attention", "down_bias", "router", "shared", "per_layer"), 0
-    )
+    found = dict.fromkeys((*spec.norms, "attention", "shared", *_PARTS.values()), 0)
     of_layer = layer_tensors(model, index)
     for name, entry in of_layer.items():
         stem = name.partition(".")[0]

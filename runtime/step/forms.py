@@ -1,12 +1,12 @@
 """The form of a step: a model's spec, and the place of each part in a plan. `step_form` is the one
 derivation, from loaded weights (`host_form`, `placed_form`) and from a file (`file_form`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hotsplit.model.spec import ModelSpec
-from hotsplit.runtime.step.program import HOST, Block, LayerPlace, StepForm, gpu, in_line
+from hotsplit.runtime.step.program import HOST, Block, LayerPlace, StepForm, gpu
 
 if TYPE_CHECKING:  # torch takes a second to import, and `inspect --graph` needs none
     from hotsplit.runtime.model.layers import Layer, Weights
@@ -46,7 +46,7 @@ def step_form(
     head = head_home if sides.head_on_gpu else HOST
     return StepForm(
         spec=spec,
-        places=in_line(_copying_bits(places)),
+        places=_in_line(_copying_bits(places)),
         # Tied weights are on the head's device, unless layers have inputs of their own (loader).
         embedding=head if sides.is_tied and spec.per_layer is None else HOST,
         head=head,
@@ -78,6 +78,16 @@ def _place(sides: Sides, index: int) -> LayerPlace:
         blocks=tuple(map(block, roles)),
         has_bits=bool(sides.has_bits_L) and sides.has_bits_L[index],
     )
+
+
+def _in_line(places: Iterable[LayerPlace]) -> tuple[LayerPlace, ...]:
+    """Gives neighbouring layers that are wholly on the host the same home."""
+    found: list[LayerPlace] = []
+    for place in places:
+        if found and found[-1].is_whole_on_host and place.is_whole_on_host:
+            place = replace(place, home=found[-1].home)
+        found.append(place)
+    return tuple(found)
 
 
 def _copying_bits(places: Sequence[LayerPlace]) -> list[LayerPlace]:

@@ -84,8 +84,11 @@ class NativeLayers:
         structs = [builder.layer(layer) for layer in layers.values()]
         step = builder.frame_of(all_layers, structs, width=width)
         step.max_rows = min(MAX_ROWS, step.context_length)
-        x_TD = torch.zeros(step.max_rows, width)
-        attn_in_TD, ffn_in_2TD = torch.zeros_like(x_TD), torch.zeros(2, step.max_rows, width)
+        x_TD = torch.zeros(step.max_rows, width * step.ends.num_planes)
+        attn_in_TD, ffn_in_2TD = (
+            torch.zeros(step.max_rows, width),
+            torch.zeros(2, step.max_rows, width),
+        )
         num_used = {
             i: layer.router.spec.num_used if layer.router else 0 for i, layer in layers.items()
         }

@@ -10,10 +10,11 @@ from hotsplit.runtime.step.program import Op, name_of
 OP_KINDS = (
     "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head",
     "attend", "route", "shared", "delta", "layer inputs", "per layer",
+    "low rank", "begin planes", "predict planes", "correct planes", "add to planes", "end planes",
 )  # fmt: skip
 VALUES = (
     "x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out", "qkv",
-    "heads", "named", "routed", "shared_out", "per_layer",
+    "heads", "named", "routed", "shared_out", "per_layer", "active", "laurel_out",
 )  # fmt: skip
 # Values that are not read any more when these are written, in the same memory.
 ALIASES = {"head_in": "attn_in", "route_in": "attn_in", "shared_in": "attn_out",
@@ -38,7 +39,7 @@ def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[
         out = name_of(op.writes[0])
         layer = len(row_L) if op.layer is None else row_L[op.layer]
         if op.kind == "add":
-            yield list(_sum(layer, names, out, op.factor, scale_of(op, layers)))
+            yield list(_sum(layer, names, out, op.factor, op.times * scale_of(op, layers)))
         elif op.kind == "norm" and op.layer is None:
             yield [_op("head norm", layer, names[0], out=out)]
         elif op.kind == "norm":
@@ -46,17 +47,22 @@ def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[
             part = list(layers[op.layer].norms).index(op.part)
             yield [_op("norm", layer, names[0], out=out, part=part)]
         elif op.kind == "head":  # without an output norm, "head norm" only gathers the rows
-            gather = [] if names[0] == "head_in" else [_op("head norm", layer, "x", out="head_in")]
+            gather = (
+                [] if names[0] == "head_in" else [_op("head norm", layer, names[0], out="head_in")]
+            )
             yield [*gather, _op("head", layer, "head_in")]
         elif op.kind == "neurons":
             named = names[1] if len(names) > 1 else None
             yield [_op("neurons", layer, names[0], named, out, part=int(op.part == "cold"))]
-        elif op.kind in ("attention", "delta", "attend", "predict", "route", "shared"):
+        elif op.kind in ("predict planes", "correct planes", "add to planes"):
+            yield [_op(op.kind, layer, names[0], names[-1] if len(names) > 1 else None, out=out)]
+        elif op.kind in ("attention", "delta", "attend", "predict", "route", "shared", "low rank",
+                         "begin planes", "end planes"):  # fmt: skip
             yield [_op(op.kind, layer, names[0], out=out)]
         elif op.kind == "per layer":
             yield [_op(op.kind, layer, names[0], names[1], out)]
         elif op.kind in ("embed", "layer inputs"):
-            yield [_op(op.kind, layer, None if op.kind == "embed" else "x", out=out)]
+            yield [_op(op.kind, layer, None if op.kind == "embed" else names[0], out=out)]
         else:
             assert op.kind == "bias", op
             yield []

@@ -39,6 +39,14 @@ from hotsplit.runtime.ops.per_layer import (
     inputs_struct,
     per_layer_struct,
 )
+from hotsplit.runtime.ops.planes import (
+    LowRankStruct,
+    PlaneEndsStruct,
+    PlanesStruct,
+    ends_struct,
+    low_rank_struct,
+    planes_struct,
+)
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs
@@ -56,13 +64,14 @@ class LayerStruct(Structure):
                 ("predictor", PredictorStruct),
                 ("feed_forward", FeedForwardStruct), ("route", RouteStruct),
                 ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct),
-                ("per_layer", PerLayerStruct)]  # fmt: skip
+                ("per_layer", PerLayerStruct),
+                ("planes", PlanesStruct), ("low_rank", LowRankStruct)]  # fmt: skip
 
 
 class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("layer_inputs", LayerInputsStruct),
-                ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
+                ("output_norm", NormStruct), ("ends", PlaneEndsStruct), ("layer", POINTER(LayerStruct)),
                 ("op", POINTER(OpStruct)), ("vector", c_void_p * len(VALUES)),
                 ("table", POINTER(TableStruct)), ("select", SelectStruct), ("rotary", POINTER(RotaryStruct)),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
@@ -211,6 +220,7 @@ class StepBuilder(Structs):
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = norm_struct(self, weights.output_norm)
+        step.ends = ends_struct(self, weights.plane_ends)
         return step
 
     def ops(self, step: StepStruct, structs: Sequence[OpStruct]) -> None:
@@ -235,7 +245,9 @@ class StepBuilder(Structs):
         attending = [layer.attention for layer in layers if layer.delta is None]
         for table in [a.cache.table for a in attending] or [BlockTable(1, _MOST_POSITIONS)]:
             self.tables.index(table)
+        num_planes = {1 if layer.planes is None else layer.planes.num_planes for layer in layers}
         return StepStruct(
+            ends=PlaneEndsStruct(num_planes=max(num_planes)),
             layer=self.array(LayerStruct, layer_structs),
             rotary=self.rotaries.structs(self),
             num_layers=len(layer_structs),
@@ -264,6 +276,8 @@ class StepBuilder(Structs):
             if layer.delta
             else attention_struct(self, layer.attention, self.rotaries, self.tables, projects=True),
             delta=delta_struct(self, layer.delta),
+            planes=planes_struct(self, layer.planes),
+            low_rank=low_rank_struct(self, layer.low_rank),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
             per_layer=per_layer_struct(self, layer.per_layer),

@@ -8,9 +8,10 @@ take that of the list, and streams wait for each other where reads and writes re
 A value is a name and a device, `x@host`, and stands for a buffer: a later operation may overwrite
 it, but only after all earlier reads (`value_order.edges`).
 
-    x           the hidden state
+    x           the hidden state, of all planes
     per_layer   the inputs that layers have of their own, of all layers, computed on the host after the
                 embedding; per_layer_out is what a layer makes of its own
+    active      its active plane, if it has several; laurel_out is the product of low rank beside attention
     attn_in     the input of attention, if it has a norm of its own
     qkv, heads  input and output of the heads, where the host attends and a GPU projects
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
@@ -27,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from hotsplit.model.planes import AddToPlanes, CorrectPlanes, LowRank, PredictPlanes
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -43,11 +45,13 @@ from hotsplit.model.spec import Block as SpecBlock
 
 Kind = Literal[
     "embed", "norm", "attention", "delta", "project", "attend", "predict", "route", "neurons", "shared",
-    "bias", "add", "copy", "head", "layer inputs", "per layer",
+    "bias", "add", "copy", "head", "layer inputs", "per layer", "low rank", "begin planes",
+    "predict planes", "correct planes", "add to planes", "end planes",
 ]  # fmt: skip
 Block = Literal["all", "hot", "cold"]
 
 HOST = "host"
+OF_PLANES = ("predict planes", "correct planes", "add to planes")
 # The value that a block of neurons writes.
 OUT = {"all": "ffn_out", "hot": "hot_out", "cold": "cold_out"}
 
@@ -84,6 +88,7 @@ class Op:
     is_beside: bool = False  # a part of the host's work that is concurrent with that GPU's kernels
     weight_bytes: int = 0  # of its weights in full; a sparse mode reads fewer bytes of neurons
     factor: float = 1.0  # of all terms of a sum but the first
+    times: float = 1.0  # of a whole sum
 
     @property
     def is_between_gpus(self) -> bool:
@@ -123,16 +128,6 @@ class StepForm:
     def attends_on_host(self) -> bool:
         """True if the host has the keys and values of all layers."""
         return any(place.attends_on_host for place in self.places)
-
-
-def in_line(places: Iterable[LayerPlace]) -> tuple[LayerPlace, ...]:
-    """Gives neighbouring layers that are wholly on the host the same home."""
-    found: list[LayerPlace] = []
-    for place in places:
-        if found and found[-1].is_whole_on_host and place.is_whole_on_host:
-            place = replace(place, home=found[-1].home)
-        found.append(place)
-    return tuple(found)
 
 
 def layer_ops(index: int, spec: LayerSpec, place: LayerPlace) -> Iterator[Op]:
@@ -182,7 +177,15 @@ class _LayerWriter:
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
                 op = self._op("add", terms, [self._value(block.writes)], block.scale)
-                yield replace(op, factor=block.factor)
+                yield replace(op, factor=block.factor, times=block.times)
+            case PredictPlanes():
+                yield self._op("predict planes", ["x"], ["active", "x"], "predict_planes")
+            case CorrectPlanes():
+                yield self._op("correct planes", ["active", "x"], ["active", "x"], "correct_planes")
+            case AddToPlanes():
+                yield self._op("add to planes", ["x", block.reads], ["x"])
+            case LowRank():
+                yield self._op("low rank", [block.reads], [block.writes], "low_rank")
 
     def _value(self, name: str) -> str:
         """The value of this layer that the spec calls by this name."""
@@ -296,9 +299,12 @@ class _StepWriter:
         positions = ["position"] if self.form.spec.has_positions else []
         home = self.place
         if home == HOST:
-            self._outer("embed", HOST, ["token", *positions], "x", "embedding", HOST)
+            x = "active" if self.form.spec.num_planes > 1 else "x"
+            self._outer("embed", HOST, ["token", *positions], x, "embedding", HOST)
             if self.form.spec.per_layer is not None:
-                self._outer("layer inputs", HOST, ["x", "token"], "per_layer", "layer_inputs", HOST)
+                self._outer("layer inputs", HOST, [x, "token"], "per_layer", "layer_inputs", HOST)
+            if x == "active":
+                self._outer("begin planes", HOST, [x], "x", "begin_planes", HOST)
             return
         if positions:
             self._outer("embed", HOST, positions, "x", "positions", HOST)
@@ -321,9 +327,12 @@ class _StepWriter:
         self._move(form.head, home, None)
         outer = HOST if form.head == HOST else home
         head_in = "x"
+        if form.spec.num_planes > 1:
+            head_in = "active"
+            self._outer("end planes", form.head, ["x"], head_in, "end_planes", outer)
         if form.spec.output_norm is not None:
-            head_in = "head_in"
-            self._outer("norm", form.head, ["x"], head_in, "output_norm", outer)
+            read, head_in = head_in, "head_in"
+            self._outer("norm", form.head, [read], head_in, "output_norm", outer)
         self._outer("head", form.head, [head_in], "logits", "head", outer)
         if form.head != HOST:
             self._copy("logits", form.head, HOST, home, None)

@@ -34,7 +34,8 @@ def written(p: Pass, index: int, op: Op, held: PoolBytes) -> dict[str, PoolBytes
     if op.kind == "predict":  # a byte for each
         return {name: p.tensor(p.num_tokens * p.spec.layers[index].neurons.number)}
     if not p.is_on_gpu:
-        return {name: width}
+        x = {"x": width * p.spec.num_planes} if "x" in map(name_of, op.writes) else {}
+        return {name: width, **x}
     if op.kind == "norm":
         summed = {read: width} if read == "x" and held.total else {}
         return {**summed, name: _norm(p, index)}
@@ -260,6 +261,11 @@ def per_layer(p: Pass, index: int) -> PoolBytes:
     return found
 
 
+def planes(p: Pass, index: int) -> PoolBytes:
+    """The router's input, the planes, what changes them, and their sum."""
+    return p.floats(p.spec.hidden_size) * (2 + 3 * p.spec.num_planes)
+
+
 def neurons(p: Pass, index: int) -> PoolBytes:
     """The blocks' outputs and, if watched, gates and hidden values of both, and then of all."""
     if p.spec.layers[index].route is not None:
@@ -339,4 +345,6 @@ SCRATCH: dict[Kind, Callable[[Pass, int], PoolBytes]] = {
     "add": lambda p, index: p.floats(p.spec.hidden_size),
     "attention": attention, "delta": delta, "predict": predict, "neurons": neurons, "route": route,
     "shared": shared, "per layer": per_layer,
+    "low rank": lambda p, index: p.floats(p.spec.hidden_size) * 2,
+    "predict planes": planes, "correct planes": planes, "add to planes": planes,
 }  # fmt: skip

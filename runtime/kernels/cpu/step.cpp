@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "delta.h"
 #include "experts.h"
+#include "planes.h"
 #include "step_clock.h"
 
 namespace {
@@ -15,13 +16,17 @@ namespace {
 int64_t largest_rank(const HsStep& step) {
     int64_t rank = 0;
     for (int64_t i = 0; i < step.num_layers; ++i)
-        rank = std::max(
-            {rank, step.layer[i].predictor.down.num_rows, step.layer[i].per_layer.gate.num_rows});
+        rank = std::max({rank, step.layer[i].predictor.down.num_rows,
+                         step.layer[i].per_layer.gate.num_rows, step.layer[i].low_rank.left.num_rows});
     return rank;
 }
 
+int64_t num_planes(const HsStep& step) { return std::max<int64_t>(1, step.ends.num_planes); }
+
 uint32_t forms_of(const HsStep& step) {
     uint32_t forms = form_bit(step.head) | form_bit(step.layer_inputs.projection);
+    for (int64_t i = 0; step.ends.begin && i < num_planes(step) - 1; ++i)
+        forms |= form_bit(step.ends.begin[i]) | form_bit(step.ends.end[i]);
     for (int64_t i = 0; i < step.num_layers; ++i) {
         const HsLayer& l = step.layer[i];
         for (const HsMatrix& m : l.attention.input) forms |= form_bit(m);
@@ -30,6 +35,7 @@ uint32_t forms_of(const HsStep& step) {
                  form_bit(l.predictor.up);
         forms |= form_bit(l.route.router) | form_bit(l.shared_gate);
         forms |= form_bit(l.per_layer.gate) | form_bit(l.per_layer.output);
+        forms |= form_bit(l.planes.router) | form_bit(l.low_rank.left) | form_bit(l.low_rank.right);
         for (const HsFeedForward* f : {&l.feed_forward, &l.shared}) {
             for (int64_t b = 0; b < f->num_blocks; ++b)
                 forms |= forms_of(f->experts ? f->experts[b].first : f->block[b]);
@@ -95,6 +101,7 @@ int64_t size_of(const HsStep& s, int32_t value) {
     if (value == VALUE_NAMED) return s.num_neurons;
     if (value == VALUE_ROUTED) return 2 * most_used(s);
     if (value == VALUE_PER_LAYER) return s.layer_inputs_size;
+    if (value == VALUE_X) return num_planes(s) * s.width;
     return value == VALUE_HEADS ? most(s, heads_size) : s.width;
 }
 
@@ -106,7 +113,8 @@ int64_t most_pairs(const HsStep& s) {
 bool is_product(const HsOp& op) {
     return op.kind == OP_ATTENTION || op.kind == OP_DELTA || op.kind == OP_PREDICT ||
            op.kind == OP_NEURONS || op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD ||
-           op.kind == OP_LAYER_INPUTS || op.kind == OP_PER_LAYER;
+           op.kind == OP_LAYER_INPUTS || op.kind == OP_PER_LAYER || op.kind == OP_LOW_RANK ||
+           op.kind == OP_BEGIN_PLANES;
 }
 bool is_of_rows(const HsOp& op) {
     return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
@@ -140,6 +148,10 @@ struct Work {
         const int64_t own = step.layer_inputs.table.data ? step.layer_inputs_size : 0;
         projected = arena.take<float>(R * own);
         of_token = arena.take<float>(R * own);
+        const bool has_planes = num_planes(step) > 1;
+        plane = arena.operand(has_planes ? D : 0, R, has_planes ? forms : 0);
+        of_plane = arena.take<float>(has_planes ? R * D : 0);
+        plane_choice = arena.take<float>(has_planes ? R * MOST_PLANES : 0);
     }
 
     // Allocates a value that an operation uses.
@@ -166,6 +178,9 @@ struct Work {
     float *logits, *choice;          // [max_rows, E] of a router
     float* shared_gate;              // [max_rows]
     float *projected, *of_token;     // [max_rows, L P] summands of layers' own inputs
+    Operand plane;                   // one plane of each row, and what a router of planes reads
+    float* of_plane;                 // [max_rows, D] its product
+    float* plane_choice;             // [max_rows, P]
     Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
 
@@ -274,6 +289,24 @@ class Step {
                 return layer_inputs(row, in, out.f32);
             case OP_PER_LAYER:
                 return per_layer(s.layer[op.layer].per_layer, in, out.f32);
+            case OP_LOW_RANK:
+                return low_rank(s.layer[op.layer].low_rank, in, out.f32);
+            case OP_BEGIN_PLANES:
+                return begin_planes(in, out);
+            case OP_PREDICT_PLANES:
+                in.changed();
+                return predict(s.layer[op.layer].planes, in, out);
+            case OP_CORRECT_PLANES:
+                w.vector[op.in_2].changed();
+                return correct(s.layer[op.layer].planes, w.vector[op.in_2], in);
+            case OP_ADD_TO_PLANES:
+                rows(P() * D, [&](int64_t t) {
+                    for (int64_t i = 1; i < P(); ++i)
+                        add(out.row(t) + i * D, w.vector[op.in_2].row(t), D);
+                });
+                return clock.ended(TIMED_OTHER);
+            case OP_END_PLANES:
+                return end_planes(in, out);
             case OP_HEAD_NORM:
                 for (int64_t t = 0; t < num_wanted; ++t) output_norm(in.row(wanted[t]), out.row(t));
                 return clock.ended(TIMED_OTHER);
@@ -562,6 +595,36 @@ class Step {
         clock.ended(TIMED_OTHER);
     }
 
+    int64_t P() const { return num_planes(s); }
+
+    void low_rank(const HsLowRank& l, Operand& input, float* out) {
+        w.inner.size = l.left.num_rows;
+        w.inner.changed();
+        project(&l.left, 1, input, w.inner.f32, l.left.num_rows);
+        project(&l.right, 1, w.inner, out, D);
+        clock.ended(TIMED_OTHER);
+    }
+
+    // The router's choice of planes, by the first D values of each row of `x`.
+    void choose_planes(const HsPlanes& l, const Operand& x) {
+        w.plane.changed();
+        rows(D, [&](int64_t t) {
+            float* y = w.plane.row(t);
+            apply(l.norm, x.row(t), D, y);
+            for (int64_t d = 0; d < D; ++d) y[d] /= static_cast<float>(D);
+        });
+        project(&l.router, 1, w.plane, w.plane_choice, P());
+        for (float* c = w.plane_choice; c < w.plane_choice + T * P(); ++c) *c = std::tanh(*c);
+    }
+
+    void predict(const HsPlanes& l, Operand& x, Operand& active) {
+        choose_planes(l, x);
+        rows(2 * P() * D, [&](int64_t t) {
+            predict_planes(l, P(), D, w.plane_choice + t * P(), x.row(t), active.row(t));
+        });
+        clock.ended(TIMED_OTHER);
+    }
+
     void per_layer(const HsPerLayer& l, Operand& input, float* out) {
         const int64_t P = l.gate.num_rows;
         const Gate gate = {l.activation, true, 0.0f};
@@ -576,6 +639,44 @@ class Step {
             for (int64_t p = 0; p < P; ++p) gate.act(y[p], 0.0f), y[p] *= own[t * P + p];
         });
         project(&l.output, 1, inner, out, D);
+        clock.ended(TIMED_OTHER);
+    }
+
+    void correct(const HsPlanes& l, Operand& x, Operand& active) {
+        choose_planes(l, active);
+        active.changed();
+        rows(2 * P() * D, [&](int64_t t) {
+            correct_planes(l, P(), D, w.plane_choice + t * P(), x.row(t), active.row(t));
+        });
+        clock.ended(TIMED_OTHER);
+    }
+
+    void begin_planes(Operand& embedded, Operand& x) {
+        rows(D, [&](int64_t t) { std::copy_n(embedded.row(t), D, x.row(t)); });
+        for (int64_t i = 1; i < P(); ++i) {
+            multiply(&s.ends.begin[i - 1], 1, embedded, T, w.of_plane, D);
+            rows(4 * D, [&](int64_t t) {
+                const float *y = w.of_plane + t * D, factor = like(embedded.row(t), y, D);
+                for (int64_t d = 0; d < D; ++d) x.row(t)[i * D + d] = factor * y[d];
+            });
+        }
+        clock.ended(TIMED_OTHER);
+    }
+
+    void end_planes(const Operand& x, Operand& out) {
+        rows(D, [&](int64_t t) { std::copy_n(x.row(t), D, out.row(t)); });
+        for (int64_t i = 1; i < P(); ++i) {
+            w.plane.changed();
+            rows(D, [&](int64_t t) { std::copy_n(x.row(t) + i * D, D, w.plane.row(t)); });
+            multiply(&s.ends.end[i - 1], 1, w.plane, T, w.of_plane, D);
+            rows(4 * D, [&](int64_t t) {
+                const float *y = w.of_plane + t * D, factor = like(x.row(t), y, D);
+                for (int64_t d = 0; d < D; ++d) out.row(t)[d] += factor * y[d];
+            });
+        }
+        rows(D, [&](int64_t t) {
+            for (float* y = out.row(t); y < out.row(t) + D; ++y) *y /= static_cast<float>(P());
+        });
         clock.ended(TIMED_OTHER);
     }
 
@@ -709,12 +810,29 @@ bool fits(const HsLayerInputs& l, const HsStep& s) {
            fits(l.projection, size, s.width) && l.norm.weight && !l.norm.bias;
 }
 
+bool fits(const HsPlanes& l, const HsStep& s) {
+    if (!l.router.data) return num_planes(s) == 1;
+    return fits(l.router, num_planes(s), s.width) && l.norm.weight && l.predict && l.correct && l.scale;
+}
+
+bool fits(const HsLowRank& l, const HsStep& s) {
+    return !l.left.data ||
+           (fits(l.left, l.left.num_rows, s.width) && fits(l.right, s.width, l.left.num_rows));
+}
+
+bool fits(const HsPlaneEnds& e, int64_t width) {
+    if (e.num_planes < 0 || e.num_planes > MOST_PLANES || !e.begin != !e.end) return false;
+    for (int64_t i = 0; e.begin && i < e.num_planes - 1; ++i)
+        if (!fits(e.begin[i], width, width) || !fits(e.end[i], width, width)) return false;
+    return true;
+}
+
 bool fits(const HsLayer& l, const HsStep& s) {
     return (is_delta(l) ? fits(l.delta, s) : fits(l.attention, s)) && fits(l.feed_forward, s) &&
            fits(l.shared, s) && fits_experts(l, s) &&
            (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) && fits(l.per_layer, s) &&
-           fits(l.predictor, l.feed_forward.num_neurons, s) &&
-           !(l.feed_forward.cuts && l.predictor.up.data) && !l.shared.cuts;
+           fits(l.predictor, l.feed_forward.num_neurons, s) && fits(l.planes, s) &&
+           fits(l.low_rank, s) && !(l.feed_forward.cuts && l.predictor.up.data) && !l.shared.cuts;
 }
 
 // True if this block of a layer can compute only some of its neurons.
@@ -735,7 +853,8 @@ bool fits(const HsOp& op, const HsStep& s) {
         (op.out == VALUE_NAMED) != (op.kind == OP_PREDICT))
         return false;
     const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD ||
-                            op.kind == OP_LAYER_INPUTS;
+                            op.kind == OP_LAYER_INPUTS || op.kind == OP_BEGIN_PLANES ||
+                            op.kind == OP_END_PLANES;
     if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers))
         return false;
     const HsLayer* l = s.layer + op.layer;
@@ -762,6 +881,18 @@ bool fits(const HsOp& op, const HsStep& s) {
             return s.layer_inputs.table.data;
         case OP_PER_LAYER:
             return l->per_layer.gate.data;
+        case OP_LOW_RANK:
+            return l->low_rank.left.data && op.in != VALUE_X && op.out != VALUE_X;
+        case OP_BEGIN_PLANES:
+            return s.ends.begin && op.in != VALUE_X && op.out == VALUE_X;
+        case OP_END_PLANES:
+            return s.ends.end && op.in == VALUE_X && op.out != VALUE_X;
+        case OP_PREDICT_PLANES:
+            return l->planes.router.data && op.in == VALUE_X && op.out != VALUE_X;
+        case OP_CORRECT_PLANES:
+            return l->planes.router.data && op.in_2 == VALUE_X && op.in == op.out && op.in != VALUE_X;
+        case OP_ADD_TO_PLANES:
+            return op.in == VALUE_X && op.out == VALUE_X && op.in_2 != VALUE_X && op.in_2 != VALUE_NONE;
         case OP_NEURONS:
             if (op.part < 0 || op.part >= l->feed_forward.num_blocks) return false;
             if ((op.in_2 == VALUE_ROUTED) != (l->feed_forward.experts != nullptr)) return false;
@@ -804,7 +935,7 @@ bool fits(const HsStep& s) {
     for (int64_t size : {s.width, s.num_neurons, s.context_length})
         if (size < 1 || size > INT32_MAX) return false;
     if (s.max_rows < 1 || s.max_rows > MAX_ROWS) return false;
-    if (s.num_tables < 1 || !s.table) return false;
+    if (s.num_tables < 1 || !s.table || !fits(s.ends, s.width)) return false;
     for (const HsTable* t = s.table; t < s.table + s.num_tables; ++t)
         if (!fits(*t, s.context_length) || t->num_sequences != s.table->num_sequences) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})

@@ -195,6 +195,26 @@ struct HsPerLayer {
     int32_t index;  // of its input in VALUE_PER_LAYER
 };
 
+// What a layer has for the planes of the hidden state; model/planes.py has the formulas. Letters: P planes.
+struct HsPlanes {
+    HsNorm norm;           // of the router
+    HsMatrix router;       // [P, D]; absent: there is one plane
+    const float* predict;  // [P P, P]
+    const float* correct;  // [P, P]
+    const float* scale;    // [D]
+};
+
+// A product of low rank: [R, D], then [D, R].
+struct HsLowRank {
+    HsMatrix left, right;
+};
+
+// What begins and ends the planes: [P - 1] matrices [D, D] each, or null if that is done elsewhere.
+struct HsPlaneEnds {
+    const HsMatrix *begin, *end;
+    int64_t num_planes;  // P; 0 counts as 1
+};
+
 struct HsLayer {
     const HsNorm* norm;  // [num_norms] of the hidden size, which OP_NORM has the index of
     int64_t num_norms;
@@ -206,6 +226,8 @@ struct HsLayer {
     HsFeedForward shared;  // experts that fire for every row; without blocks: none
     HsMatrix shared_gate;  // [1, D], their output is multiplied by sigmoid(shared_gate . in); or absent
     HsPerLayer per_layer;
+    HsPlanes planes;
+    HsLowRank low_rank;
 };
 
 // The operations of a step, in order, lowered from the program that step/program.py declares. Adjacent
@@ -226,12 +248,18 @@ enum OpKind : int32_t {
     OP_ROUTE,   // out = VALUE_ROUTED, the experts that the router chooses from in
     OP_SHARED,  // out = the shared experts of in
     OP_DELTA,   // out = the gated delta net of in; moves the state from slot to slot
-    OP_LAYER_INPUTS,  // out = VALUE_PER_LAYER, of the tokens and in, their embeddings
-    OP_PER_LAYER,     // out = what the layer makes of in and in_2 = VALUE_PER_LAYER
+    OP_LAYER_INPUTS,    // out = VALUE_PER_LAYER, of the tokens and in, their embeddings
+    OP_PER_LAYER,       // out = what the layer makes of in and in_2 = VALUE_PER_LAYER
+    OP_LOW_RANK,        // out = the product of low rank of in
+    OP_BEGIN_PLANES,    // out = VALUE_X, all planes, from the embedding in
+    OP_PREDICT_PLANES,  // estimates all planes of in = VALUE_X in place; out = the first
+    OP_CORRECT_PLANES,  // corrects all planes of in_2 = VALUE_X in place by in; out = the first, scaled
+    OP_ADD_TO_PLANES,   // adds in_2 to all planes of out = in = VALUE_X but the first
+    OP_END_PLANES,      // out = one hidden state of in = VALUE_X
     NUM_OP_KINDS
 };
 enum Value : int32_t {
-    VALUE_X,  // the hidden state
+    VALUE_X,  // the hidden state, [P D]
     VALUE_ATTN_IN,
     VALUE_FFN_IN,  // two, alternating by layer: a predictor may read the previous layer's
     VALUE_FFN_IN_2,
@@ -245,7 +273,9 @@ enum Value : int32_t {
     VALUE_ROUTED,  // [2 K] experts, as numbers, and their weights
     VALUE_SHARED_OUT,
     VALUE_PER_LAYER,  // [L, T, P] of the T rows of this step
-    VALUE_NONE,       // no vector
+    VALUE_ACTIVE,     // the active plane
+    VALUE_LOW_RANK,
+    VALUE_NONE,  // no vector
     NUM_VALUES = VALUE_NONE
 };
 struct HsOp {
@@ -259,6 +289,7 @@ struct HsStep {
     HsMatrix embedding, positions, head;
     HsLayerInputs layer_inputs;
     HsNorm output_norm;
+    HsPlaneEnds ends;
     const HsLayer* layer;
     const HsOp* op;
     // [max_rows, D or the value's own size] values that are shared with other devices. Null: in the

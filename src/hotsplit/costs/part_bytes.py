@@ -11,6 +11,7 @@ from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
+from hotsplit.model.planes import ENDS
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
@@ -223,10 +224,11 @@ def cache_bytes(
 
 
 def head_bytes(model: ModelFile) -> int:
-    """Bytes of the output norm and the output matrix, which is the embedding matrix if weights are
-    tied."""
-    norm = [e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm.")]
-    return sum(norm) + model.tensors[model.head_name].num_bytes
+    """Bytes of the output norm, of what begins and ends planes of the hidden state, and of the output
+    matrix, which is the embedding matrix if weights are tied."""
+    beside = ("output_norm.", *ENDS)
+    found = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(beside))
+    return found + model.tensors[model.head_name].num_bytes
 
 
 def embedding_bytes(model: ModelFile) -> int:

@@ -230,7 +230,7 @@ def _feed_forward(
     return replace(experts.mixture(activation), shared=shared, route=route)
 
 
-def _of_layer(
+def of_layer(
     read: "KeyReader", layer: int, num_layers: int, own: Mapping[str, Value]
 ) -> "KeyReader":
     """A reader of this layer's numbers, where keys have one for each layer, and of `own` keys."""
@@ -250,11 +250,11 @@ def of_keys(read: "KeyReader") -> ModelSpec:
             own[f"{name}.{key}"] = read.keys[f"{name}.{key}_swa"]
     heads = []
     for index, is_local in enumerate(is_local_L):
-        of_layer = _of_layer(read, index, num_layers, own if is_local else {})
-        rotary = of_layer.rotary("halves")
+        own_read = of_layer(read, index, num_layers, own if is_local else {})
+        rotary = own_read.rotary("halves")
         heads.append(
             Heads(
-                sizes=of_layer.sizes(),
+                sizes=own_read.sizes(),
                 rotary=replace(rotary, has_factors=False) if is_local else rotary,
                 window=read.count("attention.sliding_window") if is_local else None,
                 values_are_keys=f"blk.{index}.attn_v.weight" not in read.tensors,

@@ -22,7 +22,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         "block_count": np.uint32(spec.num_layers),
         "context_length": np.uint32(spec.context_length),
         "embedding_length": np.uint32(spec.hidden_size),
-        "feed_forward_length": np.uint32(_neurons(spec)),
+        "feed_forward_length": _neurons(spec),
         "attention.head_count": np.uint32(_same(a.num_heads for a in attentions)),
         "attention.head_count_kv": _by_layer(a.num_kv_heads for a in attentions),
         "attention.key_length": _by_layer(a.head_dim for a in attentions),
@@ -45,11 +45,13 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
     return {f"{graph.name}.{key}": value for key, value in keys.items()} | own
 
 
-def _neurons(spec: ModelSpec) -> int:
-    """Neurons of a layer, if some layers have experts and some do not of one that has none, and if
-    all have them of an expert."""
+def _neurons(spec: ModelSpec) -> Value:
+    """Neurons of a layer, or of each; if some layers have experts and some do not of one that has none,
+    and if all have them of an expert."""
     dense = [layer.neurons.number for layer in spec.layers if layer.route is None]
-    return _same(dense or (layer.neurons.of_expert for layer in spec.layers))
+    if not spec.has_experts:
+        return _by_layer(dense)
+    return np.uint32(_same(dense or (layer.neurons.of_expert for layer in spec.layers)))
 
 
 def _same(values: Iterable[int]) -> int:

@@ -1,9 +1,12 @@
 """The orders of blocks that the layers of models have."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hotsplit.model.per_layer import PerLayer
+from hotsplit.model.planes import ROUTER as ROUTER_OF_PLANES
+from hotsplit.model.planes import AddToPlanes, CorrectPlanes, LowRank, PredictPlanes
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -134,6 +137,41 @@ class Arrangement:
                 *blocks,
                 self._norm("post_ffw_norm", written, "ffn_out"),
                 *last,
+            )
+        )
+
+    def planes(
+        self,
+        attention: Attention,
+        neurons: Neurons,
+        per_layer: PerLayer,
+        *,
+        num_planes: int,
+        rank: int,
+    ) -> LayerSpec:
+        """`sandwich` on the active one of several planes, with a product of low rank beside attention; what
+        the layer's own input adds goes to the other planes (Gemma 3n)."""
+        router_norm = self._norm(f"{ROUTER_OF_PLANES}_norm", "active", "active")
+        low_rank = LowRank(rank=rank)
+        out = low_rank.writes
+        return LayerSpec(
+            blocks=(
+                PredictPlanes(num_planes=num_planes, norm=router_norm),
+                self._norm("attn_norm", "active", "attn_in"),
+                low_rank,
+                self._norm("laurel_post_norm", out, out),
+                Add(terms=(out, "attn_in"), writes=out),
+                attention,
+                self._norm("post_attention_norm", "attn_out", "attn_out"),
+                Add(terms=("active", "attn_out", out), writes="active", times=math.sqrt(0.5)),
+                self._norm("ffn_norm", "active", "ffn_in"),
+                neurons,
+                self._norm("post_ffw_norm", "ffn_out", "ffn_out"),
+                Add(terms=("active", "ffn_out"), writes="active"),
+                CorrectPlanes(num_planes=num_planes, norm=router_norm),
+                replace(per_layer, reads="active"),
+                self._norm("post_norm", per_layer.writes, per_layer.writes),
+                AddToPlanes(reads=per_layer.writes),
             )
         )
 

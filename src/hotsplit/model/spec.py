@@ -22,6 +22,7 @@ from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.neurons import SMOOTH, Activation, Neurons
 from hotsplit.model.per_layer import PerLayer, PerLayerInputs
+from hotsplit.model.planes import AddToPlanes, CorrectPlanes, LowRank, PredictPlanes
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 from hotsplit.model.route import Route
 
@@ -130,17 +131,21 @@ class Predict:
 
 @dataclass(frozen=True, kw_only=True)
 class Add:
-    """writes = scale * (the first term + factor * the sum of the others). `scale`: the name of its
+    """writes = times * scale * (the first term + factor * the sum of the others). `scale`: the name of its
     tensor, of one number; without a name it is 1."""
 
     terms: tuple[str, ...]
     writes: str = "x"
     factor: float = 1.0
+    times: float = 1.0
     scale: str = ""
 
 
 Mixer = Attention | DeltaNet
-Block = Norm | Attention | DeltaNet | Predict | Route | Neurons | PerLayer | Add
+OfPlanes = PredictPlanes | CorrectPlanes | AddToPlanes
+Block = (
+    Norm | Attention | DeltaNet | Predict | Route | Neurons | PerLayer | Add | OfPlanes | LowRank
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +230,10 @@ class ModelSpec:
     `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2);
     `has_positions`: learned positions are added to the embedding; `per_layer`: what layers with a
     PerLayer block get, from the host, which then embeds. `pooling`: how a text's vector comes of its
-    hidden states; None: the model does not say."""
+    hidden states; None: the model does not say.
+
+    With `num_planes` P above 1, the hidden state begins as the embedding e and W_i e for i = 1 .. P - 1, each
+    with the magnitude of e, and ends as the mean of x_0 and V_i x_i, each with that of x_0 (model/planes.py)."""
 
     architecture: str
     hidden_size: int
@@ -239,6 +247,7 @@ class ModelSpec:
     has_positions: bool = False
     per_layer: PerLayerInputs | None = None
     pooling: Pooling | None = None
+    num_planes: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -298,6 +307,8 @@ class ModelSpec:
     @property
     def only_on_cpu(self) -> str:
         """What of the model only the CPU computes; "" if GPUs compute all of it."""
+        if self.num_planes > 1:
+            return "planes of the hidden state"
         return "gates cut off by their mean" if self.has_cutoffs else ""
 
     @property

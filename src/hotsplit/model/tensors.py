@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
+from hotsplit.model import planes
 from hotsplit.model.per_layer import GATE, INPUT_NORM, OUTPUT, PROJECTION, TABLE, PerLayer
+from hotsplit.model.planes import CorrectPlanes, LowRank, PredictPlanes
 from hotsplit.model.rope import LONG, SHORT
 from hotsplit.model.spec import (
     Add,
@@ -49,6 +51,16 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
             case PerLayer():
                 shapes[f"{GATE}.weight"] = (block.size, spec.hidden_size)
                 shapes[f"{OUTPUT}.weight"] = (spec.hidden_size, block.size)
+            case PredictPlanes():
+                shapes |= _norm(block.norm)
+                shapes[f"{planes.ROUTER}.weight"] = (block.num_planes, spec.hidden_size)
+                shapes[f"{planes.PREDICT}.weight"] = (block.num_planes**2, block.num_planes)
+            case CorrectPlanes():
+                shapes[f"{planes.CORRECT}.weight"] = (block.num_planes, block.num_planes)
+                shapes[f"{planes.SCALE}.weight"] = (spec.hidden_size,)
+            case LowRank():
+                shapes[f"{planes.LEFT}.weight"] = (block.rank, spec.hidden_size)
+                shapes[f"{planes.RIGHT}.weight"] = (spec.hidden_size, block.rank)
             case Add():
                 shapes |= {f"{block.scale}.weight": (1,)} if block.scale else {}
     return dict(sorted(shapes.items(), key=lambda item: item[0].endswith(".bias")))
@@ -73,6 +85,9 @@ def outer_shapes(spec: ModelSpec) -> Shapes:
         shapes[f"{TABLE}.weight"] = (spec.vocab_size, spec.num_inputs)
         shapes[f"{PROJECTION}.weight"] = (spec.num_inputs, spec.hidden_size)
         shapes[f"{INPUT_NORM}.weight"] = (spec.per_layer.size,)
+    for plane in range(spec.num_planes - 1):
+        square = (spec.hidden_size, spec.hidden_size)
+        shapes |= {f"{name}.{plane}.weight": square for name in (planes.BEGIN, planes.END)}
     return shapes if spec.output_norm is None else shapes | _norm(spec.output_norm)
 
 
@@ -108,13 +123,13 @@ def is_neuron_major(name: str) -> bool:
 
 def is_router(name: str) -> bool:
     """True for the matrix of a router, which decides in f32."""
-    return name.endswith(f"{ROUTER}.weight")
+    return name.endswith((f"{ROUTER}.weight", f"{planes.ROUTER}.weight"))
 
 
 def is_vector(name: str, shape: tuple[int, ...]) -> bool:
     """True for what is kept in f32: all that is no matrix, or several vectors, such as the biases of
     experts [E, N] and the norms of heads [H, W]."""
-    return len(shape) == 1 or name.endswith((".bias", "_norm.weight", CONV))
+    return len(shape) == 1 or name.endswith((".bias", "_norm.weight", "_coef.weight", CONV))
 
 
 def in_layout(name: str, layout: Layout) -> str:

@@ -27,9 +27,7 @@ _BY_NAME = (
      "an encoder, which generates no text"),
     (("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
      "models for images and audio are not supported; the text model alone may be"),
-    (("gemma3n",),
-     "several residual streams and embeddings of each layer are not supported; Gemma 3 runs"),
-    (("gemma",), "this Gemma's graph is not supported; Gemma 2 and 3 run"),
+    (("gemma",), "this Gemma's graph is not supported; Gemma 2 to 4 run"),
     (("bloom", "mpt", "baichuan13"),
      f"attention biased by distance (ALiBi) is not computed; {_SMALL}"),
     (("gpt2", "gptneo", "gpt_neo", "gptj", "codegen", "starcoderfor", "gptbigcode"),
@@ -85,7 +83,7 @@ _BY_KEY = {
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
 CHECKPOINTS = (
-    "Llama, Mistral, Qwen 2 to 3.6, Ministral, Phi-3 and 4-mini, Gemma 2 to 4, SmolLM3, OLMo 2 and 3,"
+    "Llama, Mistral, Qwen 2 to 3.6, Ministral, Phi-3 and 4-mini, Gemma 2 to 4 and 3n, SmolLM3, OLMo 2 and 3,"
     " GLM-4, Granite, StarCoder 2, Command R, Cohere 2, Nemotron, Arcee, Falcon, OPT, sparse ones"
     " such as ProSparse, and the mixtures of experts Mixtral, OLMoE, Qwen 2 to 3.6, Granite, GLM-4.5,"
     " gpt-oss and SmallThinker"

@@ -1,0 +1,291 @@
+"""Gemma 3n: a Gemma whose hidden state has several planes (AltUp), with a product of low rank beside
+attention (LAuReL), an input of its own in each layer, and in its first layers gates that are cut off by their
+mean and deviation, so that one neuron in twenty fires."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+
+from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import Blueprint, NameOf, gguf_names
+from hotsplit.families.config_reader import GATED, ConfigReader
+from hotsplit.families.family import Architecture, Family, Tensors
+from hotsplit.families.gemma import LOCAL_THETA, LOGIT_CAP, cap_of, key_cap
+from hotsplit.families.gemma4 import FULL, INPUTS, LEFT_OUT, of_layer
+from hotsplit.families.llama import whole_sizes
+from hotsplit.families.row_order import Rows, planes_apart, planes_joined
+from hotsplit.families.sizes import Sizes
+from hotsplit.files.gguf_file import Value
+from hotsplit.files.typed import shown
+from hotsplit.model import planes
+from hotsplit.model.per_layer import TABLE, PerLayer
+from hotsplit.model.spec import Activation, LowRank, ModelSpec, Rotary
+
+if TYPE_CHECKING:
+    from hotsplit.families.key_reader import KeyReader
+
+PERIOD = 5  # of the layers without a window
+CUTOFFS, PATTERN = "activation_sparsity_scale", "activation_sparsity_pattern"
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config without a pattern that has more layers than that
+# llama.cpp's cutoff and the layers that have it, whatever the file says (src/models/models.h), and the
+# layers that have keys and values of their own.
+STOCK_NUMBERS = 4, 64, 256  # planes, rank beside attention, values of a layer's input
+STOCK_CUTOFF, STOCK_OWN_LAYERS = 1.6448533535003662, 20
+_OUTER = {"model.altup_projections.": planes.BEGIN, "model.altup_unembed_projections.": planes.END}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the layers of a Gemma 3n share beside their sizes."""
+
+    num_planes: int
+    rank: int  # of the product beside attention
+    rotaries: tuple[Rotary, Rotary]  # of layers without a window, and of those with one
+    window: int
+    activation: Activation
+    logit_cap: float | None
+    inputs: int  # values of each layer's own
+
+
+def gemma3n(read: ConfigReader) -> Blueprint:
+    """Gemma3nForCausalLM, and the text model of Gemma3nForConditionalGeneration."""
+    read.refuse("use_bidirectional_attention", False, why="attention is always causal")
+    read.refuse("attention_bias", False, why="its attention has no biases here")
+    read.refuse("altup_active_idx", 0, why="the active plane is the first here")
+    read.refuse("altup_correct_scale", True, why="the corrected plane is always scaled here")
+    read.refuse("num_kv_shared_layers", 0, why="keys and values of other layers are not used")
+    widths = _widths(read)
+    widest = ConfigReader(
+        read.path, {**read.values, "intermediate_size": max(widths)}, max_rows=read.max_rows
+    )
+    sizes = whole_sizes(widest, read.count("max_position_embeddings"))
+    sizes, whole, _ = read.rotary_of(sizes, FULL, "rope_theta", 1e6)
+    _, local, _ = read.rotary_of(sizes, "sliding_attention", "rope_local_base_freq", LOCAL_THETA)
+    num_planes = read.count("altup_num_inputs")
+    if not 2 <= num_planes <= planes.MOST_PLANES:
+        raise HotsplitError(
+            f"{read.path}: altup_num_inputs is {num_planes}, wanted 2 to {planes.MOST_PLANES}"
+        )
+    numbers = Numbers(
+        num_planes=num_planes,
+        rank=read.count("laurel_rank"),
+        rotaries=(whole, local),
+        window=read.count("sliding_window"),
+        activation=read.activation("hidden_activation", GATED),
+        logit_cap=cap_of(read, LOGIT_CAP),
+        inputs=read.count("hidden_size_per_layer_input"),
+    )
+    is_local_L = read.layers_with_window(sizes.num_layers, PERIOD)
+    each = [replace(sizes, num_neurons=width) for width in widths]
+    return Blueprint(
+        spec=gemma3n_spec(each, is_local_L, _cutoffs(read, sizes.num_layers), numbers),
+        name_of=_names(gguf_names(gguf.MODEL_ARCH.GEMMA3N, sizes.num_layers)),
+        rows=_rows_of_layers(read, sizes.vocab_size),
+        ignored_prefixes=LEFT_OUT,
+    )
+
+
+def _rows_of_layers(read: ConfigReader, vocab_size: int) -> dict[str, Rows]:
+    """The rows of the embeddings of layers: tokens beyond their vocabulary, those of images and sound, have
+    the first one's."""
+    name, count = f"{TABLE}.weight", read.count("vocab_size_per_layer_input")
+    if count == vocab_size:
+        return {}
+    order = np.where(np.arange(vocab_size) < count, np.arange(vocab_size), 0)
+    return {name: Rows(source=name, order=order, num_rows=count)}
+
+
+def _widths(read: ConfigReader) -> list[int]:
+    """The neurons of each layer."""
+    key, num_layers = "intermediate_size", read.count("num_hidden_layers")
+    found = read.values.get(key)
+    if not isinstance(found, list):
+        return [read.count(key)] * num_layers
+    if len(found) != num_layers:
+        raise HotsplitError(
+            f"{read.path}: {key} is {shown(found)}, wanted a number or {num_layers} of them"
+        )
+    return [ConfigReader(read.path, {key: width}).count(key) for width in found]
+
+
+def _cutoffs(read: ConfigReader, num_layers: int) -> list[float | None]:
+    """The cutoff of each layer's gates: so many deviations above the mean are a share of the neurons of
+    normally distributed gates."""
+    found = read.values.get(PATTERN)
+    if found is None:
+        count = SPARSE_LAYERS if num_layers > SPARSE_LAYERS else 0
+        found = [SPARSITY] * count + [0.0] * (num_layers - count)
+    is_share = isinstance(found, list) and all(
+        isinstance(share, int | float) and 0 <= share < 1 for share in found
+    )
+    if not isinstance(found, list) or not is_share or len(found) != num_layers:
+        raise HotsplitError(
+            f"{read.path}: {PATTERN} is {shown(found)}, wanted {num_layers} shares below 1"
+        )
+    return [NormalDist().inv_cdf(share) if share else None for share in found]
+
+
+def _names(name_of: NameOf) -> NameOf:
+    """The names, also where models for images and sound are beside; llama.cpp's map lacks those of one
+    plane each, and a suffix of the scale."""
+
+    def name(source: str) -> str | None:
+        source = source.replace("model.language_model.", "model.")
+        for prefix, outer in _OUTER.items():
+            if source.startswith(prefix):
+                return f"{outer}.{source.removeprefix(prefix)}"
+        found = name_of(source)
+        return f"{found}.weight" if found and found.endswith(planes.SCALE) else found
+
+    return name
+
+
+def gemma3n_spec(
+    sizes_L: Sequence[Sizes], is_local_L: Sequence[bool], cutoff_L: Sequence[float | None],
+    numbers: Numbers,
+) -> ModelSpec:  # fmt: skip
+    layers = [
+        sizes.arrangement().planes(
+            sizes.attention(
+                numbers.rotaries[is_local], window=numbers.window if is_local else None, scale=1.0,
+                has_head_norms=True, norms_values=True,
+            ),
+            replace(sizes.neurons(numbers.activation), cutoff=cutoff),
+            PerLayer(size=numbers.inputs, activation=numbers.activation),
+            num_planes=numbers.num_planes,
+            rank=numbers.rank,
+        )
+        for sizes, is_local, cutoff in zip(sizes_L, is_local_L, cutoff_L, strict=True)
+    ]  # fmt: skip
+    spec = sizes_L[0].model(
+        "gemma3n", layers, embedding_scale=math.sqrt(sizes_L[0].hidden_size),
+        logit_cap=numbers.logit_cap, inputs=numbers.inputs,
+    )  # fmt: skip
+    return replace(spec, num_planes=numbers.num_planes)
+
+
+def of_keys(read: "KeyReader") -> ModelSpec:
+    num_layers, name = read.count("block_count"), read.graph.name
+    sizes_L = [of_layer(read, layer, num_layers, {}).sizes() for layer in range(num_layers)]
+    whole = read.rotary("halves")
+    local = Rotary(theta=read.positive(f"{name}.rope.freq_base_swa", LOCAL_THETA), pairing="halves")
+    if read.whole("altup.active_idx", 0):
+        raise HotsplitError(
+            f"{read.path}: altup.active_idx is not 0: the active plane is the first here"
+        )
+    left = read.tensors.get(f"blk.0.{planes.LEFT}.weight")
+    numbers = Numbers(
+        num_planes=min(read.count("altup.num_inputs", 4), planes.MOST_PLANES),
+        rank=64 if left is None else left.shape[0],
+        rotaries=(whole, local),
+        window=read.count("attention.sliding_window"),
+        activation=read.activation(),
+        logit_cap=key_cap(read, f"{name}.{LOGIT_CAP}", 0.0),
+        inputs=read.count(INPUTS),
+    )
+    is_local_L = read.layers_with_window(num_layers, PERIOD)
+    return gemma3n_spec(sizes_L, is_local_L, _cutoffs_of_keys(read, num_layers), numbers)
+
+
+def _cutoffs_of_keys(read: "KeyReader", num_layers: int) -> list[float | None]:
+    """The cutoffs; without the key those that llama.cpp's graph has."""
+    key = f"{read.graph.name}.{CUTOFFS}"
+    if key not in read.keys:
+        return [STOCK_CUTOFF if layer < SPARSE_LAYERS else None for layer in range(num_layers)]
+    found = read.floats(key, num_layers)
+    if max(found) == math.inf:
+        raise HotsplitError(f"{read.path}: key {key!r} has infinity: no neuron would fire")
+    return [None if cutoff == -math.inf else cutoff for cutoff in found]
+
+
+def keys(spec: ModelSpec) -> Mapping[str, Value]:
+    attentions = spec.attentions
+    local = next((a for a in attentions if a.window is not None), attentions[-1])
+    assert local.rotary is not None and spec.per_layer is not None
+    cutoffs = [layer.neurons.cutoff for layer in spec.layers]
+    return {
+        "attention.sliding_window": np.uint32(local.window or spec.context_length),
+        "attention.sliding_window_pattern": [a.window is not None for a in attentions],
+        "rope.freq_base_swa": np.float32(local.rotary.theta),
+        LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
+        "altup.active_idx": np.uint32(0),
+        "altup.num_inputs": np.uint32(spec.num_planes),
+        "attention.shared_kv_layers": np.uint32(0),
+        INPUTS: np.uint32(spec.per_layer.size),
+        CUTOFFS: [-math.inf if cutoff is None else cutoff for cutoff in cutoffs],
+    }
+
+
+def not_in_stock(spec: ModelSpec) -> str | None:
+    """What llama.cpp's graph has no key for."""
+    is_cut_L = [layer.neurons.cutoff is not None for layer in spec.layers]
+    assert spec.per_layer is not None
+    ranks = {b.rank for layer in spec.layers for b in layer.blocks if isinstance(b, LowRank)}
+    numbers = spec.num_planes, max(ranks), spec.per_layer.size
+    if numbers != STOCK_NUMBERS:
+        return f"has {_words(STOCK_NUMBERS)}, this model {_words(numbers)}"
+    if spec.num_layers > STOCK_OWN_LAYERS:
+        return f"takes keys and values of earlier layers beyond {STOCK_OWN_LAYERS}, this model none"
+    if is_cut_L != [layer < SPARSE_LAYERS for layer in range(spec.num_layers)]:
+        return f"cuts gates off in the first {SPARSE_LAYERS} layers, this model in others"
+    if any(abs(x.neurons.cutoff - STOCK_CUTOFF) > 1e-5 for x in spec.layers if x.neurons.cutoff):
+        return (
+            f"cuts gates off {STOCK_CUTOFF:.4f} deviations above their mean, this model elsewhere"
+        )
+    return None
+
+
+def _words(numbers: tuple[int, int, int]) -> str:
+    num_planes, rank, inputs = numbers
+    return f"{num_planes} planes, a product of rank {rank} and layers' inputs of {inputs} values"
+
+
+def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
+    return planes_apart(tensors, (planes.BEGIN, planes.END))
+
+
+def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
+    return planes_joined(tensors, (planes.BEGIN, planes.END))
+
+
+GEMMA3N = Family(
+    model_types=("gemma3n_text",),
+    blueprint=gemma3n,
+    read_keys=(LOGIT_CAP,),
+    defaults={
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "attention_bias": False,
+        "sliding_window": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        LOGIT_CAP: 30.0,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "num_kv_shared_layers": 15,
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "laurel_rank": 64,
+    },
+)
+GEMMA3N_WITH_IMAGES = replace(GEMMA3N, model_types=("gemma3n",), text_key="text_config")
+GRAPH = Architecture(
+    name="gemma3n",
+    of_keys=of_keys,
+    keys=keys,
+    known_keys=(
+        LOGIT_CAP, CUTOFFS, INPUTS, "altup.active_idx", "altup.num_inputs", "attention.sliding_window",
+        "attention.sliding_window_pattern", "rope.freq_base_swa",
+    ),
+    stock_activations=("gelu_tanh",),
+    not_in_stock=not_in_stock,
+    apart=apart,
+    joined=joined,
+)  # fmt: skip
