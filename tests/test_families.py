@@ -178,7 +178,7 @@ CASES = {
     "qwen2": Qwen2Config(**GATED | ODD),
     "qwen2-mqa-tied-relu": Qwen2Config(**GATED | MQA | TIED, hidden_act="relu"),
     "qwen2-window": Qwen2Config(
-        **GATED, use_sliding_window=True, sliding_window=16, max_window_layers=1
+        **GATED, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "qwen3": Qwen3Config(**GATED | ODD, head_dim=32),
     "qwen3-biases-tied": Qwen3Config(**GATED | TIED, head_dim=16, attention_bias=True),
@@ -301,9 +301,13 @@ CASES = {
     ),
     "smollm3": SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
     "smollm3-biases-untied": SmolLM3Config(
-        **GATED | UNTIED | {"num_hidden_layers": 8}, attention_bias=True, mlp_bias=True
+        **GATED | UNTIED | {"num_hidden_layers": 4}, attention_bias=True, mlp_bias=True,
+        use_sliding_window=True, sliding_window=3,
     ),
     "mixtral": MixtralConfig(**GATED | ODD | {"intermediate_size": 53}, num_local_experts=5),
+    "mixtral-window": MixtralConfig(
+        **GATED | MQA | {"intermediate_size": 32}, num_local_experts=3, sliding_window=4
+    ),
     "olmoe": OlmoeConfig(**MOE | ODD | {"intermediate_size": 53, "num_key_value_heads": 4}),
     "olmoe-grouped": OlmoeConfig(**MOE | {"intermediate_size": 53}),
     "olmoe-renormalised": OlmoeConfig(
@@ -313,7 +317,8 @@ CASES = {
     "qwen2moe": Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=43),
     "qwen2moe-plain": Qwen2MoeConfig(
         **MOE | MQA | TIED, shared_expert_intermediate_size=32, qkv_bias=False,
-        norm_topk_prob=True, hidden_act="relu", mlp_only_layers=[0],
+        norm_topk_prob=True, hidden_act="relu", mlp_only_layers=[0], use_sliding_window=True,
+        sliding_window=4,
     ),
     "qwen3moe": Qwen3MoeConfig(**MOE | ODD, head_dim=32, norm_topk_prob=True),
     "granitemoe": GraniteMoeConfig(**GRANITE | ODD),
@@ -353,11 +358,12 @@ CASES = {
     ),
     "qwen35moe": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
     "qwen3moe-first-dense": Qwen3MoeConfig(
-        **MOE | TIED, head_dim=16, mlp_only_layers=[0, 1], attention_bias=True
+        **MOE | TIED, head_dim=16, mlp_only_layers=[0, 1], attention_bias=True,
+        use_sliding_window=True, sliding_window=5,
     ),
 }  # fmt: skip
 
-MIXTURES = [case for case in CASES if "moe" in case or case == "mixtral" or "oss" in case]
+MIXTURES = [case for case in CASES if "moe" in case or "mixtral" in case or "oss" in case]
 
 
 @pytest.fixture(scope="module")
@@ -471,6 +477,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("mistral-window", "attends to all tokens, this model to the latest 5"),
         ("nemotron-biases-tied", "has heads of 64 values together, this model of 128"),
         ("arcee-biases", "has no attn_output.bias|has no ffn_down.bias"),
+        ("qwen2-window", "attends to all tokens, this model to the latest 5"),
         ("starcoder2", "attends to all tokens, this model to the latest 5"),
         ("command-r-plus", "norms heads in models of 64 layers and more"),
         ("cohere2-others", "has windows in all layers but each 4th, this model in others"),

@@ -266,23 +266,6 @@ class ConfigReader:
             )
         return [name == known[1] for name in types]
 
-    def window(self, context_length: int, is_used: bool = True) -> tuple[int, tuple[str, ...]]:
-        """The context length, cut to a sliding window, and a note if it is cut.
-
-        Within one window's length, attention is the same with and without a window."""
-        window = self.values.get("sliding_window")
-        has_window = is_used and window is not None
-        self.check_layer_types("full", *(["sliding"] if has_window else []))
-        if not is_used or window is None:
-            return context_length, ()
-        length = self.count("sliding_window")
-        if length >= context_length:
-            return context_length, ()
-        return length, (
-            f"context {context_length:,} cut to {length:,}: attention slides over that many tokens,"
-            " and only the first window is supported",
-        )
-
     def check_layer_types(self, *kinds: str, why: str = "the graph does not compute that") -> None:
         """Raises HotsplitError if `layer_types` has others than these."""
         known = [f"{kind}_attention" for kind in kinds]

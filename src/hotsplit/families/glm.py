@@ -33,7 +33,7 @@ SECOND_NORM = "post_attention_norm"
 def glm4(read: ConfigReader) -> Blueprint:
     """Glm4MoeForCausalLM. Layers beyond the last, which only predict tokens further ahead, are left
     out."""
-    sizes, notes = llama_sizes(read, has_window=False)
+    sizes = llama_sizes(read)
     length = read.count("moe_intermediate_size")
     route = Route(
         num_experts=config_count(read), num_used=read.count("num_experts_per_tok"),
@@ -58,7 +58,6 @@ def glm4(read: ConfigReader) -> Blueprint:
         name_of=_with_choice_bias(gguf_names(gguf.MODEL_ARCH.GLM4_MOE, sizes.num_layers)),
         rope_factors=factors,
         ignored_prefixes=(f"model.layers.{sizes.num_layers}.",),
-        notes=notes,
     )  # fmt: skip
 
 

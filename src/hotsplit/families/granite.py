@@ -45,7 +45,7 @@ Factors = tuple[float, float, float, float]
 
 def granite(read: ConfigReader) -> Blueprint:
     """GraniteForCausalLM."""
-    sizes, notes = llama_sizes(read, has_window=False)
+    sizes = llama_sizes(read)
     sizes, rotary, factors = read.rotary(sizes, "adjacent")
     activation, biases = read.activation("hidden_act", GATED), read.biases()
     return Blueprint(
@@ -55,7 +55,6 @@ def granite(read: ConfigReader) -> Blueprint:
         name_of=gguf_names(gguf.MODEL_ARCH.GRANITE, sizes.num_layers),
         rope_factors=factors,
         rows=rotary_rows(sizes),
-        notes=notes,
     )
 
 
@@ -101,7 +100,7 @@ def _factors(read: ConfigReader) -> Factors:
 
 def granite_moe(read: ConfigReader) -> Blueprint:
     """GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM."""
-    sizes, notes = llama_sizes(read, has_window=False)
+    sizes = llama_sizes(read)
     shared = read.values.get("shared_intermediate_size") or 0
     experts = Experts(
         route=Route(
@@ -123,7 +122,6 @@ def granite_moe(read: ConfigReader) -> Blueprint:
         name_of=_with_shared(names),
         rope_factors=factors,
         rows=rotary_rows(sizes) | _joined_rows(experts.num_shared, "_shexp"),
-        notes=notes,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def prosparse(read: ConfigReader) -> Blueprint:
 
 
 def _llama(read: ConfigReader, activations: Mapping[str, str]) -> Blueprint:
-    sizes, notes = llama_sizes(read)
+    sizes = llama_sizes(read)
     sizes, rotary, factors = read.rotary(sizes, "adjacent")
     activation = read.activation("hidden_act", activations)
     return Blueprint(
@@ -48,15 +48,13 @@ def _llama(read: ConfigReader, activations: Mapping[str, str]) -> Blueprint:
         name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, sizes.num_layers),
         rope_factors=factors,
         rows=rotary_rows(sizes),
-        notes=notes,
     )
 
 
-def llama_sizes(read: ConfigReader, has_window: bool = True) -> tuple[Sizes, tuple[str, ...]]:
-    """The sizes, from the keys that Llama's relatives share, and a note if a sliding window cuts
-    the context."""
-    context, notes = read.window(read.count("max_position_embeddings"), has_window)
-    return whole_sizes(read, context), notes
+def llama_sizes(read: ConfigReader) -> Sizes:
+    """The sizes of a model without windows, from the keys that Llama's relatives share."""
+    read.check_layer_types("full")
+    return whole_sizes(read, read.count("max_position_embeddings"))
 
 
 def whole_sizes(

@@ -22,9 +22,17 @@ from hotsplit.families.experts import (
     with_dense_layers,
 )
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
-from hotsplit.families.llama import llama_sizes, llama_spec
+from hotsplit.families.llama import keys as llama_keys
+from hotsplit.families.llama import llama_sizes, llama_spec, whole_sizes
 from hotsplit.families.row_order import rotary_rows
 from hotsplit.families.sizes import Sizes
+from hotsplit.families.windows import KEYS as WINDOW_KEYS
+from hotsplit.families.windows import (
+    Windows,
+    no_windows_in_stock,
+    windows_of_config,
+    windows_of_keys,
+)
 from hotsplit.model.spec import ModelSpec, Route
 
 if TYPE_CHECKING:
@@ -35,21 +43,23 @@ _LENGTH = "moe_intermediate_size"
 
 def mixtral(read: ConfigReader) -> Blueprint:
     """MixtralForCausalLM: a Llama's graph, of which `intermediate_size` neurons are an expert's."""
-    sizes, notes = llama_sizes(read)
+    sizes = whole_sizes(read, read.count("max_position_embeddings"))
     experts = _experts(read, sizes, sizes.num_neurons, renormalises=True)
+    windows = _in_all_layers(read, sizes.num_layers)
     sizes, rotary, factors = read.rotary(sizes, "adjacent", default_theta=1e6)
     return Blueprint(
-        spec=llama_spec(sizes, rotary, read.activation("hidden_act", GATED), experts=experts),
+        spec=llama_spec(
+            sizes, rotary, read.activation("hidden_act", GATED), experts=experts, windows=windows
+        ),
         name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, sizes.num_layers),
         rope_factors=factors,
         rows=rotary_rows(sizes),
-        notes=notes,
     )
 
 
 def olmoe(read: ConfigReader) -> Blueprint:
     """OlmoeForCausalLM: norms of all heads of queries, and of keys, together."""
-    sizes, notes = llama_sizes(read, has_window=False)
+    sizes = llama_sizes(read)
     experts = _experts(
         read, sizes, sizes.num_neurons, renormalises=read.flag("norm_topk_prob")
     )  # fmt: skip
@@ -62,7 +72,6 @@ def olmoe(read: ConfigReader) -> Blueprint:
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.OLMOE, sizes.num_layers),
         rope_factors=factors,
-        notes=notes,
     )  # fmt: skip
 
 
@@ -81,8 +90,17 @@ def qwen3(read: ConfigReader) -> Blueprint:
 def _qwen(
     read: ConfigReader, name: str, arch: gguf.MODEL_ARCH, options: tuple[str, ...]
 ) -> Blueprint:
-    sizes, notes = llama_sizes(read, has_window=read.flag("use_sliding_window"))
+    sizes = whole_sizes(read, read.count("max_position_embeddings"))
     num_dense, is_qwen2 = dense_layers(read, sizes.num_layers), name == "qwen2moe"
+    is_used = read.flag("use_sliding_window")
+    if is_qwen2:  # in every other layer, up to a number of them
+        last = read.whole("max_window_layers") if is_used else 0
+        has_window_L = [layer % 2 == 0 and layer < last for layer in range(sizes.num_layers)]
+        windows = windows_of_config(
+            read, sizes.num_layers, is_used=is_used, has_window_L=has_window_L
+        )
+    else:
+        windows = _in_all_layers(read, sizes.num_layers, is_used=is_used)
     experts = _experts(
         read, sizes, read.count(_LENGTH), renormalises=read.flag("norm_topk_prob"),
         num_dense=num_dense,
@@ -94,12 +112,18 @@ def _qwen(
     return Blueprint(
         spec=llama_spec(
             sizes, rotary, read.activation("hidden_act", GATED), options, architecture=name,
-            has_head_norms=not is_qwen2, experts=experts,
+            has_head_norms=not is_qwen2, experts=experts, windows=windows,
         ),
         name_of=with_dense_layers(gguf_names(arch, sizes.num_layers), sizes.num_layers),
         rope_factors=factors,
-        notes=notes,
     )  # fmt: skip
+
+
+def _in_all_layers(read: ConfigReader, num_layers: int, *, is_used: bool = True) -> Windows:
+    """The windows of a model that has them in all layers, whatever `layer_types` says."""
+    has_windows = is_used and read.values.get("sliding_window") is not None
+    read.check_layer_types("sliding" if has_windows else "full", why="transformers ignores the key")
+    return windows_of_config(read, num_layers, is_used=is_used)
 
 
 def _experts(
@@ -136,7 +160,12 @@ def _of_keys(
         sizes, read.rotary("halves"), read.activation(), read.options(sizes.num_layers),
         architecture=read.graph.name, has_head_norms=has_head_norms,
         norms_all_heads=norms_all_heads, experts=experts,
+        windows=windows_of_keys(read, sizes.num_layers),
     )  # fmt: skip
+
+
+def _not_in_qwen(spec: ModelSpec, *, renormalises: bool) -> str | None:
+    return other_in_stock(spec, renormalises=renormalises) or no_windows_in_stock(spec)
 
 
 def _not_in_olmoe(spec: ModelSpec) -> str | None:
@@ -171,8 +200,11 @@ QWEN2 = Family(
     model_types=("qwen2_moe",),
     read_keys=COUNTS,
     defaults=_QWEN
-    | {"num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True, "num_key_value_heads": 16},
-)
+    | {
+        "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True, "num_key_value_heads": 16,
+        "max_window_layers": 28,
+    },
+)  # fmt: skip
 QWEN3 = Family(
     blueprint=qwen3,
     model_types=("qwen3_moe",),
@@ -191,19 +223,19 @@ OLMOE_GRAPH = Architecture(
 QWEN2_GRAPH = Architecture(
     name="qwen2moe",
     of_keys=partial(_of_keys, renormalises=False, has_shared=True, is_divided=True),
-    keys=expert_keys,
-    known_keys=KEYS,
+    keys=llama_keys,
+    known_keys=(*KEYS, *WINDOW_KEYS),
     options=PROJECTION_BIASES,
     stock_activations=("silu",),
     stock_options=PROJECTION_BIASES[:3],
-    not_in_stock=partial(other_in_stock, renormalises=False),
+    not_in_stock=partial(_not_in_qwen, renormalises=False),
 )
 QWEN3_GRAPH = Architecture(
     name="qwen3moe",
     of_keys=partial(_of_keys, renormalises=True, has_head_norms=True, is_divided=True),
-    keys=expert_keys,
-    known_keys=KEYS,
+    keys=llama_keys,
+    known_keys=(*KEYS, *WINDOW_KEYS),
     options=PROJECTION_BIASES,
     stock_activations=("silu",),
-    not_in_stock=partial(other_in_stock, renormalises=True),
+    not_in_stock=partial(_not_in_qwen, renormalises=True),
 )

@@ -8,7 +8,14 @@ import gguf
 from hotsplit.families.blueprint import Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
-from hotsplit.families.llama import llama_sizes, llama_spec
+from hotsplit.families.llama import llama_spec, whole_sizes
+from hotsplit.families.windows import (
+    KEYS,
+    no_windows_in_stock,
+    window_keys,
+    windows_of_config,
+    windows_of_keys,
+)
 from hotsplit.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -28,17 +35,22 @@ def qwen3(read: ConfigReader) -> Blueprint:
 
 
 def _qwen(read: ConfigReader, architecture: str, options: tuple[str, ...]) -> Blueprint:
-    sizes, notes = llama_sizes(read, has_window=read.flag("use_sliding_window"))
+    sizes = whole_sizes(read, read.count("max_position_embeddings"))
+    is_used = read.flag("use_sliding_window")
+    first = read.whole("max_window_layers") if is_used else sizes.num_layers
+    windows = windows_of_config(
+        read, sizes.num_layers, is_used=is_used,
+        has_window_L=[layer >= first for layer in range(sizes.num_layers)],
+    )  # fmt: skip
     sizes, rotary, factors = read.rotary(sizes, "halves")
     activation = read.activation("hidden_act", GATED)
     return Blueprint(
         spec=llama_spec(
             sizes, rotary, activation, options, architecture=architecture,
-            has_head_norms=architecture == "qwen3",
+            has_head_norms=architecture == "qwen3", windows=windows,
         ),
         name_of=gguf_names(ARCHES[architecture], sizes.num_layers),
         rope_factors=factors,
-        notes=notes,
     )  # fmt: skip
 
 
@@ -47,6 +59,7 @@ def of_keys(read: "KeyReader", *, has_head_norms: bool) -> ModelSpec:
     return llama_spec(
         sizes, read.rotary("halves"), read.activation(), read.options(sizes.num_layers),
         architecture=read.graph.name, has_head_norms=has_head_norms,
+        windows=windows_of_keys(read, sizes.num_layers),
     )  # fmt: skip
 
 
@@ -55,6 +68,7 @@ DEFAULTS = {
     "num_key_value_heads": 32,
     "use_sliding_window": False,
     "sliding_window": 4096,
+    "max_window_layers": 28,
 }
 QWEN2 = Family(blueprint=qwen2, model_types=("qwen2",), defaults=DEFAULTS)
 QWEN3 = Family(
@@ -66,6 +80,9 @@ OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
 QWEN2_GRAPH = Architecture(
     name="qwen2",
     of_keys=partial(of_keys, has_head_norms=False),
+    keys=window_keys,
+    known_keys=KEYS,
+    not_in_stock=no_windows_in_stock,
     options=OPTIONS,
     stock_activations=("silu",),
     stock_options=PROJECTION_BIASES[:3],
@@ -73,6 +90,9 @@ QWEN2_GRAPH = Architecture(
 QWEN3_GRAPH = Architecture(
     name="qwen3",
     of_keys=partial(of_keys, has_head_norms=True),
+    keys=window_keys,
+    known_keys=KEYS,
+    not_in_stock=no_windows_in_stock,
     options=OPTIONS,
     stock_activations=("silu",),
 )

@@ -16,13 +16,16 @@ KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
 Windows = Sequence[int | None]  # of each layer
 
 
-def windows_of_config(read: ConfigReader, num_layers: int) -> Windows:
-    """The window in the layers that `layer_types` names, in all without that key; none if it is
-    null."""
-    if read.values.get("sliding_window") is None:
+def windows_of_config(
+    read: ConfigReader, num_layers: int, *, is_used: bool = True,
+    has_window_L: Sequence[bool] | None = None,
+) -> Windows:  # fmt: skip
+    """The window in the layers that `layer_types` names, without that key in those of `has_window_L`,
+    by default in all; none if it is null or not used."""
+    if not is_used or read.values.get("sliding_window") is None:
         read.check_layer_types("full", why="there is no window")
         return [None] * num_layers
-    window, has_window_L = read.count("sliding_window"), [True] * num_layers
+    window, has_window_L = read.count("sliding_window"), has_window_L or [True] * num_layers
     if read.values.get("layer_types") is not None:
         has_window_L = read.layers_with_window(num_layers, 1)
     return [window if has_window else None for has_window in has_window_L]
