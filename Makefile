@@ -148,9 +148,9 @@ $(FULL): $(BASE) $(PROFILE)
 	$(HOTSPLIT) convert $(BASE) -o $@ --predictors $(DIR)/predictors --force \
 	  $(if $(SPARSITY),--thresholds $(PROFILE)); fi
 
-$(MACHINE): examples/machines/rtx-4060-8gb.json
+$(MACHINE):
 	@echo "== calibrate: this machine -> $@"
-	@$(HOTSPLIT) calibrate -o $@ --gpu-from $< --force
+	@$(HOTSPLIT) calibrate -o $@ --gpu-from rtx-4060-8gb --force
 
 $(SPLIT): $(FULL) $(PROFILE) $(MACHINE) $(DIR)/settings-SOLVE_SETTINGS
 	@echo "== solve: $(FULL) for $(VRAM) of VRAM -> $@"

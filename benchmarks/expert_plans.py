@@ -6,7 +6,7 @@ No weights exist: a model file is its spec and the types and shapes of its tenso
 routings are drawn. In `S`, the expert of rank r in a layer's own order has the weight r^-S, and a token
 chooses as many of them as the model's do, without replacement. In `S:N`, a text of STRETCH tokens has one
 of N topics, and a topic has factors of its own on all weights, whose logarithms have the standard deviation
-SPREAD: experts are then chosen together. The machine is an RTX 4060 by its datasheet (examples/machines)
+SPREAD: experts are then chosen together. The machine is an RTX 4060 by its data sheet (all of its bandwidth)
 beside a CPU that reads 60 GB/s, or as many as the case says after an `@`. Times are the solver's
 predictions, of tokens that were not used to plan; only the solver's own seconds are measured."""
 
@@ -26,6 +26,7 @@ import numpy as np
 from machine import RESULTS, result_of, write_result
 from random_model import CONV, SHAPES
 
+from hotsplit.artifacts.data_sheets import machine_of as machine_of_sheets
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
@@ -49,7 +50,7 @@ from hotsplit.solver.problem import (
 CONTEXT, PLANNED, SEED = 4096, 2048, 0
 CPU_GB_PER_S, LAYER_S, TOKEN_S, LOGIT_S = 60.0, 8e-6, 5e-5, 1e-10
 STRETCH, SPREAD = 64, 2.0
-CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
+CARD, CARD_GB_PER_S = "rtx-4060-8gb", 272.0
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "expert-plans.svg"
 # Layers and words.
 FULL = {"qwen3-30b-a3b": (48, 151_936), "qwen3.6-35b-a3b": (40, 248_320)}
@@ -156,7 +157,9 @@ def machine_of(cpu_gb_per_s: float) -> Machine:
         layer_s=dict.fromkeys(("exact", "predicted"), Figure(best=LAYER_S)),
         token_s=Figure(best=TOKEN_S), logit_s=Figure(best=LOGIT_S),
     )  # fmt: skip
-    return replace(Machine.load(CARD), cpu_costs=costs, memory_bytes=64 << 30, free_bytes=60 << 30)
+    card = machine_of_sheets(CARD)
+    gpu = replace(card.gpus[0], bandwidth_gb_per_s=Figure(best=CARD_GB_PER_S))
+    return replace(card, gpus=(gpu,), cpu_costs=costs, memory_bytes=64 << 30, free_bytes=60 << 30)
 
 
 # ---- times ----------------------------------------------------------------------------------

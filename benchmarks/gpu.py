@@ -49,7 +49,7 @@ from hotsplit.solver.solve import SolveConfig, solve
 # The budget of a model entirely on the GPU: WHOLE times its bytes, plus BESIDE_BYTES for cache and
 # workspace.
 WHOLE, BESIDE_BYTES = 1.1, 1 << 30
-CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
+CARD = Path("rtx-4060-8gb")  # by its data sheet
 PLAN = ("status", "gap", "solve_s", "objective_s", "num_hot", "num_neurons", "num_dense_on_gpu",
         "head_on_gpu", "hot_traffic_share", "gpu_bytes", "cpu_bytes")  # fmt: skip
 NO_HOST_LIMIT = 1 << 40  # main memory must not limit a plan here

@@ -5,6 +5,9 @@ Only data is fetched, no Python file."""
 import glob
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,29 +44,68 @@ def find_source(source: Path) -> Path:
 
     Raises HotsplitError if files are missing there and cannot be downloaded, or if there is no such
     type."""
+    found = named_on_hub(source)
+    if found is None:
+        return source
+    with hub_errors(found.name):
+        files = files_of(found)
+        return files.place(fetched(found.name, files))
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model as it is named: a repository, and the type of one of its GGUFs."""
+
+    name: str
+    kind: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of a model in its repository: the weights by their names, of a GGUF in order, and of a
+    checkpoint what describes them."""
+
+    weights: tuple[str, ...]
+    is_gguf: bool
+
+    def place(self, folder: Path) -> Path:
+        """The model in a folder that has these files: the folder, or the GGUF."""
+        return folder / self.weights[0] if self.is_gguf else folder
+
+
+def named_on_hub(source: Path) -> Named | None:
+    """What a source names on the hub; None for a path."""
     found = HUB_NAME.fullmatch(source.as_posix())
     # models/llama beside a folder `models` is a mistyped path rather than an organisation, and so is
     # the name of a file.
     is_path = source.exists() or source.parent.is_dir() or source.suffix == ".gguf"
-    if is_path or found is None:
-        return source
-    return _download(found["name"], found["kind"])
+    return None if is_path or found is None else Named(found["name"], found["kind"])
 
 
-def _download(name: str, kind: str | None) -> Path:
+def files_of(given: Named) -> Files:
+    """Which files of the repository are the model. Raises HotsplitError for a type that is not there,
+    and exceptions for `hub_errors` if the hub does not answer."""
+    names, kind = _names(given.name), given.kind
+    for patterns in (SAFETENSORS, PICKLED) if kind is None else ():
+        weights = [each for each in names if any(fnmatchcase(each, p) for p in patterns)]
+        if weights:
+            return Files(weights=tuple(weights), is_gguf=False)
+    if kind is not None or any(map(_is_gguf, names)):
+        chosen = _gguf(given.name, kind, list(filter(_is_gguf, names)))
+        return Files(weights=tuple(chosen), is_gguf=True)
+    return Files(weights=(), is_gguf=False)  # they will be missed
+
+
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """Turns what the hub's client raises into HotsplitErrors about a name."""
     # Slow to import, and not needed for folders.
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     library = _library()
     try:
-        names = _names(name)
-        for weights in (SAFETENSORS, PICKLED) if kind is None else ():
-            if any(fnmatchcase(each, pattern) for each in names for pattern in weights):
-                return _fetched(name, [*DESCRIPTIONS, *weights])
-        if kind is not None or any(map(_is_gguf, names)):
-            return _gguf(name, kind, list(filter(_is_gguf, names)))
-        return _fetched(name, DESCRIPTIONS)  # whose weights will be missed
+        yield
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
             tried = f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has no copy"
@@ -109,20 +151,22 @@ def _names(name: str) -> list[str]:
     return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
-def _fetched(name: str, patterns: list[str]) -> Path:
+def fetched(name: str, files: Files, *, has_weights: bool = True) -> Path:
+    """The folder of these files in the hub's cache; without weights, only what describes them."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=IN_FOLDERS))
+    patterns = [] if files.is_gguf else list(DESCRIPTIONS)
+    patterns += [glob.escape(each) for each in files.weights if has_weights]
+    ignored = [] if files.is_gguf else IN_FOLDERS
+    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
 
 
 def _is_gguf(name: str) -> bool:
     return name.endswith(".gguf") and not _BESIDE.search(name)
 
 
-def _gguf(name: str, kind: str | None, names: list[str]) -> Path:
-    """The GGUF of a type, of those with these names."""
-    from huggingface_hub import snapshot_download
-
+def _gguf(name: str, kind: str | None, names: list[str]) -> list[str]:
+    """The files of the GGUF of a type, of those with these names."""
     by_stem: dict[str, list[str]] = {}  # of a file, or of the parts of one model
     for each in sorted(names):
         by_stem.setdefault(_PART.sub("", each.removesuffix(".gguf")), []).append(each)
@@ -139,9 +183,7 @@ def _gguf(name: str, kind: str | None, names: list[str]) -> Path:
         what = "several GGUFs" if chosen else f"no GGUF of type {wanted}" if by_stem else "no GGUF"
         more = f"; it has {shown}: give the type after a colon, {name}:Q8_0" if by_stem else ""
         raise HotsplitError(f"{name}: on the hub there is {what}{more}")
-    files = by_stem[chosen[0]]
-    patterns = [glob.escape(file) for file in files]
-    return Path(snapshot_download(name, allow_patterns=patterns)) / files[0]
+    return by_stem[chosen[0]]
 
 
 def _refuse(name: str, what: str, next_step: str, error: Exception) -> NoReturn:

@@ -107,7 +107,8 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     )
     device = wishes.engine.device if room.gpus else "cpu"
     _check_cache(model, wishes, budgets, device)
-    where = (given.gpus and why_cpu) or _where_line(wishes, room, budgets, context)
+    has_gpu = bool(given.gpus)
+    where = (has_gpu and why_cpu) or _where_line(wishes, room, budgets, context, has_gpu=has_gpu)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
     rotary = _position_lines(model, wishes, context)
     lines = (type_line, *notes, mode_line, *given.lines, where, *rotary)
@@ -358,7 +359,10 @@ def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     return None
 
 
-def _where_line(wishes: Wishes, room: Room, budgets: tuple[int, ...], context: int) -> str:
+def _where_line(
+    wishes: Wishes, room: Room, budgets: tuple[int, ...], context: int, *, has_gpu: bool
+) -> str:
+    """Where it runs, and why; `has_gpu`: there is one, even if `room` has none left."""
     if budgets:
         given = " and ".join(map(format_bytes, budgets))
         return (
@@ -370,10 +374,9 @@ def _where_line(wishes: Wishes, room: Room, budgets: tuple[int, ...], context: i
         return "on the CPU, without a plan: --device cpu"
     if wishes.vram is not None and not any(wishes.vram):
         return "on the CPU, without a plan: --vram 0"
-    if not torch.cuda.is_available() and wishes.vram is None:
-        return "on the CPU, without a plan: torch sees no GPU here"
-    if not torch.cuda.is_available():
-        return "on the CPU, without a plan: torch sees no GPU here, so --vram has no effect"
+    if not has_gpu and not torch.cuda.is_available():
+        no_effect = "" if wishes.vram is None else ", so --vram has no effect"
+        return f"on the CPU, without a plan: torch sees no GPU here{no_effect}"
     what = "the GPU's free memory" if wishes.vram is None else "--vram"
     return (
         f"on the CPU, without a plan: {what} is too little even for the temporaries of this model"

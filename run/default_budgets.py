@@ -1,9 +1,11 @@
 """The memory of this machine that a model may take."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hotsplit.artifacts.machine_file import Machine
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import memory_limit_bytes
 
@@ -29,25 +31,35 @@ def room_here(vram: tuple[int, ...] | None, device: str | None) -> Room:
     if not torch.cuda.is_available() or (device or "cuda").startswith("cpu"):
         return Room(main=main)
     first = torch.device(device or "cuda").index or 0
+    count = 1 if vram is None else min(len(vram), torch.cuda.device_count() - first)
+    free = [torch.cuda.mem_get_info(torch.device("cuda", first + n))[0] for n in range(count)]
+    return _room(main, vram, free)
+
+
+def room_of(machine: Machine, vram: tuple[int, ...] | None, device: str | None) -> Room:
+    """The same on a machine that was measured or is described elsewhere."""
+    main = int(MAIN_SHARE * machine.memory_bytes)
+    if (device or "cuda").startswith("cpu") or not machine.gpus:
+        return Room(main=main)
+    return _room(main, vram, [gpu.free_bytes for gpu in machine.gpus])
+
+
+def _room(main: int, vram: tuple[int, ...] | None, free: Sequence[int]) -> Room:
+    """The room where so many bytes are free on the GPUs."""
     if vram is None:
-        return Room(main=main, gpus=(_default(_free(first)),))
+        return Room(main=main, gpus=(_most_of(free[0]),))
     if not any(vram):
         return Room(main=main)
     gpus, lines = list(vram), []
-    for number in range(min(len(vram), torch.cuda.device_count() - first)):
-        free = _free(first + number)
-        if vram[number] > free:
-            gpus[number] = _default(free)
+    for number, (budget, available) in enumerate(zip(vram, free, strict=False)):
+        if budget > available:
+            gpus[number] = _most_of(available)
             lines.append(
-                f"--vram {format_bytes(vram[number])}: only {format_bytes(free)} are free on the GPU"
+                f"--vram {format_bytes(budget)}: only {format_bytes(available)} are free on the GPU"
                 f"{f' {number}' if len(vram) > 1 else ''}, so {format_bytes(gpus[number])} are used"
             )
     return Room(main=main, gpus=tuple(gpus), lines=tuple(lines))
 
 
-def _free(number: int) -> int:
-    return torch.cuda.mem_get_info(torch.device("cuda", number))[0]
-
-
-def _default(free: int) -> int:
+def _most_of(free: int) -> int:
     return int(GPU_SHARE * free) // STEP_BYTES * STEP_BYTES

@@ -15,7 +15,7 @@ from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.run import stages
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes, choose, worth
-from hotsplit.run.default_budgets import room_here
+from hotsplit.run.default_budgets import Room, room_here
 from hotsplit.run.estimate import (
     Estimate,
     decided,
@@ -143,10 +143,14 @@ def job_of(
     cache: Cache,
     *,
     is_verified: bool | None = None,
+    room: Room | None = None,
+    is_here: bool = True,
 ) -> Job:
-    """Decides everything that can be decided before any stage runs, and says why. Raises
-    HotsplitError for a source that cannot be run with these options."""
-    choice = choose(source, wishes, room_here(wishes.vram, wishes.engine.device))
+    """Decides everything that can be decided before any stage runs, and says why. `room`: the memory to
+    use, of another machine unless `is_here`. Raises HotsplitError for a source that cannot be run with
+    these options."""
+    here = room_here(wishes.vram, wishes.engine.device) if room is None else room
+    choice = choose(source, wishes, here)
     _check_tokens(choice, wishes)
     for line in choice.lines:
         cache.say(line)
@@ -154,7 +158,7 @@ def job_of(
         source=source, choice=choice, wishes=wishes, texts=texts, cache=cache,
         rates=Rates.load(cache.folder, digest(machine_key())),
     )  # fmt: skip
-    return decided(job, is_verified)
+    return decided(job, is_verified) if is_here else job
 
 
 def _check_tokens(choice: Choice, wishes: Wishes) -> None:
@@ -234,7 +238,7 @@ def _tokens(job: Job, look: Entry) -> int | None:
 
 
 def summary(job: Job, planned: Estimate) -> dict[str, Any]:
-    """The report for --dry-run and --json."""
+    """What was chosen, and the stages that are left, for reports in JSON."""
     choice: Choice = job.choice
     return {
         "source": job.source.name, "outtype": choice.outtype or job.source.own_type,

@@ -39,8 +39,13 @@ class Step:
     gain_s: float
 
 
-def placed_line(inputs: Inputs, plan: PipelinePlacement, problem: Problem) -> str:
-    """What is on the GPUs."""
+def placed_line(
+    inputs: Inputs,
+    plan: PipelinePlacement,
+    problem: Problem,
+    by: str = "On the text of the profile",
+) -> str:
+    """What is on the GPUs; `by`: what the choices of experts are those of."""
     placement, spec = plan.placement, inputs.model.spec
     routed, number = problem.replayed, problem.num_neurons
     dense = [n for n in range(spec.num_layers) if n not in routed]
@@ -69,7 +74,7 @@ def placed_line(inputs: Inputs, plan: PipelinePlacement, problem: Problem) -> st
         return line
     share = np.mean([_share(problem.sides(n).rank_TK, placement.hot_LF[n]) for n in routed])
     return (
-        f"{line}. On the text of the profile, {share:.0%} of the experts that a token's routers choose are"
+        f"{line}. {by}, {share:.0%} of the experts that a token's routers choose are"
         " there; the CPU computes the others at the same time"
     )
 

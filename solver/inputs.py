@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hotsplit.artifacts.changed_model import with_rope_scaling
+from hotsplit.artifacts.data_sheets import load_machine
 from hotsplit.artifacts.limits_file import check_made_with
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -149,7 +150,8 @@ def load_inputs(
     rope: tuple[str | None, float | None] = (None, None),
     kv_offload: KeySelection | None = None,
 ) -> Inputs:
-    """Raises HotsplitError for files that do not belong together or lack something required."""
+    """Reads the files, then as `inputs_from`. Raises HotsplitError for files that do not belong
+    together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
     refuse_gpus(model, file.spec, "plans are for GPUs", "run it without a plan")
     if file.spec.has_experts:
@@ -158,25 +160,51 @@ def load_inputs(
         raise HotsplitError(
             "--neuron-cache with --mode dense, which reads every neuron; wanted exact or predicted"
         )
+    return inputs_from(
+        file, profile_for(file, profile, mode), load_machine(machine),
+        paths=(model, profile, machine), budgets=budgets, host_budget=host_budget,
+        context_length=context_length, mode=mode, workspace=workspace,
+        swapped_rows=0 if neuron_cache is None else swapped_rows(neuron_cache, file),
+        num_sequences=num_sequences, kv_offload=kv_offload,
+    )  # fmt: skip
+
+
+def inputs_from(
+    model: ModelFile,
+    profile: Profile,
+    machine: Machine,
+    *,
+    paths: tuple[Path, Path | None, Path],
+    budgets: tuple[int, ...],
+    host_budget: int | None,
+    context_length: int | None,
+    mode: Mode | None,
+    workspace: Workspace,
+    swapped_rows: int = 0,
+    num_sequences: int = 1,
+    kv_offload: KeySelection | None = None,
+) -> Inputs:
+    """Checked inputs from what the files at `paths` hold. None: all main memory, the model's context
+    up to DEFAULT_CONTEXT, and the mode that the model was made for. Raises HotsplitError if they do not
+    belong together or lack something required."""
     if kv_offload is not None:
-        kv_offload.check_windows(model, file.spec)
-    profile_file, machine_file = profile_for(file, profile, mode), Machine.load(machine)
+        kv_offload.check_windows(paths[0], model.spec)
     inputs = Inputs(
-        model=file,
-        profile=profile_file,
-        machine=machine_file,
-        paths=(model, profile, machine),
-        context_length=context_length or min(file.spec.context_length, DEFAULT_CONTEXT),
-        mode=mode or ("dense" if file.spec.has_experts else mode_meant(file)),
+        model=model,
+        profile=profile,
+        machine=machine,
+        paths=paths,
+        context_length=context_length or min(model.spec.context_length, DEFAULT_CONTEXT),
+        mode=mode or ("dense" if model.spec.has_experts else mode_meant(model)),
         workspace=0,
         budgets=budgets,
-        host_budget=machine_file.memory_bytes if host_budget is None else host_budget,
-        swapped_rows=0 if neuron_cache is None else swapped_rows(neuron_cache, file),
+        host_budget=machine.memory_bytes if host_budget is None else host_budget,
+        swapped_rows=swapped_rows,
         num_sequences=num_sequences,
         kv_offload=kv_offload,
     )
     again = "run hotsplit profile on this model"
-    check_made_with(profile_file.limits, profile or model, file.limits, model, again)
+    check_made_with(profile.limits, paths[1] or paths[0], model.limits, paths[0], again)
     _check_profile(inputs)
     _check_machine(inputs)
     return inputs.with_workspace(workspace)

@@ -89,7 +89,8 @@ def find_plan(
 ) -> Answer | None:
     """The fastest plan found, no slower than the feasible ones in `known`, than everything on one
     GPU, or than nothing on any. If the bound shows that no plan takes less than `beat_s`, the
-    search stops and returns the best plan so far.
+    search stops and returns the best plan so far; with a time limit of 0 the integer program, mostly
+    a second opinion, is left out.
 
     None if no plan fits all memories."""
     nothing = cpu_only_plan(pipeline)
@@ -117,6 +118,8 @@ def find_plan(
         return _answer(pipeline, "time_limit", start, bound_s)
     if bound_s >= start_s * (1 - HIGHS_SLACK):  # beyond that HiGHS cannot tell
         return _answer(pipeline, "optimal", start, bound_s, _memory_notes(pipeline, start))
+    if not time_limit_s and pipeline.model.rank_LTK is None:
+        return _answer(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
     if pipeline.model.rank_LTK is not None:  # the program's prices are means
         start = _polished(pipeline, start)
         return _answer(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
@@ -138,10 +141,14 @@ def find_plan(
 def _polished(pipeline: Pipeline, plan: PipelinePlacement) -> PipelinePlacement:
     """The plan with as many experts in each layer, chosen anew where that is faster."""
     hot_LF, placement = plan.placement.hot_LF.copy(), plan.placement
-    for layer in pipeline.model.replayed:
+    known: dict[object, np.ndarray] = {}
+    for layer, twin in pipeline.model.twins.items():
         problem = pipeline.problems[int(plan.home_I[layer])]
         if 0 < hot_LF[layer].sum() < problem.num_neurons:
-            hot_LF[layer] = replay.polished(problem.sides(layer), hot_LF[layer])
+            key = (twin, int(plan.home_I[layer]), hot_LF[layer].tobytes())
+            if key not in known:
+                known[key] = replay.polished(problem.sides(layer), hot_LF[layer])
+            hot_LF[layer] = known[key]
     return replace(plan, placement=replace(placement, hot_LF=hot_LF))
 
 

@@ -144,9 +144,11 @@ class Problem:
         seconds_LN = np.maximum(hot_LN, cold_LN)
         seconds_LN[np.arange(self.num_neurons + 1) < self.min_hot_L[:, None]] = np.inf
         seconds_LN[:, [0, -1]] = np.inf
-        for layer in self.replayed:
+        for layer, twin in self.twins.items():
             counts = range(int(self.min_hot_L[layer]), self.num_neurons)
-            if counts:
+            if twin != layer:
+                seconds_LN[layer] = seconds_LN[twin]
+            elif counts:
                 least_N = seconds_LN[layer, counts.start : -1]
                 least_N[:] = replay.least_seconds(self.sides(layer), counts, least_N)
         return seconds_LN
@@ -163,23 +165,40 @@ class Problem:
             for dense in (False, True)
         ]  # fmt: skip
         for dense, seconds_LN in enumerate(sides):
-            for layer in self.replayed:
-                seconds_LN[layer] = replay.prefix_seconds(self.sides(layer), bool(dense))
+            for layer, twin in self.twins.items():
+                if twin != layer:
+                    seconds_LN[layer] = seconds_LN[twin]
+                else:
+                    seconds_LN[layer] = replay.prefix_seconds(self.sides(layer), bool(dense))
         return np.stack(sides)
 
     def with_budget(self, budget_bytes: int) -> "Problem":
         """The same problem with another budget; what was computed of its layers is kept."""
         other, own = replace(self, budget_bytes=budget_bytes), vars(self)
-        names = ("prefix_LN", "least_split_s_LN", "hottest_s_2LN")
+        names = ("prefix_LN", "least_split_s_LN", "hottest_s_2LN", "replayed", "twins")
         vars(other).update({name: own[name] for name in names if name in own})
         return other
 
-    @property
+    @cached_property
     def replayed(self) -> list[int]:
         """The layers with experts, which are priced by replay."""
         if self.rank_LTK is None:
             return []
         return np.flatnonzero((self.rank_LTK >= 0).any(axis=(1, 2))).tolist()
+
+    @cached_property
+    def twins(self) -> dict[int, int]:
+        """For each layer that is priced by replay, the first one with the same choices, sizes and rates:
+        assumed choices are those of all layers."""
+        first: dict[object, int] = {}
+        found = {}
+        for layer in self.replayed:
+            assert self.rank_LTK is not None
+            rates = (self.hot_s_per_byte_L[layer], self.cpu_s_per_byte_L[layer])
+            sizes = (self.neuron_bytes_L[layer], self.min_hot_L[layer])
+            key = (self.rank_LTK[layer].tobytes(), *rates, *sizes)
+            found[layer] = first.setdefault(key, layer)
+        return found
 
     def sides(self, layer: int) -> replay.Sides:
         """What the experts of a layer cost on either side."""

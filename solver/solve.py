@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.data_sheets import is_named, load_machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import UNKNOWN, Split
 from hotsplit.costs.part_bytes import Items, placed_units
@@ -211,7 +211,7 @@ def check(config: SolveConfig) -> Split:
     split.check_against(model, config.output)
     split.check_files(config.output, profile=config.profile, machine=config.machine)
     profile = profile_for(model, config.profile, split.mode)
-    machine = Machine.load(config.machine)
+    machine = load_machine(config.machine)
     verify(split, model=model, profile=profile, machine=machine)
     return split
 
@@ -241,7 +241,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         gpu_budget_bytes=inputs.budgets if has_many else (),
         host_budget_bytes=inputs.host_budget,
         profile_sha256=UNKNOWN if profile_path is None else sha256_of(profile_path),
-        machine_sha256=sha256_of(machine_path),
+        machine_sha256=UNKNOWN if is_named(machine_path) else sha256_of(machine_path),
         cache=planned_cache(inputs, pipeline, placement),
         num_sequences=inputs.num_sequences,
         kv_offload=inputs.kv_offload,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-relu"
-CARD = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
+CARD = "rtx-4060-8gb"  # by its data sheet
 INSTALLED = re.compile(
     r"install\(TARGETS (\w+) LIBRARY DESTINATION ([\w/]+)\)"
 )  # in CMakeLists.txt

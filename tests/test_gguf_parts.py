@@ -209,7 +209,7 @@ def test_links_find_their_neighbours(parts, tmp_path):
         part.rename(blobs / str(number))
         (snapshot / part.name).symlink_to(blobs / str(number))
     assert ModelFile.load(snapshot / parts[0].name).tensors
-    assert main(["run", str(snapshot / parts[0].name), "--dry-run"]) == 0
+    assert main(["plan", str(snapshot / parts[0].name), "--machine", "rtx-4060-8gb"]) == 0
 
 
 def test_every_part_is_an_input(parts, tmp_path, capsys):

@@ -17,6 +17,7 @@ from hotsplit.run.housekeeping import list_cache
 from hotsplit.runtime.text.codec import TextCodec
 
 pytest_plugins = ("run_fixtures",)
+CARD = "rtx-4060-8gb"  # the machine of a plan, by its data sheet
 TEXT = "brown fox 123"
 GIVE = "give the model's tokenizer.json with --tokenizer FILE, to run or to convert"
 
@@ -57,7 +58,7 @@ def test_what_cannot_be_used_is_refused_before_any_work(
     path = changed(stock, tmp_path / "in.gguf", **values)
     with pytest.raises(HotsplitError) as caught:
         convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
-    for command in (["run", "--dry-run", "-p", "the"], ["run", "-p", "the", "--outtype", "q8_0"]):
+    for command in (["plan", "--machine", CARD], ["run", "-p", "the", "--outtype", "q8_0"]):
         assert main([*command, str(path)]) == 1
         line = capsys.readouterr().err.splitlines()[-1]
         assert all(why in line for why in [*reasons, GIVE]), line
@@ -97,10 +98,10 @@ def test_a_checkpoint_without_a_tokenizer_is_given_one(folder, tmp_path, capsys,
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
     (bare / "tokenizer.json").unlink()
-    assert main(["run", str(bare), "-p", "the", "--dry-run"]) == 1
+    assert main(["plan", str(bare), "--machine", CARD]) == 1
     assert f"bare: has no tokenizer, which text needs; {GIVE}" in capsys.readouterr().err
     given, output = folder / "tokenizer.json", tmp_path / "m.gguf"
-    assert main(["run", str(bare), "-p", "the", "--dry-run", "--tokenizer", str(given)]) == 0
+    assert main(["plan", str(bare), "--machine", CARD, "--tokenizer", str(given)]) == 0
     report = convert(ConvertConfig(source=bare, output=output))
     assert f"no tokenizer.json, which text needs; {GIVE}" in report.notes[0]
     convert(ConvertConfig(source=bare, output=output, tokenizer=given, force=True))

@@ -1,6 +1,8 @@
 """GGUFs named as on the hub, which a local server stands for."""
 
+import dataclasses
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,13 +11,31 @@ from types import MappingProxyType
 from typing import ClassVar
 
 import pytest
+from checkpoints import random_llama
 from models import byte_level_keys, make_model, make_sizes
+from published_headers import HEADERS, write_parts
 
 from hotsplit.cli import main
-from hotsplit.convert import hub
+from hotsplit.convert import hub, hub_headers
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_parts import part_paths
 
 NAME, COMMIT = "some-org/tiny-GGUF", "1" * 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """The bytes of a file, as far as they are asked for."""
+
+    path: Path
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size
+
+    def __getitem__(self, part: slice) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(part.start)
+            return file.read(part.stop - part.start)
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -23,6 +43,8 @@ class FakeHub(BaseHTTPRequestHandler):
 
     files: ClassVar[dict[str, bytes]] = {}
     asked: ClassVar[list[str]] = []
+    sends_parts: ClassVar[bool] = True
+    num_bytes: ClassVar[int] = 0  # sent in parts
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -37,15 +59,28 @@ class FakeHub(BaseHTTPRequestHandler):
         if not path.startswith(f"/{NAME}/resolve/"):
             self.send_error(404)
             return
-        name = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
-        self.reply(self.files[name], {"ETag": f'"{name.encode().hex()}"', "X-Repo-Commit": COMMIT})
+        name = path.removeprefix(f"/{NAME}/resolve/").partition("/")[2]
+        data, headers = (
+            self.files[name],
+            {"ETag": f'"{name.encode().hex()}"', "X-Repo-Commit": COMMIT},
+        )
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked is not None and self.sends_parts and self.command == "GET":
+            part = data[int(asked[1]) : int(asked[2]) + 1]
+            place = f"bytes {asked[1]}-{int(asked[1]) + len(part) - 1}/{len(data)}"
+            self.reply(part, {**headers, "Content-Range": place}, 206)
+            FakeHub.num_bytes += len(part)
+            return
+        self.reply(data, headers)
         if self.command == "GET":
             self.asked.append(name)
 
     do_HEAD = do_GET
 
-    def reply(self, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.send_response(200)
+    def reply(
+        self, body: bytes, headers: Mapping[str, str] = MappingProxyType({}), code: int = 200
+    ) -> None:
+        self.send_response(code)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -68,8 +103,9 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
              "mmproj-F16.gguf", "UD/tiny-UD-Q2_K_XL.gguf", "tiny-UD-Q4_K_M.gguf", "mtp-tiny-Q8_0.gguf")  # fmt: skip
     monkeypatch.setattr(FakeHub, "files", {name: name.encode() for name in names})
     monkeypatch.setattr(FakeHub, "asked", [])
+    monkeypatch.setattr(FakeHub, "num_bytes", 0)
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -139,3 +175,45 @@ def test_the_only_gguf_needs_no_type_and_is_run(files, tmp_path, monkeypatch, ca
         assert main(["generate", *model, *asked]) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1] == texts[2]
+
+
+def report_of_plan(capsys, source: object) -> dict:
+    assert main(["plan", str(source), "--machine", "rtx-4060-8gb", "--vram", "0", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_reads_only_the_header_of_a_gguf(files, tmp_path, monkeypatch, capsys):
+    """And the factors of its rotary embeddings; the headers are longer than a part at first."""
+    monkeypatch.setattr(hub_headers, "GGUF_BYTES", 2048)
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "kept"))
+    header = dataclasses.replace(HEADERS[0], sizes=(2, *HEADERS[0].sizes[1:]))
+    first = write_parts(tmp_path, header, 2)
+    monkeypatch.setattr(FakeHub, "files", {part.name: Sparse(part) for part in part_paths(first)})
+    there, here = (report_of_plan(capsys, each) for each in (f"{NAME}:Q4_K_M", first))
+    size = sum(part.stat().st_size for part in part_paths(first))
+    assert there["download_bytes"] == size and FakeHub.num_bytes < 40_000 and not FakeHub.asked
+    same = ("token_s", "cpu_bytes", "reasons", "outtype", "layer_split")
+    assert [there[key] for key in same] == [here[key] for key in same]
+    assert there["next"] == f"hotsplit run {NAME}:Q4_K_M --vram 0" and not here["download_bytes"]
+    monkeypatch.setattr(FakeHub, "sends_parts", False)
+    assert main(["plan", f"{NAME}:Q4_K_M", "--machine", "rtx-4060-8gb"]) == 1
+    assert f"sends no part of {first.name}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_plan_of_a_checkpoint_reads_its_descriptions_and_headers(
+    files, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(hub_headers, "SHARD_BYTES", 64)
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "kept"))
+    folder = random_llama(tmp_path / "silu", hidden_act="silu")
+    found = {file.name: file.read_bytes() for file in folder.iterdir()}
+    monkeypatch.setattr(FakeHub, "files", found)
+    there, here = (report_of_plan(capsys, each) for each in (NAME, folder))
+    assert "model.safetensors" not in FakeHub.asked and "config.json" in FakeHub.asked
+    assert there["download_bytes"] == len(found["model.safetensors"])
+    assert FakeHub.num_bytes < there["download_bytes"] / 10
+    same = ("token_s", "cpu_bytes", "reasons", "outtype")
+    assert [there[key] for key in same] == [here[key] for key in same]
+    monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}", "pytorch_model.bin": b""})
+    assert main(["plan", NAME, "--machine", "rtx-4060-8gb"]) == 1
+    assert "are pickles, which have no header" in capsys.readouterr().err.splitlines()[-1]

@@ -19,7 +19,8 @@ from reference import rel_error
 from transformers import AutoModelForCausalLM
 
 from hotsplit import Engine
-from hotsplit.artifacts.machine_file import Figure, Machine
+from hotsplit.artifacts.data_sheets import load_machine
+from hotsplit.artifacts.machine_file import Figure
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import EDGES, NUM_BINS, Profile
@@ -38,7 +39,7 @@ from hotsplit.profile.sparsity.thresholds import thresholds_for
 from hotsplit.runtime.step.workspace import workspace_bytes
 
 ROOT = Path(__file__).parent.parent
-RTX = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
+RTX = Path("rtx-4060-8gb")  # by its data sheet
 IDS = torch.randint(320, (70,), generator=torch.Generator().manual_seed(0))
 
 
@@ -309,7 +310,7 @@ def test_every_command_of_the_pipeline(tmp_path, random_model):
     """Every stage as a user types it; --json gives one object on stdout."""
     text = random_model / "text.txt"
     # A model this small gains only on a GPU whose launches cost next to nothing.
-    card, soon = Machine.load(RTX), Figure(best=1e-7)
+    card, soon = load_machine(RTX), Figure(best=1e-7)
     times = ("launch_s", "kernel_s", "token_s", "copy_latency_s", "hand_over_s", "cpu_run_s")
     gpu = replace(card.gpus[0], **dict.fromkeys(times, soon))
     replace(card, gpus=(gpu,)).save(tmp_path / "card.json")

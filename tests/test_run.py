@@ -201,15 +201,12 @@ def test_other_commands_prepare_a_checkpoint_as_run_does(capsys, silu, gpu, tmp_
 
 
 def test_a_draft_model_is_prepared_as_the_model_is(capsys, silu, cache, monkeypatch):
-    """The draft model is prepared before the model; a dry run says that it would be."""
+    """The draft model is prepared before the model."""
     model = str(cache.parent / "m.gguf")
     assert main(["convert", str(silu), "-o", model]) == 0
     asked = (model, "-p", "the", "-n", "6", "--temp", "0", "-t", "1")
     assert main(["generate", *asked]) == 0
     alone = capsys.readouterr().out
-    assert main(["run", *asked, "-md", str(silu), "--dry-run"]) == 0
-    assert f"the draft model {silu} would be prepared" in capsys.readouterr().err
-    assert not list(cache.glob("model-*"))
     opened, drafts = speculation._draft_engine, []
     monkeypatch.setattr(
         speculation, "_draft_engine", lambda *given: drafts.append(given[1]) or opened(*given)
@@ -441,15 +438,21 @@ def test_a_cache_that_cannot_be_written_is_refused_in_one_line(monkeypatch, caps
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_dry_run_makes_nothing(capsys, relu, cache):
-    assert main(["run", str(relu), "--dry-run", "--json"]) == 0
+def test_a_plan_for_this_machine_measures_it_and_makes_nothing_else(capsys, relu, cache, gpu):
+    """It says what `run` would do, and how long that takes."""
+    assert main(["plan", str(relu), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [work["kind"] for work in plan["stages"]] == ["model", "look", "profile", "full"]
-    assert plan["num_bytes"] > 0 < plan["seconds"] and housekeeping.list_cache(cache) == ()
+    assert plan["num_bytes"] > 0 < plan["seconds"] and plan["token_s"] > 0
+    assert [each.kind for each in housekeeping.list_cache(cache)] == ["machine"]
+    assert main(["plan", str(relu), "--vram", "8GiB"]) == 1
+    assert "torch sees no GPU on this machine; --machine plans for" in capsys.readouterr().err
 
 
-def test_a_dry_run_without_stages_says_that_there_is_nothing_to_prepare(capsys, silu, tmp_path):
-    assert main(["convert", str(silu), "-o", str(tmp_path / "m.gguf")]) == 0
+def test_where_nothing_is_left_to_prepare_a_plan_says_so(capsys, silu, tmp_path, gpu):
+    assert main(["convert", str(silu), "-o", str(tmp_path / "m.gguf"), "--no-verify"]) == 0
     capsys.readouterr()
-    assert main(["run", str(tmp_path / "m.gguf"), "--dry-run"]) == 0
-    assert capsys.readouterr().err.endswith("\nnothing to prepare before the first token\n")
+    assert main(["plan", str(tmp_path / "m.gguf")]) == 0
+    assert (
+        "\nnothing to prepare before the first token\nnext: hotsplit run" in capsys.readouterr().err
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hotsplit.artifacts.data_sheets import load_machine
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
@@ -34,7 +35,8 @@ OnProbe = Callable[[float], None]
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
     output: Path
-    gpu_from: Path | None = None  # a machine file whose GPUs to plan for if there is none here
+    # A machine file, or a card of data_sheets, whose GPUs to plan for if there is none here.
+    gpu_from: Path | None = None
     force: bool = False
     is_verbose: bool = False  # a note for each doubtful figure, besides the summary
 
@@ -49,7 +51,7 @@ def calibrate(
     no GPU."""
     inputs = () if config.gpu_from is None else (config.gpu_from,)
     check_output(config.output, force=config.force, inputs=inputs)
-    borrowed = None if config.gpu_from is None else Machine.load(config.gpu_from)
+    borrowed = None if config.gpu_from is None else load_machine(config.gpu_from)
     if borrowed is not None and not borrowed.gpus:
         raise HotsplitError(
             f"{config.gpu_from}: has no GPU; give the file of a machine that has one"

@@ -33,6 +33,7 @@ from hotsplit.commands.options.shared import (
     report_options,
     say,
 )
+from hotsplit.commands.plan import plan
 from hotsplit.commands.profile_command import profile
 from hotsplit.commands.report import report
 from hotsplit.commands.run import run as run_command
@@ -71,8 +72,8 @@ def cli() -> None:
     options."""
 
 
-for _command in (help_command, completion, profile, advise, doctor, sparsify, run_command, cache,
-                 generate, chat, serve, bench, evaluate, report):  # fmt: skip
+for _command in (help_command, completion, plan, profile, advise, doctor, sparsify, run_command,
+                 cache, generate, chat, serve, bench, evaluate, report):  # fmt: skip
     cli.add_command(_command)
 
 
@@ -150,7 +151,10 @@ def convert(
 @click.option("-o", "--output", type=OutputPath(".json"), required=True,
               help="The machine file to write.")  # fmt: skip
 @click.option(
-    "--gpu-from", type=FILE, help="Machine file whose GPU to plan for, if this machine has none."
+    "--gpu-from",
+    type=FILE,
+    help="Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan for, if this"
+    " machine has none.",
 )
 @click.option("-v", "--verbose", "is_verbose", is_flag=True,
               help="Print a note for each figure that varied between rounds.")  # fmt: skip
@@ -172,7 +176,9 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.option("--profile", type=FILE,
               help="Made by hotsplit profile. Needless where every neuron is computed: for SiLU and GELU"
                    " models that are not sparse, and with --mode dense.")  # fmt: skip
-@click.option("--machine", type=FILE, required=True, help="Made by hotsplit calibrate.")
+@click.option("--machine", type=FILE, required=True,
+              help="Made by hotsplit calibrate; or a card by its data sheet, beside a typical processor,"
+                   " e.g. rtx-4060-8gb.")  # fmt: skip
 @click.option("-vb", "--vram-budget", "budgets", type=SIZE, multiple=True,
               help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
                    " the CPU alone.")  # fmt: skip

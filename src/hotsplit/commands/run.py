@@ -27,7 +27,6 @@ from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
     context_option,
-    finish,
     joined,
     json_option,
     running_options,
@@ -79,7 +78,6 @@ _own_options = joined(
     click.option("--verify/--no-verify", "is_verified", default=None,
                  help="Compare a converted model with its source. [default: if it takes less than a"
                  " minute]"),
-    click.option("--dry-run", is_flag=True, help="Print what would be done, and how long it would take."),
     yes_option,
 )  # fmt: skip
 
@@ -93,14 +91,14 @@ _own_options = joined(
 @json_option
 def run(
     source: Path, vram: tuple[int, ...], corpora: tuple[Path, ...], tokens: int | None,
-    outtype: Any, activation: str | None, tokenizer: Path | None, is_verified: bool, dry_run: bool,
+    outtype: Any, activation: str | None, tokenizer: Path | None, is_verified: bool,
     yes: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Prepare a model with all that it needs, then continue a text or chat.
 
     SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
     Everything made on the way is cached for the next run: hotsplit cache list."""
-    _check_options(options, corpora, dry_run=dry_run)
+    _check_options(options, corpora)
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.prepare import estimate_of, job_of, prepare, summary
@@ -110,16 +108,13 @@ def run(
     use_threads(options["threads"])
     engine = take_engine_options(dict(options))
     wishes = Wishes(vram=vram or None, outtype=outtype, tokens=tokens, engine=engine)
-    with drafting(options, yes=yes, is_dry=dry_run), Cache.open(say) as cache:
+    with drafting(options, yes=yes), Cache.open(say) as cache:
         given = look_at(source, activation, cache.folder / "planned.gguf", tokenizer)
         job = job_of(given, wishes, corpora, cache, is_verified=is_verified)
-        _check_model(job, options, dry_run=dry_run)
+        _check_model(job, options)
         planned = estimate_of(job)
-        if dry_run or planned.works:
+        if planned.works:
             check_tokenizer(given, job.choice.model)
-        if dry_run:
-            finish(summary(job, planned), options["as_json"], [planned.line])
-            return
         announce(job, planned, yes=yes)
         ready = prepare(job, planned)
         said_when_ready(ready)
@@ -149,8 +144,8 @@ def _has_prompt(options: dict[str, Any]) -> bool:
     return any(options[name] is not None for name in _PROMPTS)
 
 
-def _check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run: bool) -> None:
-    """Checks the options without the model; fills in the default of -n and, unless it is a dry run,
+def _check_options(options: dict[str, Any], corpora: Sequence[Path]) -> None:
+    """Checks the options without the model; fills in the default of -n and
     reads the prompt, possibly from stdin."""
     take_sampling_options(dict(options))
     _, model_draft = take_speculation_options(dict(options))
@@ -164,8 +159,8 @@ def _check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run:
         options["max_tokens"] = ANSWER_TOKENS if is_answer else TEXT_TOKENS
     endings_of(dict(options))
     if _has_prompt(options):
-        _check_text(options, dry_run=dry_run)
-    elif (options["as_json"] or options["json_lines"]) and not dry_run:
+        _check_text(options)
+    elif options["as_json"] or options["json_lines"]:
         raise click.UsageError("--json and --json-lines are for a text: give -p TEXT.")
     elif options["num_logprobs"] is not None:
         raise click.UsageError("--logprobs is for a text: give -p TEXT.")
@@ -176,12 +171,11 @@ def _check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run:
     device_of(options["device"])
 
 
-def _check_text(options: dict[str, Any], *, dry_run: bool) -> None:
+def _check_text(options: dict[str, Any]) -> None:
     is_chat = options["is_chat"]
-    if not dry_run:
-        prompts = prompts_of(*(options[name] for name in _PROMPTS))
-        if options["prompts_file"] is None:
-            options |= {"prompt": prompts[0], "prompt_file": None}
+    prompts = prompts_of(*(options[name] for name in _PROMPTS))
+    if options["prompts_file"] is None:
+        options |= {"prompt": prompts[0], "prompt_file": None}
     if options["prompts_file"] is not None and is_chat:
         raise click.UsageError("--chat is for one text: leave --prompts out.")
     if not is_chat and options["system_file"] is not None:
@@ -192,7 +186,7 @@ def _check_text(options: dict[str, Any], *, dry_run: bool) -> None:
     )  # fmt: skip
 
 
-def _check_model(job: "Job", options: dict[str, Any], *, dry_run: bool) -> None:
+def _check_model(job: "Job", options: dict[str, Any]) -> None:
     """Checks the options that depend on the model: whether it can hold a conversation, the chat
     template, and the constraint."""
     from hotsplit.run.source import has_template
@@ -201,7 +195,7 @@ def _check_model(job: "Job", options: dict[str, Any], *, dry_run: bool) -> None:
 
     model, template = job.choice.model, options["template"]
     talks = options["is_chat"] or not _has_prompt(options)
-    if not _has_prompt(options) and template is None and not has_template(model) and not dry_run:
+    if not _has_prompt(options) and template is None and not has_template(model):
         raise HotsplitError(
             f"{job.source.name}: has no chat template, so give it a text to continue (-p TEXT),"
             " or a template (--chat-template NAME)"

@@ -28,6 +28,12 @@ MEANINGS = {
 }
 
 
+def meanings_of(*, has_experts: bool) -> dict[str, str]:
+    """What the items of a plan are called."""
+    own = {"neurons": "experts", "attention": "attention, router"} if has_experts else {}
+    return MEANINGS | own
+
+
 def run_solve(
     config: SolveConfig,
     *,
@@ -106,9 +112,7 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def _gpu_lines(report: SolveReport) -> list[str]:
-    lines, meanings = [], MEANINGS
-    if report.units == "experts":
-        meanings = MEANINGS | {"neurons": "experts", "attention": "attention, router"}
+    lines, meanings = [], meanings_of(has_experts=report.units == "experts")
     for number, (items, budget) in enumerate(
         zip(report.bytes_of_gpus, report.budgets, strict=False)
     ):

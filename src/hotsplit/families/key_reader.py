@@ -18,7 +18,7 @@ from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import KINDS, LONG, NO_SCALING, Pairing, RopeScaling
 from hotsplit.model.spec import Activation, ModelSpec, NormKind, Rotary
-from hotsplit.model.unsupported import why_key, why_not_run
+from hotsplit.model.unsupported import check_is_model, why_key, why_not_run
 
 VERSION = 1
 QUALITY = "hotsplit.quality."
@@ -77,14 +77,14 @@ class KeyReader:
     def __init__(
         self, path: Path, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
     ) -> None:
-        """Raises HotsplitError for an unknown architecture, version or key."""
+        """Raises HotsplitError for what is no model, and an unknown architecture, version or key."""
         self.path, self.keys, self.tensors = path, keys, tensors
+        check_is_model(path, keys)
         found = str(keys.get("general.architecture", "none"))
         if found not in ARCHITECTURES:
             why = f": {reason}" if (reason := why_not_run(found, keys)) else ""
-            raise HotsplitError(
-                f"{path}: architecture {shown(found)}{why}; known: {', '.join(ARCHITECTURES)}"
-            )
+            known = ", ".join(ARCHITECTURES)
+            raise HotsplitError(f"{path}: architecture {shown(found)}{why}; known: {known}")
         self.graph: Architecture = ARCHITECTURES[found]
         version = keys.get("hotsplit.version", np.uint32(VERSION))
         if not isinstance(version, np.integer) or version != VERSION:

@@ -7,6 +7,7 @@ gguf's own reader does not check lengths and takes seconds for a large vocabular
 import mmap
 import struct
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -93,6 +94,15 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
         ) from error
     refuse_old_name(path, (str(keys.get("general.architecture")), *keys))
     return magic, keys, tensors
+
+
+def header_reach(file: mmap.mmap) -> int:
+    """How many bytes of a file its header takes, as far as it can be read: of a file whose first N bytes
+    alone are there, more than N if the header goes on."""
+    cursor = _Cursor(file)
+    with suppress(Broken, Unsupported):
+        cursor.header()
+    return cursor.offset
 
 
 class _Cursor:
@@ -221,9 +231,11 @@ class _Cursor:
         for _ in range(count):
             start = offset + 8
             if start > end:
+                self.offset = start
                 raise Broken(self.too_long(f"{what} has {count} strings"))
             offset = start + read_length(file, offset)[0]
             if offset > end:
+                self.offset = offset
                 raise Broken(self.too_long(f"{what} has a string of {offset - start} bytes"))
             values.append(file[start:offset].decode("utf-8", "surrogateescape"))
         self.offset = offset

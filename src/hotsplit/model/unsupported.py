@@ -19,7 +19,7 @@ _BY_NAME = (
     (("dbrx", "grok", "arctic", "minimax", "jetmoe"),
      f"this mixture of experts is not supported; {_MIXTURES}"),
     (("mamba", "rwkv", "jamba", "recurrentgemma", "plamo2", "lfm2", "bamba", "nemotron_h",
-      "nemotronh", "granitemoehybrid"),
+      "nemotronh", "granitemoehybrid", "granitehybrid"),
      "recurrent layers (Mamba, RWKV and the like) are not supported; Qwen 3.5's delta nets are"),
     (("t5", "bart", "marian", "whisper", "pegasus"),
      "encoder-decoder models are not supported"),
@@ -88,6 +88,22 @@ CHECKPOINTS = (
     " such as ProSparse, and the mixtures of experts Mixtral, OLMoE, Qwen 2 to 3.6, Granite, GLM-4.5,"
     " gpt-oss and SmallThinker"
 )
+
+
+# general.type of a GGUF that is no model -> what it is.
+_TYPES = {
+    "adapter": "an adapter (LoRA), not a model; merge it into the checkpoint that it was made for, and"
+    " convert that",
+    "vocab": "a vocabulary without a model",
+    "imatrix": "an importance matrix, for convert --imatrix",
+}
+
+
+def check_is_model(path: Path, keys: Mapping[str, object]) -> None:
+    """Raises HotsplitError for a GGUF whose keys say that it is something else."""
+    kind = keys.get("general.type")
+    if isinstance(kind, str) and kind in _TYPES:
+        raise HotsplitError(f"{path}: is {_TYPES[kind]}")
 
 
 def why_not_run(name: object, values: Mapping[str, object]) -> str | None:

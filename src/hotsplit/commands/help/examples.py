@@ -9,7 +9,7 @@ EXAMPLES = {
     ),
     "calibrate": (
         "hotsplit calibrate -o machine.json",
-        "hotsplit calibrate -o machine.json --gpu-from examples/machines/rtx-4060-8gb.json",
+        "hotsplit calibrate -o machine.json --gpu-from rtx-4060-8gb",
     ),
     "profile": (
         "hotsplit profile model.gguf --corpus text.txt -o model.profile.safetensors",
@@ -17,9 +17,14 @@ EXAMPLES = {
         "hotsplit profile silu.gguf --corpus text.txt -o p.safetensors --perplexity-budget 0.01",
         "hotsplit profile --merge a.safetensors b.safetensors -o both.safetensors",
     ),
+    "plan": (
+        "hotsplit plan ORG/NAME --vram 8GiB --machine rtx-4060-8gb",
+        "hotsplit plan ORG/NAME-GGUF:Q4_K_M --machine rtx-3060-12gb+ddr5-5600",
+        "hotsplit plan model.gguf -c 32768",
+    ),
     "solve": (
         "hotsplit solve model.gguf --profile p.safetensors --machine machine.json -vb 8GiB -o plan.gguf",
-        "hotsplit solve model.gguf --profile p.safetensors --machine machine.json -vb 0 -o plan.gguf",
+        "hotsplit solve model.gguf --machine rtx-4060-8gb -vb 7GiB -o plan.gguf",
         "hotsplit solve model.gguf --profile p.safetensors --machine machine.json"
         " --sweep 2GiB:24GiB -o curve.json",
     ),

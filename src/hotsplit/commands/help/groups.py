@@ -13,7 +13,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("Input and output",
      "prompt prompt_file prompts_file corpora profile machine output "
      "heat_map explained experts text_key is_merge plots num_logprobs is_shown "
-     "json_lines as_json as_markdown force prompt_cache dry_run yes "
+     "json_lines as_json as_markdown force prompt_cache yes "
      "save_checkpoint start_from log_json is_strict"),
     ("Memory",
      "budgets host_budget_bytes"),

@@ -121,17 +121,10 @@ def preparation(
 
 
 @contextmanager
-def drafting(options: dict[str, Any], *, yes: bool, is_dry: bool = False) -> Iterator[None]:
-    """Prepares a draft model that is no file for the CPU; the option "model_draft" becomes its file.
-    If `is_dry`, it only says that it would."""
+def drafting(options: dict[str, Any], *, yes: bool) -> Iterator[None]:
+    """Prepares a draft model that is no file for the CPU; the option "model_draft" becomes its file."""
     draft: Path | None = options.get("model_draft")
     if draft is None or not needs_preparation(draft):
-        yield
-        return
-    if is_dry:
-        say(
-            f"the draft model {draft} would be prepared, too: hotsplit run {draft} --device cpu --dry-run"
-        )
         yield
         return
     take_speculation_options(dict(options))  # refuses a draft model that would not be used

@@ -1,0 +1,122 @@
+"""The headers of a model on the hub, without its weights.
+
+The weights' files are sparse ones of the size of the originals, in which only the header is there: what
+reads a model without its weights reads them like any other. Headers come by range requests; files that
+are in the hub's cache already are linked."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hotsplit.convert.hub import Files, Named, fetched, files_of, hub_errors
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_reader import MAX_HEADER_BYTES, header_reach, read_header
+from hotsplit.files.mapped_files import map_whole
+
+# Most headers of a checkpoint's shards fit into the first; the vocabulary of a GGUF takes 2 to 16 MiB.
+SHARD_BYTES, GGUF_BYTES = 128 << 10, 1 << 20
+MOST_SHARD_BYTES = 100 << 20  # of a header in safetensors' own reader
+AT_A_TIME = 8
+_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headers:
+    """A model of headers: its place, the bytes of its weights that are still to be downloaded."""
+
+    path: Path
+    num_bytes: int
+
+
+def headers_of(given: Named, folder: Path) -> Headers:
+    """The headers of a model on the hub, in an empty folder. Raises HotsplitError like `find_source`,
+    for weights that are pickles, and for a hub that sends no parts of files."""
+    with hub_errors(given.name):
+        files = files_of(given)
+        if not files.is_gguf:
+            _check_weights(given.name, files)
+            described = fetched(given.name, files, has_weights=False)
+            for file in filter(Path.is_file, described.rglob("*")):
+                _link(folder / file.relative_to(described), file)
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            sizes = list(pool.map(partial(_place, given.name, folder), files.weights))
+    return Headers(path=files.place(folder), num_bytes=sum(sizes))
+
+
+def _check_weights(name: str, files: Files) -> None:
+    if not files.weights or files.weights[0].endswith(".bin"):
+        what = "pickles, which have no header" if files.weights else "none that can be read"
+        raise HotsplitError(
+            f"{name}: its weights on the hub are {what}; wanted safetensors or a GGUF"
+        )
+
+
+def _link(path: Path, file: Path) -> None:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(file.resolve())
+
+
+def _place(name: str, folder: Path, file: str) -> int:
+    """Puts a file's header, or a link to the whole file, in its place; returns the bytes that are
+    missing."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(cached := try_to_load_from_cache(name, file), str):
+        path.unlink(missing_ok=True)
+        _link(path, Path(cached))
+        return 0
+    is_gguf = file.endswith(".gguf")
+    data, total = _part(name, file, 0, GGUF_BYTES if is_gguf else SHARD_BYTES)
+    most = min(total, MAX_HEADER_BYTES if is_gguf else MOST_SHARD_BYTES)
+    while True:
+        with path.open("wb") as written:
+            written.write(data)
+            written.truncate(total)
+        wanted = _gguf_end(path) if is_gguf else 8 + int.from_bytes(data[:8], "little")
+        if len(data) >= min(wanted, most):
+            break
+        more = min(most, 2 * len(data)) if is_gguf else min(most, wanted)
+        data += _part(name, file, len(data), more)[0]
+    if is_gguf:
+        _add_factors(name, path, file)
+    return total
+
+
+def _add_factors(name: str, path: Path, file: str) -> None:
+    """Adds the factors of rotary embeddings, small tensors whose values a model's description needs."""
+    with path.open("rb") as stream, map_whole(stream) as whole, suppress(HotsplitError):
+        _, _, tensors = read_header(path, "model file (GGUF)", whole)
+        factors = [info for tensor, info in tensors.items() if tensor.startswith("rope_f")]
+        with path.open("r+b") as written:
+            for info in factors:
+                written.seek(info.start)
+                written.write(_part(name, file, info.start, info.start + info.num_bytes)[0])
+
+
+def _gguf_end(path: Path) -> int:
+    with path.open("rb") as stream, map_whole(stream) as file:
+        return header_reach(file)
+
+
+def _part(name: str, file: str, start: int, stop: int) -> tuple[bytes, int]:
+    """Bytes start .. stop-1 of a file on the hub, fewer at its end, and the size of the file."""
+    from huggingface_hub import constants, get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    asked = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    headers = build_hf_headers() | asked
+    with get_session().stream("GET", hf_hub_url(name, file), headers=headers) as answer:
+        hf_raise_for_status(answer)
+        found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        if answer.status_code != 206 or found is None:
+            raise HotsplitError(
+                f"{name}: {constants.ENDPOINT} sends no part of {file}, so its header cannot be read"
+                " alone; download the model and plan from its path"
+            )
+        return answer.read(), int(found[1])

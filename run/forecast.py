@@ -1,0 +1,199 @@
+"""What a model will be like on a machine, from its header alone: tokens a second, and what is where.
+
+Prices are the solver's, of mode dense. Without a profile it is not known which neurons of a model can be
+silent (then all are computed, an upper bound on the time), nor which experts a mixture's tokens choose
+(then they are assumed to be chosen by Zipf's law; `solver.assumed`). Prompts are not priced."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from hotsplit.artifacts.changed_model import with_rope_scaling
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.convert.hub import named_on_hub
+from hotsplit.convert.hub_headers import headers_of
+from hotsplit.costs.default_mode import sparse_modes
+from hotsplit.costs.part_bytes import Items
+from hotsplit.errors import HotsplitError
+from hotsplit.options.key_selection import KeySelection
+from hotsplit.run.choice import Choice
+from hotsplit.run.default_budgets import Room
+from hotsplit.run.source import Source, look_at
+from hotsplit.run.stages import Job
+from hotsplit.runtime.step.workspace import workspace_bytes
+from hotsplit.solver.assumed import EXPONENT, assumed_experts, every_neuron
+from hotsplit.solver.expert_notes import placed_line
+from hotsplit.solver.inputs import Inputs, inputs_from
+from hotsplit.solver.layer_split import cpu_moe, layer_split
+from hotsplit.solver.mode_choice import Found, find
+from hotsplit.solver.multi_gpu import (
+    PipelinePlacement,
+    cpu_only_plan,
+    plan_seconds,
+    with_one_home,
+)
+from hotsplit.solver.optimise import Answer
+from hotsplit.solver.prediction import check_whole_host
+from hotsplit.solver.problem import on_one_device
+from hotsplit.solver.solve import split_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """`equal_s`: seconds of a token if all experts were chosen equally often, None without experts.
+    `layer_split`, `cpu_moe`: llama.cpp's number of layers on the GPU, or with their experts on the CPU,
+    and its seconds; None without a GPU."""
+
+    token_s: float
+    equal_s: float | None
+    cpu_only_s: float
+    layer_split: tuple[int, float] | None
+    cpu_moe: tuple[int, float] | None
+    gap: (
+        float | None
+    )  # of a plan: what a better one could save at most, None for what needs no plan
+    gpu_bytes: Items
+    cpu_bytes: Items
+    budgets: tuple[int, ...]  # those of the GPUs; () if all is on the CPU
+    host_bytes: int
+    fits_from_bytes: int  # of one GPU, for everything
+    placed: str
+    assumed: tuple[str, ...]
+
+
+def source_of(
+    given: Path, activation: str | None, tokenizer: Path | None, scratch: Path
+) -> tuple[Source, int]:
+    """A source, and the bytes that must be downloaded to run it; on the hub only headers are read, into
+    the folder `scratch`. Raises HotsplitError like `look_at` and `headers_of`."""
+    planned, named = scratch / "planned.gguf", named_on_hub(given)
+    if named is None:
+        return look_at(given, activation, planned, tokenizer), 0
+    folder = scratch / "headers"
+    folder.mkdir()
+    with named_in_errors(folder, given):
+        headers = headers_of(named, folder)
+        found = look_at(headers.path, activation, planned, tokenizer)
+    return replace(found, name=str(given)), headers.num_bytes
+
+
+@contextmanager
+def named_in_errors(path: Path, given: Path) -> Iterator[None]:
+    """Errors about files in a folder name the source that the user gave."""
+    try:
+        yield
+    except HotsplitError as error:
+        raise HotsplitError(
+            str(error).replace(f"{path}/", f"{given}: ").replace(str(path), str(given))
+        ) from error
+
+
+def forecast(
+    job: Job, machine: Machine, where: Path, room: Room, host_budget: int | None
+) -> Forecast:
+    """Prices what was chosen on a machine with this room, whose file or name is `where`. Raises
+    HotsplitError if the memories do not hold the model."""
+    choice = job.choice
+    uses_gpu = bool(room.gpus) and choice.device != "cpu"
+    budgets = choice.budgets or (room.gpus[:1] if uses_gpu else (0,))
+    inputs = _inputs(job, machine, where, budgets, host_budget)
+    found = _placed(job.source, inputs, choice, uses_gpu=uses_gpu)
+    plan, pipeline = found.answer.plan, found.pipeline
+    split, problem = split_of(found, solve_s=0.0), pipeline.model
+    others = layer_split(inputs) if uses_gpu else None
+    return Forecast(
+        token_s=found.answer.objective_s,
+        equal_s=_equal_seconds(inputs, plan) if inputs.model.spec.has_experts else None,
+        cpu_only_s=plan_seconds(pipeline, cpu_only_plan(pipeline)),
+        layer_split=None if others is None else (others.num_layers, others.seconds),
+        cpu_moe=cpu_moe(inputs) if uses_gpu else None,
+        gap=found.answer.gap if choice.budgets else None,
+        gpu_bytes=split.gpu_bytes, cpu_bytes=split.cpu_bytes,
+        budgets=budgets if uses_gpu else (), host_bytes=inputs.host_budget,
+        fits_from_bytes=problem.placeable_bytes + problem.workspace_bytes,
+        placed=_placed_words(inputs, found), assumed=tuple(_assumed_words(inputs)),
+    )  # fmt: skip
+
+
+def _inputs(
+    job: Job, machine: Machine, where: Path, budgets: tuple[int, ...], host_budget: int | None
+) -> Inputs:
+    own = job.wishes.engine
+    model = with_rope_scaling(job.choice.model, *own.rope, own.context_length)
+    profile = assumed_experts(model, EXPONENT) if model.spec.has_experts else every_neuron(model)
+    return inputs_from(
+        model, profile, machine, paths=(Path(job.source.name), None, where), budgets=budgets,
+        host_budget=host_budget, context_length=job.choice.context_length, mode="dense",
+        workspace=workspace_bytes, num_sequences=own.num_sequences,
+        kv_offload=None if own.kv_offload is None else KeySelection.parse(own.kv_offload),
+    )  # fmt: skip
+
+
+def _placed(source: Source, inputs: Inputs, choice: Choice, *, uses_gpu: bool) -> Found:
+    """Where everything is: by the best plan if one is made, else all on the GPU, or on the CPU."""
+    if choice.budgets:
+        return find(inputs, time_limit_s=0.0)  # the other methods' bound is shown
+    pipeline = inputs.pipeline()
+    plan = cpu_only_plan(pipeline)
+    if uses_gpu:
+        plan = with_one_home(on_one_device(pipeline.model, gpu=True))
+    else:
+        try:
+            check_whole_host(inputs)
+        except HotsplitError as error:
+            raise HotsplitError(
+                f"{source.name}: {error}; the rest would be read from the disk for every token"
+            ) from error
+    seconds = plan_seconds(pipeline, plan)
+    answer = Answer(status="bounded", plan=plan, objective_s=seconds, bound_s=0.0)
+    return Found(inputs=inputs, pipeline=pipeline, answer=answer, others=())
+
+
+def _equal_seconds(inputs: Inputs, plan: PipelinePlacement) -> float:
+    """Seconds of a token by this plan if all experts are chosen equally often."""
+    alike = replace(inputs, profile=assumed_experts(inputs.model, 0.0))
+    return plan_seconds(alike.pipeline(), plan)
+
+
+def _placed_words(inputs: Inputs, found: Found) -> str:
+    """What is on the GPU, in words."""
+    plan, problem = found.answer.plan, found.pipeline.model
+    placement = plan.placement
+    if not placement.uses_gpu:
+        return "everything is on the CPU"
+    if inputs.model.spec.has_experts:
+        return placed_line(inputs, plan, problem, "By this assumption")
+    num_layers, number_L = problem.num_layers, placement.num_hot_L
+    num_blocks, is_there = int(placement.dense_L.sum()), number_L >= _neurons(inputs)
+    parts = [f"attention of {num_blocks} of {num_layers} layers"] * (num_blocks > 0)
+    parts += [f"all neurons of {int(is_there.sum())} layers"] * bool(is_there.any())
+    is_part = (number_L > 0) & ~is_there
+    if is_part.any():
+        share = number_L[is_part].sum() / _neurons(inputs)[is_part].sum()
+        parts.append(f"{share:.0%} of the neurons of {int(is_part.sum())} layers")
+    parts += ["the output head"] * placement.head
+    beside = "; the CPU computes the other neurons of a layer at the same time" * bool(
+        is_part.any()
+    )
+    return f"on the GPU: {', '.join(parts)}{beside}"
+
+
+def _neurons(inputs: Inputs) -> np.ndarray:
+    return np.array([layer.neurons.number for layer in inputs.model.spec.layers])
+
+
+def _assumed_words(inputs: Inputs) -> Iterator[str]:
+    model = inputs.model
+    if model.spec.has_experts:
+        yield (
+            "which experts its tokens choose is not known before it has read text: an expert's share is"
+            f" assumed to fall with its rank r as r^-{EXPONENT:g} (Zipf's law)"
+        )
+    elif sparse_modes(model):
+        yield (
+            f"which neurons of this {model.activation} model fire is not known before it has read text:"
+            " these are the times if all of them are computed (mode dense); silent ones make it faster"
+        )

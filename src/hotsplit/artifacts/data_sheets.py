@@ -1,0 +1,151 @@
+"""Machines that nobody measured here: common cards by their data sheets, beside a typical host.
+
+    rtx-4060-8gb              the card, beside the host DEFAULT_HOST
+    rtx-4060-8gb+ddr5-5600    beside another one
+
+Bandwidths and memories are those of the makers' data sheets (NVIDIA's product pages, JEDEC's rates of
+dual-channel memory), of which a kernel reaches GPU_SHARE or CPU_SHARE; how fast memory is copied
+follows from the slot. Everything else is an assumption, the same for all cards: each machine says so in
+`source`, and `hotsplit calibrate` replaces it by what it measures."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.errors import HotsplitError
+from hotsplit.model.weight_types import NAMES
+
+GIB = 1 << 30
+SOURCE = "data sheet, not measured"
+# Shares of the bandwidth on the data sheet that are usual for reading large matrices.
+GPU_SHARE, CPU_SHARE, CHOSEN_SHARE = 0.85, 0.8, 0.5
+# What a desktop and the driver leave of a card's memory, and of main memory.
+FREE_SHARE = 0.94
+# GB/s from pinned memory by generation and lanes of the slot, and from other memory.
+LINKS = {"3x16": 12.0, "4x4": 6.5, "4x8": 13.0, "4x16": 25.0, "5x8": 25.0, "5x16": 50.0}
+PAGEABLE = 6.0
+# Seconds, typical of a step by flags (docs/hybrid.md), none of them measured on these cards.
+COPY_S, LAUNCH_S, KERNEL_S, GPU_TOKEN_S, HAND_OVER_S = 5e-6, 2e-6, 3e-6, 1e-4, 5e-5
+CPU_LAYER_S, CPU_TOKEN_S, LOGIT_S = 3e-5, 5e-5, 5e-10
+THREADS = 8
+
+# Name: (GiB of memory, GB/s, link). A laptop's card is named as one; its power decides how much of the
+# bandwidth it has.
+CARDS: dict[str, tuple[int, float, str]] = {
+    "rtx-2060-6gb": (6, 336.0, "3x16"),
+    "rtx-2070-8gb": (8, 448.0, "3x16"),
+    "rtx-2080-ti-11gb": (11, 616.0, "3x16"),
+    "rtx-3050-8gb": (8, 224.0, "4x8"),
+    "rtx-3060-12gb": (12, 360.0, "4x16"),
+    "rtx-3060-laptop-6gb": (6, 336.0, "4x8"),
+    "rtx-3060-ti-8gb": (8, 448.0, "4x16"),
+    "rtx-3070-8gb": (8, 448.0, "4x16"),
+    "rtx-3080-10gb": (10, 760.0, "4x16"),
+    "rtx-3090-24gb": (24, 936.0, "4x16"),
+    "rtx-4050-laptop-6gb": (6, 192.0, "4x8"),
+    "rtx-4060-8gb": (8, 272.0, "4x8"),
+    "rtx-4060-laptop-8gb": (8, 256.0, "4x8"),
+    "rtx-4060-ti-8gb": (8, 288.0, "4x8"),
+    "rtx-4060-ti-16gb": (16, 288.0, "4x8"),
+    "rtx-4070-12gb": (12, 504.0, "4x16"),
+    "rtx-4070-laptop-8gb": (8, 256.0, "4x8"),
+    "rtx-4070-ti-super-16gb": (16, 672.0, "4x16"),
+    "rtx-4080-16gb": (16, 717.0, "4x16"),
+    "rtx-4080-laptop-12gb": (12, 432.0, "4x16"),
+    "rtx-4090-24gb": (24, 1008.0, "4x16"),
+    "rtx-4090-laptop-16gb": (16, 576.0, "4x16"),
+    "rtx-5060-8gb": (8, 448.0, "5x8"),
+    "rtx-5060-ti-16gb": (16, 448.0, "5x8"),
+    "rtx-5070-12gb": (12, 672.0, "5x16"),
+    "rtx-5070-ti-16gb": (16, 896.0, "5x16"),
+    "rtx-5080-16gb": (16, 960.0, "5x16"),
+    "rtx-5090-32gb": (32, 1792.0, "5x16"),
+    "t4-16gb": (16, 320.0, "3x16"),
+    "l4-24gb": (24, 300.0, "4x16"),
+    "a10-24gb": (24, 600.0, "4x16"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A processor beside a card: its memory, and the rate at which it is read."""
+
+    memory_gib: int
+    gb_per_s: float  # by the data sheet
+
+
+DEFAULT_HOST = "ddr4-3200"
+HOSTS = {
+    "ddr4-3200": Host(memory_gib=32, gb_per_s=51.2),
+    "ddr5-5600": Host(memory_gib=32, gb_per_s=89.6),
+}
+_NAME = re.compile(r"(?P<card>[a-z0-9-]+?)(\+(?P<host>[a-z0-9-]+))?", re.IGNORECASE)
+
+
+def is_named(given: Path) -> bool:
+    """True if no such file exists and the text has the form of a name in this module."""
+    return not given.exists() and _NAME.fullmatch(str(given)) is not None
+
+
+def load_machine(given: Path) -> Machine:
+    """The machine file at a path, or a machine of this module by its name. Raises HotsplitError like
+    Machine.load, and for an unknown name."""
+    if not is_named(given):
+        return Machine.load(given)
+    found = _NAME.fullmatch(str(given).lower())
+    assert found is not None
+    card, host = found["card"], found["host"] or DEFAULT_HOST
+    if card not in CARDS or host not in HOSTS:
+        raise HotsplitError(
+            f"{given}: no such machine file, and no card by data sheet: known are {', '.join(CARDS)};"
+            f" beside {' or '.join(HOSTS)}, e.g. rtx-4060-8gb+ddr5-5600; hotsplit calibrate measures a"
+            " machine"
+        )
+    return machine_of(card, host)
+
+
+def machine_of(card: str, host: str = DEFAULT_HOST) -> Machine:
+    """A card of CARDS beside a host of HOSTS."""
+    beside = HOSTS[host]
+    rate, chosen = CPU_SHARE * beside.gb_per_s, CPU_SHARE * CHOSEN_SHARE * beside.gb_per_s
+    costs = CpuCosts(
+        all_rows_gb_per_s=dict.fromkeys(NAMES, Figure(best=rate)),
+        chosen_rows_gb_per_s=dict.fromkeys(NAMES, Figure(best=chosen)),
+        kv_gb_per_s=Figure(best=rate),
+        layer_s=dict.fromkeys(("exact", "predicted"), Figure(best=CPU_LAYER_S)),
+        token_s=Figure(best=CPU_TOKEN_S),
+        logit_s=Figure(best=LOGIT_S),
+    )
+    memory = beside.memory_gib * GIB
+    return Machine(
+        cpu_name=f"a processor with dual-channel {host.upper()} ({SOURCE})",
+        num_threads=THREADS,
+        memory_bytes=memory,
+        free_bytes=int(FREE_SHARE * memory),
+        cpu_bandwidth_gb_per_s={THREADS: Figure(best=rate)},
+        cpu_sum_gb_per_s={},
+        cpu_costs=costs,
+        gpus=(_gpu(card),),
+        versions={},
+    )
+
+
+def _gpu(card: str) -> Gpu:
+    gib, gb_per_s, link = CARDS[card]
+    return Gpu(
+        name=card,
+        source=SOURCE,
+        memory_bytes=gib * GIB,
+        free_bytes=int(FREE_SHARE * gib * GIB),
+        bandwidth_gb_per_s=Figure(best=GPU_SHARE * gb_per_s),
+        host_to_device_gb_per_s=Figure(best=LINKS[link]),
+        host_to_device_pageable_gb_per_s=Figure(best=PAGEABLE),
+        chosen_rows_gb_per_s=Figure(best=GPU_SHARE * CHOSEN_SHARE * gb_per_s),
+        copy_latency_s=Figure(best=COPY_S),
+        launch_s=Figure(best=LAUNCH_S),
+        kernel_s=Figure(best=KERNEL_S),
+        token_s=Figure(best=GPU_TOKEN_S),
+        hand_over_s=Figure(best=HAND_OVER_S),
+        cpu_run_s=Figure(best=HAND_OVER_S),
+    )

@@ -1,0 +1,406 @@
+"""Headers of published GGUFs, made from the models' descriptions: the keys, and the names, shapes and types
+of tensors as llama.cpp's converter and quantize write them. There are no weights: a file has the size of the
+real one, but is sparse. Matrices have a row for each word of the vocabulary, whose words are left out."""
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from tokenizers import pre_tokenizers
+
+Tensor = tuple[str, tuple[int, ...], str]
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+ALIGNMENT = 32
+# What llama.cpp's quantize makes of a matrix: its main type, that of the output, and that of every
+# second down projection and of the values (the real rule has more cases).
+MIXTURES = {
+    "q4_k_m": ("q4_k", "q6_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k", "q6_k"),
+    "q3_k_m": ("q3_k", "q6_k", "q5_k"), "q6_k": ("q6_k",) * 3, "q8_0": ("q8_0",) * 3,
+    "f16": ("f16",) * 3, "bf16": ("bf16",) * 3, "q4_0": ("q4_0", "q6_k", "q4_0"),
+    "iq4_xs": ("iq4_xs", "q6_k", "q5_k"), "iq2_xxs": ("iq2_xxs", "q5_k", "q2_k"),
+    "iq3_xxs": ("iq3_xxs", "q5_k", "iq4_xs"), "tq1_0": ("tq1_0", "q6_k", "tq1_0"),
+    "mxfp4": ("mxfp4", "q8_0", "q8_0"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """`sizes`: layers, width, neurons, heads, key heads, size of a head, words. `experts`: number, used,
+    neurons of each, shared neurons, layers without. `marks`: what the layers have (`_attention`,
+    `_feed_forward`). `pre`: the pre-tokenizer; "llama" is SentencePiece's tokenizer. `words`: what `plan`
+    has to say, or why it refuses."""
+
+    name: str
+    architecture: str
+    sizes: tuple[int, int, int, int, int, int, int]
+    words: str
+    is_refused: bool = False
+    pre: str = "llama"
+    kind: str = "q4_k_m"
+    marks: str = ""
+    experts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    keys: Mapping[str, object] = field(default_factory=dict)
+
+
+def keys_of(header: Header) -> dict[str, object]:
+    """The keys of the file; None in `header.keys` leaves one out."""
+    num_layers, width, neurons, heads, key_heads, head_dim, _ = header.sizes
+    number, used, each, _, lead = header.experts
+    own: dict[str, object] = {
+        "block_count": num_layers, "context_length": 32768, "embedding_length": width,
+        "feed_forward_length": neurons, "attention.head_count": heads,
+        "attention.head_count_kv": key_heads, "rope.freq_base": 1e6, "rope.dimension_count": head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }  # fmt: skip
+    if head_dim * heads != width or "long" in header.marks:
+        own |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if number:
+        own |= {"expert_count": number, "expert_used_count": used}
+        own |= {"expert_feed_forward_length": each} if each != neurons else {}
+        own |= {"leading_dense_block_count": lead} if lead else {}
+    own = {f"{header.architecture}.{key}": value for key, value in own.items()}
+    given = {
+        key if key.startswith(("general.", "tokenizer.", "split.", "quantize.", "adapter.", "clip."))
+        else f"{header.architecture}.{key}": value
+        for key, value in header.keys.items()
+    }  # fmt: skip
+    first = {"general.architecture": header.architecture, "general.type": "model",
+             "general.name": header.name, "general.file_type": 15}  # fmt: skip
+    found = first | own | _tokenizer(header.pre) | given
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _tokenizer(pre: str) -> dict[str, object]:
+    if pre == "llama":
+        return {
+            "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.tokens": BYTES, "tokenizer.ggml.scores": [0.0] * len(BYTES),
+            "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256],
+            "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+        }  # fmt: skip
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*LETTERS, "ab"], "tokenizer.ggml.token_type": [1] * 257,
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }  # fmt: skip
+
+
+def tensors_of(header: Header) -> Iterator[Tensor]:
+    """Names, shapes (outermost dimension first) and types."""
+    num_layers, width, _, _, _, _, words = header.sizes
+    main, output, better = MIXTURES[header.kind]
+    if header.keys.get("general.type") == "adapter":
+        yield "blk.0.attn_q.weight.lora_a", (16, width), main
+        yield "blk.0.attn_q.weight.lora_b", (width, 16), main
+        return
+    yield "token_embd.weight", (words, width), output if "tied" in header.marks else main
+    yield "output_norm.weight", (width,), "f32"
+    if "norm_bias" in header.marks:
+        yield "output_norm.bias", (width,), "f32"
+    if "tied" not in header.marks:
+        yield "output.weight", (words, width), output
+    if "factors" in header.marks:
+        yield "rope_freqs.weight", (header.sizes[5] // 2,), "f32"
+    if "longrope" in header.marks:
+        yield "rope_factors_long.weight", (header.sizes[5] // 2,), "f32"
+        yield "rope_factors_short.weight", (header.sizes[5] // 2,), "f32"
+    for layer in range(num_layers):
+        kind = better if layer % 2 else main
+        for name, shape in _layer(header, layer):
+            is_better = name.startswith(("attn_v.", "ffn_down", "attn_qkv")) and len(shape) > 1
+            own = "f32" if len(shape) == 1 or _is_small(name) else kind if is_better else main
+            yield f"blk.{layer}.{name}", shape, _whole(own, shape)
+
+
+def _is_small(name: str) -> bool:
+    return name.startswith(("ffn_gate_inp", "ssm_conv1d", "ssm_alpha", "ssm_beta"))
+
+
+def _whole(kind: str, shape: Sequence[int]) -> str:
+    """The type, or that which quantize falls back to for rows that are no whole blocks of it."""
+    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+    return kind if shape[-1] % block == 0 else "q8_0" if kind == "q6_k" else "q5_0"
+
+
+def _layer(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, marks = header.sizes[1], header.marks.split()
+    for norm in _norms(marks):
+        yield f"{norm}.weight", (width,)
+        if "norm_bias" in marks:
+            yield f"{norm}.bias", (width,)
+    yield from _delta(header) if "delta" in marks and layer % 4 < 3 else _attention(header, layer)
+    yield from _feed_forward(header, layer)
+
+
+def _norms(marks: Sequence[str]) -> list[str]:
+    if "norms_after" in marks:
+        return ["post_attention_norm", "post_ffw_norm"]
+    if "norms_around" in marks:
+        return ["attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"]
+    if "parallel" in marks:
+        return ["attn_norm"]
+    return ["attn_norm", "post_attention_norm" if "second" in marks else "ffn_norm"]
+
+
+def _attention(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    _, width, _, heads, key_heads, head_dim, _ = header.sizes
+    marks = header.marks.split()
+    queries, keys = heads * head_dim, key_heads * head_dim
+    if "fused" in marks:
+        yield "attn_qkv.weight", (queries + 2 * keys, width)
+    else:
+        gated = 2 if "delta" in marks else 1
+        yield "attn_q.weight", (gated * queries, width)
+        yield "attn_k.weight", (keys, width)
+        yield "attn_v.weight", (keys, width)
+        if "bias" in marks or "biases" in marks:
+            yield "attn_q.bias", (queries,)
+            yield "attn_k.bias", (keys,)
+            yield "attn_v.bias", (keys,)
+    yield "attn_output.weight", (width, queries)
+    if "biases" in marks:
+        yield "attn_output.bias", (width,)
+    if "head_norms" in marks:
+        yield "attn_q_norm.weight", (head_dim,)
+        yield "attn_k_norm.weight", (head_dim,)
+    if "wide_norms" in marks:
+        yield "attn_q_norm.weight", (queries,)
+        yield "attn_k_norm.weight", (keys,)
+    if "sinks" in marks:
+        yield "attn_sinks.weight", (heads,)
+
+
+def _delta(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A gated delta net of 16 key heads and 32 value heads of 128."""
+    width, values, channels = header.sizes[1], 32 * 128, 2 * 16 * 128 + 32 * 128
+    yield "attn_qkv.weight", (channels, width)
+    yield "attn_gate.weight", (values, width)
+    yield "ssm_conv1d.weight", (channels, 4)
+    yield "ssm_dt.bias", (32,)
+    yield "ssm_a", (32,)
+    yield "ssm_alpha.weight", (32, width)
+    yield "ssm_beta.weight", (32, width)
+    yield "ssm_norm.weight", (128,)
+    yield "ssm_out.weight", (width, values)
+
+
+def _feed_forward(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    _, width, neurons, *_ = header.sizes
+    number, _, each, shared, lead = header.experts
+    marks = header.marks.split()
+    if number and layer >= lead:
+        yield "ffn_gate_inp.weight", (number, width)
+        yield "ffn_gate_exps.weight", (number, each, width)
+        yield "ffn_up_exps.weight", (number, each, width)
+        yield "ffn_down_exps.weight", (number, width, each)
+        if "choice_bias" in marks:
+            yield "exp_probs_b.bias", (number,)
+        if "expert_biases" in marks:
+            yield "ffn_gate_inp.bias", (number,)
+            yield "ffn_gate_exps.bias", (number, each)
+            yield "ffn_up_exps.bias", (number, each)
+            yield "ffn_down_exps.bias", (number, width)
+        if shared:
+            yield "ffn_gate_shexp.weight", (shared, width)
+            yield "ffn_up_shexp.weight", (shared, width)
+            yield "ffn_down_shexp.weight", (width, shared)
+            if "delta" in marks:
+                yield "ffn_gate_inp_shexp.weight", (width,)
+        return
+    if "fused" in marks:
+        yield "ffn_up.weight", (2 * neurons, width)
+    else:
+        if "no_gate" not in marks:
+            yield "ffn_gate.weight", (neurons, width)
+        yield "ffn_up.weight", (neurons, width)
+    yield "ffn_down.weight", (width, neurons)
+    if "biases" in marks and not number:
+        yield "ffn_up.bias", (neurons,)
+        yield "ffn_down.bias", (width,)
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def write(path: Path, keys: Mapping[str, object], tensors: Sequence[Tensor]) -> None:
+    """A GGUF of version 3 without its weights, but with factors of rotary embeddings."""
+    factors: list[tuple[int, int]] = []
+    data, offset = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))), 0
+    for name, value in keys.items():
+        data += _text(name) + _value(value)
+    for name, shape, kind in tensors:
+        number = GGMLQuantizationType[kind.upper()]
+        block, block_bytes = GGML_QUANT_SIZES[number]
+        sizes = struct.pack(f"<{len(shape)}Q", *shape[::-1])
+        data += (
+            _text(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", number, offset)
+        )
+        if name.startswith("rope_f"):
+            factors.append((offset, prod(shape)))
+        offset += -(-prod(shape) // block * block_bytes // ALIGNMENT) * ALIGNMENT
+    begin = -(-len(data) // ALIGNMENT) * ALIGNMENT
+    with path.open("wb") as file:
+        file.write(data)
+        file.truncate(begin + offset)
+        for start, count in factors:
+            file.seek(begin + start)
+            file.write(struct.pack("<f", 1.0) * count)
+
+
+def write_parts(folder: Path, header: Header, count: int) -> Path:
+    """The model in several files, as llama-gguf-split makes them; returns the first."""
+    tensors, paths = list(tensors_of(header)), []
+    for number in range(count):
+        paths.append(folder / f"{header.name}-{number + 1:05d}-of-{count:05d}.gguf")
+        own = keys_of(header) if number == 0 else {}
+        place = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        write(paths[-1], own | place, tensors[number::count])
+    return paths[0]
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _value(value: object) -> bytes:
+    """A value with its type before it: u32, f32, bool, string, or an array of them."""
+    code, packed = _plain(value[0] if isinstance(value, list) else value)
+    if not isinstance(value, list):
+        return struct.pack("<I", code) + packed
+    parts = b"".join(_plain(each)[1] for each in value)
+    return struct.pack("<IIQ", 9, code, len(value)) + parts
+
+
+def _plain(value: object) -> tuple[int, bytes]:
+    if isinstance(value, bool):
+        return 7, struct.pack("<?", value)
+    if isinstance(value, int):
+        return (5, struct.pack("<i", value)) if value < 0 else (4, struct.pack("<I", value))
+    if isinstance(value, float):
+        return 6, struct.pack("<f", value)
+    assert isinstance(value, str), value
+    return 8, _text(value)
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
+         "rope.scaling.original_context_length": 4096}  # fmt: skip
+_DELTA = {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.inner_size": 4096,
+          "ssm.time_step_rank": 32, "full_attention_interval": 4, "rope.dimension_count": 64,
+          "rope.dimension_sections": [11, 11, 10, 0]}  # fmt: skip
+_IMATRIX = {"quantize.imatrix.file": "m.imatrix", "quantize.imatrix.dataset": "calibration.txt",
+            "quantize.imatrix.entries_count": 224, "quantize.imatrix.chunks_count": 125}  # fmt: skip
+_NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
+HEADERS = (
+    Header(name="Llama-3.1-8B-Instruct-Q4_K_M", architecture="llama", pre="llama-bpe", words="",
+           sizes=(32, 4096, 14336, 32, 8, 128, 128256), marks="factors",
+           keys=_IMATRIX | {"context_length": 131072, "rope.freq_base": 5e5, "vocab_size": 128256}),
+    Header(name="Llama-3.3-70B-Instruct-Q4_K_M", architecture="llama", pre="llama-bpe", words="",
+           sizes=(80, 8192, 28672, 64, 8, 128, 128256), marks="factors"),
+    Header(name="Qwen2.5-7B-Instruct-Q4_K_M", architecture="qwen2", pre="qwen2", words="",
+           sizes=(28, 3584, 18944, 28, 4, 128, 152064), marks="bias"),
+    Header(name="Qwen2.5-32B-Instruct-Q4_K_M", architecture="qwen2", pre="qwen2", words="",
+           sizes=(64, 5120, 27648, 40, 8, 128, 152064), marks="bias"),
+    Header(name="Qwen3-8B-Q4_K_M", architecture="qwen3", pre="qwen2", words="",
+           sizes=(36, 4096, 12288, 32, 8, 128, 151936), marks="head_norms long"),
+    Header(name="Qwen3-30B-A3B-Q4_K_M", architecture="qwen3moe", pre="qwen2", words="",
+           sizes=(48, 2048, 6144, 32, 4, 128, 151936), marks="head_norms",
+           experts=(128, 8, 768, 0, 0)),
+    Header(name="Qwen3-235B-A22B-Q4_K_M", architecture="qwen3moe", pre="qwen2", words="",
+           sizes=(94, 4096, 12288, 64, 4, 128, 151936), marks="head_norms",
+           experts=(128, 8, 1536, 0, 0)),
+    Header(name="Qwen3.6-35B-A3B-Q4_K_M", architecture="qwen35moe", pre="qwen35", words="",
+           sizes=(40, 2048, 5632, 16, 2, 256, 248320), marks="head_norms delta second",
+           experts=(256, 8, 512, 512, 0),
+           keys=_DELTA | {"feed_forward_length": None, "expert_shared_feed_forward_length": 512}),
+    Header(name="Mistral-Nemo-Instruct-2407-Q4_K_M", architecture="llama", pre="tekken", words="",
+           sizes=(40, 5120, 14336, 32, 8, 128, 131072), keys={"context_length": 1024000}),
+    Header(name="Mistral-Small-24B-IQ3_XXS", architecture="llama", pre="tekken", words="",
+           sizes=(40, 5120, 32768, 32, 8, 128, 131072), kind="iq3_xxs"),
+    Header(name="Mixtral-8x7B-Instruct-v0.1-Q4_K_M", architecture="llama", words="",
+           sizes=(32, 4096, 14336, 32, 8, 128, 32000), experts=(8, 2, 14336, 0, 0)),
+    Header(name="gemma-2-9b-it-Q4_K_M", architecture="gemma2", words="",
+           sizes=(42, 3584, 14336, 16, 8, 256, 256000), marks="tied norms_around",
+           keys={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+                 "attention.sliding_window": 4096, "context_length": 8192, **_NO_ROPE}),
+    Header(name="gemma-3-12b-it-Q4_K_M", architecture="gemma3", words="",
+           sizes=(48, 3840, 15360, 16, 8, 256, 262208), marks="tied norms_around head_norms",
+           keys={"attention.sliding_window": 1024, "context_length": 131072,
+                 "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
+    Header(name="gemma-3-27b-it-Q4_0", architecture="gemma3", kind="q4_0", words="",
+           sizes=(62, 5376, 21504, 32, 16, 128, 262208), marks="tied norms_around head_norms",
+           keys={"attention.sliding_window": 1024, "context_length": 131072,
+                 "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
+    Header(name="gemma-4-E4B-it-Q4_K_M", architecture="gemma4", words="Gemma's E-models", is_refused=True,
+           sizes=(1, 2560, 10240, 8, 2, 256, 262144), marks="tied norms_around head_norms",
+           keys={"embedding_length_per_layer_input": 256, "attention.shared_kv_layers": 18,
+                 "attention.sliding_window": 512, "final_logit_softcapping": 30.0}),
+    Header(name="Phi-3.5-mini-instruct-Q4_K_M", architecture="phi3", words="",
+           sizes=(32, 3072, 8192, 32, 32, 96, 32064), marks="fused longrope",
+           keys={"context_length": 131072, "rope.scaling.original_context_length": 4096,
+                 "rope.scaling.attn_factor": 1.19, "attention.sliding_window": 262144,
+                 "rope.freq_base": 1e4}),
+    Header(name="phi-4-Q4_K_M", architecture="phi3", pre="dbrx", words="",
+           sizes=(40, 5120, 17920, 40, 10, 128, 100352), marks="fused",
+           keys={"context_length": 16384, "attention.sliding_window": 0, "rope.freq_base": 2.5e5}),
+    Header(name="gpt-oss-20b-MXFP4", architecture="gpt-oss", pre="gpt-4o", kind="mxfp4", words="",
+           sizes=(24, 2880, 2880, 64, 8, 64, 201088), marks="biases sinks expert_biases second",
+           experts=(32, 4, 2880, 0, 0),
+           keys=_YARN | {"context_length": 131072, "attention.sliding_window": 128,
+                         "expert_feed_forward_length": 2880, "rope.freq_base": 1.5e5}),
+    Header(name="GLM-4.5-Air-Q4_K_M", architecture="glm4moe", pre="glm4", words="",
+           sizes=(46, 4096, 10944, 96, 8, 128, 151552), marks="bias second choice_bias",
+           experts=(128, 8, 1408, 1408, 1),
+           keys={"expert_shared_count": 1, "expert_weights_scale": 1.0, "expert_weights_norm": True,
+                 "expert_gating_func": 2, "rope.dimension_count": 64, "context_length": 131072}),
+    Header(name="DeepSeek-R1-Distill-Qwen-7B-Q4_K_M", architecture="qwen2", pre="deepseek-r1-qwen",
+           sizes=(28, 3584, 18944, 28, 4, 128, 152064), marks="bias", words=""),
+    Header(name="DeepSeek-R1-Distill-Llama-8B-Q8_0", architecture="llama", pre="llama-bpe",
+           sizes=(32, 4096, 14336, 32, 8, 128, 128256), marks="factors", kind="q8_0", words=""),
+    Header(name="DeepSeek-V3-Q4_K_M", architecture="deepseek2", pre="deepseek-v3", is_refused=True,
+           sizes=(1, 7168, 18432, 128, 1, 192, 129280), words="MLA"),
+    Header(name="c4ai-command-r-v01-Q4_K_M", architecture="command-r", pre="command-r", words="",
+           sizes=(40, 8192, 22528, 64, 64, 128, 256000), marks="tied parallel",
+           keys={"logit_scale": 0.0625, "context_length": 131072, "rope.freq_base": 8e6,
+                 "attention.layer_norm_epsilon": 1e-5, "attention.layer_norm_rms_epsilon": None,
+                 "rope.scaling.type": "none"}),
+    Header(name="OLMo-2-1124-7B-Instruct-Q4_K_M", architecture="olmo2", pre="dbrx", words="",
+           sizes=(32, 4096, 11008, 32, 32, 128, 100352), marks="norms_after wide_norms",
+           keys={"context_length": 4096, "rope.freq_base": 5e5}),
+    Header(name="granite-4.0-h-small-Q4_K_M", architecture="granitehybrid", pre="dbrx", words="recurrent",
+           sizes=(1, 4096, 1536, 32, 8, 128, 100352), is_refused=True),
+    Header(name="Falcon3-7B-Instruct-Q4_K_M", architecture="llama", pre="falcon3", words="",
+           sizes=(28, 3072, 23040, 12, 4, 256, 131072)),
+    Header(name="starcoder2-7b-Q4_K_M", architecture="starcoder2", pre="starcoder", words="",
+           sizes=(32, 4608, 18432, 36, 4, 128, 49152), marks="biases no_gate norm_bias",
+           keys={"context_length": 16384, "attention.layer_norm_epsilon": 1e-5,
+                 "attention.layer_norm_rms_epsilon": None}),
+    Header(name="SmolLM2-1.7B-Instruct-Q4_K_M", architecture="llama", pre="smollm", words="",
+           sizes=(24, 2048, 8192, 32, 32, 64, 49152), marks="tied", keys={"rope.freq_base": 1.3e5}),
+    Header(name="SmolLM3-3B-Q4_K_M", architecture="smollm3", pre="smaug-bpe", words="",
+           sizes=(36, 2048, 11008, 16, 4, 128, 128256), marks="tied",
+           keys={"rope.freq_base": 5e6, "context_length": 65536}),
+    Header(name="ERNIE-4.5-21B-A3B-PT-Q4_K_M", architecture="ernie4_5-moe", is_refused=True,
+           sizes=(1, 2560, 12288, 20, 4, 128, 103424), words="mixture of experts is not supported"),
+    Header(name="LFM2-1.2B-Q4_K_M", architecture="lfm2", pre="lfm2", is_refused=True,
+           sizes=(1, 2048, 8192, 32, 8, 64, 65536), words="recurrent layers"),
+    Header(name="bge-m3-Q8_0", architecture="bert", kind="q8_0", is_refused=True,
+           sizes=(1, 1024, 4096, 16, 16, 64, 250002), words="an encoder"),
+    Header(name="mmproj-gemma-3-12b-it-f16", architecture="clip", kind="f16", is_refused=True,
+           sizes=(1, 1152, 4304, 16, 16, 72, 1), words="images",
+           keys={"general.type": "mmproj", "clip.has_vision_encoder": True}),
+    Header(name="llama-3.1-8b-lora-F16", architecture="llama", kind="f16", is_refused=True,
+           sizes=(1, 4096, 14336, 32, 8, 128, 128256), words="an adapter",
+           keys={"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 16.0}),
+    Header(name="Llama-3.1-8B-TQ1_0", architecture="llama", pre="llama-bpe", kind="tq1_0", words="",
+           sizes=(32, 4096, 14336, 32, 8, 128, 128256)),
+    Header(name="Qwen2.5-32B-Instruct-IQ2_XXS", architecture="qwen2", pre="qwen2", kind="iq2_xxs",
+           sizes=(64, 5120, 27648, 40, 8, 128, 152064), marks="bias", words=""),
+)  # fmt: skip

@@ -1,0 +1,223 @@
+"""`hotsplit plan`: predictions from headers alone, and machines by data sheets."""
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import byte_level_keys, make_model, make_sizes, save_solver_files
+from published_headers import HEADERS, Header, keys_of, tensors_of, write, write_parts
+from test_solver_experts import tiny
+
+from hotsplit.artifacts.data_sheets import CARDS, HOSTS, SOURCE, load_machine, machine_of
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.cli import main
+from hotsplit.commands.run import run as run_command
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_reader import header_reach
+from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.run import default_budgets
+from hotsplit.solver import assumed
+from hotsplit.solver.assumed import drawn_experts, zipf_shares
+
+CARD = "rtx-4060-8gb"
+SPEED = re.compile(r"  this plan +([\d,]+\.\d) tokens/s")
+FEW_LAYERS = 4  # with each kind of layer that the architectures have
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
+
+
+def planned(capsys, *words: object) -> dict:
+    """The report of a plan that is made."""
+    capsys.readouterr()
+    assert main(["plan", *map(str, words), "--machine", CARD, "--json"]) == 0, (
+        capsys.readouterr().err
+    )
+    return json.loads(capsys.readouterr().out)
+
+
+# ---- published headers --------------------------------------------------------------------------
+
+
+def outcome(path, capsys, header: Header, *words: str) -> str:
+    """The last line of `plan`, or its speed; `inspect` says of the same files that they are refused."""
+    write(path, keys_of(header), list(tensors_of(header)))
+    code = main(["plan", str(path), "--machine", CARD, *words])
+    shown = capsys.readouterr().err
+    summary = inspect_file(path)
+    refusal = getattr(summary, "refusal", None)
+    is_converted = refusal is not None and "first run hotsplit convert" in refusal
+    assert (refusal is not None and not is_converted) == header.is_refused, refusal
+    last = shown.splitlines()[-1]
+    if header.is_refused:
+        assert code == 1 and refusal in last and header.words in last, shown
+        return last
+    assert code == 0 and header.words in shown, shown
+    assert last == f"next: hotsplit run {path} {' '.join(words[:2])}"
+    return f"{SPEED.search(shown)[1]} tokens/s"
+
+
+def test_published_headers_end_in_a_plan_or_in_one_true_sentence(tmp_path, capsys, monkeypatch):
+    """With few layers; the next test has them in full."""
+    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
+    for header in HEADERS:
+        num_layers = FEW_LAYERS if "delta" in header.marks else 2
+        short = dataclasses.replace(header, sizes=(num_layers, *header.sizes[1:]))
+        vram = "1GiB" if header.name.startswith(("Qwen3-30B", "Qwen3.6", "Mixtral")) else "0"
+        assert outcome(tmp_path / "h.gguf", capsys, short, "--vram", vram)
+
+
+def test_a_model_in_several_files_is_planned_as_in_one(tmp_path, capsys):
+    header = dataclasses.replace(HEADERS[4], sizes=(2, *HEADERS[4].sizes[1:]))
+    write(tmp_path / "whole.gguf", keys_of(header), list(tensors_of(header)))
+    first = write_parts(tmp_path, header, 3)
+    assert first.name.endswith("-00001-of-00003.gguf")
+    whole, parts = (
+        planned(capsys, path, "--vram", "0") for path in (tmp_path / "whole.gguf", first)
+    )
+    same = ("token_s", "cpu_bytes", "reasons", "outtype")
+    assert [whole[key] for key in same] == [parts[key] for key in same]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: header.name)
+def test_published_headers_in_full(tmp_path, capsys, header):
+    assert outcome(tmp_path / "h.gguf", capsys, header, "--vram", "7GiB", "--host-budget", "160GiB")
+
+
+# ---- what is predicted --------------------------------------------------------------------------
+
+
+def test_a_plan_is_the_one_that_solve_makes(tmp_path, capsys):
+    """By the same figures, without reading weights; the command that it ends with is one of `run`."""
+    model = make_model(sizes=make_sizes(num_layers=3, num_neurons=4096), activation="silu", kind="f16",
+                       extra_keys=byte_level_keys()[0])  # fmt: skip
+    save_solver_files(tmp_path, model, c=machine_of(CARD))
+    path, options = str(tmp_path / "m.gguf"), ("--vram", "4MiB", "-c", "16", "--outtype", "f16")
+    plan = planned(capsys, path, *options)
+    solved = ["solve", path, "--machine", CARD, "-vb", "4MiB", "-c", "16", "--json"]
+    assert main([*solved, "-o", str(tmp_path / "s.gguf")]) == 0
+    want = json.loads(capsys.readouterr().out)
+    assert plan["token_s"] == want["objective_s"] and plan["gpu_bytes"] == want["gpu_bytes"]
+    assert plan["cpu_only_s"] == want["advice"]["cpu_only_s"]
+    assert plan["layer_split"][1] == want["advice"]["layer_split_s"]
+    assert plan["fits_from_bytes"] == want["advice"]["fits_from_bytes"]
+    words = shlex.split(plan["next"])
+    assert words == [
+        "hotsplit",
+        "run",
+        path,
+        *("--vram", "4MiB", "--context", "16", "--outtype", "f16"),
+    ]
+    assert run_command.make_context("run", words[2:]).params["context_length"] == 16
+
+
+def test_what_is_not_known_is_said(tmp_path, capsys):
+    """A model whose neurons can be silent has times of mode dense; one that is too large, none."""
+    keys, vocab_size = byte_level_keys()
+    model = make_model(sizes=make_sizes(vocab_size=vocab_size), kind="f16", extra_keys=keys)
+    model.save(tmp_path / "m.gguf")
+    plan = planned(capsys, tmp_path / "m.gguf", "--vram", "0")
+    assert "which neurons of this relu model fire is not known" in plan["assumed"][0]
+    words = [
+        "plan",
+        str(tmp_path / "m.gguf"),
+        "--machine",
+        CARD,
+        "--vram",
+        "0",
+        "--host-budget",
+        "64KiB",
+    ]
+    assert main(words) == 1
+    assert "of main memory, which has 64.00 KiB" in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- machines by data sheets --------------------------------------------------------------------
+
+
+def test_all_machines_by_data_sheet_are_valid_and_named(tmp_path):
+    for card in CARDS:
+        for host in HOSTS:
+            machine = load_machine(Path(f"{card}+{host}"))
+            machine.validate()
+            assert machine == machine_of(card, host) and machine.gpus[0].source == SOURCE
+    assert load_machine(Path("RTX-4090-24GB")).gpus[0].memory_bytes == 24 << 30
+    for name in ("rtx-9999", f"{CARD}+ddr9"):
+        with pytest.raises(HotsplitError, match=f"no card by data sheet: known are .*{CARD}"):
+            load_machine(Path(name))
+    with pytest.raises(HotsplitError, match="no such file"):
+        load_machine(Path("machine.json"))
+    machine_of(CARD).save(tmp_path / "m.json")
+    assert Machine.load(tmp_path / "m.json") == machine_of(CARD)
+
+
+def test_the_room_of_a_card_is_most_of_what_other_programs_leave():
+    card = machine_of(CARD)
+    room = default_budgets.room_of(card, None, None)
+    assert 6 << 30 < room.gpus[0] < card.gpus[0].free_bytes < 8 << 30
+    assert default_budgets.room_of(card, (1, 2), None).gpus == (1, 2)
+    low = default_budgets.room_of(card, (8 << 30,), None)
+    assert low.gpus == room.gpus and "only 7.52 GiB are free on the GPU" in low.lines[0]
+    assert default_budgets.room_of(card, (0,), None).gpus == ()
+    assert default_budgets.room_of(card, None, "cpu").gpus == ()
+
+
+# ---- assumed experts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "number, used, exponent", [(128, 8, 0.7), (8, 2, 0.0), (60, 4, 2.0), (4, 4, 1.0)]
+)
+def test_assumed_experts_are_chosen_as_often_as_zipfs_law_says(number, used, exponent):
+    id_TK = drawn_experts(number, used, exponent)
+    assert id_TK.shape == (assumed.NUM_TOKENS, used) and (np.diff(id_TK, axis=1) > 0).all()
+    share_E = zipf_shares(number, used, exponent)
+    assert share_E.sum() == pytest.approx(used) and share_E.max() <= 1 + 1e-12
+    free_E = share_E < 1 - 1e-9
+    weight_E = np.arange(1, number + 1) ** -exponent
+    ratio_E = share_E[free_E] / weight_E[free_E]
+    assert np.allclose(ratio_E, ratio_E[:1])
+    found_E = np.bincount(id_TK.ravel(), minlength=number) / assumed.NUM_TOKENS
+    assert np.abs(found_E - share_E).max() < 0.01
+
+
+def test_layers_that_choose_alike_are_priced_once(monkeypatch):
+    """With the prices that each would have had alone."""
+    seeds = (tiny(seed) for seed in range(0, 20, 2))
+    inputs = next(i for i in seeds if i.model.spec.most_used == 1)
+    experts = assumed.assumed_experts(inputs.model, 0.7)
+    inputs = dataclasses.replace(inputs, profile=experts)
+    problem, other = (inputs.pipeline().model for _ in range(2))
+    assert set(problem.twins.values()) == {problem.replayed[0]} and len(problem.replayed) > 1
+    vars(other)["twins"] = {layer: layer for layer in other.replayed}
+    assert np.array_equal(problem.least_split_s_LN, other.least_split_s_LN)
+    assert np.array_equal(problem.hottest_s_2LN, other.hottest_s_2LN)
+    experts.routing_LTK[1] = np.roll(experts.routing_LTK[0], 1, axis=0)
+    assert inputs.pipeline().model.twins == {0: 0, 1: 1}
+
+
+# ---- the length of a header ---------------------------------------------------------------------
+
+
+def test_how_far_a_header_reaches_is_known_from_any_of_its_beginnings(tmp_path):
+    """Behind the beginning there are zeros, as in a file of which no more was fetched."""
+    header, path = HEADERS[0], tmp_path / "h.gguf"
+    write(
+        path,
+        keys_of(header),
+        list(tensors_of(dataclasses.replace(header, sizes=(1, *header.sizes[1:])))),
+    )
+    with path.open("rb") as file:
+        whole = file.read(1 << 14)
+    end = header_reach(whole)
+    assert 1 << 12 < end < len(whole)
+    for length in range(24, end, 211):
+        assert header_reach(whole[:length] + bytes(len(whole) - length)) > length
+    assert header_reach(whole[:end] + bytes(1 << 10)) == end
