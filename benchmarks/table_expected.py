@@ -12,13 +12,14 @@ from table_contents import (
     ZEN_5,
     in_turns,
     markdown,
+    path_of,
     percent,
     result,
     signed,
     times,
 )
 from table_gpu import DIVIDED, WHOLE, rows_of
-from table_speed import chat
+from table_speed import EXPERTS, GEMMA, chat
 
 PLANTED = (f"decode-{ZEN_5}", f"decode-{ZEN_4}", "decode-intel-xeon-processor-2.50ghz")
 
@@ -29,13 +30,15 @@ class Words:
 
     header: tuple[str, str, str, str]
     real: str
+    downloaded: str
+    gemma: str
     synthetic: str
-    tiny: str
     between: str
-    of_torch: str
     dense: str
     no_loss: str
     larger: str
+    mixtures: str
+    layers: str
     skipped: str
     no_faster: str
     cost: str
@@ -43,9 +46,8 @@ class Words:
     of_q8_0: str
     divergence: str
     relu: str
+    twin: str
     unknown_loss: str
-    bundled: str
-    lost_norm: str
     on_gpu: str
     synthetic_7b: str
     in_budget: str
@@ -54,13 +56,15 @@ class Words:
 ENGLISH = Words(
     header=("kind of model", "evidence", "decode speed", "loss"),
     real="real: SmolLM2-135M",
+    downloaded="a downloaded GGUF, Q4_K_M",
+    gemma="real: Gemma 3 270M",
     synthetic="synthetic: random weights, 1.1 B",
-    tiny="real, but tiny",
     between="{slow} to {fast} llama.cpp",
-    of_torch="{ratio} torch alone",
     dense="SiLU chat model, dense, {kind}",
     no_loss="the type's rounding",
     larger="dense, larger, q8_0",
+    mixtures="mixture of experts, on the CPU",
+    layers="synthetic: layers of Qwen3-30B, Qwen3.6-35B, gpt-oss-20b",
     skipped="SiLU chat model, small gates skipped, untrained",
     no_faster="no faster yet",
     cost="{perplexity} perplexity for {share} fewer bytes",
@@ -68,23 +72,24 @@ ENGLISH = Words(
     of_q8_0="q8_0: {own} its dense mode, {plain} the untrained model",
     divergence="KL {kl} from dense: too much to recommend",
     relu="ReLU model, a tenth of the neurons fire, q8_0",
+    twin="{range} with a twin without silent neurons",
     unknown_loss="unknown: the weights mean nothing",
-    bundled="bundled ReLU model of 7 M parameters",
-    lost_norm="{norm} of a layer's output",
-    on_gpu="ReLU model, f16, 45 to 80 % of it on an H100",
+    on_gpu="the same, f16, 45 to 80 % on an H100",
     synthetic_7b="synthetic: random weights, 7 B",
-    in_budget="{range} with a dense twin; dense, all there: {dense}",
+    in_budget="{twin}; dense, all there: {dense}",
 )
 CHINESE = Words(
     header=("模型种类", "依据", "解码速度", "损失"),
     real="真实：SmolLM2-135M",
+    downloaded="下载的 GGUF，Q4_K_M",
+    gemma="真实：Gemma 3 270M",
     synthetic="合成：随机权重，1.1 B",
-    tiny="真实，但极小",
     between="llama.cpp 的 {slow} 至 {fast}",
-    of_torch="纯 torch 的 {ratio}",
     dense="SiLU 对话模型，dense，{kind}",
     no_loss="仅该类型的舍入误差",
     larger="dense，更大的模型，q8_0",
+    mixtures="混合专家模型，在 CPU 上",
+    layers="合成：Qwen3-30B、Qwen3.6-35B、gpt-oss-20b 的若干层",
     skipped="SiLU 对话模型，未经训练，跳过小的门控值",
     no_faster="目前没有更快",
     cost="少读 {share} 字节时困惑度 {perplexity}",
@@ -92,12 +97,11 @@ CHINESE = Words(
     of_q8_0="q8_0：自身 dense 模式的 {own}，未训练模型的 {plain}",
     divergence="与 dense 的 KL 为 {kl}：损失过大，不推荐",
     relu="ReLU 模型，十分之一的神经元激活，q8_0",
+    twin="{range}；它运行没有静默神经元的同形模型",
     unknown_loss="未知：权重没有意义",
-    bundled="随库附带的 7 M 参数 ReLU 模型",
-    lost_norm="一层输出的 {norm}",
-    on_gpu="ReLU 模型，f16，45 % 至 80 % 放在 H100 上",
+    on_gpu="同上，f16，45 % 至 80 % 放在 H100 上",
     synthetic_7b="合成：随机权重，7 B",
-    in_budget="{range}（它运行 dense 模型）；dense，全部在显卡上：{dense}",
+    in_budget="{twin}；dense，全部在显卡上：{dense}",
 )
 
 
@@ -106,23 +110,41 @@ def between(words: Words, ratios: list[float]) -> str:
     return words.between.format(slow=times(min(ratios)), fast=times(max(ratios)))
 
 
-def planted(words: Words, mode: str) -> str:
-    return between(
-        words, [result(name)["types"]["q8_0"]["2"][mode]["times_rival"] for name in PLANTED]
-    )
+def planted(mode: str) -> list[float]:
+    return [result(name)["types"]["q8_0"]["2"][mode]["times_rival"] for name in PLANTED]
 
 
-def chat_decode(words: Words, kind: str) -> str:
+def downloaded() -> list[float]:
+    """Decode of a real file at two levels."""
+    tests = [test for name in GEMMA.values() for test in result(name)["tests"]]
+    return [test["ratio"] for test in tests if test["n_gen"]]
+
+
+def of_experts() -> list[float]:
+    """Decode of dense mixtures with two threads."""
+    names = [f"experts-{model}-{kind}-{ZEN_4}" for model, kind in EXPERTS]
+    return [result(name)["2"]["decode"]["times_rival"] for name in names if path_of(name).exists()]
+
+
+def chat_ratios(kind: str) -> list[float]:
     names = (f"chat-model-{ZEN_4}", f"chat-model-{ZEN_5}")
-    return between(words, [chat(kind, name)["decode"]["times_rival"] for name in names])
+    return [chat(kind, name)["decode"]["times_rival"] for name in names]
 
 
 def expected(words: Words) -> str:
-    rows = [
-        [words.dense.format(kind=kind), words.real, chat_decode(words, kind), words.no_loss]
+    rows = [[words.downloaded, words.gemma, between(words, downloaded()), words.no_loss]]
+    rows += [
+        [
+            words.dense.format(kind=kind),
+            words.real,
+            between(words, chat_ratios(kind)),
+            words.no_loss,
+        ]
         for kind in TYPES
     ]
-    rows.append([words.larger, words.synthetic, planted(words, "dense"), words.no_loss])
+    larger = between(words, planted("dense"))
+    rows.append([words.larger, words.synthetic, larger, words.no_loss])
+    rows.append([words.mixtures, words.layers, between(words, of_experts()), words.no_loss])
     points = result(RULES)["types"]["f16"]["points"]
     (rule,) = (p for p in points if (p["rule"], p["share"]) == ("gates", 0.08))
     cost = words.cost.format(
@@ -137,14 +159,13 @@ def expected(words: Words) -> str:
     own, plain = (in_turns(runs, name, exact) for name in ("trained-60-q8_0 dense", "q8_0 dense"))
     speed = words.of_q8_0.format(own=times(own), plain=times(plain))
     rows.append([trained, words.real, speed, divergence])
-    rows.append([words.relu, words.synthetic, planted(words, "predicted"), words.unknown_loss])
-    ratio = result("decode-small-intel-xeon-processor-2.50ghz")["predicted"]["times_torch"]
-    best = result("predictors-intel-xeon-processor-2.50ghz")["results"]["ours, lost norm 0.02"]
-    norm = words.lost_norm.format(norm=percent(best["lost_norm"], 1))
-    rows.append([words.bundled, words.tiny, words.of_torch.format(ratio=f"{ratio:.0f}x"), norm])
+    twin = words.twin.format(range=between(words, planted("predicted")))
+    rows.append([words.relu, words.synthetic, twin, words.unknown_loss])
     ratio_of = {row["mode"]: row["times_rival"] for row in rows_of("7B", WHOLE)}
     found = between(words, [row["times_rival"] for row in rows_of("7B", DIVIDED)])
-    speed = words.in_budget.format(range=found, dense=times(ratio_of["dense"]))
+    speed = words.in_budget.format(
+        twin=words.twin.format(range=found), dense=times(ratio_of["dense"])
+    )
     rows.append([words.on_gpu, words.synthetic_7b, speed, words.unknown_loss])
     return markdown(words.header, rows)
 

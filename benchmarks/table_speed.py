@@ -177,6 +177,20 @@ def k_quant_model() -> str:
     return chat_model_of(columns, "1.1 B random weights in Q4_K_M")
 
 
+GEMMA = {level: f"bench-gemma3-270m-{level}-{ZEN_4}" for level in ("avx512bf16", "avx2")}
+
+
+def downloaded() -> str:
+    """A real file at two levels; llama.cpp is built for the machine in both."""
+    rows = []
+    for level, name in GEMMA.items():
+        prompt, decode = result(name)["tests"]
+        share = percent(decode["share_of_limit"])
+        rows.append([level, times(decode["ratio"]), share, times(prompt["ratio"])])
+    header = ["Gemma 3 270M, Q4_K_M", "decode, times llama.cpp", "share of the byte limit"]
+    return markdown([*header, "prompt of 512"], rows)
+
+
 def types() -> str:
     """Each type of downloaded files, where it was measured, by number of threads."""
     rows = []
@@ -345,6 +359,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "chat-model": chat_model,
     "chat-model-one-thread": chat_model_one_thread,
     "k-quant-model": k_quant_model,
+    "downloaded": downloaded,
     "types": types,
     "chat-model-forced": chat_model_forced,
     "batch": lambda: batch(

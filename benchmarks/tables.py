@@ -1,6 +1,7 @@
-"""Fills the tables of the documents from the results that the benchmarks wrote.
+"""Fills the tables of the documents from the results that the benchmarks wrote, and draws the README's
+picture.
 
-    python benchmarks/tables.py            rewrites every marked block
+    python benchmarks/tables.py            rewrites every marked block, and the picture
     python benchmarks/tables.py --check    exits with 1 if a block has drifted; writes nothing
 
 A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`. The files
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import picture_expected
 import table_cache
 import table_contents
 import table_expected
@@ -30,16 +32,20 @@ TABLES = {
     **table_speed.TABLES,
 }
 ROOT = Path(__file__).parent.parent
+PICTURE = ROOT / "docs" / "images" / "expected.svg"
 BLOCK = re.compile(r"(<!-- table: ([a-z0-9 -]+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end -->)")
 
 
 def documents() -> list[Path]:
-    """Every Markdown file that may hold a block."""
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    """Every Markdown file that may hold a block, and the picture."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), PICTURE]
 
 
 def filled(text: str, where: Path) -> str:
-    """The text with every block rewritten. Raises SystemExit for a name that no table has."""
+    """The text with every block rewritten; the picture anew. Raises SystemExit for a name that no
+    table has."""
+    if where == PICTURE:
+        return picture_expected.picture()
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
@@ -55,8 +61,12 @@ def names_in(text: str) -> list[str]:
 
 
 def drifted(paths: Iterable[Path]) -> list[Path]:
-    """Documents whose blocks differ from the results."""
-    return [path for path in paths if filled(path.read_text(), path) != path.read_text()]
+    """Documents whose blocks, or the picture if it, differ from the results."""
+    return [path for path in paths if filled(_text(path), path) != _text(path)]
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def main() -> int:
@@ -70,7 +80,7 @@ def main() -> int:
             print(f"{path.relative_to(ROOT)}: has drifted from benchmarks/results; run make tables")
         return 1 if wrong else 0
     for path in wrong:
-        path.write_text(filled(path.read_text(), path))
+        path.write_text(filled(_text(path), path))
         print(f"wrote {path.relative_to(ROOT)}")
     return 0
 
