@@ -1,4 +1,4 @@
-"""Allocates memory in huge pages where the system has them.
+"""Allocates memory in huge pages where the system has them, spread over memory nodes if there are several.
 
 Reading a row of the cache or of a matrix needs a page translation, and a few gigabytes in pages of
 4 KiB are more pages than any processor's TLB holds."""
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.pinned import PinnableMemory
+from hotsplit.system.memory_nodes import spread_if_many
 from hotsplit.system.sizes import format_bytes
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -26,6 +27,7 @@ def untouched(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
         with suppress(OSError):  # a system without huge pages is only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    spread_if_many(memory.data_ptr(), memory.nbytes)
     return mapping, memory[-memory.data_ptr() % HUGE_PAGE_BYTES :]
 
 

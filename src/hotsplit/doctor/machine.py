@@ -48,6 +48,7 @@ def processor(kernels: Result) -> list[Finding]:
     here = processors()
     text = f"{processor_name()}, {here.usable} of {here.in_machine} threads allowed"
     text += "" if here.quota is None else f", by a CPU quota of {here.quota:g}"
+    text += f", {len(here.nodes)} memory nodes" if len(here.nodes) > 1 else ""
     found = [ok("processor", text)]
     if kernels.done is None:
         verb = "cannot be tried:" if "No module" in kernels.how else "fails:"

@@ -9,18 +9,23 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotsplit.system import control_groups
+from hotsplit.system import control_groups, memory_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processors:
     """Processors of the machine, those that this process may run on, and how many physical cores
-    these have; `quota`: processor time per time of the process's control groups, None without."""
+    these have; `quota`: processor time per time of the process's control groups, None without;
+    `nodes`: the memory nodes that these belong to, none if the system does not say.
+
+    Cores of different speeds count alike: threads take work from each other, so a slow core does
+    less of it (runtime/kernels/cpu/thread_pool.cpp)."""
 
     in_machine: int
     allowed: int
     allowed_cores: int
     quota: float | None
+    nodes: tuple[int, ...]
 
     @property
     def usable(self) -> int:
@@ -55,6 +60,7 @@ def processors() -> Processors:
         allowed=len(allowed),
         allowed_cores=_physical_cores(allowed),
         quota=min((quota for quota in quotas if quota is not None), default=None),
+        nodes=memory_nodes.nodes_of(allowed),
     )
 
 
