@@ -243,6 +243,12 @@ def _check_profile(inputs: Inputs) -> None:
             f"{profile_path}: counts {list(profile.active_count_LF.shape)} layers and neurons,"
             f" {model_path} has {list(wanted)}; run hotsplit profile on this model"
         )
+    numbers = {layer.neurons.number for layer in model.spec.layers}
+    if inputs.swapped_rows and not model.spec.has_experts and len(numbers) > 1:
+        raise HotsplitError(
+            f"{model_path}: its layers have {' or '.join(map(str, sorted(numbers)))} neurons, and a neuron"
+            " cache is planned where all have as many; leave --neuron-cache out"
+        )
     if model.spec.has_experts and profile.routing_LTK is None:
         raise HotsplitError(
             f"{profile_path}: has no recorded experts, with which plans are priced; run hotsplit"

@@ -39,7 +39,7 @@ from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.problem_builder import cpu_seconds, head_seconds, token_seconds
-from hotsplit.solver.units import ExpertUnits
+from hotsplit.solver.units import ExpertUnits, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +112,10 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
     """The same whole layers on the GPUs, as a plan of ours."""
     spec = inputs.model.spec
     is_there_L = np.arange(spec.num_layers) >= spec.num_layers - split.num_layers
-    num_units_L = np.array([layer.neurons.number for layer in spec.layers])
-    if spec.has_experts:
-        num_units_L[:] = ExpertUnits(model=inputs.model, profile=inputs.profile).number
-    num_hot_L = np.where(is_there_L, num_units_L, 0)
     before = [split.homes[0] if split.homes else 0] * (spec.num_layers - split.num_layers)
     home = [*before, *split.homes]
     home += home[-1:] * (spec.num_layers + 1 - len(home))
-    hot_LF = np.arange(num_units_L.max()) < num_hot_L[:, None]
+    hot_LF = np.repeat(is_there_L[:, None], units_of(inputs).number, axis=1)
     return PipelinePlacement(
         placement=Placement(hot_LF=hot_LF, dense_L=is_there_L, head=split.has_head),
         home_I=np.array(home, np.int64),

@@ -17,7 +17,8 @@ from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.layer_split import as_plan, layer_split, without_experts
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
-from hotsplit.solver.optimise import Answer, find_plan
+from hotsplit.solver.optimise import Answer
+from hotsplit.solver.shared_keys import find_plan_for, groups_of, keeps_together
 from hotsplit.solver.with_cache import check_host
 
 Obvious = Literal["whole layers", "experts on the CPU"]
@@ -122,13 +123,15 @@ def _cached_modes(inputs: Inputs, allowed: list[Mode], max_loss: float) -> list[
 
 
 def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: float) -> Found:
-    known = obvious_plans(inputs)
+    known, groups = obvious_plans(inputs), groups_of(inputs)
     others = [
         Alternative(name=name, seconds=plan_seconds(pipeline, plan))
         for name, plan in known.items()
-        if plan_is_feasible(pipeline, plan)
+        if plan_is_feasible(pipeline, plan) and keeps_together(groups, plan)
     ]
-    answer = find_plan(pipeline, time_limit_s=time_limit_s, known=[*known.values()], beat_s=beat_s)
+    answer = find_plan_for(
+        inputs, pipeline, time_limit_s=time_limit_s, known=[*known.values()], beat_s=beat_s
+    )
     if answer is None:
         raise too_small(inputs, pipeline)
     if inputs.swapped_rows:

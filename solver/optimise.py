@@ -98,7 +98,7 @@ def find_plan(
         if pipeline.need_bytes > 0:
             return None
         bound_s = plan_seconds(pipeline, nothing)
-        return _answer(pipeline, "cpu_only", nothing, bound_s)
+        return answer_of(pipeline, "cpu_only", nothing, bound_s)
     fullest = fullest_plan(pipeline) if pipeline.need_bytes > 0 else nothing
     if not plan_is_feasible(pipeline, fullest):
         # The sums are exact. They take 0.1 s for a 7B shape; a search that finds no plan takes 90 s.
@@ -115,14 +115,14 @@ def find_plan(
         plans, start, start_s = [best, *plans], best, plan_seconds(pipeline, best)
         bound_s = start_s * (1 - ROUNDING)
     if bound_s >= beat_s:
-        return _answer(pipeline, "time_limit", start, bound_s)
+        return answer_of(pipeline, "time_limit", start, bound_s)
     if bound_s >= start_s * (1 - HIGHS_SLACK):  # beyond that HiGHS cannot tell
-        return _answer(pipeline, "optimal", start, bound_s, _memory_notes(pipeline, start))
+        return answer_of(pipeline, "optimal", start, bound_s, _memory_notes(pipeline, start))
     if not time_limit_s and pipeline.model.rank_LTK is None:
-        return _answer(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
+        return answer_of(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
     if pipeline.model.rank_LTK is not None:  # the program's prices are means
         start = _polished(pipeline, start)
-        return _answer(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
+        return answer_of(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
     is_proven = bound_s >= start_s * (1 - GROUPED_GAP)
     grouped = solve_grouped(
         pipeline=pipeline,
@@ -135,7 +135,7 @@ def find_plan(
     assert best is not None
     notes = (*_disagreements(start_s, bound_s, grouped), *_memory_notes(pipeline, best))
     status: Status = "time_limit" if grouped.status == "time_limit" else "bounded"
-    return _answer(pipeline, status, best, bound_s, notes)
+    return answer_of(pipeline, status, best, bound_s, notes)
 
 
 def _polished(pipeline: Pipeline, plan: PipelinePlacement) -> PipelinePlacement:
@@ -309,13 +309,14 @@ def _part(placement: Placement, start: int, stop: int) -> Placement:
     )
 
 
-def _answer(
+def answer_of(
     pipeline: Pipeline,
     status: Status,  # if the bound does not prove the plan to be optimal
     plan: PipelinePlacement,
     bound_s: float,
     notes: tuple[str, ...] = (),
 ) -> Answer:
+    """The answer with this plan and bound."""
     seconds = plan_seconds(pipeline, plan)
     assert bound_s <= seconds * (1 + 1e-9), (bound_s, seconds)
     answer = Answer(

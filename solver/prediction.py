@@ -22,7 +22,7 @@ from hotsplit.solver.multi_gpu import (
 from hotsplit.solver.optimise import Answer
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.solve import SolveConfig, inputs_of, split_of
-from hotsplit.solver.units import ExpertUnits
+from hotsplit.solver.units import units_of
 from hotsplit.system.sizes import format_bytes
 
 
@@ -83,12 +83,8 @@ def inputs_for(split: Split, config: SolveConfig, workspace: Workspace) -> Input
 
 def placement_of(split: Split, inputs: Inputs) -> PipelinePlacement:
     """The plan's placement, with its neurons by rank."""
-    if inputs.model.spec.has_experts:
-        units = ExpertUnits(model=inputs.model, profile=inputs.profile)
-        hot_LF = np.stack([units.is_hot(layer, ids) for layer, ids in enumerate(split.hot)])
-    else:
-        order_LF = inputs.pipeline().model.order_LF
-        hot_LF = np.stack([np.isin(o, ids) for o, ids in zip(order_LF, split.hot, strict=True)])
+    units = units_of(inputs)
+    hot_LF = np.stack([units.is_hot(layer, ids) for layer, ids in enumerate(split.hot)])
     home = split.home or (0,) * (len(split.hot) + 1)
     return PipelinePlacement(
         placement=Placement(

@@ -31,7 +31,7 @@ from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.per_layer import PROJECTION
 from hotsplit.model.spec import Attention
 from hotsplit.solver.problem import Problem
-from hotsplit.solver.units import ExpertUnits
+from hotsplit.solver.units import ExpertUnits, NeuronUnits
 
 if TYPE_CHECKING:
     from hotsplit.solver.inputs import Inputs
@@ -148,31 +148,40 @@ def _experts(inputs: "Inputs") -> _Units:
 
 
 def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
+    """Units of several neurons touch what these do together."""
     model, machine, profile, mode = inputs.model, inputs.machine, inputs.profile, inputs.mode
-    order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
-    frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
-    if computes_all(mode):
-        frequency_LF = np.ones_like(frequency_LF)
-    named_LF = np.ones_like(frequency_LF)
-    if runs_predictors(mode):
-        named_LF = np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
-    gate_LF = named_LF * np.array([s.gate_row for s in sizes])[:, None]
-    up_LF = frequency_LF * np.array([s.up_row for s in sizes])[:, None]
-    down_LF = frequency_LF * np.array([s.down_row for s in sizes])[:, None]
-    touched_LF = gate_LF + up_LF + down_LF
-    parts = [part_LF.sum(axis=1) for part_LF in (gate_LF, up_LF, down_LF)]
-    share_2L = np.stack([named_LF.mean(axis=1), frequency_LF.mean(axis=1)])
-    cpu_s_L = _neuron_seconds(model, machine, share_2L, *parts)
+    units, row_L3 = NeuronUnits(model=model, profile=profile), [
+        (s.gate_row, s.up_row, s.down_row) for s in sizes
+    ]  # fmt: skip
+    layers, overfetch_L = range(model.spec.num_layers), overfetch(model, profile)
+    order_L = [units.order(layer) for layer in layers]
+    parts_L, share_2L = [], np.empty((2, len(layers)))
+    for layer in layers:
+        frequency_FM = profile.frequency_LF[layer][order_L[layer]]
+        if computes_all(mode):
+            frequency_FM = np.ones_like(frequency_FM)
+        named_FM = np.ones_like(frequency_FM)
+        if runs_predictors(mode):
+            named_FM = np.minimum(1.0, frequency_FM * overfetch_L[layer])
+        shares = (named_FM, frequency_FM, frequency_FM)
+        parts_L.append(
+            [(share * size).sum(axis=1) for share, size in zip(shares, row_L3[layer], strict=True)]
+        )
+        share_2L[:, layer] = named_FM.mean(), frequency_FM.mean()
+    touched_LF = np.array([gate_F + up_F + down_F for gate_F, up_F, down_F in parts_L])
+    whole = np.array([[part_F.sum() for part_F in parts] for parts in parts_L]).T
+    cpu_s_L = _neuron_seconds(model, machine, share_2L, *whole)
     touched_L = touched_LF.sum(axis=1)
     none_s_L = np.full(len(touched_L), 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
+    size_L = np.array([order_FM.shape[1] for order_FM in order_L])
     return _Units(
-        order_LF=order_LF,
+        order_LF=np.array([order_FM[:, 0] for order_FM in order_L]),
         touched_LF=touched_LF,
-        bytes_L=np.array([s.neuron for s in sizes]),
+        bytes_L=np.array([s.neuron for s in sizes]) * size_L,
         cpu_s_per_byte_L=np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0),
-        read_share_L=touched_LF.mean(axis=1) / [s.gate_row + s.up_row + s.down_row for s in sizes],
-        least_L=np.ones(model.spec.num_layers, np.int64),
-        most_L=np.array([layer.neurons.number for layer in model.spec.layers]),
+        read_share_L=touched_LF.mean(axis=1) / (np.sum(row_L3, axis=1) * size_L),
+        least_L=np.ones(len(layers), np.int64),
+        most_L=np.full(len(layers), units.number),
     )
 
 

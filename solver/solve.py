@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from hotsplit.artifacts.data_sheets import is_named, load_machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import UNKNOWN, Split
@@ -29,9 +27,8 @@ from hotsplit.solver.expert_notes import more_line, placed_line, why_line
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
-from hotsplit.solver.problem import Placement, Problem
 from hotsplit.solver.prompts import prompt_rates
-from hotsplit.solver.units import ExpertUnits, counted_layers
+from hotsplit.solver.units import counted_layers, units_of
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import (
     advice_line,
@@ -221,7 +218,8 @@ def split_of(found: Found, *, solve_s: float) -> Split:
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     placement, plan, spec = answer.placement, answer.plan, inputs.model.spec
     has_many = len(inputs.budgets) > 1
-    hot = hot_ids(inputs, pipeline.model, placement)
+    units = units_of(inputs)
+    hot = tuple(units.ids(layer, hot_F) for layer, hot_F in enumerate(placement.hot_LF))
     _, profile_path, machine_path = inputs.paths
     empty = Split(
         model_id=inputs.model.model_id,
@@ -251,15 +249,6 @@ def split_of(found: Found, *, solve_s: float) -> Split:
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}
     return replace(empty, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
-
-
-def hot_ids(inputs: Inputs, problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
-    """The ids of each layer's hot neurons or experts, hottest first."""
-    if inputs.model.spec.has_experts:
-        units = ExpertUnits(model=inputs.model, profile=inputs.profile)
-        return tuple(units.ids(layer, hot_F) for layer, hot_F in enumerate(placement.hot_LF))
-    ranks = zip(problem.order_LF, placement.hot_LF, strict=True)
-    return tuple(order_F[is_hot_F] for order_F, is_hot_F in ranks)
 
 
 def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:

@@ -1,10 +1,13 @@
 """What the solver places in a layer of a mixture: its experts. The neurons of a layer without
-experts are placed all together, as if they were as many equal parts.
+experts are placed all together, as if they were as many equal parts. In a model without experts it places
+neurons, or several at once in the layers that have more than others.
 
-Letters: L layers, F units (experts, or parts) of a layer, T recorded tokens, K experts of a token."""
+Letters: L layers, F units (experts, or parts) of a layer, M neurons, T recorded tokens, K experts of a token."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +15,9 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.part_bytes import layer_units
+
+if TYPE_CHECKING:
+    from hotsplit.solver.inputs import Inputs
 
 
 def counted_layers(model: ModelFile) -> list[int]:
@@ -99,3 +105,40 @@ class ExpertUnits:
         if self.has_experts_L[layer]:
             return np.isin(self.order_LF[layer], ids)
         return np.full(self.number, len(ids) > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronUnits:
+    """The units of a model without experts: as many in each layer, each of as many neurons as the layer's
+    number requires, hottest first, ties by id."""
+
+    model: ModelFile
+    profile: Profile
+
+    @cached_property
+    def number_L(self) -> list[int]:
+        return [layer.neurons.number for layer in self.model.spec.layers]
+
+    @cached_property
+    def number(self) -> int:
+        """Units of a layer."""
+        return gcd(*self.number_L)
+
+    def order(self, layer: int) -> np.ndarray:
+        """The ids of a layer's neurons by unit, int32 [F, M]."""
+        count_M = self.profile.active_count_LF[layer, : self.number_L[layer]]
+        order_M = np.argsort(-count_M, kind="stable").astype(np.int32)
+        return order_M.reshape(self.number, -1)
+
+    def ids(self, layer: int, is_hot_F: np.ndarray) -> np.ndarray:
+        """The hot neurons of a layer as a plan lists them, int32, hottest first."""
+        return self.order(layer)[is_hot_F].flatten()
+
+    def is_hot(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """The units of a layer that a plan has on a GPU, by rank; bool [F]."""
+        return np.isin(self.order(layer)[:, 0], ids)
+
+
+def units_of(inputs: "Inputs") -> ExpertUnits | NeuronUnits:
+    kind = ExpertUnits if inputs.model.spec.has_experts else NeuronUnits
+    return kind(model=inputs.model, profile=inputs.profile)

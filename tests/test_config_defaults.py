@@ -23,7 +23,11 @@ def config_of(case: str) -> dict:
     values = config.to_dict() | {"architectures": [FIRST[type(config).__name__]]}
     values["max_position_embeddings"] = 10_000  # longer than any window
     by_layer = ("layer_types", "per_layer_config")
-    if isinstance(config, GraniteMoeHybridConfig):  # without them, its layers are recurrent
+    # Without them, its layers are recurrent, or share keys with none before them.
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    if isinstance(config, GraniteMoeHybridConfig) or (
+        shared and config.model_type == "gemma4_text"
+    ):
         by_layer = by_layer[1:]
     return {key: value for key, value in values.items() if key not in by_layer}
 

@@ -284,9 +284,11 @@ CASES = {
         **GATED | ODD | GEMMA3N, head_dim=24, final_logit_softcapping=2.5,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    # As its E-models: three layers that read the keys and values of the first two, with wider neurons.
     "gemma4-stock": Gemma4TextConfig(
-        **GATED | {"num_hidden_layers": 4} | GEMMA4, head_dim=16, global_head_dim=32,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        **GATED | {"num_hidden_layers": 5} | GEMMA4 | OWN_INPUTS | {"vocab_size_per_layer_input": 320},
+        head_dim=16, global_head_dim=32, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
         rope_parameters={
             "full_attention": {
                 "rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1e5,

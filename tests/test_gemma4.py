@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
 from hybrid_plans import stepped
+from models import make_machine
 from reference import rel_error
 from test_families import CASES, GATED, GEMMA4, IDS, MQA, converted, transformers_logits
 from test_hybrid_experts import random_plan
@@ -19,6 +20,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.part_bytes import bytes_on_one_side, kv_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Add
 from hotsplit.options.key_selection import KeySelection
@@ -28,6 +30,11 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.solver.inputs import Inputs, load_inputs
+from hotsplit.solver.multi_gpu import plan_is_feasible, plan_seconds, with_one_home
+from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.problem import of_counts
+from hotsplit.solver.shared_keys import find_plan_for, groups_of, keeps_together
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BOUND = 1e-5
@@ -146,19 +153,106 @@ def test_published_configs_and_the_text_of_a_model_for_images(tmp_path):
         assert rel_error(engine.logits(IDS), want) < BOUND
 
 
-@pytest.mark.parametrize("key", ["attention.shared_kv_layers"])
-def test_files_of_e_models_are_refused_with_the_key(model, key):
+def test_layers_without_one_to_share_with_are_refused(model):
     keys, tensors = read_model_gguf(model.path)
-    with pytest.raises(HotsplitError, match=rf"'gemma4.{key}' \(2\): .*Gemma's E-models") as caught:
-        ModelFile.of(model.path, keys | {f"gemma4.{key}": np.uint32(2)}, tensors)
+    with pytest.raises(HotsplitError, match="the last 2 of 3 layers read the keys and") as caught:
+        shared = {"gemma4.attention.shared_kv_layers": np.uint32(2)}
+        ModelFile.of(model.path, keys | shared, tensors)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """An E-model: layers 2 to 4 read the keys and values of 0 and 1."""
+    return made(tmp_path_factory.mktemp("shared"), CASES["gemma4-stock"])
+
+
+def plan_of(tmp_path, model, dense_on_gpu, **options):
+    hot = [np.arange(160), np.arange(0, 160, 3), np.arange(0), np.arange(7, 320), np.arange(320)]
+    split = make_split(model, hot, dense_on_gpu=dense_on_gpu, **options)
+    split = dataclasses.replace(split, mode="dense")
+    split.save(tmp_path / "s.gguf")
+    return split
+
+
+def test_layers_share_keys_on_either_device(tmp_path, shared):
+    assert [shared.spec.shared_with(layer) for layer in range(5)] == [0, 1, 0, 1, 1]
+    assert [layer.neurons.number for layer in shared.spec.layers] == [160, 160, 320, 320, 320]
+    with Engine.load(shared.path, mode="dense") as engine:
+        want = engine.logits(IDS)
+        assert len(engine._live.weights.cache.layers) == 2
+    for dense_on_gpu in ([False, True, False, True, True], [True, False, True, False, False]):
+        split = plan_of(tmp_path, shared, dense_on_gpu)
+        sizes = {True: split.gpu_bytes["kv_cache"], False: split.cpu_bytes["kv_cache"]}
+        assert sizes[dense_on_gpu[0]] == kv_bytes(shared, 0, split.context_length)
+        assert sizes[dense_on_gpu[1]] == kv_bytes(shared, 1, split.context_length)
+        with Engine.load(shared.path, split=tmp_path / "s.gguf", mode="dense") as engine:
+            step = hybrid(engine, split, plain_backend(reference_kernels()))
+            assert rel_error(steps(step, IDS), want) < BOUND
+            if dense_on_gpu[0]:
+                assert_same_in_any_order(engine, split, IDS[:3])
+
+
+def test_a_plan_that_divides_such_layers_is_refused(tmp_path, shared):
+    plan_of(tmp_path, shared, [False, True, True, True, True])
+    words = "layer 2 is on another device than layer 0, whose keys and values it reads"
+    with pytest.raises(HotsplitError, match=words):
+        Engine.load(shared.path, split=tmp_path / "s.gguf")
+
+
+def test_solve_keeps_such_layers_together(tmp_path, shared):
+    """No other placement that keeps them together is faster; that of single neurons is free."""
+    inputs = make_inputs(tmp_path, shared, 0.3)
+    pipeline, groups = inputs.pipeline(), groups_of(inputs)
+    assert [group.tolist() for group in groups] == [[0, 2], [1, 3, 4]]
+    answer = find_plan_for(inputs, pipeline, time_limit_s=0.1)
+    assert keeps_together(groups, answer.plan) and plan_is_feasible(pipeline, answer.plan)
+    free = find_plan(pipeline, time_limit_s=0.1)
+    assert free.bound_s <= answer.objective_s
+    random, number, tried = np.random.default_rng(1), pipeline.model.num_neurons, 0
+    while tried < 100:
+        dense_L = np.zeros(5, bool)
+        for group in groups:
+            dense_L[group] = random.random() < 0.5
+        num_hot_L = random.integers(0, number + 1, 5) * (random.random(5) < 0.5)
+        placement = of_counts(pipeline.model, num_hot_L, dense_L, random.random() < 0.5)
+        plan = with_one_home(placement)
+        if plan_is_feasible(pipeline, plan):
+            tried += 1
+            assert plan_seconds(pipeline, plan) >= answer.bound_s * (1 - 1e-9)
+            assert plan_seconds(pipeline, plan) >= answer.objective_s * (1 - 1e-3)
+
+
+def make_inputs(tmp_path, model, share) -> Inputs:
+    make_machine(cpu_gb_per_s=0.5, launch_s=1e-8, hand_over_s=1e-8, cpu_run_s=1e-8).save(
+        tmp_path / "machine.json"
+    )
+    sizes = sum(bytes_on_one_side(model, 64, 0).values())
+    return load_inputs(
+        model=model.path, profile=None, machine=tmp_path / "machine.json",
+        budgets=(int(share * sizes) + (1 << 20),), host_budget=None, context_length=64, mode="dense",
+        workspace=lambda *_: 1 << 20, neuron_cache=None, num_sequences=1, rope=(None, None),
+        kv_offload=None,
+    )  # fmt: skip
+
+
+def test_tensors_that_nothing_reads_are_left_aside(tmp_path, shared):
+    """Published files have keys and values of layers that read those of others."""
+    keys, tensors = read_model_gguf(shared.path)
+    more = {
+        f"blk.{layer}.{name}.weight": tensors[f"blk.{layer % 2}.{name}.weight"]
+        for layer in (2, 3, 4) for name in ("attn_k", "attn_v", "attn_k_norm")
+    }  # fmt: skip
+    found = ModelFile.of(shared.path, keys, tensors | more)
+    assert found.tensors.keys() == shared.tensors.keys() and found.spec == shared.spec
 
 
 REFUSED = {
     "num_experts is None": {"enable_moe_block": True},
     "vocab_size_per_layer_input is 330, wanted vocab_size": {"vocab_size_per_layer_input": 330},
     "hidden_size_per_layer_input is -1, wanted": {"hidden_size_per_layer_input": -1},
-    "num_kv_shared_layers is 1": {"num_kv_shared_layers": 1},
+    "the last 2 of 3 layers read the keys": {"num_kv_shared_layers": 2},
+    "num_kv_shared_layers is -1, wanted": {"num_kv_shared_layers": -1},
     "use_bidirectional_attention is 'all'": {"use_bidirectional_attention": "all"},
     "attention_bias is True": {"attention_bias": True},
     "layer_types ends with 'sliding_attention'": {

@@ -82,8 +82,13 @@ def plan_stream(
         choices=choices,
     )
     plan = StreamPlan(device=device, needs=needs, max_memory_bytes=max_memory_bytes, folder=folder)
-    if needs.whole_bytes <= room_of(device, max_memory_bytes).num_bytes:
+    room = room_of(device, max_memory_bytes)
+    if needs.whole_bytes <= room.num_bytes:
         return None
+    if any(attention.source is not None for attention in model.spec.attentions):
+        size = format_bytes(room.taken_bytes + needs.whole_bytes)
+        why = "layers that read the keys and values of others are not profiled one at a time"
+        raise HotsplitError(f"{model.path}: {room.says}, {size} are needed: {why}; give that much")
     _room(model, plan)
     return plan
 

@@ -82,8 +82,9 @@ class Weights:
 
     @cached_property
     def cache(self) -> KVCache:
-        """The cache of the layers that attend."""
-        return KVCache(layers=tuple(layer.attention.cache for layer in self.attending))
+        """The cache of the layers that have keys and values of their own."""
+        found = (layer.attention for layer in self.attending)
+        return KVCache(layers=tuple(each.cache for each in found if each.spec.source is None))
 
     @cached_property
     def attending(self) -> tuple[Layer, ...]:

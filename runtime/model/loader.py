@@ -288,7 +288,7 @@ class Builder:
         attends_on = self.placement.cache_device(index)
         norms = [
             self.norm(norm, f"blk.{index}.{name}", attends_on)
-            if (norm := block.head_norm)
+            if (norm := block.head_norm) and (name == QUERY_NORM or block.num_own)
             else None
             for name in (QUERY_NORM, KEY_NORM)
         ]
@@ -299,16 +299,29 @@ class Builder:
             query_norm=norms[0],
             key_norm=norms[1],
             sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
-            cache=LayerCache.of(
+            cache=self.cache(self.spec.shared_with(index)),
+            rotary=self.rotary(block, attends_on),
+            on_bytes=self.count_attention,
+        )
+
+    @cached_property
+    def caches(self) -> dict[int, LayerCache]:
+        """The caches made so far, by layer."""
+        return {}
+
+    def cache(self, index: int) -> LayerCache:
+        """The keys and values of a layer, which others may read."""
+        block = self.spec.layers[index].attention
+        assert block is not None, index
+        if index not in self.caches:
+            self.caches[index] = LayerCache.of(
                 self.tables[block.window],
                 block.num_kv_heads,
                 block.head_dim,
                 self.cache_types or CacheTypes.of(kv_kind(self.model)),
-                self.stores.on(attends_on).cache,
-            ),
-            rotary=self.rotary(block, attends_on),
-            on_bytes=self.count_attention,
-        )
+                self.stores.on(self.placement.cache_device(index)).cache,
+            )
+        return self.caches[index]
 
     def count_attention(self, num_bytes: int) -> None:
         self.traffic.attention += num_bytes

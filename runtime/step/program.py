@@ -154,7 +154,7 @@ class _LayerWriter:
                 read, written = self._value(block.reads), self._value(block.writes)
                 yield self._op("norm", [read], [written], block.name)
             case Attention():
-                yield from self._attention(self._value(block.reads), block.writes)
+                yield from self._attention(block)
             case DeltaNet():
                 state = f"state.{self.index}"
                 reads, writes = [self._value(block.reads), state], [block.writes, state]
@@ -219,15 +219,18 @@ class _LayerWriter:
             weight_bytes=place.weight_bytes.get(part, 0),
         )
 
-    def _attention(self, x: str, y: str) -> Iterator[Op]:
-        """Attention; if the host has the keys and values, the layer's device only projects."""
-        device, cache = self.place.device, f"cache.{self.index}"
+    def _attention(self, block: Attention) -> Iterator[Op]:
+        """Attention; if the host has the keys and values, the layer's device only projects. Those of
+        another layer are read alone."""
+        device, x, y = self.place.device, self._value(block.reads), block.writes
+        cache = f"cache.{self.index if block.source is None else block.source}"
+        written = [cache] if block.source is None else []
         if not self.place.attends_on_host:
-            yield self._op("attention", [x, "position", cache], [y, cache], "attention")
+            yield self._op("attention", [x, "position", cache], [y, *written], "attention")
             return
         yield self._op("project", [x], ["qkv"], "qkv")
         yield self._copy("qkv", device, HOST, is_beside=False)
-        reads, writes = ["qkv", "position", cache], ["heads", cache]
+        reads, writes = ["qkv", "position", cache], ["heads", *written]
         yield self._op("attend", reads, writes, "head_norms", HOST)
         yield self._copy("heads", HOST, device, is_beside=False)
         yield self._op("project", ["heads"], [y], "attn_output")
@@ -374,15 +377,9 @@ class _StepWriter:
         return all(device != target for _, device in self.form.places[layer - 1].blocks)
 
     def _copy(self, name: str, source: str, target: str, home: str, layer: int | None) -> None:
+        reads, writes = (at(name, source),), (at(name, target),)
         self._submit(
-            Op(
-                kind="copy",
-                layer=layer,
-                device=home,
-                reads=(at(name, source),),
-                writes=(at(name, target),),
-                home=home,
-            )
+            Op(kind="copy", layer=layer, device=home, reads=reads, writes=writes, home=home)
         )
 
     def _submit(self, op: Op) -> None:

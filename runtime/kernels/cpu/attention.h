@@ -90,7 +90,7 @@ class Attention {
     // the same shape, if any.
     void run(const HsAttention& l, const float* qkv, int64_t stride, const float* gates, Operand& out) {
         gate = gates;
-        summarise(l);
+        if (!l.is_shared) summarise(l);
         for (int64_t t = 0; t < T; t += rows_at_once)
             run(l, qkv, stride, out, t, std::min(t + rows_at_once, T));
     }

@@ -73,11 +73,13 @@ int64_t most_used(const HsStep& step) {
 
 int64_t heads_size(const HsAttention& a) { return a.num_heads * a.head_width; }
 int64_t gates_size(const HsAttention& a) { return a.is_gated ? heads_size(a) : 0; }
+// What a layer projects for its cache: keys and values, keys alone, or none.
+int64_t num_own(const HsAttention& a) { return a.is_shared ? 0 : 2 - a.values_are_keys; }
 int64_t qkv_size(const HsAttention& a) {
-    return heads_size(a) + gates_size(a) + (2 - a.values_are_keys) * a.num_kv_heads * a.head_width;
+    return heads_size(a) + gates_size(a) + num_own(a) * a.num_kv_heads * a.head_width;
 }
 int64_t raw_keys_size(const HsAttention& a) {
-    return a.values_are_keys * a.num_kv_heads * a.head_width;
+    return a.is_shared ? 0 : a.values_are_keys * a.num_kv_heads * a.head_width;
 }
 
 // The largest size(attention) of a layer.
@@ -424,7 +426,7 @@ class Step {
     void attention(const HsAttention& l, Operand& input, float* out) {
         turn(l);
         clock.ended(TIMED_OTHER);
-        project(l.input, l.input[1].data ? 3 - l.values_are_keys : 1, input, w.qkv, qkv_size(l));
+        project(l.input, l.input[1].data ? 1 + num_own(l) : 1, input, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
         show_heads();
@@ -449,16 +451,17 @@ class Step {
 
     // Norms and rotates queries and keys of qkv [T, (H + 2 K) W] in place (and values, if they have a norm
     // or the cache stores them rotated), appends keys and values, and attends. With gates, rows of qkv have
-    // (2 H + 2 K) W values; if values are keys, (H + K) W.
+    // (2 H + 2 K) W values; if values are keys, (H + K) W; if they are another layer's, H W.
     void attend(const HsAttention& l, float* qkv, Operand& heads) {
-        const int64_t W = l.head_width, H = l.num_heads, K = l.num_kv_heads, num_values = qkv_size(l);
+        const int64_t W = l.head_width, H = l.num_heads, num_values = qkv_size(l);
+        const int64_t K = l.is_shared ? 0 : l.num_kv_heads;
         w.attention.use(l);
         heads.size = heads_size(l);
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
             if (l.is_gated) take_gates(l, values, w.gates + t * H * W);
             float* own = values + (H + K) * W;
-            if (l.values_are_keys)
+            if (K && l.values_are_keys)
                 own = std::copy_n(values + H * W, K * W, w.raw_keys + t * K * W) - K * W;
             norm_heads(l, values);
             for (int64_t k = 0; l.value_norm.weight && k < K; ++k)
@@ -467,7 +470,7 @@ class Step {
             if (l.growth_length) grow_queries(l, w.attention.position(t), values);
             for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
             for (int64_t k = 0; s.is_value_rotated && k < K; ++k) turn_by_hadamard(own + k * W, W);
-            w.attention.append(l, t, values + H * W, own);
+            if (K) w.attention.append(l, t, values + H * W, own);
         });
         w.attention.run(l, qkv, num_values, l.is_gated ? w.gates : nullptr, heads);
         heads.changed();
@@ -481,13 +484,14 @@ class Step {
             std::copy_n(values + (2 * h + 1) * W, W, gates + h * W);
             std::copy_n(values + 2 * h * W, h ? W : 0, values + h * W);
         }
-        std::copy_n(values + 2 * H * W, (2 - l.values_are_keys) * l.num_kv_heads * W, values + H * W);
+        std::copy_n(values + 2 * H * W, num_own(l) * l.num_kv_heads * W, values + H * W);
     }
 
     // Rotates the queries and keys of a row in place, or the first values of each head.
     void rotate_heads(const HsAttention& l, int64_t t, float* values) {
         const HsRotary& rotary = s.rotary[l.rotary];
-        const int64_t W = l.head_width, heads = l.num_heads + l.num_kv_heads, first = turn_at(l, t);
+        const int64_t W = l.head_width, first = turn_at(l, t);
+        const int64_t heads = l.num_heads + (l.is_shared ? 0 : l.num_kv_heads);
         const int64_t together = rotary.head_width == W ? heads : 1;
         for (int64_t h = 0; h < heads; h += together)
             kernels().rotate(values + h * W, together, w.cos + first, w.sin + first, rotary.head_width,
@@ -496,11 +500,12 @@ class Step {
 
     // Norms the queries and keys of a row in place.
     void norm_heads(const HsAttention& l, float* values) {
-        const int64_t W = l.head_width, H = l.num_heads, K = l.num_kv_heads;
+        const int64_t W = l.head_width, H = l.num_heads, K = l.is_shared ? 0 : l.num_kv_heads;
         if (!l.query_norm.weight) return;
         if (l.norms_all_heads) {
             apply(l.query_norm, values, H * W, values);
-            return apply(l.key_norm, values + H * W, K * W, values + H * W);
+            if (K) apply(l.key_norm, values + H * W, K * W, values + H * W);
+            return;
         }
         for (int64_t h = 0; h < H + K; ++h) {
             HsNorm norm = h < H ? l.query_norm : l.key_norm;
@@ -736,6 +741,7 @@ bool fits(const HsAttention& l, const HsStep& s) {
     const int64_t kept = s.table[l.table].window;
     if (kept && (!l.window || l.window > kept)) return false;
     if (l.values_are_keys < 0 || l.values_are_keys > 1) return false;
+    if (!l.is_shared && l.query_norm.weight && !l.key_norm.weight) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (l.head_width % block_values(kind)) return false;
     if (l.rotary >= s.num_rotaries) return false;
@@ -744,7 +750,7 @@ bool fits(const HsAttention& l, const HsStep& s) {
     const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? qkv_size(l) : q, kv, kv};
-    for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 3 - l.values_are_keys); ++m)
+    for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 1 + num_own(l)); ++m)
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, heads_size(l))) return false;
     return l.key && l.value;

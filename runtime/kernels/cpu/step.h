@@ -116,7 +116,7 @@ struct HsAttention {
     int32_t is_gated;
     int32_t table;            // index in HsStep's `table`
     int32_t values_are_keys;  // as they are before their norm; there is no matrix of values
-    int32_t unused;
+    int32_t is_shared;  // keys and values are an earlier layer's, and nothing but queries is projected
 };
 
 // A gated delta net; model/spec.py (DeltaNet) has the formula. Letters: G key heads, V value heads, N and M values of a
@@ -267,7 +267,7 @@ enum Value : int32_t {
     VALUE_FFN_OUT,
     VALUE_HOT_OUT,  // in layers with divided neurons
     VALUE_COLD_OUT,
-    VALUE_QKV,  // [(H + 2 K) W, (2 H + 2 K) W with gates, or (H + K) W if values are keys] queries, keys and values, if a GPU has projected them; overwritten
+    VALUE_QKV,  // [(H + 2 K) W, (2 H + 2 K) W with gates, (H + K) W if values are keys, or H W if they are another layer's] queries, keys and values, if a GPU has projected them; overwritten
     VALUE_HEADS,   // [H W]
     VALUE_NAMED,   // [F] scores; a neuron is named if its score is above the predictor's threshold
     VALUE_ROUTED,  // [2 K] experts, as numbers, and their weights

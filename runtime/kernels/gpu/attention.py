@@ -389,7 +389,8 @@ def rotate_append(
     assert qkv.shape[-1] == size, (qkv.shape, spec)
     assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
     assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
-    grid = (num_heads + 2 * num_kv,) if num_rows == 1 else (num_heads + 2 * num_kv, num_rows)
+    heads = num_heads + (0 if spec.source is not None else 2 * num_kv)
+    grid = (heads,) if num_rows == 1 else (heads, num_rows)
     _rotate_append[grid](
         qkv,
         frequency_W2,

@@ -94,27 +94,26 @@ def rotate_append(
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
     of_heads, norm, growth = spec.num_heads * (1 + spec.is_gated), spec.head_norm, spec.growth
-    query, key, *rest = (
-        qkv.double().unflatten(0, (-1, width))
-        .split([of_heads, *[num_kv] * (2 - spec.values_are_keys)], dim=0)
+    query, *own = (
+        qkv.double().unflatten(0, (-1, width)).split([of_heads, *[num_kv] * spec.num_own], dim=0)
     )  # fmt: skip
-    query, value = query[:: 1 + spec.is_gated], rest[0] if rest else key
+    query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
     if norm and spec.norms_values:
-        value = _rms_norm(value, torch.ones(width, device=value.device), norm.epsilon)
+        values = [_rms_norm(v, torch.ones(width, device=v.device), norm.epsilon) for v in values]
     if norm and query_weight_W is not None:
         query = _rms_norm(_centred(query, norm), query_weight_W, norm.epsilon)
     if norm and key_weight_W is not None:
-        key = _rms_norm(_centred(key, norm), key_weight_W, norm.epsilon)
+        keys = [_rms_norm(_centred(key, norm), key_weight_W, norm.epsilon) for key in keys]
     if spec.rotary and frequency_W2 is not None:
         angle_W2 = position_1 * frequency_W2.double()
-        query, key = (_turn(heads, angle_W2, spec.rotary) for heads in (query, key))
+        query, *keys = (_turn(heads, angle_W2, spec.rotary) for heads in (query, *keys))
     if growth is not None:
         query = query * (1.0 + growth.factor * math.log(1 + int(position_1) // growth.length))
     if query_THW is None:
         qkv[: of_heads * width].view(-1, width)[:: 1 + spec.is_gated] = query.to(qkv.dtype)
     else:
         query_THW.copy_(query * spec.score_scale)
-    for cache, row in ((key_CKW, key), (value_CKW, value)):
+    for cache, row in zip((key_CKW, value_CKW), (*keys, *values), strict=False):
         place = int(position_1)
         if table_SN is not None and sequence_1 is not None:
             block, place = divmod(place, cache.shape[1])

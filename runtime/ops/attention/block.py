@@ -88,15 +88,19 @@ class Attention:
         the cache."""
         spec, types, tables = self.spec, self.cache.types, self.cache.tables
         joined_TQ, gate_TH = self._without_gate(joined_TQ)
-        query, key, value = self._normed(joined_TQ)
+        query, *own = self._normed(joined_TQ)
         is_capped, turn = tables is not None and tables.rule.is_capped, turns.of(self.rotary)
         if turn and not is_capped:
-            query, key = turn.apply(query), turn.apply(key)
+            query = turn.apply(query)
+            own = [turn.apply(heads) for heads in own[:1]] + own[1:]
         if spec.growth:
             query = query * growth_of(spec.growth, start, len(query))
         if types.key.is_rotated:  # as the cache rotates its keys
             query = turn_by_hadamard(query)
-        keys, values = self.cache.append(sequence, start, key, value)
+        if own:
+            keys, values = self.cache.append(sequence, start, *own)
+        else:
+            keys, values = self.cache.seen(sequence, start, start + len(query))
         if tables is not None and is_capped:
             assert self.rotary is not None
             heads_TH = attend_capped(query, keys, values, tables, sequence, spec, self.rotary)
@@ -111,24 +115,27 @@ class Attention:
             heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, spec.head_dim))).flatten(-2)
         return heads_TH if gate_TH is None else heads_TH * gate_TH.sigmoid()
 
-    def _normed(self, joined_TQ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, H or K, W], those normed that have a norm."""
+    def _normed(self, joined_TQ: Tensor) -> list[Tensor]:
+        """Queries and, unless they are another layer's, keys and values [T, H or K, W]; normed, if they
+        have a norm."""
         spec = self.spec
-        query, key, *rest = joined_TQ.unflatten(-1, (-1, spec.head_dim)).split(
-            [spec.num_heads, *[spec.num_kv_heads] * (2 - spec.values_are_keys)], dim=1
+        query, *own = joined_TQ.unflatten(-1, (-1, spec.head_dim)).split(
+            [spec.num_heads, *[spec.num_kv_heads] * spec.num_own], dim=1
         )
-        value = rest[0] if rest else key
-        if spec.norms_values:
-            assert spec.head_norm is not None
-            value = rms_norm(value, (spec.head_dim,), None, spec.head_norm.epsilon)
-        if self.query_norm and self.key_norm:
-            query, key = (
-                norm.apply(heads.flatten(1)).view_as(heads)
-                if spec.norms_all_heads
-                else norm.apply(heads)
-                for norm, heads in ((self.query_norm, query), (self.key_norm, key))
+        values = own[-1:]
+        if spec.norms_values and spec.head_norm:
+            values = [rms_norm(v, (spec.head_dim,), None, spec.head_norm.epsilon) for v in values]
+        found = [
+            heads
+            if norm is None
+            else norm.apply(heads.flatten(1)).view_as(heads)
+            if spec.norms_all_heads
+            else norm.apply(heads)
+            for norm, heads in zip(
+                (self.query_norm, self.key_norm), (query, *own[:1]), strict=False
             )
-        return query, key, value
+        ]
+        return found + values
 
     def _project(
         self,

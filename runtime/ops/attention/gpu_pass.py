@@ -79,9 +79,8 @@ def norms_of_all(heads: Heads, qkv: Tensor) -> list[tuple[Norm, Tensor]]:
     """The norms of all queries and of all keys together, with these parts of `qkv` [..., Q]."""
     if not heads.spec.norms_all_heads:
         return []
-    assert heads.query_norm and heads.key_norm and not heads.spec.is_gated, heads
-    query_size, key_size = len(heads.query_norm.weight_D), len(heads.key_norm.weight_D)
-    return [
-        (heads.query_norm, qkv[..., :query_size]),
-        (heads.key_norm, qkv[..., query_size : query_size + key_size]),
-    ]
+    assert heads.query_norm and not heads.spec.is_gated, heads
+    size, found = len(heads.query_norm.weight_D), [(heads.query_norm, qkv)]
+    if heads.key_norm:
+        found.append((heads.key_norm, qkv[..., size:]))
+    return [(norm, part[..., : len(norm.weight_D)]) for norm, part in found]

@@ -16,7 +16,7 @@ def text_words(model: ModelFile) -> str | None:
     windows = dict(_windows(model))
     if not model.spec.has_states and not windows:
         return None
-    layers = [layer for layer in range(model.spec.num_layers) if layer not in windows]
+    layers = [layer for layer in _storing(model) if layer not in windows]
     token = format_bytes(_token_bytes(model, layers))
     parts = []
     if model.spec.has_states:
@@ -50,7 +50,7 @@ def context_words(
     size_L = [cache_bytes(model, layer, context_length, num_sequences, types) for layer in layers]
     states = sum(slots_bytes(model, layer, num_sequences) for layer in layers)
     windows = sum(size_L[layer] for layer in rings)
-    growing = [layer for layer in layers if layer not in rings]
+    growing = [layer for layer in _storing(model) if layer not in rings]
     texts = f"{num_sequences} texts of " if num_sequences > 1 else ""
     parts = []
     if states:
@@ -74,10 +74,17 @@ def context_words(
     )
 
 
+def _storing(model: ModelFile) -> list[int]:
+    """The layers that do not read the keys and values of others."""
+    layers = range(model.spec.num_layers)
+    return [layer for layer in layers if model.spec.shared_with(layer) == layer]
+
+
 def _windows(model: ModelFile) -> Iterator[tuple[int, int]]:
     """The layers with a window that the model's own context exceeds, and the window."""
-    for index, layer in enumerate(model.spec.layers):
-        window = layer.attention.window if layer.attention else None
+    for index in _storing(model):
+        attention = model.spec.layers[index].attention
+        window = attention.window if attention else None
         if window is not None and _most_tokens(window) < model.spec.context_length:
             yield index, window
 

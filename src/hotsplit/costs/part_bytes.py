@@ -192,9 +192,9 @@ def kv_bytes(
     model: ModelFile, layer: int, num_positions: int, types: CacheTypes | None = None
 ) -> int:
     """Bytes of the keys and values of so many positions in a layer that attends, and of the tables that
-    select keys; by default in the type `kv_kind`."""
+    select keys, unless they are another layer's; by default in the type `kv_kind`."""
     types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
-    if attention is None:
+    if attention is None or attention.source is not None:
         return 0
     return attention.num_kv_heads * types.head_bytes(num_positions, attention.head_dim)
 

@@ -2,20 +2,21 @@
 (proportional rotary embeddings), and may take their keys as values; scores are not scaled, values are
 normed, and each layer's result is multiplied by a number of its own. Its mixture has experts beside the
 neurons that always fire, which llama.cpp calls as those of a dense layer. In its E-models each layer has an
-input of its own, from the token."""
+input of its own, from the token, and the last layers read the keys and values of earlier ones."""
 
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Blueprint, NameOf, gguf_names
+from hotsplit.families.blueprint import IGNORED, Blueprint, NameOf, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.experts import (
     COUNTS,
@@ -36,7 +37,7 @@ from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
 from hotsplit.model.per_layer import PerLayer
 from hotsplit.model.spec import Activation, ModelSpec, Neurons, Rotary, Route
-from hotsplit.model.tensors import OWN_SCALES, ROUTER
+from hotsplit.model.tensors import KEY_NORM, OWN_SCALES, ROUTER
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 PERIOD, LOCAL_THETA = 6, 1e4
 FULL = "full_attention"
 SCALE, INPUTS = "layer_output_scale", "embedding_length_per_layer_input"
+SHARED = "attention.shared_kv_layers"
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_THETA},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -68,13 +70,13 @@ class Heads:
     rotary: Rotary
     window: int | None
     values_are_keys: bool
+    source: int | None  # the layer whose keys and values it reads; None: its own
 
 
 def gemma4(read: ConfigReader) -> Blueprint:
     """Gemma4ForCausalLM, and the text model of Gemma4ForConditionalGeneration."""
     read.refuse("use_bidirectional_attention", "vision", why="attention over text is always causal")
     read.refuse("attention_bias", False, why="its attention has no biases here")
-    read.refuse("num_kv_shared_layers", 0, why="keys and values of other layers are not used")
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     is_local_L = _are_local(read, sizes.num_layers)
     local, whole = _sizes_by_type(read, sizes, is_local_L)
@@ -85,20 +87,30 @@ def gemma4(read: ConfigReader) -> Blueprint:
     _, wide, factors = of_ropes.rotary_of(whole, FULL, "", 1e6, ("proportional",))
     _, narrow, _ = of_ropes.rotary_of(local, "sliding_attention", "", LOCAL_THETA)
     window, are_keys = read.count("sliding_window"), read.flag("attention_k_eq_v")
+    sources_L = sources(read.path, is_local_L, read.whole("num_kv_shared_layers"))
+    factor_L = [1 + (read.flag("use_double_wide_mlp") and s is not None) for s in sources_L]
     heads = [
-        Heads(sizes=local, rotary=narrow, window=window, values_are_keys=False)
-        if is_local
-        else Heads(sizes=whole, rotary=wide, window=None, values_are_keys=are_keys)
-        for is_local in is_local_L
-    ]
+        Heads(
+            sizes=replace(own, num_neurons=factor * own.num_neurons), source=source,
+            rotary=narrow if is_local else wide, window=window if is_local else None,
+            values_are_keys=are_keys and not is_local,
+        )
+        for is_local, source, factor in zip(is_local_L, sources_L, factor_L, strict=True)
+        for own in [local if is_local else whole]
+    ]  # fmt: skip
     experts = _experts(read, sizes) if read.flag("enable_moe_block") else None
     activation = read.activation("hidden_activation", GATED)
+    spec = gemma4_spec(
+        sizes, heads, activation, cap_of(read, LOGIT_CAP), (SCALE,), experts, own_inputs(read)
+    )
     return Blueprint(
-        spec=gemma4_spec(
-            sizes, heads, activation, cap_of(read, LOGIT_CAP), (SCALE,), experts, own_inputs(read)
-        ),
+        spec=spec,
         name_of=_names(gguf_names(gguf.MODEL_ARCH.GEMMA4, sizes.num_layers), experts is not None),
         rope_factors=factors,
+        ignored=(
+            *IGNORED,
+            *unused(spec, ".layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm")),
+        ),
         ignored_prefixes=LEFT_OUT,
     )
 
@@ -114,6 +126,21 @@ def own_inputs(read: ConfigReader) -> int:
             f" ({read.count('vocab_size')}): every token needs a row of the embeddings of layers"
         )
     return read.count(key)
+
+
+def sources(path: Path, is_local_L: Sequence[bool], num_shared: int) -> list[int | None]:
+    """The layer whose keys and values each of the last `num_shared` layers reads: the last of its kind,
+    with a window or without, that has its own; None for those that have.
+
+    Raises HotsplitError if there is none."""
+    num_own = len(is_local_L) - num_shared
+    last = {is_local: layer for layer, is_local in enumerate(is_local_L[: max(0, num_own)])}
+    if not {*is_local_L} <= {*last}:
+        raise HotsplitError(
+            f"{path}: the last {num_shared} of {len(is_local_L)} layers read the keys and values of earlier"
+            " ones, but of those with a window or of those without, none is before them"
+        )
+    return [None if layer < num_own else last[kind] for layer, kind in enumerate(is_local_L)]
 
 
 def _are_local(read: ConfigReader, num_layers: int) -> list[bool]:
@@ -187,9 +214,18 @@ def shared_name(name: str) -> str:
     return _DENSE.sub(r"\1_shexp.", name)
 
 
+def unused(spec: ModelSpec, form: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The names of what published files have of layers that read other layers' keys and values, though
+    nothing reads it; `form`: of a name, by the layer's index and the tensor's own."""
+    layers = [i for i, a in enumerate(spec.attentions) if a.source is not None]
+    return tuple(form.format(layer, name) for layer in layers for name in names)
+
+
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The tensors with the names of neurons beside experts."""
-    return {shared_name(name): e for name, e in tensors.items()} if spec.has_experts else tensors
+    """The tensors with the names of neurons beside experts, without those that nothing reads."""
+    left_out = unused(spec, "blk.{}.{}.weight", ("attn_k", "attn_v", KEY_NORM))
+    named = shared_name if spec.has_experts else str
+    return {named(name): e for name, e in tensors.items() if name not in left_out}
 
 
 def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
@@ -205,9 +241,12 @@ def gemma4_spec(
     arrange = sizes.arrangement()
     layers = [
         arrange.sandwich(
-            heads.sizes.attention(
-                heads.rotary, window=heads.window, scale=1.0, has_head_norms=True, norms_values=True,
-                values_are_keys=heads.values_are_keys,
+            replace(
+                heads.sizes.attention(
+                    heads.rotary, window=heads.window, scale=1.0, has_head_norms=True,
+                    norms_values=True, values_are_keys=heads.values_are_keys,
+                ),
+                source=heads.source,
             ),
             _feed_forward(heads.sizes, activation, experts),
             scale=SCALE if SCALE in options else "",
@@ -248,8 +287,8 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     for key in _OF_WINDOWS:
         if f"{name}.{key}_swa" in read.keys:
             own[f"{name}.{key}"] = read.keys[f"{name}.{key}_swa"]
-    heads = []
-    for index, is_local in enumerate(is_local_L):
+    heads, sources_L = [], sources(read.path, is_local_L, read.whole(SHARED, 0))
+    for index, (is_local, source) in enumerate(zip(is_local_L, sources_L, strict=True)):
         own_read = of_layer(read, index, num_layers, own if is_local else {})
         rotary = own_read.rotary("halves")
         heads.append(
@@ -257,7 +296,9 @@ def of_keys(read: "KeyReader") -> ModelSpec:
                 sizes=own_read.sizes(),
                 rotary=replace(rotary, has_factors=False) if is_local else rotary,
                 window=read.count("attention.sliding_window") if is_local else None,
-                values_are_keys=f"blk.{index}.attn_v.weight" not in read.tensors,
+                values_are_keys=f"blk.{index if source is None else source}.attn_v.weight"
+                not in read.tensors,
+                source=source,
             )
         )
     options = {option.removesuffix(".weight") for option in read.options(num_layers)}
@@ -278,16 +319,17 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
         "attention.sliding_window_pattern": [a.window is not None for a in attentions],
         "rope.freq_base_swa": np.float32(local.rotary.theta),
         LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
-        "attention.shared_kv_layers": np.uint32(0),
+        SHARED: np.uint32(sum(a.source is not None for a in attentions)),
         INPUTS: np.uint32(spec.per_layer.size if spec.per_layer else 0),
     }
     for a, suffix in ((whole, ""), (local, "_swa")):
         found[f"attention.key_length{suffix}"] = np.uint32(a.head_dim)
         found[f"attention.value_length{suffix}"] = np.uint32(a.head_dim)
         found[f"rope.dimension_count{suffix}"] = np.uint32(a.num_rotated)
-    shared = spec.layers[-1].shared
-    if shared is not None:
-        found["feed_forward_length"] = np.uint32(shared.number)
+    beside = [layer.shared.number for layer in spec.layers if layer.shared is not None]
+    if beside:
+        is_same = len(set(beside)) == 1
+        found["feed_forward_length"] = np.uint32(beside[0]) if is_same else cast(Value, beside)
     of_shared = ("expert_shared_feed_forward_length", "expert_shared_count")
     return found | {k: v for k, v in expert_keys(spec).items() if k not in of_shared}
 
@@ -308,6 +350,7 @@ GEMMA4 = Family(
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
         "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
         "enable_moe_block": False,
         "num_experts": None,
     },
@@ -318,7 +361,7 @@ GRAPH = Architecture(
     of_keys=of_keys,
     keys=keys,
     known_keys=(
-        *KEYS, LOGIT_CAP, INPUTS, "attention.sliding_window", "attention.sliding_window_pattern",
+        *KEYS, LOGIT_CAP, INPUTS, SHARED, "attention.sliding_window", "attention.sliding_window_pattern",
         *(f"{key}_swa" for key in _OF_WINDOWS),
     ),
     options=(f"{SCALE}.weight",),

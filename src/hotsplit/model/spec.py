@@ -58,7 +58,9 @@ class Attention:
     after each head's query, whose sigmoid multiplies the head's output (Qwen3-Next). `score_cap` c: a
     scaled score s counts as c tanh(s / c) (Gemma 2, arXiv 2408.00118). `norms_values`: each head of
     values has an RMS norm without weights, with the epsilon of `head_norm`. `values_are_keys`: there is no
-    projection of values, which are the keys before their norm and rotation (Gemma 4)."""
+    projection of values, which are the keys before their norm and rotation (Gemma 4). `source`: the
+    layer before it whose keys and values it reads, as that layer has stored them: it projects queries
+    alone and has no cache (Gemma 3n, the E-models of Gemma 4)."""
 
     num_heads: int
     num_kv_heads: int
@@ -75,6 +77,7 @@ class Attention:
     is_gated: bool = False
     norms_values: bool = False
     values_are_keys: bool = False
+    source: int | None = None
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
     biases: frozenset[str] = frozenset()
     reads: str = "attn_in"
@@ -100,7 +103,12 @@ class Attention:
     @property
     def qkv_size(self) -> int:
         """Outputs of the input projections for a token, without gates."""
-        return self.query_size + (2 - self.values_are_keys) * self.key_size
+        return self.query_size + self.num_own * self.key_size
+
+    @property
+    def num_own(self) -> int:
+        """What it projects for its cache: keys and values, keys alone, or none."""
+        return 0 if self.source is not None else 2 - self.values_are_keys
 
     @property
     def gate_size(self) -> int:
@@ -111,8 +119,8 @@ class Attention:
         """Rows of each input projection, by name."""
         if self.is_fused:
             return {"attn_qkv": self.qkv_size}
-        rows = {"attn_q": self.query_size + self.gate_size, "attn_k": self.key_size}
-        return rows | ({} if self.values_are_keys else {"attn_v": self.key_size})
+        rows = {"attn_q": self.query_size + self.gate_size}
+        return rows | dict.fromkeys(("attn_k", "attn_v")[: self.num_own], self.key_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +288,11 @@ class ModelSpec:
         the model has none."""
         found = [attention for attention in self.attentions if attention.rotary is not None]
         return min(found, key=lambda a: a.window is not None).rotary if found else None
+
+    def shared_with(self, index: int) -> int:
+        """The layer whose keys and values this one reads: another, or itself."""
+        attention = self.layers[index].attention
+        return index if attention is None or attention.source is None else attention.source
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:

@@ -19,6 +19,8 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("experts", each(_experts)),
         ("shared experts", each(_shared)),
         ("heads", each(lambda layer: _heads(layer.attention))),
+        ("keys and values", _shared_keys(spec)),
+        ("inputs of layers", f"{spec.per_layer.size:,} values each" if spec.per_layer else ""),
         ("delta nets", each(lambda layer: _delta(spec, layer.delta))),
         ("vocabulary", f"{spec.vocab_size:,}"),
         ("context", f"{spec.context_length:,}"),
@@ -51,6 +53,15 @@ def _heads(attention: Attention | None) -> str | None:
         f"{attention.num_heads} of {attention.head_dim}, {attention.num_kv_heads} for keys and"
         " values"
     )
+
+
+def _shared_keys(spec: ModelSpec) -> str:
+    stores = [spec.shared_with(layer) for layer in range(spec.num_layers)]
+    read = sorted({store for layer, store in enumerate(stores) if store != layer})
+    if not read:
+        return ""
+    count = sum(store != layer for layer, store in enumerate(stores))
+    return f"of layers {' and '.join(map(str, read))} in {count} others"
 
 
 def _delta(spec: ModelSpec, delta: DeltaNet | None) -> str | None:

@@ -155,7 +155,8 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
     shapes: Shapes = {f"{name}.weight": (count, hidden_size) for name, count in rows.items()}
     shapes["attn_output.weight"] = (hidden_size, block.query_size)
     if block.head_norm is not None:
-        whole = {QUERY_NORM: block.query_size, KEY_NORM: block.key_size}
+        whole = {QUERY_NORM: block.query_size}
+        whole |= {KEY_NORM: block.key_size} if block.num_own else {}
         for name, size in whole.items():
             one = (size,) if block.norms_all_heads else (block.head_dim,)
             by_head = (size // block.head_dim, block.head_dim)

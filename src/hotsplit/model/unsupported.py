@@ -2,7 +2,7 @@
 
 The name comes from a checkpoint's `architectures` or a GGUF's `general.architecture`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 
@@ -133,3 +133,18 @@ def refuse_gpus(path: Path, spec: ModelSpec, what: str, instead: str) -> None:
         raise HotsplitError(
             f"{path}: {what}, but {spec.only_on_cpu} are computed on the CPU alone; {instead}"
         )
+
+
+def refuse_apart(
+    path: Path, spec: ModelSpec, dense_on_gpu: Sequence[bool], home: Sequence[int]
+) -> None:
+    """Raises HotsplitError for a plan that has a layer on another device than the keys and values that it
+    reads. `dense_on_gpu`: () if these are in main memory; `home`: () for one GPU."""
+    for layer, is_on_gpu in enumerate(dense_on_gpu):
+        store = spec.shared_with(layer)
+        places = [(dense_on_gpu[i], home[i] if home and is_on_gpu else 0) for i in (layer, store)]
+        if places[0] != places[1]:
+            raise HotsplitError(
+                f"{path}: layer {layer} is on another device than layer {store}, whose keys and values it"
+                " reads; run hotsplit solve on this model"
+            )
