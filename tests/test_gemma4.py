@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
+from fake_cuda import library as fake_library
 from hybrid_plans import stepped
 from models import make_machine
 from reference import rel_error
+from test_fake_step import checked_cuda, on_the_cpu, on_the_device
 from test_families import CASES, GATED, GEMMA4, IDS, MQA, converted, transformers_logits
 from test_hybrid_experts import random_plan
 from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
@@ -30,6 +32,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.multi_gpu import plan_is_feasible, plan_seconds, with_one_home
 from hotsplit.solver.optimise import find_plan
@@ -276,3 +279,21 @@ def test_what_is_not_computed_is_refused_with_its_key(tmp_path, words):
     with pytest.raises(HotsplitError, match=words) as caught:
         converted(folder, tmp_path / "m.gguf")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow  # fake devices take some seconds
+@pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
+def test_layers_share_keys_on_a_fake_device(tmp_path, shared):
+    """A captured step, and a prompt, which is computed in torch."""
+    split = plan_of(tmp_path, shared, [False, True, False, True, True])
+    workspace = workspace_bytes(shared, split.context_length, "dense", gpu_budget_bytes=64 << 20)
+    gpu, cpu = ({**each, "workspace": workspace} for each in (split.gpu_bytes, split.cpu_bytes))
+    budget = sum(gpu.values())
+    split = dataclasses.replace(split, gpu_bytes=gpu, cpu_bytes=cpu, vram_budget_bytes=budget)
+    split.save(tmp_path / "s.gguf")
+    want = on_the_cpu(shared.path, "dense")
+    with checked_cuda(num_devices=1) as cuda:
+        got = on_the_device(shared.path, tmp_path / "s.gguf", "dense")
+        assert cuda.num_graphs >= 1
+    for mine, right in zip(got, want, strict=True):
+        assert rel_error(mine, right) < BOUND
