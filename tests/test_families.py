@@ -132,7 +132,7 @@ OWN_INPUTS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": O
 # Three planes; numbers of neurons, windows and cutoffs that differ; tokens without embeddings of layers.
 GEMMA3N = {
     "num_hidden_layers": 4, "intermediate_size": [160, 96, 131, 160], "altup_num_inputs": 3, "laurel_rank": 5,
-    "sliding_window": 5, "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.3], "num_kv_shared_layers": 0,
+    "sliding_window": 5, "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.3], "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 310,
 }  # fmt: skip
 GEMMA4_MOE = {

@@ -12,11 +12,11 @@ import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Blueprint, NameOf, gguf_names
+from hotsplit.families.blueprint import IGNORED, Blueprint, NameOf, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.gemma import LOCAL_THETA, LOGIT_CAP, cap_of, key_cap
-from hotsplit.families.gemma4 import FULL, INPUTS, LEFT_OUT, of_layer
+from hotsplit.families.gemma4 import FULL, INPUTS, LEFT_OUT, SHARED, of_layer, sources, unused
 from hotsplit.families.llama import whole_sizes
 from hotsplit.families.row_order import Rows, planes_apart, planes_joined
 from hotsplit.families.sizes import Sizes
@@ -25,6 +25,7 @@ from hotsplit.files.typed import shown
 from hotsplit.model import planes
 from hotsplit.model.per_layer import TABLE, PerLayer
 from hotsplit.model.spec import Activation, LowRank, ModelSpec, Rotary
+from hotsplit.model.tensors import KEY_NORM
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -58,7 +59,6 @@ def gemma3n(read: ConfigReader) -> Blueprint:
     read.refuse("attention_bias", False, why="its attention has no biases here")
     read.refuse("altup_active_idx", 0, why="the active plane is the first here")
     read.refuse("altup_correct_scale", True, why="the corrected plane is always scaled here")
-    read.refuse("num_kv_shared_layers", 0, why="keys and values of other layers are not used")
     widths = _widths(read)
     widest = ConfigReader(
         read.path, {**read.values, "intermediate_size": max(widths)}, max_rows=read.max_rows
@@ -81,9 +81,15 @@ def gemma3n(read: ConfigReader) -> Blueprint:
         inputs=read.count("hidden_size_per_layer_input"),
     )
     is_local_L = read.layers_with_window(sizes.num_layers, PERIOD)
+    source_L = sources(read.path, is_local_L, read.whole("num_kv_shared_layers"))
     each = [replace(sizes, num_neurons=width) for width in widths]
+    spec = gemma3n_spec(each, is_local_L, source_L, _cutoffs(read, sizes.num_layers), numbers)
     return Blueprint(
-        spec=gemma3n_spec(each, is_local_L, _cutoffs(read, sizes.num_layers), numbers),
+        spec=spec,
+        ignored=(
+            *IGNORED,
+            *unused(spec, ".layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm")),
+        ),
         name_of=_names(gguf_names(gguf.MODEL_ARCH.GEMMA3N, sizes.num_layers)),
         rows=_rows_of_layers(read, sizes.vocab_size),
         ignored_prefixes=LEFT_OUT,
@@ -146,21 +152,26 @@ def _names(name_of: NameOf) -> NameOf:
 
 
 def gemma3n_spec(
-    sizes_L: Sequence[Sizes], is_local_L: Sequence[bool], cutoff_L: Sequence[float | None],
-    numbers: Numbers,
+    sizes_L: Sequence[Sizes], is_local_L: Sequence[bool], source_L: Sequence[int | None],
+    cutoff_L: Sequence[float | None], numbers: Numbers,
 ) -> ModelSpec:  # fmt: skip
     layers = [
         sizes.arrangement().planes(
-            sizes.attention(
-                numbers.rotaries[is_local], window=numbers.window if is_local else None, scale=1.0,
-                has_head_norms=True, norms_values=True,
+            replace(
+                sizes.attention(
+                    numbers.rotaries[is_local], window=numbers.window if is_local else None, scale=1.0,
+                    has_head_norms=True, norms_values=True,
+                ),
+                source=source,
             ),
             replace(sizes.neurons(numbers.activation), cutoff=cutoff),
             PerLayer(size=numbers.inputs, activation=numbers.activation),
             num_planes=numbers.num_planes,
             rank=numbers.rank,
         )
-        for sizes, is_local, cutoff in zip(sizes_L, is_local_L, cutoff_L, strict=True)
+        for sizes, is_local, source, cutoff in zip(
+            sizes_L, is_local_L, source_L, cutoff_L, strict=True
+        )
     ]  # fmt: skip
     spec = sizes_L[0].model(
         "gemma3n", layers, embedding_scale=math.sqrt(sizes_L[0].hidden_size),
@@ -189,7 +200,9 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         inputs=read.count(INPUTS),
     )
     is_local_L = read.layers_with_window(num_layers, PERIOD)
-    return gemma3n_spec(sizes_L, is_local_L, _cutoffs_of_keys(read, num_layers), numbers)
+    source_L = sources(read.path, is_local_L, read.whole(SHARED, 0))
+    cutoff_L = _cutoffs_of_keys(read, num_layers)
+    return gemma3n_spec(sizes_L, is_local_L, source_L, cutoff_L, numbers)
 
 
 def _cutoffs_of_keys(read: "KeyReader", num_layers: int) -> list[float | None]:
@@ -215,7 +228,7 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
         LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
         "altup.active_idx": np.uint32(0),
         "altup.num_inputs": np.uint32(spec.num_planes),
-        "attention.shared_kv_layers": np.uint32(0),
+        SHARED: np.uint32(sum(a.source is not None for a in attentions)),
         INPUTS: np.uint32(spec.per_layer.size),
         CUTOFFS: [-math.inf if cutoff is None else cutoff for cutoff in cutoffs],
     }
@@ -229,8 +242,11 @@ def not_in_stock(spec: ModelSpec) -> str | None:
     numbers = spec.num_planes, max(ranks), spec.per_layer.size
     if numbers != STOCK_NUMBERS:
         return f"has {_words(STOCK_NUMBERS)}, this model {_words(numbers)}"
-    if spec.num_layers > STOCK_OWN_LAYERS:
-        return f"takes keys and values of earlier layers beyond {STOCK_OWN_LAYERS}, this model none"
+    num_own = sum(attention.source is None for attention in spec.attentions)
+    if num_own != min(spec.num_layers, STOCK_OWN_LAYERS):
+        return (
+            f"has keys and values in the first {STOCK_OWN_LAYERS} layers, this model in {num_own}"
+        )
     if is_cut_L != [layer < SPARSE_LAYERS for layer in range(spec.num_layers)]:
         return f"cuts gates off in the first {SPARSE_LAYERS} layers, this model in others"
     if any(abs(x.neurons.cutoff - STOCK_CUTOFF) > 1e-5 for x in spec.layers if x.neurons.cutoff):
@@ -246,11 +262,19 @@ def _words(numbers: tuple[int, int, int]) -> str:
 
 
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    return planes_apart(tensors, (planes.BEGIN, planes.END))
+    left_out = unused(spec, "blk.{}.{}.weight", ("attn_k", "attn_v", KEY_NORM))
+    found = planes_apart(tensors, (planes.BEGIN, planes.END))
+    return {name: entry for name, entry in found.items() if name not in left_out}
 
 
 def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    return planes_joined(tensors, (planes.BEGIN, planes.END))
+    """With the tensors that llama.cpp loads for layers that read other layers' keys and values, and does not
+    use: those of the layers that they read."""
+    found = planes_joined(tensors, (planes.BEGIN, planes.END))
+    for layer, attention in enumerate(spec.attentions):
+        for name in ("attn_k", "attn_v", KEY_NORM) if attention.source is not None else ():
+            found[f"blk.{layer}.{name}.weight"] = tensors[f"blk.{attention.source}.{name}.weight"]
+    return found
 
 
 GEMMA3N = Family(
@@ -281,7 +305,7 @@ GRAPH = Architecture(
     of_keys=of_keys,
     keys=keys,
     known_keys=(
-        LOGIT_CAP, CUTOFFS, INPUTS, "altup.active_idx", "altup.num_inputs", "attention.sliding_window",
+        LOGIT_CAP, CUTOFFS, INPUTS, SHARED, "altup.active_idx", "altup.num_inputs", "attention.sliding_window",
         "attention.sliding_window_pattern", "rope.freq_base_swa",
     ),
     stock_activations=("gelu_tanh",),
