@@ -95,7 +95,7 @@ def test_published_headers_in_full(tmp_path, capsys, header):
 
 
 def test_a_plan_is_the_one_that_solve_makes(tmp_path, capsys):
-    """It uses the same figures and reads no weights; the command that it ends with is one of `run`."""
+    """The figures are the same; the last line is a command line of `run`."""
     model = make_model(sizes=make_sizes(num_layers=3, num_neurons=4096), activation="silu", kind="f16",
                        extra_keys=byte_level_keys()[0])  # fmt: skip
     save_solver_files(tmp_path, model, c=machine_of(CARD))

@@ -110,7 +110,7 @@ def plan(
     download = f"  (downloads {format_bytes(num_bytes)} first)" * bool(num_bytes)
     report |= asdict(found) | {"download_bytes": num_bytes, "next": command}
     report |= {
-        "outtype": job.choice.outtype or read.own_type, "device": job.choice.device,
+        "outtype": job.choice.model.own_type, "device": job.choice.device,
         "reasons": job.choice.lines, "context_length": job.choice.context_length,
     }  # fmt: skip
     finish(report, as_json, [*lines, f"next: {command}{download}"])
