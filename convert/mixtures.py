@@ -1,4 +1,5 @@
-"""llama.cpp's mixtures of types, such as q4_k_m: the type of each matrix by its role in the model.
+"""llama.cpp's mixtures of types, such as q4_k_m: the type of each matrix by its role in the model. Some
+have the name of the type of most matrices, such as q4_0, with a better one for the output head.
 
 The choices are those of llama_tensor_get_type in llama-quant.cpp of ggml-org/llama.cpp."""
 
@@ -11,6 +12,7 @@ from hotsplit.model.spec import ModelSpec
 
 MixtureName = Literal["q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m"]
 NAMES: tuple[MixtureName, ...] = get_args(MixtureName)
+NAMED_AS_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
 
 def main_type(name: str) -> str:
@@ -46,8 +48,9 @@ class Roles:
             num_experts=max((x.route.num_experts for x in spec.layers if x.route), default=1),
         )
 
-    def type_in(self, mixture: MixtureName, name: str) -> str:
-        """The type of a matrix, by its name in either layout; its rows may not fit it."""
+    def type_in(self, mixture: str, name: str) -> str:
+        """The type of a matrix in one of NAMES or NAMED_AS_TYPES, by its name in either layout; its rows
+        may not fit it."""
         if name == "output.weight" or (self.is_tied and name in EMBEDDINGS):
             return "q8_0" if self.is_falcon else "q6_k"
         found = re.match(r"blk\.(\d+)\.(\w+)\.weight$", name)
@@ -71,7 +74,7 @@ class Roles:
             layer < eighth or layer >= 7 * self.num_layers // 8 or (layer - eighth) % 3 == 2
         )  # fmt: skip
 
-    def _of_values(self, mixture: MixtureName, layer: int) -> str:
+    def _of_values(self, mixture: str, layer: int) -> str:
         if self.num_experts == 8:
             return "q8_0"
         kind = _MAIN[mixture]
@@ -83,7 +86,7 @@ class Roles:
             kind = "q6_k"
         return "q5_k" if self.is_70b and kind in ("q3_k", "q4_k") else kind
 
-    def _of_output(self, mixture: MixtureName) -> str:
+    def _of_output(self, mixture: str) -> str:
         if self.is_falcon:
             return "q4_k" if mixture == "q3_k_l" else _MAIN[mixture]
         if self.num_experts == 8:
@@ -91,7 +94,7 @@ class Roles:
             return "q5_k" if is_small else _MAIN[mixture]
         return "q4_k" if mixture == "q3_k_m" else "q5_k" if mixture == "q3_k_l" else _MAIN[mixture]
 
-    def _of_down(self, mixture: MixtureName, layer: int) -> str:
+    def _of_down(self, mixture: str, layer: int) -> str:
         is_first = layer < self.num_layers // 16
         has_more = self._has_more_bits(layer)
         if mixture == "q3_k_m":
@@ -107,4 +110,4 @@ class Roles:
         return _MAIN[mixture]
 
 
-_MAIN = {name: main_type(name) for name in NAMES}
+_MAIN = {name: main_type(name) for name in (*NAMES, *NAMED_AS_TYPES)}

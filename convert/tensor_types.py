@@ -8,8 +8,8 @@ import numpy as np
 
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.convert.importances import mean_squares
+from hotsplit.convert.mixtures import NAMED_AS_TYPES, Roles
 from hotsplit.convert.mixtures import NAMES as MIXTURES
-from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import check_type
 from hotsplit.convert.same_values import SAME_VALUES
 from hotsplit.errors import HotsplitError
@@ -88,7 +88,7 @@ class TensorTypes:
         """The type of a matrix, if its rows fit it."""
         if name == f"{PROJECTION}.weight" and self.outtype not in FLOAT_NAMES:
             return "f16"
-        if self.outtype not in MIXTURES:
+        if self.outtype not in (*MIXTURES, *NAMED_AS_TYPES):
             return self.outtype
         assert self.roles is not None
         return self.roles.type_in(self.outtype, name)

@@ -154,7 +154,7 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
 
     def check(advance: Advance, written: Written) -> list[str]:
         advance.begin("verifying")
-        return [verify(written).line]
+        return verify(written).lines
 
     report = _convert(job, config, "converting", check if job.is_verified else None)
     job.rates.note(conversion_name(job), report.num_bytes / report.seconds)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hotsplit.convert.convert import FILE_TYPES
-from hotsplit.convert.mixtures import NAMES, Roles, main_type
+from hotsplit.convert.mixtures import NAMED_AS_TYPES, NAMES, Roles, main_type
 from hotsplit.convert.tensor_types import TensorTypes
 
 DENSE = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -168,6 +168,16 @@ THEIRS = {
 }
 
 
+# In all of NAMED_AS_TYPES.
+HEADS = {
+    "llama": "output: q6_k",
+    "llama tied": "token_embd: q6_k",
+    "llama 576": "token_embd: q8_0",
+    "mixtral": "output: q6_k; attn_v attn_k: 17*q8_0",
+    "falcon": "token_embd: q8_0",
+}
+
+
 def theirs(shape: str, mixture: str) -> dict[str, str]:
     """The types by the matrices' names."""
     matrices, _, _, of = SHAPES[shape]
@@ -177,7 +187,8 @@ def theirs(shape: str, mixture: str) -> dict[str, str]:
     }
     kinds["token_embd.weight"] = main_type(mixture)
     kinds |= {} if of.is_tied else {"output.weight": main_type(mixture)}
-    for part in filter(None, THEIRS[shape][mixture].split("; ")):
+    given = HEADS[shape] if mixture in NAMED_AS_TYPES else THEIRS[shape][mixture]
+    for part in filter(None, given.split("; ")):
         names, each = part.split(": ")
         runs = [run.rpartition("*") for run in each.split()]
         in_turn = [kind for count, _, kind in runs for _ in range(int(count or 1))]
@@ -191,7 +202,7 @@ def theirs(shape: str, mixture: str) -> dict[str, str]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_types_are_those_of_llama_cpp(shape):
     _, width, width_of_down, of = SHAPES[shape]
-    for mixture in THEIRS[shape]:
+    for mixture in (*THEIRS[shape], *(NAMED_AS_TYPES if shape in HEADS else ())):
         types, wanted = TensorTypes(outtype=mixture, roles=of), theirs(shape, mixture)
         for name, kind in wanted.items():
             for layout in ("", "_t"):

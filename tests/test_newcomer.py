@@ -578,7 +578,11 @@ def test_a_conversion_that_rounds_says_what_was_compared(tmp_path):
     make_model(sizes=make_sizes(width=32, num_neurons=64)).save(tmp_path / "a.gguf")
     config = ConvertConfig(source=tmp_path / "a.gguf", output=tmp_path / "b.gguf", outtype="q4_0")
     report = convert(config, verify=lambda written: [verify(written).line])
-    assert report.verified.endswith(" tokens, both with the weights as rounded to q4_0")
+    checked, cost = report.verified.split("; ")
+    assert checked.endswith(" tokens, both with the weights as rounded to q4_0")
+    assert re.fullmatch(
+        r"the rounding itself: KL [\d.e-]+ from the source, same top token \d+%", cost
+    )
 
 
 def test_a_text_with_fewer_tokens_than_requested_is_noted(codec_model, tmp_path, capsys):

@@ -7,17 +7,27 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from checkpoints import edit_config, random_llama, random_model
 from models import changed as changed_spec
 from test_families import CASES, FALCON, GATED, OPT
-from transformers import FalconConfig, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, OPTConfig
 
+from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import convert as convert_module
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.evaluate.verify_conversion import BOUND, Verification, verify
+from hotsplit.measure.evaluate import verify_conversion
+from hotsplit.measure.evaluate.verify_conversion import (
+    BOUND,
+    Verification,
+    text_token_ids,
+    verify,
+)
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 from hotsplit.model.spec import Neurons, Norm, Rotary
 
@@ -144,3 +154,51 @@ def test_a_model_type_that_contradicts_the_architecture_is_refused(llama, tmp_pa
         verification(folder, tmp_path / "m", "f16")
     assert "UNEXPECTED" not in "".join(capfd.readouterr())
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+# ---- what the rounding cost ------------------------------------------------------------------------
+
+
+def divergence(want_TV, got_TV):
+    want_TV, got_TV = (np.asarray(each, np.float64)[:-1] for each in (want_TV, got_TV))
+    want_TV, got_TV = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (want_TV, got_TV))
+    same = (want_TV.argmax(1) == got_TV.argmax(1)).mean()
+    return (np.exp(want_TV) * (want_TV - got_TV)).sum(1).mean(), same
+
+
+def test_the_rounding_is_compared_with_the_source_as_it_is(llama, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    found = {}
+    for outtype in ("q8_0", "q4_0"):
+        path = tmp_path / f"{outtype}.gguf"
+        found[outtype] = verification(llama, path, outtype)
+        ids = text_token_ids(ModelFile.load(path))
+        assert len(ids) == 128  # the model's context
+        with torch.inference_mode():
+            want_TV = model(torch.tensor([ids])).logits[0].numpy()
+        with Engine.load(path, mode="dense", context_length=len(ids)) as engine:
+            kl, same = divergence(want_TV, engine.logits(ids).numpy())
+        rounding = found[outtype].rounding
+        assert rounding.divergence.mean == pytest.approx(kl, rel=0.05)
+        assert rounding.agreement.mean == pytest.approx(same, abs=0.03)
+        shown = f"KL {rounding.divergence.mean:.3g} from the source, same top token"
+        assert shown in found[outtype].line and found[outtype].warning is None
+    cost = {kind: each.rounding.divergence.mean for kind, each in found.items()}
+    assert 0 < 30 * cost["q8_0"] < cost["q4_0"]
+    # From a GGUF, whose values are unpacked by gguf's reference:
+    again = verification(tmp_path / "q8_0.gguf", tmp_path / "a.gguf", "q4_0")
+    assert again.rounding.divergence.mean == pytest.approx(cost["q4_0"], rel=0.3)
+    monkeypatch.setattr(verify_conversion, "LARGE_DIVERGENCE", 0.5 * cost["q4_0"])
+    warned = verification(llama, tmp_path / "b.gguf", "q4_0")
+    assert "may babble; --outtype q8_0" in warned.lines[1] and warned.lines[0] == warned.line
+
+
+def test_nothing_is_said_of_a_rounding_that_there_was_not(tmp_path):
+    llama = random_llama(tmp_path / "hf", hidden_act="silu")
+    first = verification(llama, tmp_path / "f.gguf", "f16")
+    assert first.rounding is None and "rounding itself" not in first.line
+    convert(ConvertConfig(source=llama, output=tmp_path / "q.gguf", outtype="q8_0"))
+    found = []
+    config = ConvertConfig(source=tmp_path / "q.gguf", output=tmp_path / "s.gguf", layout="stock")
+    convert(config, verify=lambda written: found.append(verify(written)) or [""])
+    assert found[0].rounding is None and found[0].relative_error is not None

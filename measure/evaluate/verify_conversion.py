@@ -5,11 +5,13 @@ with the file's values put back into it, so that both sides have the rounding of
 whose effect grows from layer to layer. The other side is the runtime's graph with the file's values
 unpacked to f32, hence with an f32 KV cache. The logits can then differ by the order of f32 sums and
 by errors: wrong names, a wrong order of rows, a wrong graph. Reading the values back (see
-hotsplit.files.written) also checks that they equal the source's up to rounding.
+hotsplit.files.written) also checks that they equal the source's up to rounding. What the rounding
+cost is another question, and has an answer of its own: the divergence from the source as it is.
 
 Letters: T tokens, V vocabulary."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gguf.quants import dequantize
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -24,20 +27,38 @@ from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.errors import HotsplitError
 from hotsplit.families.experts import expert_place
 from hotsplit.families.key_reader import KeyReader
-from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.files.gguf_file import TensorEntry, array_entry, type_of
 from hotsplit.files.typed import shown
 from hotsplit.files.written import Restored, Written
+from hotsplit.measure.evaluate.comparison import Compared, Comparison
+from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.weights.matrix import matrix_of
+from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1876, def fib(n): return n if n < 2 else"
     " fib(n - 1) + fib(n - 2)  # naïve, but right; 0x1F + 3.14 = ?\n"
+    "The river rises in the mountains and flows north for three hundred kilometres before it reaches"
+    " the sea. In spring, when the snow melts, it floods the meadows along its lower course, and the"
+    " farmers move their cattle to higher ground. A bridge was built here in the nineteenth century,"
+    " because the ferry could not run in winter. It was made of iron, which rusted, so that it had to"
+    " be replaced after sixty years. The new one is made of concrete and carries a railway line as well"
+    ' as the road.\n"How long have you lived here?" she asked. "All my life," he said. "My father was'
+    " the last ferryman. When I was a boy, he let me take the rudder on Sundays, and I thought that"
+    ' nothing would ever change." He laughed and poured her another cup of tea.\n'
+    "Water boils at 100 degrees Celsius at sea level. At higher altitudes the pressure of the air is"
+    " lower, and so is the boiling point: on a mountain of 3,000 metres it is about 90 degrees. That is"
+    " why potatoes take longer to cook there.\n"
 )
-MAX_TOKENS = 48
+MAX_TOKENS = 256
+# Mean divergence from the source, in nats, above which a file is warned of. Llama 3 8B has 0.07 in q4_0,
+# 0.10 in q3_K_M and 0.23 in q3_K_S, its worst type of 3 bits, and 0.33 to 0.45 in q2_K
+# (tools/perplexity/README.md of llama.cpp): there the text of small models falls apart.
+LARGE_DIVERGENCE = 0.25
 # Relative error of the logits. Correct small files had up to 9e-7 in every type, one of 24 layers
 # 6e-6; a wrong epsilon, a missing linear rope factor of 1.1 and the wrong form of GELU gave 3e-4 to
 # 8e-3, but the wrong form of GELU only 6e-6 with small weights (docs/log/files.md).
@@ -47,10 +68,26 @@ BOUND = 1e-4
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """`relative_error` is |got - want| / |want| over all logits; it is None if there was no
-    reference, and `line` says why."""
+    reference, and `line` says why. `rounding`: the written file against the source as it is; None if
+    nothing was rounded to fewer bits than 16, or there was no reference."""
 
     relative_error: float | None
     line: str
+    rounding: Compared | None = None
+    warning: str | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        return [self.line, *([self.warning] if self.warning else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """Logits f32 [T, V] of the source with the values of the written file and, if asked for, as it
+    is."""
+
+    rounded_TV: Tensor
+    source_TV: Tensor | None
 
 
 class Skipped(Exception):
@@ -65,13 +102,15 @@ def verify(written: Written) -> Verification:
     ids = text_token_ids(model)
     is_folder = written.source.is_dir()
     name = "transformers'" if is_folder else "the source's"
+    logits_of = _transformers_logits if is_folder else _source_logits
     try:
-        want_TV = (_transformers_logits if is_folder else _source_logits)(written, ids)
+        wanted = logits_of(written, ids, has_source=_is_rounded(written, model))
     except Skipped as reason:
         for _ in written.restored():  # the values can be checked in any case
             pass
         return Verification(relative_error=None, line=f"values verified, logits not: {reason}")
-    error = _relative_error(_logits(_in_f32(model), ids), want_TV)
+    got_TV = _logits(_in_f32(model), ids)
+    error = _relative_error(got_TV, wanted.rounded_TV)
     if not error <= BOUND:
         raise HotsplitError(
             f"{written.output.name}: its logits differ from {name} by"
@@ -81,9 +120,46 @@ def verify(written: Written) -> Verification:
     line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens"
     kinds = [entry.kind for entry in model.tensors.values()]
     kind = max(set(kinds) - {"f32"}, key=kinds.count, default=None)
-    if kind is not None:  # the cost of the rounding itself is measured by hotsplit eval
+    if kind is not None:
         line += f", both with the weights as rounded to {kind}"
-    return Verification(relative_error=error, line=line)
+    if wanted.source_TV is None or kind is None:
+        return Verification(relative_error=error, line=line)
+    rounding = _compared(wanted.source_TV, got_TV, ids)
+    line += (
+        f"; the rounding itself: KL {rounding.divergence.mean:.3g} from the source, same top token"
+        f" {rounding.agreement.mean:.0%}"
+    )
+    warning = _warning(model, kind, rounding) if kind != "q8_0" else None
+    return Verification(relative_error=error, line=line, rounding=rounding, warning=warning)
+
+
+def _is_rounded(written: Written, model: ModelFile) -> bool:
+    """True if the file has matrices in a type of fewer than 16 bits, and the source has them in other
+    types."""
+    kinds = Counter(entry.kind for entry in model.tensors.values())
+    if kinds.keys() <= set(FLOAT_NAMES):
+        return False
+    _, tensors = ({}, {}) if written.source.is_dir() else read_model_gguf(written.source)
+    return kinds != Counter(entry.kind for entry in tensors.values())
+
+
+def _compared(source_TV: Tensor, got_TV: Tensor, ids: list[int]) -> Compared:
+    comparison = Comparison(1)
+    comparison.begin_window()
+    comparison.add(source_TV[:-1], [got_TV[:-1]], torch.tensor(ids[1:]))
+    return comparison.result(0)
+
+
+def _warning(model: ModelFile, kind: str, rounding: Compared) -> str | None:
+    if rounding.divergence.mean <= LARGE_DIVERGENCE:
+        return None
+    num_values = sum(math.prod(e.shape) for e in model.tensors.values() if len(e.shape) > 1)
+    size = format_bytes(round(BY_NAME["q8_0"].bytes_per_value * num_values))
+    return (
+        f"in {kind} this model has lost much (KL {rounding.divergence.mean:.2g} from the source, over"
+        f" {LARGE_DIVERGENCE:g}: more than types of 3 bits cost an 8B) and may babble; --outtype q8_0"
+        f" loses little, and takes {size}"
+    )
 
 
 def _in_f32(model: ModelFile) -> ModelFile:
@@ -119,9 +195,8 @@ def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
     return error.item() if bool(torch.isfinite(error)) else math.inf
 
 
-def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
-    """f32 [T, V]. Raises Skipped if transformers cannot run the checkpoint, or needs more memory
-    than there is."""
+def _transformers_logits(written: Written, ids: list[int], *, has_source: bool) -> References:
+    """Raises Skipped if transformers cannot run the checkpoint, or needs more memory than there is."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.configuration_utils import PretrainedConfig
 
@@ -132,8 +207,13 @@ def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
             _check_known(folder, values)
             _refuse_too_large(folder)
             model = _load(folder)
+
+            def logits() -> Tensor:
+                return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+            source_TV = logits() if has_source else None
             _put_back(model.state_dict(), written.restored())
-            return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+            return References(rounded_TV=logits(), source_TV=source_TV)
     except (
         ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
         RuntimeError, StrictDataclassError, TypeError, ValueError,
@@ -247,9 +327,9 @@ def _refuse_too_large(folder: Path) -> None:
         )
 
 
-def _source_logits(written: Written, ids: list[int]) -> Tensor:
-    """f32 [T, V]: our runtime's logits with the source's header and layout, and the file's values,
-    activation and thresholds. Raises Skipped if memory is too small."""
+def _source_logits(written: Written, ids: list[int], *, has_source: bool) -> References:
+    """Our runtime's logits with the source's header and layout, and the file's values, activation and
+    thresholds. Raises Skipped if memory is too small."""
     keys, tensors = read_model_gguf(written.source)
     own = ModelFile.load(written.path)
     keys = keys | {"hotsplit.ffn.activation": own.activation}
@@ -258,6 +338,10 @@ def _source_logits(written: Written, ids: list[int]) -> Tensor:
     needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
     if needed > 0.8 * free_memory_bytes():
         raise Skipped(f"the source needs about {needed / 1e9:.0f} GB in f32")
+    source_TV = None
+    if has_source:
+        unpacked = {name: _unpacked(entry) for name, entry in tensors.items()}
+        source_TV = _logits(ModelFile.of(written.source, keys, unpacked), ids)
     values: dict[str, list[np.ndarray]] = {}
     for item in written.restored():
         values.setdefault(item.source, []).append(item.values)
@@ -266,7 +350,19 @@ def _source_logits(written: Written, ids: list[int]) -> Tensor:
         for name, each in values.items()
     }
     entries |= {n: e for n, e in tensors.items() if "ffn_pred_" in n}
-    return _logits(ModelFile.of(written.source, keys, entries), ids)
+    rounded_TV = _logits(ModelFile.of(written.source, keys, entries), ids)
+    return References(rounded_TV=rounded_TV, source_TV=source_TV)
+
+
+def _unpacked(entry: TensorEntry) -> TensorEntry:
+    """A tensor of any type in f32, each row unpacked when it is read."""
+    if entry.kind == "f32":
+        return entry
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return dequantize(entry.read_rows(start, stop), type_of(entry.kind))
+
+    return replace(entry, kind="f32", read_rows=read_rows)
 
 
 def _logits(model: ModelFile, ids: list[int]) -> Tensor:

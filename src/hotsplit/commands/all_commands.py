@@ -128,7 +128,7 @@ def convert(
         advance.begin("verifying")
         check = check_predictors(written.path)
         warnings = [check.line] if check and check.is_near_chance else []
-        return [compare(written).line, *warnings]
+        return [*compare(written).lines, *warnings]
 
     with progress("converting", None, "MB") as advance:
         report = run(
