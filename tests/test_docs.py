@@ -294,6 +294,12 @@ def test_the_site_shows_every_page():
     assert set(pages) == {named(path) for path in DOCUMENTS}
 
 
+def test_the_index_names_every_page():
+    index = ROOT / "docs" / "index.md"
+    named_there = {name.partition("#")[0] for name in LINK.findall(index.read_text())}
+    assert {path.name for path in index.parent.glob("*.md")} - {"index.md"} <= named_there
+
+
 def written_formats() -> list[tuple[str, int]]:
     """(name, version) of every format that a module of ours writes, from its constants."""
     found = []
