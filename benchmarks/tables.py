@@ -22,6 +22,7 @@ import table_expected
 import table_gpu
 import table_proof
 import table_speed
+import table_threads
 
 TABLES = {
     **table_cache.TABLES,
@@ -30,6 +31,7 @@ TABLES = {
     **table_gpu.TABLES,
     **table_proof.TABLES,
     **table_speed.TABLES,
+    **table_threads.TABLES,
 }
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "images" / "expected.svg"
