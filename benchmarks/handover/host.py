@@ -1,17 +1,15 @@
-"""Builds host.c with any C compiler, and calls it."""
+"""The functions of host.c."""
 
 import ctypes
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from c_library import compiled
 
 SOURCE = Path(__file__).with_name("host.c")
+FLAGS = ("-fno-signed-zeros", "-fno-trapping-math", "-fassociative-math")
 MOST_CALLS = 1024  # whose times a job keeps
 LIMIT_NS = 1_000_000_000  # that the CPU waits for a flag
 
@@ -46,7 +44,7 @@ class Host:
     """The functions of host.c."""
 
     def __init__(self) -> None:
-        self.library = c = ctypes.CDLL(str(_built()))
+        self.library = c = compiled(SOURCE, *FLAGS)
         p, i, u = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
         for name, result, arguments in (
             ("hb_pool", p, (i, i, i, p)), ("hb_pool_free", None, (p,)), ("hb_job", None, (p,)),
@@ -72,17 +70,3 @@ class Host:
             yield
         finally:
             self.library.hb_awake(0)
-
-
-def _built() -> Path:
-    names = (os.environ.get("CC"), "cc", "gcc", "clang", "c++")
-    compiler = next((name for name in names if name and shutil.which(name)), None)
-    if compiler is None:
-        raise OSError("no C compiler here")
-    library = Path(tempfile.mkdtemp(prefix="handover-")) / "host.so"
-    command = [compiler, "-x", "c", "-O3", "-march=native", "-fno-signed-zeros", "-fno-trapping-math", "-fassociative-math", "-shared", "-fPIC",
-               "-pthread", str(SOURCE), "-o", str(library)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"host.c does not compile: {done.stderr.strip()[-200:]}")
-    return library
