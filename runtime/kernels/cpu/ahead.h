@@ -1,5 +1,15 @@
 // Included inside the anonymous namespace of each rows_<level>.cpp, as rows_template.h is.
 
+// Whether prefetches of the queue's rows go to L2 only.
+inline bool prefetches_to_l2(const Rows& rows) { return rows.queue && queue_to_l2; }
+
+__attribute__((always_inline)) inline void prefetch_row(const uint8_t* line, bool to_l2) {
+    if (to_l2)
+        __builtin_prefetch(line, 0, 2);
+    else
+        __builtin_prefetch(line);
+}
+
 // Prefetches ROWS rows, one line of each at a time. Contiguous rows are prefetched sequentially
 // instead: the hardware prefetcher then sees one stream and helps, whereas it would see several
 // streams within a page. (It stops at the end of a page and cannot know which row of a list comes
@@ -9,14 +19,14 @@ class Ahead {
   public:
     static constexpr bool IS_WHILE_ADDING = false;
 
-    Ahead(const uint8_t* const* rows, int64_t bytes) {
+    Ahead(const uint8_t* const* rows, int64_t bytes, bool to_l2) : to_l2_(to_l2) {
         const bool is_one = ROWS > 1 && rows[ROWS - 1] == rows[0] + (ROWS - 1) * bytes;
         for (int r = 0; r < ROWS; ++r) first_[r] = is_one ? rows[0] + 64 * r : rows[r];
         step_ = is_one ? 64 * ROWS : 64;
     }
 
     inline void ask() {
-        for (int r = 0; r < ROWS; ++r) __builtin_prefetch(first_[r] + at_);
+        for (int r = 0; r < ROWS; ++r) prefetch_row(first_[r] + at_, to_l2_);
         at_ += step_, asked_ += 64;
     }
 
@@ -28,6 +38,7 @@ class Ahead {
   private:
     const uint8_t* first_[ROWS > 0 ? ROWS : 1];
     int64_t step_, at_ = 0, asked_ = 0;
+    bool to_l2_;
 };
 
 // Prefetches whole rows in order, one or two lines at a time, so that the hardware prefetcher sees rows with

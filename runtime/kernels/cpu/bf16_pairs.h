@@ -47,8 +47,8 @@ template <int ROWS, int COUNT>
 __attribute__((always_inline)) inline void multiply_pairs(const uint8_t* const* rows,
                                                           const uint8_t* const* next,
                                                           const uint8_t* const* also, int64_t D,
-                                                          const uint8_t* const* x,
-                                                          Floats (*sums)[ROWS]) {
+                                                          const uint8_t* const* x, Floats (*sums)[ROWS],
+                                                          bool to_l2 = false) {
     Floats part[COUNT][ROWS];
     for (int t = 0; t < COUNT; ++t)
         for (int r = 0; r < ROWS; ++r) part[t][r] = zero();
@@ -62,8 +62,8 @@ __attribute__((always_inline)) inline void multiply_pairs(const uint8_t* const* 
     };
     const int64_t bytes = D / BLOCK * BLOCK * 2;
     for (int64_t at = 0; at < bytes; at += 64) {
-        for (int r = 0; next && r < ROWS; ++r) __builtin_prefetch(next[r] + at);
-        for (int r = 0; also && r < ROWS; ++r) __builtin_prefetch(also[r] + at);
+        for (int r = 0; next && r < ROWS; ++r) prefetch_row(next[r] + at, to_l2);
+        for (int r = 0; also && r < ROWS; ++r) prefetch_row(also[r] + at, to_l2);
         add(load_pairs, at);
     }
     if (const int64_t rest = D % BLOCK)
@@ -75,9 +75,10 @@ __attribute__((always_inline)) inline void multiply_pairs(const uint8_t* const* 
 // y[0 .. ROWS-1] = rows[r] . x for ROWS rows, which hide the latency of each other's additions.
 template <int ROWS>
 inline void dot_pairs_of_one(const uint8_t* const* rows, const uint8_t* const* next,
-                             const uint8_t* const* also, int64_t D, const uint8_t* x, float* y) {
+                             const uint8_t* const* also, int64_t D, const uint8_t* x, float* y,
+                             bool to_l2 = false) {
     Floats sums[1][ROWS];
-    multiply_pairs<ROWS, 1>(rows, next, also, D, &x, sums);
+    multiply_pairs<ROWS, 1>(rows, next, also, D, &x, sums, to_l2);
     for (int first = 0; first < ROWS; first += QUAD_ROWS) {
         Floats four[QUAD_ROWS];
         for (int r = 0; r < QUAD_ROWS; ++r) four[r] = first + r < ROWS ? sums[0][first + r] : zero();
@@ -159,7 +160,8 @@ void dot_float_rows<BF16>(const Rows& rows, const Input& x, float* y, int64_t y_
         return for_rows(rows, a0, a1,
                         [&](auto count, int64_t a, const uint8_t* const* row,
                             const uint8_t* const* next, const uint8_t* const* also) {
-            dot_pairs_of_one<count>(row, next, also, D, bf16_vector(x, D, 0), y + a);
+            dot_pairs_of_one<count>(row, next, also, D, bf16_vector(x, D, 0), y + a,
+                                    prefetches_to_l2(rows));
         });
     const int64_t fitting = bytes ? PAIR_CHUNK / bytes / QUAD_ROWS * QUAD_ROWS : QUAD_ROWS;
     const int64_t chunk = fitting < QUAD_ROWS ? QUAD_ROWS : fitting;
@@ -299,12 +301,13 @@ void accumulate_rows<BF16>(const Rows& rows, const float* c, float* y, int64_t a
         });
         return;
     }
+    const bool to_l2 = prefetches_to_l2(rows);
     for_rows(rows, a0, a1,
              [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next,
                  const uint8_t* const* also) {
         add_bf16_rows<count>(row, c + a, y, d0, d1, [&](int64_t at) {
-            for (int r = 0; r < count; ++r) __builtin_prefetch(next[r] + at);
-            for (int r = 0; also && r < count; ++r) __builtin_prefetch(also[r] + at);
+            for (int r = 0; r < count; ++r) prefetch_row(next[r] + at, to_l2);
+            for (int r = 0; also && r < count; ++r) prefetch_row(also[r] + at, to_l2);
         });
     });
 }

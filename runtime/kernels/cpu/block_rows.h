@@ -84,7 +84,8 @@ void dot_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
         for_rows(rows, a, a1,
                  [&](auto count, int64_t row, const uint8_t* const* from, const uint8_t* const* next,
                      const uint8_t* const* also) {
-            dot_super_rows<F, count>(from, next, also, n, vector, y + t * y_stride + row);
+            dot_super_rows<F, count>(from, next, also, n, vector, y + t * y_stride + row,
+                                     prefetches_to_l2(rows));
         });
     }
 }

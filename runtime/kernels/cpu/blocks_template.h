@@ -146,9 +146,9 @@ __attribute__((always_inline)) inline Floats add_four(const uint8_t* const* rows
 template <class F, int QUADS, int AHEAD>
 __attribute__((always_inline)) inline void add_few(const uint8_t* const* rows,
                                                    const uint8_t* const* next, int64_t n,
-                                                   const PackedBlocks<F>& x, Floats* acc) {
+                                                   const PackedBlocks<F>& x, Floats* acc, bool to_l2) {
     constexpr int64_t LINES = AHEAD > 0 ? 4 * F::BLOCK_BYTES / 64 : 0;
-    Ahead<AHEAD> ahead(next, n * F::BLOCK_BYTES);
+    Ahead<AHEAD> ahead(next, n * F::BLOCK_BYTES, to_l2);
     const int64_t fours = n / 4 * 4;
     for (int64_t at = fours / 4 * LINES * 64; AHEAD > 0 && at < n * F::BLOCK_BYTES; at += 64)
         ahead.ask();
@@ -164,15 +164,15 @@ __attribute__((always_inline)) inline void add_few(const uint8_t* const* rows,
 // `num_next` rows: none, as many as are read, or twice as many.
 template <class F, int QUADS>
 inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next, int num_next, int64_t n,
-                    const PackedBlocks<F>& x, float* y) {
+                    const PackedBlocks<F>& x, float* y, bool to_l2 = false) {
     Floats acc[QUADS];
     for (Floats& sums : acc) sums = zero();
     if (num_next == 0)
-        add_few<F, QUADS, 0>(rows, next, n, x, acc);
+        add_few<F, QUADS, 0>(rows, next, n, x, acc, to_l2);
     else if (num_next == QUADS * FEW)
-        add_few<F, QUADS, QUADS * FEW>(rows, next, n, x, acc);
+        add_few<F, QUADS, QUADS * FEW>(rows, next, n, x, acc, to_l2);
     else
-        add_few<F, QUADS, 2 * QUADS * FEW>(rows, next, n, x, acc);
+        add_few<F, QUADS, 2 * QUADS * FEW>(rows, next, n, x, acc, to_l2);
     for (int i = 0; i < QUADS; ++i, y += FEW) {
         alignas(64) float part[LANES];
         store_floats(part, acc[i]);
@@ -195,7 +195,7 @@ inline void dot_queued(const Rows& rows, const PackedBlocks<F>& x, int64_t n, fl
         if (rows.queue->size() > a1 - a - valid && rows.queue->take(then + ROWS, ROWS))
             num_then = 2 * ROWS;
         float sums[ROWS];
-        dot_few<F, QUADS>(row, then, num_then, n, x, sums);
+        dot_few<F, QUADS>(row, then, num_then, n, x, sums, queue_to_l2);
         __builtin_memcpy(y + a, sums, valid * sizeof(float));
     };
     int64_t a = a0;

@@ -39,11 +39,9 @@ inline void four_sums(const Floats* v, float* y) {
 // sums[t][r] += rows[r] . x[t] over columns 0 .. columns-1 (whole blocks). Prefetches the same
 // columns of `next` and `also`, which may be null.
 template <class Format, int ROWS, int COUNT>
-__attribute__((always_inline)) inline void add_products(const uint8_t* const* rows,
-                                                        const uint8_t* const* next,
-                                                        const float* const* x, int64_t columns,
-                                                        Floats (*sums)[ROWS][2],
-                                                        const uint8_t* const* also = nullptr) {
+__attribute__((always_inline)) inline void add_products(
+    const uint8_t* const* rows, const uint8_t* const* next, const float* const* x, int64_t columns,
+    Floats (*sums)[ROWS][2], const uint8_t* const* also = nullptr, bool to_l2 = false) {
     // If there are too few registers for both sums of all products, all first sums are computed
     // first.
     constexpr int AT_ONCE = 2 * ROWS * COUNT <= SUM_REGISTERS ? 2 : 1;
@@ -58,11 +56,11 @@ __attribute__((always_inline)) inline void add_products(const uint8_t* const* ro
             if (s == 0 && next)
                 for (int r = 0; r < ROWS; ++r)
                     for (int64_t at = 0; at < STEP * BYTES; at += 64)
-                        __builtin_prefetch(next[r] + d * BYTES + at);
+                        prefetch_row(next[r] + d * BYTES + at, to_l2);
             if (s == 0 && also)
                 for (int r = 0; r < ROWS; ++r)
                     for (int64_t at = 0; at < STEP * BYTES; at += 64)
-                        __builtin_prefetch(also[r] + d * BYTES + at);
+                        prefetch_row(also[r] + d * BYTES + at, to_l2);
             for (int64_t v = 0; v < STEP / LANES; v += 2)
                 for (int i = 0; i < AT_ONCE; ++i) {
                     const int64_t e = d + (v + s + i) * LANES;
@@ -107,10 +105,10 @@ __attribute__((always_inline)) inline void store_products(const Floats (*sums)[2
 // y[r] = rows[r] . x
 template <class Format, int ROWS>
 inline void dot_floats(const uint8_t* const* rows, const uint8_t* const* next,
-                       const uint8_t* const* also, int64_t D, const float* x, float* y) {
+                       const uint8_t* const* also, int64_t D, const float* x, float* y, bool to_l2) {
     Floats sums[1][ROWS][2];
     for (int r = 0; r < ROWS; ++r) sums[0][r][0] = sums[0][r][1] = zero();
-    add_products<Format, ROWS, 1>(rows, next, &x, D / BLOCK * BLOCK, sums, also);
+    add_products<Format, ROWS, 1>(rows, next, &x, D / BLOCK * BLOCK, sums, also, to_l2);
     store_products<Format, ROWS>(sums[0], rows, x, D, ROWS, y);
 }
 
@@ -200,7 +198,8 @@ void dot_float_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride
         return for_rows(rows, a0, a1,
                         [&](auto count, int64_t a, const uint8_t* const* row,
                             const uint8_t* const* next, const uint8_t* const* also) {
-            dot_floats<Format, count>(row, next, also, rows.D, x.vector(0), y + a);
+            dot_floats<Format, count>(row, next, also, rows.D, x.vector(0), y + a,
+                                      prefetches_to_l2(rows));
         });
     for (int64_t a = a0; a < a1; a += QUAD_ROWS) {
         const int64_t valid = a1 - a < QUAD_ROWS ? a1 - a : QUAD_ROWS;

@@ -208,7 +208,7 @@ inline void dot_super_tile(const Tile* tile, int64_t n, const Input& input, floa
 // y[r] = rows[r] . x, r < ROWS, for one vector. Prefetches the rows `next`, and `also` if it is not null.
 template <class F, int ROWS>
 void dot_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const uint8_t* const* also,
-                    int64_t n, const PackedBlocks<Q8_0>& x, float* y) {
+                    int64_t n, const PackedBlocks<Q8_0>& x, float* y, bool to_l2) {
     constexpr int TOGETHER = ROWS < SUPER_ROWS ? ROWS : SUPER_ROWS;
     for (int r = 0; r < ROWS; r += TOGETHER) {
         SuperX at = {x.values, x.stride, x.scale, x.sum, x.first_sum};
@@ -218,8 +218,8 @@ void dot_super_rows(const uint8_t* const* rows, const uint8_t* const* next, cons
             for (int i = 0; i < SUPER_ROWS; ++i) block[i] = rows[r + i % TOGETHER] + from;
             for (int i = 0; i < TOGETHER; ++i)
                 for (int64_t line = 0; line < F::BLOCK_BYTES; line += 64) {
-                    __builtin_prefetch(next[r + i] + from + line);
-                    if (also) __builtin_prefetch(also[r + i] + from + line);
+                    prefetch_row(next[r + i] + from + line, to_l2);
+                    if (also) prefetch_row(also[r + i] + from + line, to_l2);
                 }
             add_super<F>(block, at, sums);
             at.values += 8 / unit<Q8_0>() * x.stride;

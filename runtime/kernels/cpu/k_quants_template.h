@@ -19,16 +19,16 @@ inline void bytes_of_pair(const Ints* quants, const Ints* above, int pair, Ints*
 // are subtracted first. Meanwhile the rows `next` and, unless it is null, `also` are prefetched.
 template <class Format, int ROWS>
 inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
-                           float* y, int64_t d0, int64_t d1, const uint8_t* const* also) {
+                           float* y, int64_t d0, int64_t d1, const uint8_t* const* also, bool to_l2) {
     for (int64_t d = d0; d < d1; d += SUPER_BLOCK) {
         const int64_t at = d / SUPER_BLOCK * Format::BLOCK_BYTES;
         Factors of[ROWS];
         float minimum[Format::NUM_FACTORS];
         for (int r = 0; r < ROWS; ++r) {
             for (int64_t line = 0; line < Format::BLOCK_BYTES; line += 64)
-                __builtin_prefetch(next[r] + at + line);
+                prefetch_row(next[r] + at + line, to_l2);
             for (int64_t line = 0; also && line < Format::BLOCK_BYTES; line += 64)
-                __builtin_prefetch(also[r] + at + line);
+                prefetch_row(also[r] + at + line, to_l2);
             factors_of<Format>(rows[r] + at, c[r], of[r]);
             if constexpr (Format::HAS_MINIMA)
                 for (int i = 0; i < Format::NUM_FACTORS; ++i)

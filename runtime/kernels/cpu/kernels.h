@@ -204,6 +204,9 @@ struct Rows {
 // prefetch_distance.py for others; results do not depend on it.
 inline int64_t stream_ahead = 0;
 
+// Whether rows of a queue are prefetched to L2 only; results do not depend on it. dispatch.cpp sets it.
+inline bool queue_to_l2 = false;
+
 // A level is one instruction set. It has kernels for each kind, which do part of the work.
 //
 // y[t * y_stride + a] = row a . x[t] for rows a0 <= a < a1 and all vectors of x. A product does not

@@ -5,7 +5,8 @@
 // Rows in the order in which they will be read. A kernel that reads rows takes some from here and prefetches
 // them line by line, a line of each in turn: as many as it reads, and as many again if more are queued than it
 // will read; sums of rows of small blocks take QUEUED_ROWS. A core drops prefetches beyond the misses that it can
-// wait for, so they must be spread evenly (docs/log/kernels.md).
+// wait for, so they must be spread evenly, and go to the cache that waits for more of them (queue_to_l2;
+// docs/log/kernels.md).
 class PrefetchQueue {
   public:
     // If there are ROOM rows, the first one is given up.

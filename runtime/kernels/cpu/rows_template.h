@@ -177,16 +177,16 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
 inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
-                           float* y, int64_t d0, int64_t d1, const uint8_t* const* also) {
+                           float* y, int64_t d0, int64_t d1, const uint8_t* const* also, bool to_l2) {
     constexpr int64_t BYTES = Format::BLOCK_BYTES;
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
         for (int r = 0; r < ROWS; ++r)
             for (int64_t at = 0; at < BYTES; at += 64)
-                __builtin_prefetch(next[r] + d / BLOCK * BYTES + at);
+                prefetch_row(next[r] + d / BLOCK * BYTES + at, to_l2);
         for (int r = 0; also && r < ROWS; ++r)
             for (int64_t at = 0; at < BYTES; at += 64)
-                __builtin_prefetch(also[r] + d / BLOCK * BYTES + at);
+                prefetch_row(also[r] + d / BLOCK * BYTES + at, to_l2);
         add_weighted<1, VECTORS>(y + d, 0, ROWS, [&](int64_t r, Floats* w) {
             Format::unpack(rows[r] + d / BLOCK * BYTES, w);
         }, [&](int, int64_t r) { return broadcast(c[r]); });
@@ -199,11 +199,11 @@ inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* nex
 
 template <class Format, int ROWS>
 inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c, float* y,
-                     int64_t d0, int64_t d1, const uint8_t* const* also = nullptr) {
+                     int64_t d0, int64_t d1, const uint8_t* const* also = nullptr, bool to_l2 = false) {
     if constexpr (IS_SUPER<Format>)
-        add_super_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
+        add_super_rows<Format, ROWS>(rows, next, c, y, d0, d1, also, to_l2);
     else
-        add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
+        add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1, also, to_l2);
 }
 
 // add_rows() for rows of a float kind that were prefetched into L2; meanwhile prefetches `rows.then`.
@@ -249,14 +249,14 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
             }
             if (rows.queue && rows.queue->take(next, QUEUED_ROWS)) {
                 for (const uint8_t*& begin : next) begin += first;
-                add(Ahead<QUEUED_ROWS>(next, bytes));
+                add(Ahead<QUEUED_ROWS>(next, bytes, queue_to_l2));
                 continue;
             }
             for (int64_t r = 0; r < 4; ++r)
                 next[r] = first + (rows.next               ? rows.next[r]
                                    : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
                                                            : row[0]);
-            add(Ahead<4>(next, bytes));
+            add(Ahead<4>(next, bytes, false));
         }
     } else {
         if constexpr (!Format::SCALED)
@@ -273,7 +273,7 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
         for_rows(rows, a0, a1,
                  [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next,
                      const uint8_t* const* also) {
-            add_rows<Format, count>(row, next, c + a, y, d0, d1, also);
+            add_rows<Format, count>(row, next, c + a, y, d0, d1, also, prefetches_to_l2(rows));
         });
     }
 }
