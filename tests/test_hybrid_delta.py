@@ -34,8 +34,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons import mixture
-from hotsplit.runtime.step import scratch
-from hotsplit.runtime.step.passes import Pass
+from hotsplit.runtime.step.passes import Pass, way_on
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.workspace import pass_pools
 
@@ -203,6 +202,6 @@ def test_prompts_on_a_gpu_stay_within_their_bound(kind, monkeypatch, as_on_a_gpu
     weights = gpu_weights(model, "dense", 300, [range(8), range(0, 8, 2), [], [1]], 1)
     peak = peak_of(weights, 200, 300, measure=pool_peaks)
     p = Pass(model=model, mode="dense", num_tokens=200, context_length=300,
-             way=scratch.way_on(CARD), num_hot=[8, 4, 0, 1])  # fmt: skip
+             way=way_on(CARD), num_hot=[8, 4, 0, 1])  # fmt: skip
     bound = pass_pools(p)
     assert peak.large <= bound.large and peak.small <= bound.small, (peak, bound)

@@ -41,11 +41,11 @@ from hotsplit.model.tensors import in_layout, is_neuron_major
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step import hybrid_builder, scratch
+from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import placed_form
-from hotsplit.runtime.step.passes import Pass
+from hotsplit.runtime.step.passes import Pass, way_on
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.program import HOST, step_program
 from hotsplit.runtime.step.workspace import pass_pools
@@ -337,7 +337,7 @@ def test_prompts_on_a_gpu_stay_within_their_bound(kind, layout, monkeypatch, as_
         weights = gpu_weights(each, "dense", 300, [range(12), range(0, 12, 2)], 1)
         peak = peak_of(weights, 200, 300, measure=pool_peaks)
         p = Pass(model=each, mode="dense", num_tokens=200, context_length=300,
-                 way=scratch.way_on(CARD), num_hot=[12, 6])  # fmt: skip
+                 way=way_on(CARD), num_hot=[12, 6])  # fmt: skip
         bound = pass_pools(p)
         assert peak.large <= bound.large and peak.small <= bound.small, (peak, bound)
 

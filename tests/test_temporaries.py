@@ -23,7 +23,7 @@ from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import decoder, scratch
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.native_step import StepBuilder
-from hotsplit.runtime.step.passes import Pass
+from hotsplit.runtime.step.passes import Pass, way_on
 from hotsplit.runtime.step.workspace import pass_pools, workspace_bytes
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.resident import Residence
@@ -145,7 +145,7 @@ def test_passes_on_a_gpu_stay_within_a_close_bound(seed, monkeypatch, as_on_a_gp
     weights = gpu_weights(model, mode, context, hot, num_sequences)
     peak = peak_of(weights, tokens, context, measure=pool_peaks)
     p = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context,
-             way=scratch.way_on(CARD), num_hot=[len(ids) for ids in hot],
+             way=way_on(CARD), num_hot=[len(ids) for ids in hot],
              num_sequences=num_sequences)  # fmt: skip
     assert is_close(pass_pools(p).large, peak.large)
     assert peak.small <= pass_pools(p).small
