@@ -11,7 +11,14 @@ from checkpoints import edit_config, random_llama, random_model
 from safetensors.torch import load_file
 from texts import put_tokenizer, sentencepiece_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import FalconConfig, OPTConfig, Phi3Config, PretrainedConfig, Qwen3Config
+from transformers import (
+    FalconConfig,
+    Gemma2Config,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from hotsplit.artifacts.device_checks import FORMAT as CHECKS_FORMAT
 from hotsplit.artifacts.device_checks import VERSION as CHECKS_VERSION
@@ -32,7 +39,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
                            new_decoder_architecture=True),
     "opt": OPTConfig(**SIZES, ffn_dim=32, init_std=0.1, word_embed_proj_dim=32),
     "phi": Phi3Config(**GATED, sliding_window=None),
-    "qwen": Qwen3Config(**GATED, head_dim=16),
+    "qwen": Qwen3Config(
+        **GATED, head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=0
+    ),
+    "gemma": Gemma2Config(**GATED, head_dim=16, sliding_window=8),
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
         "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2, "rope_theta": 1e4}  # fmt: skip
@@ -65,7 +75,7 @@ def make_further(folder: Path) -> None:
 def _families(folder: Path) -> None:
     for name, config in FAMILIES.items():
         source = random_model(folder / name, config)
-        if name != "qwen":
+        if name not in ("qwen", "gemma"):
             shutil.copytree(source, folder / f"{name}-weights")
         if name != "phi":  # its model file has the architecture llama
             convert(ConvertConfig(source=source, output=folder / f"{name}-gguf" / "model.gguf"))

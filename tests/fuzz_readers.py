@@ -4,7 +4,7 @@ Readers, and the kinds that go through them (a kind is a folder of whole inputs,
 is damaged):
 
     config.json                         config, values, yarn, llama3 (RoPE scalings)
-    config.json of other families       falcon, opt, phi, qwen
+    config.json of other families       falcon, opt, phi, qwen, gemma
     checkpoints by inspect; by sparsify folder; trainable, retrained (from a GGUF)
     weights                             safetensors, index, bin (our own readers of zip and pickle),
                                         bin-index, falcon-weights, opt-weights, phi-weights
@@ -12,7 +12,7 @@ is damaged):
     names and numbers of special tokens special, generation
     chat templates, rendered; by name   template; templates
     GGUF of ours                        gguf, run (predictors, limits and tokenizer; it is run),
-                                        falcon-gguf, opt-gguf, qwen-gguf, yarn-gguf
+                                        falcon-gguf, opt-gguf, qwen-gguf, gemma-gguf, yarn-gguf
     GGUF of others, their tokenizers    stock, theirs (merges), scores, powerinfer
     shown by inspect                    shown, shown-theirs, shown-predictors, gpuidx, model-split
     predictors                          ours, pt (DejaVu's)
@@ -253,12 +253,14 @@ KINDS = {
     "opt": Kind(target="config.json", read=convert_folder, is_values=True),
     "phi": Kind(target="config.json", read=convert_folder, is_values=True),
     "qwen": Kind(target="config.json", read=convert_folder, is_values=True),
+    "gemma": Kind(target="config.json", read=convert_folder, is_values=True),
     "falcon-weights": Kind(target="model.safetensors", read=convert_folder),
     "opt-weights": Kind(target="model.safetensors", read=convert_folder),
     "phi-weights": Kind(target="model.safetensors", read=convert_folder),
     "falcon-gguf": Kind(target="model.gguf", read=further.compute),
     "opt-gguf": Kind(target="model.gguf", read=further.compute),
     "qwen-gguf": Kind(target="model.gguf", read=further.compute),
+    "gemma-gguf": Kind(target="model.gguf", read=further.compute),
     "bin-index": Kind(target="pytorch_model.bin.index.json", read=convert_folder),
     "yarn": Kind(target="config.json", read=convert_folder, is_values=True),
     "llama3": Kind(target="config.json", read=convert_folder, is_values=True),

@@ -74,7 +74,7 @@ PHI: dict[str, Change] = {
 QWEN: dict[str, Change] = {
     "heads of another width": one_of("head_dim", 8, 15, 32, "x", 0, -2),
     "invalid window": one_of("use_sliding_window", "x", 1, []),
-    "layers that look elsewhere": one_of("layer_types", ["x"], "x", ["sliding_attention"], 1),
+    "layers that look elsewhere": one_of("layer_types", ["x"], "x", ["linear_attention"], 1),
     "biases": one_of("attention_bias", True, "x", 1, []),
     "no groups": one_of("num_key_value_heads", 3, *NOT_SIZES),
 }

@@ -30,14 +30,14 @@ from hotsplit.errors import HotsplitError
 # Number of cases by kind, for two processes that take about equally long. MANY has the kinds of
 # which most cases must be refused, FEW the others. fuzz_long.py runs further cases, for hours.
 MANY = (
-    {"safetensors": 110, "gguf": 110, "ours": 75, "index": 50, "profile": 50, "plan": 30},
+    {"safetensors": 102, "gguf": 102, "ours": 75, "index": 50, "profile": 50, "plan": 30},
     {"bin": 110, "stock": 75, "pt": 75, "config": 60, "values": 60, "machine": 50},
 )
 FEW = (
     {"tokenizer": 20, "tokens": 25, "special": 12, "generation": 10, "template": 6, "vocab": 10,
      "found": len(FOUND), "merges": 10, "sentencepiece": 4, "theirs": 30, "powerinfer": 30,
-     "run": 25, "falcon": 10, "opt": 10, "phi": 12, "qwen": 10, "falcon-weights": 12,
-     "opt-weights": 10, "phi-weights": 10, "falcon-gguf": 12, "opt-gguf": 24, "qwen-gguf": 10,
+     "run": 25, "falcon": 10, "opt": 10, "phi": 12, "qwen": 10, "gemma": 6, "falcon-weights": 12,
+     "opt-weights": 8, "phi-weights": 8, "falcon-gguf": 12, "opt-gguf": 24, "qwen-gguf": 10, "gemma-gguf": 6,
      "bin-index": 10, "yarn": 14, "llama3": 10, "yarn-gguf": 10, "scores": 10, "unigram": 10},
     {"limits": 40, "imatrix": 12, "imatrix-dat": 12, "thresholds": 40, "merge": 40, "figures": 30,
      "prompt": 40, "resume": 40, "conversation": 20, "gbnf": 30, "schema": 30, "regex": 30, "lark": 30, "text": 30, "jsonl": 30,
