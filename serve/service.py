@@ -32,6 +32,7 @@ class Service:
         self.state: Literal["loading", "ready", "stopping"] = "loading"
         self.metrics = Metrics()
         self.num_active = 0  # requests in progress
+        self._has_said_loading = False
         self._served: ServedModel | None = None
         self._scheduler: Scheduler | None = None
         self._preparing = ThreadPoolExecutor(NUM_PREPARING, thread_name_prefix="prepare")
@@ -68,7 +69,12 @@ class Service:
 
     def observe(self, line: RequestLine) -> None:
         self.metrics.request(line)
-        log.info("request", extra={"line": line})
+        is_early = line.status == 503 and self.state == "loading"
+        if not is_early:
+            log.info("request", extra={"line": line})
+        elif not self._has_said_loading:  # once: clients ask again and again
+            self._has_said_loading = True
+            log.info("requests get 503 until the model is loaded, which the log does not repeat")
 
     async def fields(self, request: Request) -> Fields:
         """The fields of a POST. Raises ApiError for a wrong content type, and for a body that is

@@ -223,6 +223,20 @@ def test_a_long_body_that_stops_arriving_is_refused_as_too_long():
     assert status == 413 and content["error"]["code"] == "request_too_large"
 
 
+def test_the_log_says_once_that_the_model_is_being_loaded(caplog):
+    service = service_of()
+    with caplog.at_level(logging.INFO, "hotsplit.serve"):
+        for path in ("/health", "/v1/models", "/health"):
+            assert ask(service, "GET", path)[0] == 503
+        assert [record.message for record in caplog.records if "503" in record.message] == [
+            "requests get 503 until the model is loaded, which the log does not repeat"
+        ]
+        assert len(caplog.records) == 1
+        service.state = "stopping"
+        ask(service, "GET", "/health")
+        assert len(caplog.records) == 2
+
+
 def test_requests_while_loading_and_stopping_are_refused():
     service = service_of()
     status, headers, content = ask(service, "GET", "/v1/models")
