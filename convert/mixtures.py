@@ -1,5 +1,5 @@
 """llama.cpp's mixtures of types, such as q4_k_m: the type of each matrix by its role in the model. Some
-have the name of the type of most matrices, such as q4_0, with a better one for the output head.
+have the name of the type of most matrices, such as q5_0, with a better one for the output head.
 
 The choices are those of llama_tensor_get_type in llama-quant.cpp of ggml-org/llama.cpp."""
 
@@ -9,10 +9,11 @@ from typing import Literal, get_args
 
 from hotsplit.model.per_layer import TABLE
 from hotsplit.model.spec import ModelSpec
+from hotsplit.model.weight_types import TYPES
 
 MixtureName = Literal["q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m"]
 NAMES: tuple[MixtureName, ...] = get_args(MixtureName)
-NAMED_AS_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1")
+NAMED_AS_TYPES = tuple(t.name for t in TYPES if re.fullmatch(r"q[45]_[01]", t.name))
 
 
 def main_type(name: str) -> str:

@@ -55,7 +55,7 @@ TEXT = (
     " why potatoes take longer to cook there.\n"
 )
 MAX_TOKENS = 256
-# Mean divergence from the source, in nats, above which a file is warned of. Llama 3 8B has 0.07 in q4_0,
+# Mean divergence from the source, in nats, above which a file is warned of. Llama 3 8B has 0.07 in Q4_0,
 # 0.10 in q3_K_M and 0.23 in q3_K_S, its worst type of 3 bits, and 0.33 to 0.45 in q2_K
 # (tools/perplexity/README.md of llama.cpp): there the text of small models falls apart.
 LARGE_DIVERGENCE = 0.25
