@@ -111,4 +111,4 @@ class Roles:
         return _MAIN[mixture]
 
 
-_MAIN = {name: main_type(name) for name in (*NAMES, *NAMED_AS_TYPES)}
+_MAIN: dict[str, str] = {name: main_type(name) for name in (*NAMES, *NAMED_AS_TYPES)}
