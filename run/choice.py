@@ -7,6 +7,7 @@ at how many neurons fire (`worth`). The user's options take precedence."""
 from dataclasses import dataclass
 
 import torch
+from gguf import GGML_QUANT_SIZES
 
 from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
@@ -26,9 +27,10 @@ from hotsplit.costs.part_bytes import (
     stored_neuron_bytes,
 )
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import type_of
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.model.tensors import Layout
-from hotsplit.model.weight_types import BY_QUALITY, FLOAT_NAMES
+from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, FLOAT_NAMES, files_instead
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.default_budgets import Room
@@ -208,7 +210,7 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
     if source.own_type not in FLOAT_NAMES:
         if own is None and source.stock is not None and _reads_all(source.stock, wishes, room):
             own = source.stock
-        return None, _own_type_line(source, own or source.draft(None), wishes, memory)
+        return None, _own_type_line(source, own or source.draft(None), wishes, room)
     kinds: list[Outtype | None] = [None] if own is not None else []
     kinds += BY_QUALITY
     sizes: dict[Outtype | None, int] = {}  # kept, since reading all headers takes seconds
@@ -239,22 +241,35 @@ def _too_large(size: int, memory: int) -> str:
     )
 
 
-def _own_type_line(source: Source, model: ModelFile, wishes: Wishes, memory: int) -> str:
+def _own_type_line(source: Source, model: ModelFile, wishes: Wishes, room: Room) -> str:
     """Says what becomes of quantised matrices, and their size."""
     size = run_bytes(model, context_of(model, wishes), num_sequences=wishes.engine.num_sequences)
-    fits, made = _fits(size, memory, "memory"), model.own_type
-    line = f"type {made}: the file's own ({fits})"
-    if made != source.own_type:
-        line = (
-            f"type {made}: there are no kernels for the file's {source.own_type}, and {made} keeps its"
-            f" quality, in {format_bytes(size)} instead of {format_bytes(num_bytes_of(source.path))}"
-            f" ({fits}); a file in a type with kernels stays as small as it is"
-        )
+    memory, is_own = room.main + sum(room.gpus), model.own_type == source.own_type
+    why = "the file's own" if is_own else _other_type(source, model, size, room)
+    line = f"type {model.own_type}: {why}"
     if size <= memory:
-        return line
+        return f"{line} ({_fits(size, memory, 'memory')})"
     return (
-        f"{line.removesuffix(f' ({fits})')}; its {_too_large(size, memory)}; a smaller file, or --outtype"
-        f" {BY_QUALITY[-1]}, reads less"
+        f"{line}; its {_too_large(size, memory)}; a smaller file, or --outtype {BY_QUALITY[-1]}, reads"
+        " less"
+    )
+
+
+def _other_type(source: Source, model: ModelFile, size: int, room: Room) -> str:
+    """Why a file's matrices get another type, and what that costs: first, where it would have fitted."""
+    as_it_is = size - sum(e.num_bytes for e in model.tensors.values()) + num_bytes_of(source.path)
+    limits = [(count, "VRAM") for count in room.gpus[:1]]
+    limits.append((room.main + sum(room.gpus), "memory"))
+    lost = "".join(
+        f"no longer fits into {format_bytes(limit)} of {place}, as the file would; "
+        for limit, place in limits
+        if as_it_is <= limit < size
+    )
+    made, (block, num_bytes) = model.own_type, GGML_QUANT_SIZES[type_of(source.own_type)]
+    return (
+        f"{lost}there are no kernels for the file's {source.own_type}, and {made} keeps its quality,"
+        f" in {format_bytes(size)} instead of {format_bytes(as_it_is)}"
+        f"{files_instead(num_bytes / block, BY_NAME[made].bytes_per_value)}"
     )
 
 

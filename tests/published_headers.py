@@ -322,7 +322,8 @@ HEADERS = (
            keys=_DELTA | {"feed_forward_length": None, "expert_shared_feed_forward_length": 512}),
     Header(name="Mistral-Nemo-Instruct-2407-Q4_K_M", architecture="llama", pre="tekken", words="",
            sizes=(40, 5120, 14336, 32, 8, 128, 131072), keys={"context_length": 1024000}),
-    Header(name="Mistral-Small-24B-IQ3_XXS", architecture="llama", pre="tekken", words="",
+    Header(name="Mistral-Small-24B-IQ3_XXS", architecture="llama", pre="tekken",
+           words="; a Q3_K_M or IQ4_XS file of the same model runs as it is (",
            sizes=(40, 5120, 32768, 32, 8, 128, 131072), kind="iq3_xxs"),
     Header(name="Mixtral-8x7B-Instruct-v0.1-Q4_K_M", architecture="llama", words="",
            sizes=(32, 4096, 14336, 32, 8, 128, 32000), experts=(8, 2, 14336, 0, 0)),
@@ -398,5 +399,6 @@ HEADERS = (
     Header(name="Llama-3.1-8B-TQ1_0", architecture="llama", pre="llama-bpe", kind="tq1_0", words="",
            sizes=(32, 4096, 14336, 32, 8, 128, 128256)),
     Header(name="Qwen2.5-32B-Instruct-IQ2_XXS", architecture="qwen2", pre="qwen2", kind="iq2_xxs",
-           sizes=(64, 5120, 27648, 40, 8, 128, 152064), marks="bias", words=""),
+           sizes=(64, 5120, 27648, 40, 8, 128, 152064), marks="bias",
+           words="; a Q2_K or Q3_K_M file of the same model runs as it is ("),
 )  # fmt: skip

@@ -262,6 +262,7 @@ def test_unsupported_block_types_are_inspected_with_the_reason(tmp_path, capsys)
     write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": iq2_s})
     found = inspected(tmp_path / "m", capsys)
     assert "blk.0.ffn_up.weight is in iq2_s, which cannot be computed with" in found["refusal"]
+    assert "to a larger type; a Q2_K or Q3_K_M file of the same model runs" in found["refusal"]
     assert found["by_type"]["iq2_s"] == {"num_tensors": 1, "num_bytes": 32 * 82}
     assert str(tmp_path) not in found["refusal"]
 

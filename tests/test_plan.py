@@ -20,8 +20,12 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import header_reach
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.run import default_budgets
+from hotsplit.run.choice import Wishes, choose_type, run_bytes
+from hotsplit.run.default_budgets import Room
+from hotsplit.run.source import look_at
 from hotsplit.solver import assumed
 from hotsplit.solver.assumed import drawn_experts, zipf_shares
+from hotsplit.system.sizes import format_bytes
 
 CARD = "rtx-4060-8gb"
 SPEED = re.compile(r"  this plan +([\d,]+\.\d) tokens/s")
@@ -71,6 +75,30 @@ def test_published_headers_end_in_a_plan_or_in_one_true_sentence(tmp_path, capsy
         short = dataclasses.replace(header, sizes=(num_layers, *header.sizes[1:]))
         vram = "1GiB" if header.name.startswith(("Qwen3-30B", "Qwen3.6", "Mixtral")) else "0"
         assert outcome(tmp_path / "h.gguf", capsys, short, "--vram", vram)
+
+
+def test_a_file_that_grows_says_first_where_it_would_have_fitted(tmp_path, monkeypatch):
+    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
+    header = next(each for each in HEADERS if each.kind == "iq3_xxs")
+    short = dataclasses.replace(header, sizes=(2, *header.sizes[1:]))
+    path = tmp_path / "h.gguf"
+    write(path, keys_of(short), list(tensors_of(short)))
+    source = look_at(path, None, tmp_path / "none.gguf")
+    grown = run_bytes(source.draft(None), 4096)
+    for room, place in (
+        (Room(main=1 << 40, gpus=(grown - 1,)), "VRAM"),
+        (Room(main=grown - 1), "memory"),
+        (Room(main=1 << 40, gpus=(grown,)), None),
+        (Room(main=1 << 20), None),
+    ):
+        _, line = choose_type(source, Wishes(), room)
+        begin = "type q6_k: "
+        if place is not None:
+            begin += (
+                f"no longer fits into {format_bytes(grown - 1)} of {place}, as the file would; "
+            )
+        assert line.startswith(f"{begin}there are no kernels for the file's iq3_xxs"), line
+        assert "; a Q3_K_M or IQ4_XS file of the same model runs as it is" in line
 
 
 def test_a_model_in_several_files_is_planned_as_in_one(tmp_path, capsys):

@@ -43,7 +43,7 @@ from hotsplit.model.tensors import (
     optional_outer_shapes,
     outer_shapes,
 )
-from hotsplit.model.weight_types import NAMES
+from hotsplit.model.weight_types import NAMES, files_instead
 
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
@@ -157,8 +157,10 @@ class ModelFile:
                     f" wanted {list(shape)} of one of {', '.join(NAMES)}{again}"
                 )
             if entry.kind not in NAMES:
+                is_larger = entry.kind.startswith("iq")  # others are ternary: to q2_k, exactly
                 advice = (
-                    "; first run hotsplit convert FILE -o model.gguf, which converts it to q8_0"
+                    "; first run hotsplit convert FILE -o model.gguf, which converts it to a larger type"
+                    + files_instead(entry.row_bytes / entry.shape[-1]) * is_larger
                     if can_unpack(entry.kind)
                     else " and cannot be converted; use a file of another type"
                 )

@@ -251,6 +251,15 @@ SMALLER_BLOCKS = {
 CACHE_NAMES = tuple(each.name for each in TYPES if each.is_float or each.has_integer_sums)
 
 
+def files_instead(bytes_per_value: float, below: float = 1.0) -> str:
+    """Files of other types, as published ones are named, that run as they are: of the two smallest types
+    with kernels that take as many bytes a value, and fewer than `below`; "" if there is none."""
+    fitting = (t for t in TYPES if t.is_k_quant and bytes_per_value <= t.bytes_per_value < below)
+    found = sorted(fitting, key=lambda each: each.bytes_per_value)[:2]
+    names = (each.file_type.removeprefix("MOSTLY_").replace("_K_S", "_K_M") for each in found)
+    return f"; a {' or '.join(names)} file of the same model runs as it is" if found else ""
+
+
 def kinds_in(form: Form) -> dict[str, str]:
     """The kinds of a layout on the CPU, by the names of their types."""
     return {each.name: each.kind_in(form) for each in TYPES if form in each.forms}
