@@ -23,6 +23,7 @@ from hotsplit.model.planes import BEGIN, END, PREDICT
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.ops.attention.attend import capped
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONFIG = CASES["gemma3n"].to_dict() | {"architectures": ["Gemma3nForCausalLM"]}
@@ -72,6 +73,17 @@ def test_cutoffs_of_a_file_without_the_key_are_those_of_llama_cpp(path):
     assert {layer.neurons.cutoff for layer in found.layers[:SPARSE_LAYERS]} == {STOCK_CUTOFF}
     with pytest.raises(HotsplitError, match="has infinity: no neuron would fire"):
         ModelFile.of(path, keys | {key: [float("inf")] * 4}, tensors)
+
+
+def test_hidden_states_are_what_the_head_reads(path):
+    """After the planes have become one and the last norm; in pieces of several tokens and of one."""
+    with Engine.load(path, mode="exact") as engine:
+        want_TV, weights = engine.logits(IDS), engine._live.weights
+        with engine.sequence() as text:
+            pieces = (IDS[:5], IDS[5:6], IDS[6:])
+            states_TD = torch.cat([engine.hidden_states(text, piece) for piece in pieces])
+        found_TV = capped(weights.head.apply(states_TD), weights.spec.logit_cap)
+    assert rel_error(found_TV, want_TV) < 1e-5
 
 
 def test_a_wrong_coefficient_of_the_planes_is_seen(path):
