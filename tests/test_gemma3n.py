@@ -22,6 +22,8 @@ from hotsplit.families.table import read_blueprint
 from hotsplit.model.planes import BEGIN, END, PREDICT
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.memory import Needs
+from hotsplit.profile.stream import streaming
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.attention.attend import capped
 
@@ -108,6 +110,23 @@ def test_a_profile_counts_the_neurons_that_a_cutoff_leaves(path, tmp_path):
         for density, number in zip(report.density_L, numbers, strict=True)
     ]
     assert np.allclose(found, [0.2, 0.5, 1.0, 0.7], atol=0.1), found
+
+
+def test_planes_are_not_profiled_one_layer_at_a_time(path, tmp_path, monkeypatch):
+    """Nor without layers that read the keys and values of others."""
+    needs = Needs(whole_bytes=1 << 60, layer_bytes=0, state_row_bytes=4)
+    monkeypatch.setattr(streaming, "needs_of", lambda *given, **options: needs)
+    model = ModelFile.load(path)
+    own = [layer.with_attention(source=None) for layer in model.bare_spec.layers]
+    for spec, what in (
+        (model.bare_spec, "read the keys"),
+        (model.bare_spec.with_layers(own), "planes"),
+    ):
+        with pytest.raises(HotsplitError, match=what):
+            streaming.plan_stream(
+                replace(model, bare_spec=spec), device=torch.device("cpu"), max_memory_bytes=None,
+                choices=None, folder=tmp_path,
+            )  # fmt: skip
 
 
 REFUSED = {
