@@ -4,6 +4,7 @@ slightly wrong ones are refused.
 Oracle: transformers."""
 
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -191,6 +192,22 @@ def test_the_rounding_is_compared_with_the_source_as_it_is(llama, tmp_path, monk
     monkeypatch.setattr(verify_conversion, "LARGE_DIVERGENCE", 0.5 * cost["q4_0"])
     warned = verification(llama, tmp_path / "b.gguf", "q4_0")
     assert "may babble; --outtype q8_0" in warned.lines[1] and warned.lines[0] == warned.line
+
+
+def test_logits_of_several_pieces_are_compared_as_a_whole():
+    want_TV = torch.randn(130, 7, generator=torch.Generator().manual_seed(0))
+    got_TV = want_TV.clone()
+    got_TV[[3, 129]] += 0.5
+    error = (got_TV - want_TV).double().norm() / want_TV.double().norm()
+    assert verify_conversion._relative_error(got_TV, want_TV) == pytest.approx(error.item())
+    assert math.isinf(verify_conversion._relative_error(got_TV[:129], want_TV))
+
+
+def test_a_text_of_one_token_says_nothing_of_the_rounding(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify_conversion, "MAX_TOKENS", 1)
+    found = verification(llama, tmp_path / "m.gguf", "q8_0")
+    assert found.rounding is None
+    assert found.line.endswith("on 1 tokens, both with the weights as rounded to q8_0")
 
 
 def test_nothing_is_said_of_a_rounding_that_there_was_not(tmp_path):
