@@ -31,6 +31,7 @@ from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.predictors.options import PredictorOptions
 from hotsplit.profile.stream import streaming
 from hotsplit.profile.stream.states import FileStates, MemoryStates
+from hotsplit.profile.stream.streamed_quality import _Head
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.ops.observers import NAMES
 from hotsplit.runtime.step.native_layers import SHOWN
@@ -231,6 +232,17 @@ def test_streamed_thresholds_equal_the_ordinary_ones(tmp_path, folder, request):
     assert whole.threshold_L == streamed.threshold_L
     assert whole.density_L == streamed.density_L
     assert_same_quality(whole.quality, streamed.quality)
+
+
+def test_the_streamed_head_caps_its_logits():
+    model = make_model()
+    model = dataclasses.replace(
+        model, bare_spec=dataclasses.replace(model.bare_spec, logit_cap=0.3)
+    )
+    x_TD = torch.randn(3, model.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    with Engine.of(model, device="cpu") as engine, torch.inference_mode():
+        want_TV = engine._live.logits(x_TD)
+    assert torch.equal(_Head(model).logits(x_TD), want_TV) and want_TV.abs().max() > 0.2
 
 
 def test_a_window_left_behind_is_noticed(folder, tmp_path):
