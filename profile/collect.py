@@ -14,7 +14,7 @@ from torch import Tensor
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import Predictors
-from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.profile_file import Profile, uneven
 from hotsplit.costs.part_bytes import all_neuron_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter
@@ -284,6 +284,7 @@ def _outcome(
         quality={} if measured is None else measured.record,
         arithmetic=arithmetic(device),
         limits=model.limits.sha256,
+        num_neurons_L=uneven(model.spec.num_neurons_L),
     )
     return Outcome(profile=result, trained=trained, measured=measured)
 

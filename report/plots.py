@@ -49,8 +49,9 @@ def firing_curves(profile: Profile) -> np.ndarray:
     counts_LF = -np.sort(-profile.active_count_LF, axis=1)
     taken_LF = np.cumsum(counts_LF, axis=1) / np.maximum(1, counts_LF.sum(axis=1, keepdims=True))
     taken_LF = np.concatenate([np.zeros((len(counts_LF), 1)), taken_LF], axis=1)
-    at_N = np.linspace(0, counts_LF.shape[1], NUM_SHARES)
-    return np.stack([np.interp(at_N, np.arange(len(row_F)), row_F) for row_F in taken_LF])
+    rows = zip(taken_LF, profile.own_neurons_L, strict=True)
+    at_LN = [(np.linspace(0, number, NUM_SHARES), row_F) for row_F, number in rows]
+    return np.stack([np.interp(at_N, np.arange(len(row_F)), row_F) for at_N, row_F in at_LN])
 
 
 def plot_firings(profile: Profile) -> Plot:

@@ -173,9 +173,8 @@ def firing_section(found: Artifacts, names: Names) -> Section:
 
 def _firing_table(profile: Profile) -> Table:
     curve_LN = plots.firing_curves(profile)
-    silent_L = (profile.active_count_LF == 0).sum(axis=1)
-    columns = zip(profile.density_L, curve_LN[:, 5], curve_LN[:, 20], curve_LN[:, 50], silent_L,
-                  profile.threshold_L, strict=True)  # fmt: skip
+    columns = zip(profile.density_L, curve_LN[:, 5], curve_LN[:, 20], curve_LN[:, 50],
+                  profile.never_fired_L(), profile.threshold_L, strict=True)  # fmt: skip
     rows = tuple(
         (str(layer), f"{density:.2%}", f"{five:.1%}", f"{fifth:.1%}", f"{half:.1%}",
          f"{silent:,}", "limits" if profile.limits else f"{threshold:.4g}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import NUM_BINS, Profile
+from hotsplit.artifacts.profile_file import NUM_BINS, Profile, uneven
 from hotsplit.costs.default_mode import computes_every_neuron
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
@@ -44,7 +44,7 @@ def every_neuron(model: ModelFile) -> Profile:
     """The profile of one token, for which every neuron fires; layers with fewer neurons than the
     largest have zeros behind theirs, as counted profiles do."""
     num_layers, most = model.spec.num_layers, model.spec.most_neurons
-    number_L1 = np.array([layer.neurons.number for layer in model.spec.layers])[:, None]
+    number_L1 = np.array(model.spec.num_neurons_L)[:, None]
     histogram_LB = np.zeros((num_layers, NUM_BINS), np.int64)
     histogram_LB[:, -1] = most
     return Profile(
@@ -55,6 +55,7 @@ def every_neuron(model: ModelFile) -> Profile:
         active_count_LF=(np.arange(most) < number_L1).astype(np.int64),
         gate_histogram_LB=histogram_LB,
         limits=model.limits.sha256,
+        num_neurons_L=uneven(model.spec.num_neurons_L),
     )
 
 

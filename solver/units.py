@@ -116,17 +116,13 @@ class NeuronUnits:
     profile: Profile
 
     @cached_property
-    def number_L(self) -> list[int]:
-        return [layer.neurons.number for layer in self.model.spec.layers]
-
-    @cached_property
     def number(self) -> int:
         """Units of a layer."""
-        return gcd(*self.number_L)
+        return gcd(*self.model.spec.num_neurons_L)
 
     def order(self, layer: int) -> np.ndarray:
         """The ids of a layer's neurons by unit, int32 [F, M]."""
-        count_M = self.profile.active_count_LF[layer, : self.number_L[layer]]
+        count_M = self.profile.active_count_LF[layer, : self.model.spec.num_neurons_L[layer]]
         order_M = np.argsort(-count_M, kind="stable").astype(np.int32)
         return order_M.reshape(self.number, -1)
 

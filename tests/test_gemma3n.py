@@ -15,6 +15,7 @@ from test_families import CASES, IDS, converted, transformers_logits
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.errors import HotsplitError
 from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
 from hotsplit.families.row_order import planes_joined
@@ -104,12 +105,15 @@ def test_a_profile_counts_the_neurons_that_a_cutoff_leaves(path, tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("the quick brown fox def add(a, b):\n" * 40)
     report = profile(ProfileConfig(model=path, corpora=(text,), output=tmp_path / "p.gguf"))
-    numbers = CONFIG["intermediate_size"]
-    found = [
-        density * max(numbers) / number
-        for density, number in zip(report.density_L, numbers, strict=True)
-    ]
+    found = report.density_L  # shares of each layer's own neurons, of which it has 96 to 160
     assert np.allclose(found, [0.2, 0.5, 1.0, 0.7], atol=0.1), found
+    counted = Profile.load(report.output)
+    assert counted.density_L[2] == 1.0 and counted.never_fired_L()[2] == 0
+    assert counted.hottest_fifth_L()[2] == round(0.2 * 131) / 131
+    assert replace(counted, num_neurons_L=()).density_L[2] == 131 / 160
+    for wrong, words in (((160, 96), "layers have"), ((160, 96, 130, 160), "more neurons fired")):
+        with pytest.raises(HotsplitError, match=words):
+            replace(counted, num_neurons_L=wrong).validate()
 
 
 def test_planes_are_not_profiled_one_layer_at_a_time(path, tmp_path, monkeypatch):

@@ -49,9 +49,9 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
     figure, axes = pyplot.subplots(layout="constrained")
     counts_LF = -np.sort(-profile.active_count_LF, axis=1)
     share_LF = np.cumsum(counts_LF, axis=1) / np.maximum(1, counts_LF.sum(axis=1, keepdims=True))
-    neurons_F = 100 * np.arange(1, counts_LF.shape[1] + 1) / counts_LF.shape[1]
-    for layer, share_F in enumerate(share_LF):
-        axes.plot(neurons_F, 100 * share_F, label=f"layer {layer}")
+    for layer, number in enumerate(profile.own_neurons_L):
+        neurons_F = 100 * np.arange(1, number + 1) / number
+        axes.plot(neurons_F, 100 * share_LF[layer, :number], label=f"layer {layer}")
     axes.set(xlabel="neurons, hottest first, %", ylabel="firings, %", title="Firings")
     if len(counts_LF) <= MAX_NAMED:
         axes.legend()

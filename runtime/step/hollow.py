@@ -16,6 +16,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.native import (
     NeuronsStruct,
+    activation_fields,
     block_struct,
     cutoff_fields,
     experts_struct,
@@ -84,7 +85,7 @@ def chosen_bytes(hollow: Builder, index: int, max_tokens: int) -> int:
 def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> int:
     """Workspace bytes of a call for `number` neurons of an undivided layer, and up to `max_tokens`
     tokens."""
-    structs, width = Structs(), hollow.spec.hidden_size
+    structs, width, gate = Structs(), hollow.spec.hidden_size, hollow.gate(index)
     experts = hollow.expert_loader(index).experts()
     part = experts[0].expert(0) if experts else hollow.neurons.blocks(index)[0]
     if not part.is_by_output:
@@ -92,6 +93,6 @@ def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> 
     block = block_struct(structs, replace(part, is_whole=True))
     struct = NeuronsStruct(
         block=block, width=width, num_neurons=block.num_neurons, max_tokens=max_tokens,
-        **cutoff_fields(hollow.gate(index)),
+        **activation_fields(gate), **cutoff_fields(gate),
     )  # fmt: skip
     return max(0, library.neurons_bytes(struct))

@@ -5,7 +5,7 @@ added.
 
 Letters: L layers, F neurons, B histogram bins, E experts, T recorded tokens, K experts of a token."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,6 +52,14 @@ class Profile:
     arithmetic: str | None = None  # in which firings were counted; None: unknown
     # Limits.sha256 of the model file's limits, which decided what fired; None: it had none.
     limits: str | None = None
+    # Neurons of each layer, the others of F are no neurons; (): all have F.
+    num_neurons_L: tuple[int, ...] = ()
+
+    @property
+    def own_neurons_L(self) -> np.ndarray:
+        """Neurons of each layer, int64."""
+        num_layers, most = self.active_count_LF.shape
+        return np.array(self.num_neurons_L or (most,) * num_layers)
 
     @property
     def frequency_LF(self) -> np.ndarray:
@@ -61,13 +69,22 @@ class Profile:
     @property
     def density_L(self) -> np.ndarray:
         """Mean share of a layer's neurons that fire for a token, f64 in 0..1."""
-        return self.frequency_LF.mean(axis=1)
+        return self.frequency_LF.sum(axis=1) / self.own_neurons_L
 
     def hottest_fifth_L(self) -> np.ndarray:
         """Share of a layer's firings that come from the hottest fifth of its neurons, f64."""
         descending_LF = -np.sort(-self.active_count_LF, axis=1)
-        top = descending_LF[:, : round(0.2 * descending_LF.shape[1])].sum(axis=1)
-        return top / np.maximum(1, descending_LF.sum(axis=1))
+        top_L = np.array(
+            [
+                count_F[: round(0.2 * number)].sum()
+                for count_F, number in zip(descending_LF, self.own_neurons_L, strict=True)
+            ]
+        )
+        return top_L / np.maximum(1, descending_LF.sum(axis=1))
+
+    def never_fired_L(self) -> np.ndarray:
+        """A layer's neurons that never fired, int64."""
+        return self.own_neurons_L - (self.active_count_LF > 0).sum(axis=1)
 
     def hottest_fifth_of_experts_L(self) -> np.ndarray | None:
         """Share of a layer's choices that fall on the most chosen fifth of its experts, f64; None
@@ -99,6 +116,7 @@ class Profile:
             routing_LTK=_joined(self.routing_LTK, other.routing_LTK),
             gate_histogram_LB=self.gate_histogram_LB + other.gate_histogram_LB,
             quality={},
+            num_neurons_L=self.num_neurons_L or other.num_neurons_L,
             arithmetic=_of_both(self.arithmetic, other.arithmetic),
         )
 
@@ -106,7 +124,7 @@ class Profile:
     def load(cls, path: Path) -> "Profile":
         """Raises HotsplitError for anything but a whole, valid profile."""
         names = {"model_id", "num_tokens", "threshold_L", "corpora"}
-        optional = {"quality", "arithmetic", "limits"}
+        optional = {"quality", "arithmetic", "limits", "num_neurons_L"}
         metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
         if arrays.keys() - {"expert_count_LE", "routing_LTK"} != {
             "active_count_LF",
@@ -130,6 +148,9 @@ class Profile:
                 quality=read_quality(metadata.get("quality", {}), "quality"),
                 arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
                 limits=read.line("limits") if "limits" in metadata else None,
+                num_neurons_L=tuple(read.counts("num_neurons_L"))
+                if "num_neurons_L" in metadata
+                else (),
                 **arrays,
             )
             profile.validate()
@@ -151,6 +172,8 @@ class Profile:
         }
         if self.limits is not None:
             metadata["limits"] = self.limits
+        if self.num_neurons_L:
+            metadata["num_neurons_L"] = list(self.num_neurons_L)
         arrays = {
             "active_count_LF": self.active_count_LF,
             "gate_histogram_LB": self.gate_histogram_LB,
@@ -179,6 +202,7 @@ class Profile:
             raise HotsplitError(
                 f"counts from {counts.min()} to {counts.max()} for {self.num_tokens} tokens"
             )
+        self._check_numbers()
         self._check_experts()
         total = self.num_tokens * counts.shape[1]
         if total > MAX_COUNT:
@@ -187,6 +211,16 @@ class Profile:
             )
         if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
             raise HotsplitError("the histograms do not count every neuron once per token")
+
+    def _check_numbers(self) -> None:
+        counts, number_L = self.active_count_LF, self.own_neurons_L
+        num_layers, most = counts.shape
+        if len(number_L) != num_layers or number_L.min() < 1 or number_L.max() > most:
+            raise HotsplitError(
+                f"layers have {shown(self.num_neurons_L)} neurons, counts are {counts.shape}"
+            )
+        if counts[np.arange(most) >= number_L[:, None]].any():
+            raise HotsplitError("more neurons fired in a layer than it has")
 
     def _check_experts(self) -> None:
         count_LE = self.expert_count_LE
@@ -222,6 +256,11 @@ class Profile:
             raise HotsplitError(
                 f"recorded experts are not different ones of {num_experts} for every token"
             )
+
+
+def uneven(number_L: Sequence[int]) -> tuple[int, ...]:
+    """Profile.num_neurons_L of layers with so many neurons."""
+    return tuple(number_L) if len(set(number_L)) > 1 else ()
 
 
 def _joined(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:

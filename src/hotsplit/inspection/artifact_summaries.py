@@ -18,6 +18,7 @@ from hotsplit.inspection.summary import (
     facts_table,
     predictor_facts,
     predictor_layers,
+    span,
 )
 from hotsplit.system.sizes import format_bytes
 
@@ -36,11 +37,11 @@ class ProfileSummary(Summary):
             "num_tokens": profile.num_tokens,
             "corpora": profile.corpora,
             "num_layers": num_layers,
-            "num_neurons": num_neurons,  # per layer
+            "num_neurons": num_neurons,  # of the layer with most
             "density": float(profile.density_L.mean()),  # share that fires for a token
             "density_L": profile.density_L.tolist(),
             "hottest_fifth_L": profile.hottest_fifth_L().tolist(),
-            "never_fired_L": self._never_fired_L(),
+            "never_fired_L": profile.never_fired_L().tolist(),
             "experts": self._experts(),
             "threshold_L": profile.threshold_L,
             "limits": profile.limits,
@@ -50,7 +51,6 @@ class ProfileSummary(Summary):
     @property
     def facts(self) -> list[Row]:
         profile = self.profile
-        num_layers, num_neurons = profile.active_count_LF.shape
         limits, corpora, count_LE = profile.limits, profile.corpora, profile.expert_count_LE
         return [
             ("model id", profile.model_id),
@@ -61,8 +61,8 @@ class ProfileSummary(Summary):
                 ("corpus", f"{c.name}: {c.num_tokens:,} tokens, sha256 {c.sha256[:12]}")
                 for c in corpora
             ),
-            ("layers", num_layers),
-            ("neurons a layer", f"{num_neurons:,}"),
+            ("layers", len(profile.threshold_L)),
+            ("neurons a layer", span(profile.own_neurons_L.tolist(), ",")),
             *(() if count_LE is None else [("experts a layer", f"{count_LE.shape[1]:,}")]),
             ("density", f"{profile.density_L.mean():.2%}"),
         ]
@@ -73,7 +73,7 @@ class ProfileSummary(Summary):
         layers = columns_table("layers", columns, [
             (layer, f"{density:.2%}", f"{fifth:.1%}", f"{never:,}", f"{threshold:g}")
             for layer, (density, fifth, never, threshold) in enumerate(zip(
-                profile.density_L, profile.hottest_fifth_L(), self._never_fired_L(),
+                profile.density_L, profile.hottest_fifth_L(), profile.never_fired_L(),
                 profile.threshold_L, strict=True))
         ])  # fmt: skip
         columns = ["layer", "tokens of the hottest expert", "of the coldest",
@@ -97,9 +97,6 @@ class ProfileSummary(Summary):
              "never_chosen": int((share_E == 0).sum())}
             for share_E, fifth in zip(count_LE / self.profile.num_tokens, fifth_L, strict=True)
         ]  # fmt: skip
-
-    def _never_fired_L(self) -> list[int]:
-        return (self.profile.active_count_LF == 0).sum(axis=1).tolist()
 
 
 @dataclass(frozen=True)

@@ -262,9 +262,13 @@ class ModelSpec:
         return len(self.layers)
 
     @cached_property
+    def num_neurons_L(self) -> tuple[int, ...]:
+        return tuple(layer.neurons.number for layer in self.layers)
+
+    @property
     def most_neurons(self) -> int:
         """F of the widest layer: the length of a row of a table [L, F]."""
-        return max(layer.neurons.number for layer in self.layers)
+        return max(self.num_neurons_L)
 
     @cached_property
     def most_named(self) -> int:
