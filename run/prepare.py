@@ -56,6 +56,7 @@ class Steps:
     done: int = 0
     before: int = 0  # stages done when `planned` was estimated
     current: str = ""
+    is_warned: bool = False  # that the machine was busy when it was measured
     made: list[str] = field(default_factory=list)
 
     def replan(self, tokens: int | None) -> None:
@@ -82,7 +83,11 @@ class Steps:
         return self._obtain("full", key, stages.make_full, profile, self.model).file
 
     def machine(self) -> Path:
-        return self._obtain("machine", machine_key(), stages.make_machine).file
+        found = self._obtain("machine", machine_key(), stages.make_machine)
+        if (note := stages.busy_note(found, stages.OF_MACHINE)) and not self.is_warned:
+            self.job.say(note)
+            self.is_warned = True
+        return found.file
 
     def counts(self, tokens: int | None) -> Path | None:
         """The profile that a plan is made from; None if it needs none."""

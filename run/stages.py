@@ -23,7 +23,7 @@ from hotsplit.costs.part_bytes import read_share
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
-from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, busy_words, calibrate
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.per_layer import TABLE
 from hotsplit.profile.collect import profile
@@ -49,6 +49,7 @@ from hotsplit.solver.prediction import (
     write_obvious,
 )
 from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.system.processors import load_now
 from hotsplit.system.progress import Advance, progress
 
 LOOK_TOKENS = 512
@@ -57,6 +58,7 @@ MODEL, LOOK, PROFILE, MACHINE, PLAN, TRIAL = (
     STAGES[kind].file for kind in ("model", "look", "profile", "machine", "plan", "trial")
 )
 PREDICTORS = "predictors"
+OF_MACHINE = ("plan", "trial")  # kinds of artifacts that are made by a machine's figures
 DEFAULT_TEXT = Path(__file__).with_name("default_corpus") / "default.txt.xz"
 
 
@@ -257,10 +259,23 @@ def _convert(
 
 
 def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
-    """Calibrates this machine."""
+    """Calibrates this machine, and keeps what shows that other programs were running."""
+    load = load_now()
     with progress("measuring the machine", None, "timings") as advance:
         machine = calibrate(CalibrateConfig(output=folder / MACHINE, force=True), on_probe=advance)
-    return {"cpu": machine.cpu_name}
+    return {"cpu": machine.cpu_name, "busy": busy_words(machine, load)}
+
+
+def busy_note(machine: Entry, made: Sequence[str]) -> str:
+    """What to do about figures that were measured while other programs ran; "" if none did. `made`: the
+    kinds of artifacts that come from them."""
+    busy = machine.facts.get("busy")
+    if not isinstance(busy, str) or not busy:
+        return ""
+    return (
+        f"note: this machine was busy when it was measured ({busy}): predictions may be far off; measure it"
+        f" again when it is idle: hotsplit cache clear {' '.join(['machine', *made])}"
+    )
 
 
 def make_plan(

@@ -19,7 +19,12 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate as calibrating
 from hotsplit.measure.calibrate import cpu_bandwidth
 from hotsplit.measure.calibrate import gpu as calibrate_gpu
-from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, report
+from hotsplit.measure.calibrate.calibrate import (
+    CalibrateConfig,
+    busy_words,
+    calibrate,
+    report,
+)
 from hotsplit.measure.calibrate.cpu_bandwidth import thread_counts
 from hotsplit.measure.calibrate.cpu_costs import _tenths
 from hotsplit.measure.calibrate.step_costs import Shape
@@ -187,6 +192,17 @@ def test_figures_whose_rounds_differ_widely_are_doubtful():
     assert note.startswith(f"note: 19 of {len(machine.figures)} figures") and "-v lists all" in note
     notes = [line for line in report(machine, is_verbose=True) if line.startswith("note")]
     assert len(notes) == 20 and all("10 at best" in line for line in notes)
+    assert busy_words(machine, 0.0) == f"19 of {len(machine.figures)} figures differ between rounds"
+
+
+def test_a_load_before_the_start_is_told_by_itself():
+    count, machine = calibrating.processors().in_machine, make_machine()
+    assert not busy_words(machine, None) and not busy_words(machine, count / 2)
+    words = f"{9.0 * count:.1f} processes on {count} processors before the start"
+    assert busy_words(machine, 9.0 * count) == words
+    notes = [line for line in report(machine, 9.0 * count) if line.startswith("note")]
+    assert len(notes) == 1 and notes[0].startswith(f"note: {words}: another process may be")
+    assert not any(line.startswith("note") for line in report(machine, 0.0))
 
 
 # ---- the file ------------------------------------------------------------------------------------

@@ -48,18 +48,23 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(prepare, "room_here", room_here)
     monkeypatch.setattr(stages, "calibrate", calibrate)
+    monkeypatch.setattr(stages, "load_now", lambda: 0.0)
     # Both sides are on the CPU, and these models take microseconds: by the clock, chance decides.
     monkeypatch.setattr(stages, "measured_by", lambda model, split, config: Measured(
         token_s=1.0 if split is None else Split.load(split).objective_s, prompt_s=0.5))  # fmt: skip
 
 
-def run(capsys, *words: object) -> dict:
-    """The report of a run that succeeds."""
+def told(capsys, *words: object) -> tuple[dict, list[str]]:
+    """The report of a run that succeeds, and the lines for the user."""
     argv = ["run", *map(str, words), "-p", "the", "-n", "3", "--seed", "0", "--json", "-t", "1"]
     code = main(argv)
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    return json.loads(shown.out)
+    return json.loads(shown.out), shown.err.splitlines()
+
+
+def run(capsys, *words: object) -> dict:
+    return told(capsys, *words)[0]
 
 
 def refused(capsys, *words: object) -> str:
@@ -157,10 +162,17 @@ def test_other_text_repeats_the_profile_and_the_stages_after_it(capsys, relu, te
     assert made(run(capsys, *asked, other)) == ["profile", "full"]
 
 
-def test_a_dense_model_that_does_not_fit_gets_a_plan_without_a_look(capsys, silu, text, gpu):
-    report = run(capsys, silu, "--corpus", text, "--no-verify", "--vram", "680KiB", "-c", 32)
+def test_a_dense_model_that_does_not_fit_gets_a_plan_without_a_look(
+    capsys, silu, text, gpu, monkeypatch
+):
+    """On a busy machine it says so, once, and how to make again what depends on it."""
+    monkeypatch.setattr(stages, "load_now", lambda: 1e4)
+    words = (silu, "--corpus", text, "--no-verify", "--vram", "680KiB", "-c", 32)
+    report, lines = told(capsys, *words)
     assert made(report) == ["model", "machine", "plan", "trial"]
     assert report["mode"] == "dense"
+    (line,) = [line for line in lines if "this machine was busy when it was measured" in line]
+    assert line.endswith("hotsplit cache clear machine plan trial")
 
 
 @pytest.mark.parametrize("vram", ["0", "1400KiB"])
@@ -445,8 +457,28 @@ def test_a_plan_for_this_machine_measures_it_and_makes_nothing_else(capsys, relu
     assert [work["kind"] for work in plan["stages"]] == ["model", "look", "profile", "full"]
     assert plan["num_bytes"] > 0 < plan["seconds"] and plan["token_s"] > 0
     assert [each.kind for each in housekeeping.list_cache(cache)] == ["machine"]
+    assert "busy" not in capsys.readouterr().err
     assert main(["plan", str(relu), "--vram", "8GiB"]) == 1
     assert "torch sees no GPU on this machine; --machine plans for" in capsys.readouterr().err
+
+
+def test_figures_of_a_busy_machine_are_said_to_be_until_it_is_measured_again(
+    capsys, relu, cache, gpu, monkeypatch
+):
+    """In one line, also in later plans, which take the figures from the cache."""
+    for load, is_busy in ((1e4, True), (0.0, True), (0.0, False)):
+        monkeypatch.setattr(stages, "load_now", lambda load=load: load)
+        if not is_busy:
+            assert main(["cache", "clear", "machine"]) == 0
+        capsys.readouterr()
+        assert main(["plan", str(relu)]) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if "busy" in line]
+        assert len(lines) == is_busy
+        for line in lines:
+            assert line.startswith(
+                "note: this machine was busy when it was measured (10000.0 processes"
+            )
+            assert line.endswith(" when it is idle: hotsplit cache clear machine")
 
 
 def test_where_nothing_is_left_to_prepare_a_plan_says_so(capsys, silu, tmp_path, gpu):

@@ -50,6 +50,7 @@ def card(monkeypatch):
         return machine
 
     monkeypatch.setattr(stages, "calibrate", calibrate)
+    monkeypatch.setattr(stages, "load_now", lambda: 0.0)
 
 
 def run(capsys, *words: object) -> tuple[dict, list[str]]:

@@ -18,10 +18,11 @@ from hotsplit.measure.bench.result import BenchReport
 from hotsplit.measure.bench.rival import check_rival, start_rival
 from hotsplit.measure.bench.rounds import Rounds
 from hotsplit.measure.bench.runner import RandomTokens, Runner, TextTokens, Tokens
-from hotsplit.measure.bench.setting import load_now, setting_of
+from hotsplit.measure.bench.setting import setting_of
 from hotsplit.measure.bench.summary import report_of
 from hotsplit.runtime.engine import Engine, load_engine
 from hotsplit.runtime.kernels.threads import threads_in_use, use_threads
+from hotsplit.system.processors import load_now
 
 
 def bench(

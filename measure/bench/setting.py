@@ -1,6 +1,5 @@
 """The setting of a measurement: the model, the machine, and how the engine was loaded."""
 
-import os
 from collections import Counter
 
 import torch
@@ -13,11 +12,6 @@ from hotsplit.measure.calibrate.cpu_bandwidth import last_cache_bytes
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.processors import processor_name, processors
-
-
-def load_now() -> float | None:
-    """The load average of the last minute; None if unknown."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def setting_of(

@@ -22,11 +22,14 @@ from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes, measure_cpu
 from hotsplit.measure.calibrate.cpu_costs import measure_costs
 from hotsplit.measure.calibrate.gpu import measure_gpu
 from hotsplit.runtime.kernels.threads import use_default_threads
-from hotsplit.system.processors import processor_name, processors
+from hotsplit.system.processors import load_now, processor_name, processors
 from hotsplit.system.system_memory import memory_bytes
 
 # Of each part, all GPUs together; the minimum number of rounds is run even if it takes longer.
 COSTS_LIMIT_S, GPU_LIMIT_S = 8.0, 10.0
+# Processes for each processor, and the share of doubtful figures, above which other programs spoil the
+# figures. The load average falls only slowly after they have ended.
+BUSY_LOAD, BUSY_SHARE = 0.5, 0.25
 
 Say = Callable[[str], None]
 OnProbe = Callable[[float], None]
@@ -56,7 +59,7 @@ def calibrate(
         raise HotsplitError(
             f"{config.gpu_from}: has no GPU; give the file of a machine that has one"
         )
-    total, free = memory_bytes()
+    (total, free), load = memory_bytes(), load_now()
     kernels, sums = measure_cpu(say, on_probe)
     num_gpus = torch.cuda.device_count()
     use_default_threads(beside_gpu=num_gpus > 0 or borrowed is not None)
@@ -78,7 +81,7 @@ def calibrate(
         gpus=gpus,
         versions={"python": platform.python_version(), "torch": torch.__version__},
     )
-    for line in report(machine, is_verbose=config.is_verbose):
+    for line in report(machine, load, is_verbose=config.is_verbose):
         say(line)
     machine.save(config.output)
     return machine
@@ -92,8 +95,26 @@ def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
     )
 
 
-def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
-    """The measured figures as lines for the user, with a note on doubtful ones."""
+def busy_words(machine: Machine, load: float | None) -> str:
+    """What shows that other programs were running when a machine was measured, in words; "" if nothing
+    does. `load`: the load average before."""
+    figures = machine.figures.values()
+    count = sum(figure.is_doubtful for figure in figures)
+    is_torn = count > BUSY_SHARE * len(figures)
+    torn = [f"{count} of {len(figures)} figures differ between rounds"] * is_torn
+    return " and ".join([*_load_words(load), *torn])
+
+
+def _load_words(load: float | None) -> list[str]:
+    count = processors().in_machine
+    if load is None or load <= BUSY_LOAD * count:
+        return []
+    return [f"{load:.1f} processes on {count} processors before the start"]
+
+
+def report(machine: Machine, load: float | None = None, *, is_verbose: bool = False) -> list[str]:
+    """The measured figures as lines for the user, with a note on doubtful ones. `load`: the load average
+    before the start."""
     lines = [
         f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median {figure.median:.1f})"
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
@@ -112,25 +133,24 @@ def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
                 f" {1e6 * gpu.cpu_run_s.median:.1f} us, a token"
                 f" {1e6 * gpu.token_s.median:.0f} us"
             )
-    return lines + _doubts(machine, is_verbose=is_verbose)
+    return lines + _doubts(machine, load, is_verbose=is_verbose)
 
 
-def _doubts(machine: Machine, *, is_verbose: bool) -> list[str]:
-    """One line about all doubtful figures (see Figure.is_doubtful), if there are any; `is_verbose`
-    adds a line for each."""
+def _doubts(machine: Machine, load: float | None, *, is_verbose: bool) -> list[str]:
+    """One line about all doubtful figures (see Figure.is_doubtful), if there are any, and a load;
+    `is_verbose` adds a line for each figure."""
     doubtful = {name: f for name, f in machine.figures.items() if f.is_doubtful and f.quartiles}
-    if not doubtful:
-        return []
     ranges = {name: _range(figure) for name, figure in doubtful.items()}
-    worst = max(doubtful, key=lambda name: doubtful[name].spread)
+    worst = max(doubtful, key=lambda name: doubtful[name].spread, default="")
     lines = [f"note: {name}: {told}" for name, told in ranges.items()] if is_verbose else []
-    more = "" if is_verbose or len(doubtful) == 1 else "; -v lists all"
-    return [
-        *lines,
-        f"note: {len(doubtful)} of {len(machine.figures)} figures differ between rounds, most of all"
-        f" {worst} ({ranges[worst]}): another process may be using the memory or the processors;"
-        f" calibrate again when the machine is idle{more}",
-    ]
+    more = "" if is_verbose or len(doubtful) <= 1 else "; -v lists all"
+    seen = [
+        f"{len(doubtful)} of {len(machine.figures)} figures differ between rounds, most of all"
+        f" {worst} ({ranges[worst]})"
+    ] if doubtful else []  # fmt: skip
+    seen += _load_words(load)
+    advice = "another process may be using the memory or the processors; calibrate again when the"
+    return [*lines, *[f"note: {'; '.join(seen)}: {advice} machine is idle{more}"] * bool(seen)]
 
 
 def _range(figure: Figure) -> str:

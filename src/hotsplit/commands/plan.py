@@ -125,13 +125,16 @@ def _check_gpu(vram: Sequence[int], gpus: Sequence[int], device: str | None) -> 
 
 
 def _this_machine(job: "Job") -> tuple["Machine", Path]:
-    """The figures of this machine, which are measured once and kept for `run`."""
+    """The figures of this machine, which are measured once and kept for `run`; says it if it was busy."""
     from hotsplit.artifacts.machine_file import Machine
     from hotsplit.run import stages
     from hotsplit.run.rates import machine_key
 
     make = partial(stages.make_machine, job)
     entry = job.cache.obtain("machine", machine_key(), job.source.name, make)
+    made = [kind for kind in stages.OF_MACHINE if any(job.cache.folder.glob(f"{kind}-*"))]
+    if note := stages.busy_note(entry, made):
+        job.say(note)
     return Machine.load(entry.file), entry.file
 
 

@@ -64,6 +64,11 @@ def processors() -> Processors:
     )
 
 
+def load_now() -> float | None:
+    """The load average of the last minute; None if unknown."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def limit_libraries() -> None:
     """Gives torch, and the BLAS of numpy, the default number of threads unless the environment says
     another; must be called before they are imported."""
