@@ -96,7 +96,7 @@ def _check_directory_size(mapping: mmap.mmap) -> None:
     if locator >= END_64_BYTES and mapping[locator : locator + 4] == b"PK\6\7":
         size = max(size % 0xFFFFFFFF, *struct.unpack_from("<Q", mapping, locator - 16))
     if size > min(MAX_DIRECTORY_BYTES, len(mapping)):
-        raise Broken(f"its directory claims {size} bytes, wanted at most {MAX_DIRECTORY_BYTES}")
+        raise Broken(f"its directory claims {size:,} bytes, wanted at most {MAX_DIRECTORY_BYTES:,}")
 
 
 def _checked(path: Path, archive: zipfile.ZipFile, mapping: mmap.mmap) -> TorchZip:
@@ -121,7 +121,7 @@ def _checked(path: Path, archive: zipfile.ZipFile, mapping: mmap.mmap) -> TorchZ
 def read(mapping: mmap.mmap, place: tuple[int, int], most: int) -> bytes:
     start, size = place
     if size > most:
-        raise Broken(f"an entry has {size} bytes, wanted at most {most}")
+        raise Broken(f"an entry has {size:,} bytes, wanted at most {most:,}")
     return mapping[start : start + size]
 
 

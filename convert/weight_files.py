@@ -106,10 +106,10 @@ def _check_storage(archive: TorchZip, view: View) -> None:
     storage = view.storage
     _, size = archive.storages.get(storage.key, (0, -1))
     if size != storage.num_values * storage.value_bytes:
-        found = "is missing" if size < 0 else f"has {size} bytes"
+        found = "is missing" if size < 0 else f"has {size:,} bytes"
         raise Broken(
             f"storage {storage.key[:64]!r} {found}, wanted"
-            f" {storage.num_values} values of {storage.value_bytes} bytes"
+            f" {storage.num_values:,} values of {storage.value_bytes} bytes"
         )
 
 

@@ -131,7 +131,7 @@ BROKEN = {
     "array of arrays": header((key(9, ARRAY.pack(9, 1) + ARRAY.pack(0, 1) + b"\1"),)),
     f"claims {2**60} values": header((key(9, ARRAY.pack(8, 2**60)),)),
     "has 9 strings": header((key(9, ARRAY.pack(8, 9) + text(b"a")),)),
-    "takes 4000000 bytes": header((key(9, ARRAY.pack(4, 10**6)),)),
+    "takes 4,000,000 bytes": header((key(9, ARRAY.pack(4, 10**6)),)),
     "is 24, wanted a power of two": header((key(4, struct.pack("<I", 24), ALIGNMENT),)),
     "is 4, wanted a power of two": header((key(4, struct.pack("<I", 4), ALIGNMENT),)),
     "is a str, wanted a power": header((key(8, text(b"32"), ALIGNMENT),)),

@@ -19,5 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         import sys
 
-        sys.stderr.write("hotsplit: interrupted; nothing half-written was left\n")
+        is_reader = sys.argv[1:2] in (["inspect"], ["doctor"])  # as in system.signals
+        left = "" if is_reader else "; nothing half-written was left"
+        sys.stderr.write(f"hotsplit: interrupted{left}\n")
         return getattr(error, "exit_code", 130)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.files.typed import printed_line
 from hotsplit.system.processors import let_threads_sleep, limit_libraries
-from hotsplit.system.signals import MESSAGE, ending
+from hotsplit.system.signals import INTERRUPTED, MESSAGE, ending, message_of
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import address_space_bytes, advice_on_memory
 
@@ -156,8 +156,8 @@ def _end(error: BaseException, arguments: list[str]) -> int:
     if isinstance(error, KeyboardInterrupt):
         # Only one of torchrun's processes reports.
         if os.environ.get("RANK", "0") == "0":
-            stopped = str(error) if isinstance(error, Interrupted) else MESSAGE
-            _say(f"hotsplit: {stopped}")
+            own = str(error) if isinstance(error, Interrupted) else MESSAGE
+            _say(f"hotsplit: {message_of(arguments) if own == MESSAGE else own}")
         return error.exit_code if isinstance(error, Interrupted) else 130
     if isinstance(error, BrokenPipeError):
         _forget_stdout()
@@ -212,7 +212,7 @@ def _say(line: str) -> None:
     """Writes to stderr, which may be closed or full. Names from outside may hold anything."""
     line = printed_line(line)
     with suppress(OSError, ValueError, AttributeError):
-        if sys.stderr.isatty() and line.endswith(MESSAGE):
+        if sys.stderr.isatty() and line.endswith((MESSAGE, f": {INTERRUPTED}")):
             sys.stderr.write("\n")  # after ^C
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

@@ -153,13 +153,13 @@ class _Cursor:
         start = self.offset
         self.offset += num_bytes
         if self.offset > self.end:
-            raise Broken(self.too_long(f"{what} at byte {start} takes {num_bytes} bytes"))
+            raise Broken(self.too_long(f"{what} at byte {start:,} takes {num_bytes:,} bytes"))
         return self.file[start : self.offset]
 
     def too_long(self, what: str) -> str:
         if self.end < len(self.file):
-            return f"{what}, but a header has at most {MAX_HEADER_BYTES} bytes"
-        return f"{what}, but the file ends at byte {self.end}"
+            return f"{what}, but a header has at most {MAX_HEADER_BYTES:,} bytes"
+        return f"{what}, but the file ends at byte {self.end:,}"
 
     def integer(self, format: str, what: str) -> int:
         return struct.unpack(format, self.take(struct.calcsize(format), what))[0]
@@ -185,7 +185,9 @@ class _Cursor:
     def text(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
         size = self.integer("<Q", what)
         if size > most:
-            raise Broken(f"{what} at byte {self.offset} claims {size} bytes, wanted at most {most}")
+            raise Broken(
+                f"{what} at byte {self.offset:,} claims {size:,} bytes, wanted at most {most:,}"
+            )
         try:
             return self.take(size, what).decode("utf-8")
         except UnicodeDecodeError as error:
@@ -236,7 +238,7 @@ class _Cursor:
             offset = start + read_length(file, offset)[0]
             if offset > end:
                 self.offset = offset
-                raise Broken(self.too_long(f"{what} has a string of {offset - start} bytes"))
+                raise Broken(self.too_long(f"{what} has a string of {offset - start:,} bytes"))
             values.append(file[start:offset].decode("utf-8", "surrogateescape"))
         self.offset = offset
         return values
@@ -277,7 +279,7 @@ class _Cursor:
                 raise Broken(f"tensor {_short(name)} overlaps another")
             end = info.start + info.num_bytes
         if end > len(self.file):
-            raise Broken(f"{end - len(self.file)} bytes of its tensors are missing")
+            raise Broken(f"{end - len(self.file):,} bytes of its tensors are missing")
         return placed
 
 

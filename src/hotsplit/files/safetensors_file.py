@@ -31,8 +31,8 @@ def check_header(path: Path, what: str) -> None:
         other = known_as(path)
         if other and "safetensors" not in other:
             raise HotsplitError(f"{path}: {other}; wanted a {what}")
-        claim = f"its header claims {size} bytes of {whole}"
-        found = claim if whole >= 0 else f"it has {whole + 8} bytes"
+        claim = f"its header claims {size:,} bytes of {whole:,}"
+        found = claim if whole >= 0 else f"it has {whole + 8:,} bytes"
         raise HotsplitError(
             f"{path}: not a whole safetensors file ({found}); wanted a {what}; download or make it"
             " again"

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -18,10 +18,17 @@ from hotsplit.errors import HotsplitError, Interrupted
 # What signal.signal takes and returns.
 SignalHandler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MESSAGE = "interrupted; nothing half-written was left"
+INTERRUPTED = "interrupted"
+MESSAGE = f"{INTERRUPTED}; nothing half-written was left"
+READERS = ("inspect", "doctor")  # commands that write nothing
 SAME_S = 2.0  # signals this close count as one: shells, torchrun and `timeout` send them twice
 WAKE_S = 0.1  # interval at which the main thread is woken again
 NATIVE_S = 3.0  # time for native code to return
+
+
+def message_of(arguments: Sequence[str]) -> str:
+    """What a command line's end by a signal is called."""
+    return INTERRUPTED if arguments and arguments[0] in READERS else MESSAGE
 
 
 class _Handler:
@@ -115,6 +122,6 @@ def _end(number: int) -> None:
 
     remove_unfinished()
     with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"hotsplit: {MESSAGE}\n")
+        sys.stderr.write(f"hotsplit: {message_of(sys.argv[1:])}\n")
         sys.stderr.flush()
     os._exit(128 + number)
