@@ -12,7 +12,6 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import bytes_on_one_side, cache_bytes, is_predictor, layer_tensors
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
-from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS
@@ -92,13 +91,6 @@ def needs_of(
         + lasting + passing + SLACK_BYTES,
         state_row_bytes=4 * spec.hidden_size,
     )  # fmt: skip
-
-
-def only_together(spec: ModelSpec) -> str:
-    """Which layers of the model must be in memory together; "" if they can be streamed."""
-    if any(attention.source is not None for attention in spec.attentions):
-        return "layers that read the keys and values of others"
-    return "layers of planes of the hidden state" if spec.num_planes > 1 else ""
 
 
 def streamed_layer_bytes(model: ModelFile, layer: int) -> int:

@@ -23,8 +23,6 @@ from hotsplit.families.table import read_blueprint
 from hotsplit.model.planes import BEGIN, END, PREDICT
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.memory import Needs
-from hotsplit.profile.stream import streaming
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.attention.attend import capped
 
@@ -114,23 +112,6 @@ def test_a_profile_counts_the_neurons_that_a_cutoff_leaves(path, tmp_path):
     for wrong, words in (((160, 96), "layers have"), ((160, 96, 130, 160), "more neurons fired")):
         with pytest.raises(HotsplitError, match=words):
             replace(counted, num_neurons_L=wrong).validate()
-
-
-def test_planes_are_not_profiled_one_layer_at_a_time(path, tmp_path, monkeypatch):
-    """Nor without layers that read the keys and values of others."""
-    needs = Needs(whole_bytes=1 << 60, layer_bytes=0, state_row_bytes=4)
-    monkeypatch.setattr(streaming, "needs_of", lambda *given, **options: needs)
-    model = ModelFile.load(path)
-    own = [layer.with_attention(source=None) for layer in model.bare_spec.layers]
-    for spec, what in (
-        (model.bare_spec, "read the keys"),
-        (model.bare_spec.with_layers(own), "planes"),
-    ):
-        with pytest.raises(HotsplitError, match=what):
-            streaming.plan_stream(
-                replace(model, bare_spec=spec), device=torch.device("cpu"), max_memory_bytes=None,
-                choices=None, folder=tmp_path,
-            )  # fmt: skip
 
 
 REFUSED = {

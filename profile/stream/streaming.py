@@ -30,7 +30,7 @@ from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import LayerSpec
 from hotsplit.profile.corpus.corpus import WINDOW
-from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, only_together, room_of, trim
+from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.stream.states import FileStates, MemoryStates, States
 from hotsplit.runtime.cache.state_slots import slots_in_turn
@@ -85,9 +85,9 @@ def plan_stream(
     room = room_of(device, max_memory_bytes)
     if needs.whole_bytes <= room.num_bytes:
         return None
-    if what := only_together(model.spec):
+    if any(attention.source is not None for attention in model.spec.attentions):
         size = format_bytes(room.taken_bytes + needs.whole_bytes)
-        why = f"{what} are not profiled one at a time"
+        why = "layers that read the keys and values of others are not profiled one at a time"
         raise HotsplitError(f"{model.path}: {room.says}, {size} are needed: {why}; give that much")
     _room(model, plan)
     return plan
