@@ -166,7 +166,7 @@ def gemma3_12b() -> ModelFile:
 
 
 def test_a_block_with_down_by_outputs_takes_memory():
-    """As a call for it does; a block of the wrong form would count as none."""
+    """It is that of a call; a block of the wrong form would count as none."""
     model = as_stock(make_model(sizes=make_sizes(num_layers=1), activation="silu"))
     found = [
         neurons_bytes(hollow_builder(model, "dense", is_divided=False), 0, 96, rows)
