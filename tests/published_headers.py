@@ -15,6 +15,7 @@ Tensor = tuple[str, tuple[int, ...], str]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 ALIGNMENT = 32
+INPUTS = 256  # values of a layer's own input in Gemma 4's E-models
 # What llama.cpp's quantize makes of a matrix: its main type, that of the output, and that of every
 # second down projection and of the values (the real rule has more cases).
 MIXTURES = {
@@ -58,6 +59,15 @@ def keys_of(header: Header) -> dict[str, object]:
     }  # fmt: skip
     if head_dim * heads != width or "long" in header.marks:
         own |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if "gemma4" in header.marks:
+        is_wide_L = [_is_wide(header, layer) for layer in range(num_layers)]
+        own |= {
+            "attention.sliding_window_pattern": [not is_wide for is_wide in is_wide_L],
+            "attention.shared_kv_layers": 18 * num_layers // 42 if "inputs" in header.marks else 0,
+            "embedding_length_per_layer_input": INPUTS if "inputs" in header.marks else 0,
+        }
+        if "keys_as_values" in header.marks:
+            own |= {"attention.head_count_kv": [1 if wide else key_heads for wide in is_wide_L]}
     if number:
         own |= {"expert_count": number, "expert_used_count": used}
         own |= {"expert_feed_forward_length": each} if each != neurons else {}
@@ -106,10 +116,15 @@ def tensors_of(header: Header) -> Iterator[Tensor]:
     if "tied" not in header.marks:
         yield "output.weight", (words, width), output
     if "factors" in header.marks:
-        yield "rope_freqs.weight", (header.sizes[5] // 2,), "f32"
+        rotated = 512 if "gemma4" in header.marks else header.sizes[5]
+        yield "rope_freqs.weight", (rotated // 2,), "f32"
     if "longrope" in header.marks:
         yield "rope_factors_long.weight", (header.sizes[5] // 2,), "f32"
         yield "rope_factors_short.weight", (header.sizes[5] // 2,), "f32"
+    if "inputs" in header.marks:
+        yield "per_layer_token_embd.weight", (words, num_layers * INPUTS), output
+        yield "per_layer_model_proj.weight", (num_layers * INPUTS, width), "bf16"
+        yield "per_layer_proj_norm.weight", (INPUTS,), "f32"
     for layer in range(num_layers):
         kind = better if layer % 2 else main
         for name, shape in _layer(header, layer):
@@ -136,6 +151,12 @@ def _layer(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{norm}.bias", (width,)
     yield from _delta(header) if "delta" in marks and layer % 4 < 3 else _attention(header, layer)
     yield from _feed_forward(header, layer)
+    if "inputs" in marks:
+        yield "inp_gate.weight", (INPUTS, width)
+        yield "proj.weight", (width, INPUTS)
+        yield "post_norm.weight", (width,)
+    if "gemma4" in marks:
+        yield "layer_output_scale.weight", (1,)
 
 
 def _norms(marks: Sequence[str]) -> list[str]:
@@ -150,7 +171,9 @@ def _norms(marks: Sequence[str]) -> list[str]:
 
 def _attention(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     _, width, _, heads, key_heads, head_dim, _ = header.sizes
-    marks = header.marks.split()
+    marks, is_wide = header.marks.split(), _is_wide(header, layer)
+    if is_wide:
+        head_dim, key_heads = 512, 1 if "keys_as_values" in marks else key_heads
     queries, keys = heads * head_dim, key_heads * head_dim
     if "fused" in marks:
         yield "attn_qkv.weight", (queries + 2 * keys, width)
@@ -158,7 +181,8 @@ def _attention(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...
         gated = 2 if "delta" in marks else 1
         yield "attn_q.weight", (gated * queries, width)
         yield "attn_k.weight", (keys, width)
-        yield "attn_v.weight", (keys, width)
+        if "keys_as_values" not in marks or not is_wide:
+            yield "attn_v.weight", (keys, width)
         if "bias" in marks or "biases" in marks:
             yield "attn_q.bias", (queries,)
             yield "attn_k.bias", (keys,)
@@ -174,6 +198,11 @@ def _attention(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...
         yield "attn_k_norm.weight", (keys,)
     if "sinks" in marks:
         yield "attn_sinks.weight", (heads,)
+
+
+def _is_wide(header: Header, layer: int) -> bool:
+    """Whether a layer of Gemma 4 has no window: then it has wider heads."""
+    return "gemma4" in header.marks and layer % 6 == 5
 
 
 def _delta(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -297,6 +326,14 @@ _DELTA = {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "s
           "rope.dimension_sections": [11, 11, 10, 0]}  # fmt: skip
 _IMATRIX = {"quantize.imatrix.file": "m.imatrix", "quantize.imatrix.dataset": "calibration.txt",
             "quantize.imatrix.entries_count": 224, "quantize.imatrix.chunks_count": 125}  # fmt: skip
+_GEMMA4 = {
+    "attention.key_length": 512, "attention.value_length": 512, "attention.key_length_swa": 256,
+    "attention.value_length_swa": 256, "rope.dimension_count": 512, "rope.dimension_count_swa": 256,
+    "rope.freq_base_swa": 1e4, "final_logit_softcapping": 30.0, "tokenizer.ggml.model": "gemma4",
+    "tokenizer.ggml.pre": None, "tokenizer.ggml.tokens": [*BYTES, "a", "b", "ab"],
+    "tokenizer.ggml.scores": [0.0] * 262, "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 1, 1, 1],
+    "tokenizer.ggml.merges": ["a b"],
+}  # fmt: skip
 _NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
 HEADERS = (
     Header(name="Llama-3.1-8B-Instruct-Q4_K_M", architecture="llama", pre="llama-bpe", words="",
@@ -339,6 +376,14 @@ HEADERS = (
            sizes=(62, 5376, 21504, 32, 16, 128, 262208), marks="tied norms_around head_norms",
            keys={"attention.sliding_window": 1024, "context_length": 131072,
                  "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
+    Header(name="gemma-4-12b-it-Q4_K_M", architecture="gemma4", words="",
+           sizes=(48, 3840, 15360, 16, 8, 256, 262144),
+           marks="tied norms_around head_norms gemma4 factors keys_as_values",
+           keys=_GEMMA4 | {"attention.sliding_window": 1024, "context_length": 262144}),
+    Header(name="gemma-4-E4B-it-Q4_K_M", architecture="gemma4", words="",
+           sizes=(42, 2560, 10240, 8, 2, 256, 262144),
+           marks="tied norms_around head_norms gemma4 factors inputs",
+           keys=_GEMMA4 | {"attention.sliding_window": 512, "context_length": 131072}),
     Header(name="Phi-3.5-mini-instruct-Q4_K_M", architecture="phi3", words="",
            sizes=(32, 3072, 8192, 32, 32, 96, 32064), marks="fused longrope",
            keys={"context_length": 131072, "rope.scaling.original_context_length": 4096,
