@@ -5,6 +5,7 @@ Letters: L layers, F neurons of a layer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -240,14 +241,14 @@ def cpu_seconds(
     is_read: Callable[[str], bool],
 ) -> float:
     """Seconds on the CPU of a layer's keys and values, of the tensors whose names are read, and of
-    the layer itself."""
-    total = kv_read / (machine.costs.kv_gb_per_s.median * 1e9)
-    total += machine.costs.layer_s["predicted" if runs_predictors(mode) else "exact"].median
-    for name, entry in layer_tensors(model, layer).items():
-        if is_read(name):
-            share = read_share(model, layer, name)
-            total += share * entry.num_bytes / machine.cpu_rate(entry.kind)
-    return total
+    the layer itself; rounded once, whatever order a file has its tensors in."""
+    own = machine.costs.layer_s["predicted" if runs_predictors(mode) else "exact"].median
+    tensors_s = (
+        read_share(model, layer, name) * entry.num_bytes / machine.cpu_rate(entry.kind)
+        for name, entry in layer_tensors(model, layer).items()
+        if is_read(name)
+    )
+    return fsum([kv_read / (machine.costs.kv_gb_per_s.median * 1e9), own, *tensors_s])
 
 
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import re
 import shlex
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from models import byte_level_keys, make_model, make_sizes, save_solver_files
 from published_headers import HEADERS, Header, keys_of, tensors_of, write, write_parts
 from test_solver_experts import tiny
@@ -144,6 +146,23 @@ def test_a_plan_is_the_one_that_solve_makes(tmp_path, capsys):
         *("--vram", "4MiB", "--context", "16", "--outtype", "f16"),
     ]
     assert run_command.make_context("run", words[2:]).params["context_length"] == 16
+
+
+def test_a_stock_file_on_the_cpu_is_priced_by_its_own_bytes(tmp_path, capsys):
+    """Nothing is transposed there: not even rows of the down projection that no blocks fill."""
+    header = next(each for each in HEADERS if each.name == "gemma-3-12b-it-Q4_K_M")
+    header = dataclasses.replace(header, sizes=(4, 640, 2048, 4, 1, 256, 1024))
+    embedding, *others = tensors_of(header)
+    tensors, path = [(*embedding[:2], "q8_0"), *others], tmp_path / "m.gguf"
+    write(path, keys_of(header), tensors)
+    plan = planned(capsys, path, "--vram", "0")
+    stored = [
+        prod(shape) // block * size
+        for name, shape, kind in tensors
+        for block, size in [GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]]
+        if re.search(r"ffn_(gate|up|down)\.weight", name)
+    ]
+    assert plan["cpu_bytes"]["neurons"] == sum(stored)
 
 
 def test_what_is_not_known_is_said(tmp_path, capsys):

@@ -85,6 +85,7 @@ class ModelFile:
     is_trained_sparse: bool = False  # see limits.Limits.is_trained
     # Layers of the file that only predict tokens further ahead, which nothing here runs.
     num_skipped: int = 0
+    runs_as_it_is: bool = False  # a stock file on the CPU in mode dense: nothing is transposed
 
     @classmethod
     def load(cls, path: Path) -> "ModelFile":

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gguf import GGML_QUANT_SIZES
+
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.state_bytes import slots_bytes, state_bytes
-from hotsplit.files.gguf_file import TensorEntry, row_bytes
+from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
 from hotsplit.model.planes import ENDS
 from hotsplit.model.spec import ModelSpec
@@ -103,8 +105,15 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
         predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
         gate_row=row(neurons.gate_name),
         up_row=row(neurons.up_name) if neurons.is_gated else 0,
-        down_row=row_bytes(model.spec.hidden_size, down_kind(model, layer)),
+        down_row=_down_row(model, layer),
     )
+
+
+def _down_row(model: ModelFile, layer: int) -> int:
+    """Bytes of what a neuron has of the down projection, rounded up: if the file runs as it is, they
+    need not be whole blocks."""
+    block, size = GGML_QUANT_SIZES[type_of(down_kind(model, layer))]
+    return -(-model.spec.hidden_size * size // block)
 
 
 def all_neuron_bytes(model: ModelFile) -> int:
@@ -168,13 +177,14 @@ def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
 def down_kind(model: ModelFile, layer: int) -> str:
     """The type of a layer's down projection as a matrix of neurons.
 
-    That of a stock file is transposed at load, except where the CPU runs all of it in mode "dense".
-    Float types are kept; block types become f16, because their blocks run along the other
-    dimension."""
+    That of a stock file is transposed at load, except where the CPU runs all of it in mode "dense"
+    (`ModelFile.runs_as_it_is`). Float types are kept; block types become f16, because their blocks
+    run along the other dimension."""
     entries, name = layer_tensors(model, layer), model.spec.layers[layer].neurons.down_name
     if f"{name}_t.weight" in entries:
         return entries[f"{name}_t.weight"].kind
-    return BY_NAME[entries[f"{name}.weight"].kind].transposed
+    kind = entries[f"{name}.weight"].kind
+    return kind if model.runs_as_it_is else BY_NAME[kind].transposed
 
 
 def kv_kind(model: ModelFile) -> str:
