@@ -1,5 +1,7 @@
 """Notes on a plan: the figures, memories and assumptions it rests on, and other budgets."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from hotsplit.artifacts.changed_model import for_context
@@ -7,7 +9,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import context_words
 from hotsplit.costs.default_mode import choose_mode, loss_line
-from hotsplit.costs.part_bytes import inputs_read, placed_units
+from hotsplit.costs.part_bytes import all_neuron_bytes, inputs_read, placed_units
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs
@@ -41,7 +43,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     scaling = for_context(model, split.context_length).spec.rope_scaling
     if scaling.kind == "longrope":
         notes.append(f"rotary embeddings: {scaling.words}")
-    notes += _input_notes(model) + _context_notes(inputs, split)
+    notes += _transposed_notes(model) + _input_notes(model) + _context_notes(inputs, split)
     notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)
     if unused > 0:
@@ -67,6 +69,17 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     if inputs.machine.gpus:
         notes += room_notes(advice, split, inputs.model)
     return notes
+
+
+def _transposed_notes(model: ModelFile) -> list[str]:
+    """What it takes that a plan's neurons have rows of the down projection, which a stock file lacks."""
+    more = all_neuron_bytes(model) - all_neuron_bytes(replace(model, runs_as_it_is=True))
+    if model.layout != "stock" or more <= 0:
+        return []
+    return [
+        f"down projections of this file are transposed to f16 at load, which takes {format_bytes(more)}"
+        " more; hotsplit convert repacks them by neurons, in q8_0"
+    ]
 
 
 def _input_notes(model: ModelFile) -> list[str]:

@@ -151,7 +151,7 @@ def test_a_plan_is_the_one_that_solve_makes(tmp_path, capsys):
 def test_a_stock_file_on_the_cpu_is_priced_by_its_own_bytes(tmp_path, capsys):
     """Nothing is transposed there: not even rows of the down projection that no blocks fill."""
     header = next(each for each in HEADERS if each.name == "gemma-3-12b-it-Q4_K_M")
-    header = dataclasses.replace(header, sizes=(4, 640, 2048, 4, 1, 256, 1024))
+    header = dataclasses.replace(header, sizes=(2, 640, 2048, 4, 1, 256, 1024))
     embedding, *others = tensors_of(header)
     tensors, path = [(*embedding[:2], "q8_0"), *others], tmp_path / "m.gguf"
     write(path, keys_of(header), tensors)
@@ -163,6 +163,12 @@ def test_a_stock_file_on_the_cpu_is_priced_by_its_own_bytes(tmp_path, capsys):
         if re.search(r"ffn_(gate|up|down)\.weight", name)
     ]
     assert plan["cpu_bytes"]["neurons"] == sum(stored)
+    solved = ["solve", str(path), "--machine", CARD, "-vb", "0", "-o", str(tmp_path / "s.gguf")]
+    assert main([*solved, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    more = report["cpu_bytes"]["neurons"] - sum(stored)
+    words = f"transposed to f16 at load, which takes {format_bytes(more)} more; hotsplit convert"
+    assert sum(words in note for note in report["notes"]) == 1
 
 
 def test_what_is_not_known_is_said(tmp_path, capsys):
