@@ -363,8 +363,6 @@ def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     """Why no GPU can run this model as wished; None if one can."""
     if model.has_limits:
         return "on the CPU: limits run only there so far"
-    if model.spec.only_on_cpu:
-        return f"on the CPU: {model.spec.only_on_cpu} are computed only there so far"
     if not model.spec.has_experts:
         return None
     if wishes.engine.mode == "exact":

@@ -153,9 +153,9 @@ class Loaded:
         self.load_s = time.perf_counter() - began  # from an open file
 
     def _check_devices(self) -> None:
-        """If a device fails its check, everything runs on the CPU; so do models that GPUs do not run."""
+        """If a device fails its check, everything runs on the CPU; so do mixtures without a plan."""
         plan = self.plan
-        if self.model.spec.has_experts or self.model.spec.only_on_cpu:
+        if self.model.spec.has_experts:
             self.config = without_gpu(self.model, plan, self.config, self.notice)
         gpus = gpus_of(plan, device_of(self.config.device))
         self.check = checked(gpus, self.warn, has_budget=plan is not None)

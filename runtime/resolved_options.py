@@ -14,7 +14,6 @@ from hotsplit.costs.default_mode import choose_mode, loss_line
 from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, kv_kind, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
-from hotsplit.model.unsupported import refuse_gpus
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
@@ -128,16 +127,13 @@ def check_limits(file: ModelFile, gpu: torch.device) -> None:
 def without_gpu(
     model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
 ) -> EngineConfig:
-    """The options of a mixture of experts without a plan, or of a model that GPUs do not compute, which run
-    on the CPU. Raises HotsplitError if a GPU is asked for."""
+    """The options of a mixture of experts without a plan, which runs on the CPU. Raises HotsplitError if a GPU
+    is asked for."""
     if device_of(config.device).type == "cpu" or plan is not None:
         return config
     if config.device is not None:
-        refuse_gpus(model.path, model.spec, f"device {config.device} is a GPU", "use device cpu")
         model.refuse_chosen("GPUs without a plan are", "use device cpu")
-    what = f"a model with {model.spec.only_on_cpu}"
-    what = what if model.spec.only_on_cpu else "a mixture of experts"
-    notice(f"{what} runs on the CPU; --device cpu says so")
+    notice("a mixture of experts runs on the CPU; --device cpu says so")
     return replace(config, device="cpu")
 
 

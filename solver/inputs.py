@@ -22,7 +22,6 @@ from hotsplit.costs.part_bytes import (
 from hotsplit.costs.state_bytes import slots_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
-from hotsplit.model.unsupported import refuse_gpus
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
@@ -153,13 +152,14 @@ def load_inputs(
     """Reads the files, then as `inputs_from`. Raises HotsplitError for files that do not belong
     together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
-    refuse_gpus(model, file.spec, "plans are for GPUs", "run it without a plan")
     if file.spec.has_experts:
         _check_experts(file, mode, kv_offload)
     elif neuron_cache is not None and mode == "dense":
         raise HotsplitError(
             "--neuron-cache with --mode dense, which reads every neuron; wanted exact or predicted"
         )
+    elif neuron_cache is not None:
+        file.refuse_chosen("neuron caches are", "leave --neuron-cache out")
     return inputs_from(
         file, profile_for(file, profile, mode), load_machine(machine),
         paths=(model, profile, machine), budgets=budgets, host_budget=host_budget,

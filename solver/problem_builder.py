@@ -13,11 +13,12 @@ import numpy as np
 from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.kernel_counts import CUT_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import (
     FLOAT_BYTES,
     LayerBytes,
     down_kind,
+    ends_bytes,
     head_bytes,
     inputs_read,
     is_dense,
@@ -30,7 +31,7 @@ from hotsplit.costs.part_bytes import (
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.per_layer import PROJECTION
-from hotsplit.model.spec import Attention
+from hotsplit.model.spec import Attention, ModelSpec
 from hotsplit.solver.problem import Problem
 from hotsplit.solver.units import ExpertUnits, NeuronUnits
 
@@ -105,9 +106,7 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
         workspace_bytes=inputs.gpu_workspace,
         budget_bytes=budget_bytes,
         gpu_s_per_byte=gpu_s,
-        hot_s_per_byte_L=np.array(
-            [1 / gpu.neurons_rate(share) for share in units.read_share_L.tolist()]
-        ),
+        hot_s_per_byte_L=_hot_seconds(units, spec, gpu),
         cpu_s_per_byte_L=units.cpu_s_per_byte_L,
         kernels_s=kernels_s,
         hand_over_s=gpu.hand_over_s.median,
@@ -120,7 +119,8 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
 @dataclass(frozen=True, kw_only=True)
 class _Units:
     """What is placed in each layer, hottest first, with the names of `Problem`. C_l is from `least_L`
-    to `most_L`; `read_share_L`: the share of what is there that a token reads."""
+    to `most_L`; `read_share_L`: the share of what is there that a token reads on a GPU; `read_more_L`: the
+    bytes of a whole layer that a token reads there, over those that it touches."""
 
     order_LF: np.ndarray
     touched_LF: np.ndarray
@@ -129,7 +129,17 @@ class _Units:
     read_share_L: np.ndarray
     least_L: np.ndarray
     most_L: np.ndarray
+    read_more_L: np.ndarray
     rank_LTK: np.ndarray | None = None
+
+
+def _hot_seconds(units: _Units, spec: ModelSpec, gpu: Gpu) -> np.ndarray:
+    """A GPU's seconds for a touched byte of neurons. Layers with a cutoff are there as a whole, so theirs
+    include the kernels that they have more."""
+    rate_L = np.array([gpu.neurons_rate(share) for share in units.read_share_L.tolist()])
+    is_cut_L = np.array([layer.neurons.cutoff is not None for layer in spec.layers])
+    touched_L = np.maximum(1.0, units.touched_LF.sum(axis=1))
+    return units.read_more_L / rate_L + is_cut_L * CUT_KERNELS * gpu.kernel_s.median / touched_L
 
 
 def _experts(inputs: "Inputs") -> _Units:
@@ -144,6 +154,7 @@ def _experts(inputs: "Inputs") -> _Units:
         read_share_L=np.ones(num_layers),  # of an expert that is read
         least_L=np.where(units.has_experts_L, 1, units.number),
         most_L=np.full(num_layers, units.number),
+        read_more_L=np.ones(num_layers),
         rank_LTK=units.rank_LTK,
     )
 
@@ -175,22 +186,28 @@ def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
     touched_L = touched_LF.sum(axis=1)
     none_s_L = np.full(len(touched_L), 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
     size_L = np.array([order_FM.shape[1] for order_FM in order_L])
+    is_cut_L = np.array([layer.neurons.cutoff is not None for layer in model.spec.layers])
+    # A GPU reads all ups of a layer with a cutoff.
+    silent_ups_L = is_cut_L * np.array(row_L3)[:, 1] * size_L * units.number * (1 - share_2L[1])
+    read_L = touched_L + silent_ups_L
     return _Units(
         order_LF=np.array([order_FM[:, 0] for order_FM in order_L]),
         touched_LF=touched_LF,
         bytes_L=np.array([s.neuron for s in sizes]) * size_L,
         cpu_s_per_byte_L=np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0),
-        read_share_L=touched_LF.mean(axis=1) / (np.sum(row_L3, axis=1) * size_L),
-        least_L=np.ones(len(layers), np.int64),
+        read_share_L=read_L / (np.sum(row_L3, axis=1) * size_L * units.number),
+        least_L=np.where(is_cut_L, units.number, 1),
         most_L=np.full(len(layers), units.number),
+        read_more_L=np.divide(read_L, touched_L, out=np.ones(len(layers)), where=touched_L > 0),
     )
 
 
 def token_seconds(model: ModelFile, machine: Machine) -> float:
-    """The fixed seconds of a token on the CPU, those of its logits, and of layers' own inputs."""
+    """The fixed seconds of a token on the CPU, those of its logits, and of what is outside the layers there."""
     total = machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
     if model.spec.per_layer is not None:
-        total += inputs_read(model) / machine.cpu_rate(model.tensors[f"{PROJECTION}.weight"].kind)
+        num_bytes = inputs_read(model) + ends_bytes(model)
+        total += num_bytes / machine.cpu_rate(model.tensors[f"{PROJECTION}.weight"].kind)
     return total
 
 

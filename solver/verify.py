@@ -14,7 +14,7 @@ from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.kernel_counts import CUT_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import (
     down_kind,
     head_bytes,
@@ -27,6 +27,7 @@ from hotsplit.costs.part_bytes import (
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
+from hotsplit.model.planes import ENDS
 
 # For a sum taken in another order: f64 with up to millions of terms of one sign.
 TOLERANCE = 1e-9
@@ -140,10 +141,14 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
             kernels_s = HOT_KERNELS * gpu.kernel_s.median
             _check_minimum(layer, len(ids), cpu_s_F, kernels_s + gpu.hand_over_s.median)
             sizes = layer_bytes(model, layer)
-            share = (
-                touched_F.sum() / len(touched_F) / (sizes.gate_row + sizes.up_row + sizes.down_row)
-            )
-            hot_s = touched_F[is_hot_F].sum() / gpu.neurons_rate(share)
+            read = touched_F[is_hot_F].sum()
+            share = touched_F.sum() / len(touched_F) / sizes.neuron
+            if model.spec.layers[layer].neurons.cutoff is not None:  # whole; every up is read
+                silent = len(touched_F) - _shares(split, model, profile, layer)[1].sum()
+                share += silent * sizes.up_row / len(touched_F) / sizes.neuron
+                read += silent * sizes.up_row if len(ids) else 0.0
+                kernels_s += CUT_KERNELS * gpu.kernel_s.median
+            hot_s = read / gpu.neurons_rate(share)
             hot_s += kernels_s if len(ids) else 0.0
             cold_s += gpu.hand_over_s.median if len(places) > 1 else 0.0
         total += max(hot_s, cold_s)
@@ -278,6 +283,7 @@ def _own_input_seconds(model: ModelFile, machine: Machine) -> float:
         return 0.0
     table, *others = (model.tensors[f"{name}.weight"] for name in (TABLE, PROJECTION, INPUT_NORM))
     num_bytes = table.num_bytes / table.shape[0] + sum(entry.num_bytes for entry in others)
+    num_bytes += sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(ENDS))
     return num_bytes / machine.cpu_rate(others[0].kind)
 
 

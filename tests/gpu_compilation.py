@@ -190,6 +190,11 @@ def launch_the_rest() -> None:
     named = torch.empty(20, WIDTH, dtype=torch.bool)
     kernels.hidden_tokens(rows, rows, named, "gelu", 0.1, False, half, power)
     kernels.hidden_tokens(rows, rows, None, "silu", 0.0, True, half.bfloat16(), None)
+    kernels.hidden_tokens(rows, rows, None, "gelu_tanh", 0.0, False, rows, None, 1.6)
+    planes, choice, mix = torch.empty(4 * WIDTH), torch.empty(4), torch.empty(16, 4)
+    kernels.predict_planes(choice, mix, planes, x)
+    kernels.correct_planes(choice, mix[:4], x, planes, x)
+    kernels.add_to_planes(planes, x)
     slots, row_bytes = triton_slot_kernels(), 2 * WIDTH
     staging = torch.empty(8 * row_bytes, dtype=torch.uint8)
     slots.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)

@@ -139,7 +139,5 @@ def test_exact_is_the_default_and_nothing_chooses_neurons_otherwise(tmp_path):
     ):
         replace_thresholds(model, [0.1] * 3, "x")
     plan = make_split(model, [[0]] * 3)
-    with pytest.raises(
-        HotsplitError, match=r"is a plan, but gates cut off by their mean are computed"
-    ):
+    with pytest.raises(HotsplitError, match="divides layer 0, whose gates are cut off by the mean"):
         plan.check_against(model, tmp_path / "p.gguf")

@@ -8,25 +8,42 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
+from fake_cuda import library as fake_library
+from models import make_machine, make_profile
 from reference import rel_error
 from safetensors.torch import load_file, save_file
+from test_fake_step import checked_cuda, on_the_cpu, on_the_device
 from test_families import CASES, IDS, converted, transformers_logits
+from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
+from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.kernel_counts import CUT_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.part_bytes import bytes_on_one_side, ends_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
 from hotsplit.families.row_order import planes_joined
 from hotsplit.families.table import read_blueprint
 from hotsplit.model.planes import BEGIN, END, PREDICT
+from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.attend import capped
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.batch import rows_of
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.workspace import workspace_bytes
+from hotsplit.solver.solve import SolveConfig, solve
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+BOUND = 1e-5
 CONFIG = CASES["gemma3n"].to_dict() | {"architectures": ["Gemma3nForCausalLM"]}
 
 
@@ -114,6 +131,93 @@ def test_a_profile_counts_the_neurons_that_a_cutoff_leaves(path, tmp_path):
             replace(counted, num_neurons_L=wrong).validate()
 
 
+def random_plan(model, seed):
+    """Layers that share keys are together, and those with a cutoff undivided; any else may be anywhere."""
+    chance, spec = np.random.default_rng(seed), model.spec
+    dense = [chance.random() < 0.6 for _ in spec.layers]
+    dense = [dense[spec.shared_with(layer)] for layer in range(spec.num_layers)]
+    hot = []
+    for layer in spec.layers:
+        number = layer.neurons.number
+        some = number if layer.neurons.cutoff is not None else int(chance.integers(number))
+        hot.append(np.sort(chance.permutation(number)[: chance.choice([0, number, some, some])]))
+    has_two = all(dense) and chance.random() < 0.5
+    split = make_split(
+        model, hot, dense_on_gpu=dense, head_on_gpu=bool(chance.random() < 0.6),
+        home=[0] * spec.num_layers + [1] if has_two else None,
+    )  # fmt: skip
+    return replace(split, mode="exact")
+
+
+def whole_plan(model, **options):
+    hot = [np.arange(layer.neurons.number) for layer in model.spec.layers]
+    every = [True] * len(hot)
+    split = make_split(model, hot, dense_on_gpu=every, head_on_gpu=True, **options)
+    return replace(split, mode="exact")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_give_the_logits_of_the_undivided_model(tmp_path, path, seed):
+    """A step of one row, of several, in any order that streams allow, and a prompt's pass."""
+    model = ModelFile.load(path)
+    split = random_plan(model, seed) if seed else whole_plan(model)
+    split.save(tmp_path / "s.gguf")
+    with Engine.load(path, mode="exact") as engine:
+        want = engine.logits(IDS)
+    with Engine.load(path, split=tmp_path / "s.gguf", mode="exact", device="cpu") as engine:
+        assert rel_error(engine.logits(IDS), want) < BOUND
+        backend = plain_backend(reference_kernels())
+        assert rel_error(steps(hybrid(engine, split, backend), IDS), want) < BOUND
+        placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
+        rows = hybrid_builder.build(
+            engine._live.weights, placement, engine.traffic, backend, max_rows=4
+        )
+        assert rel_error(rows.run_rows(rows_of(IDS[:4], 0, "all")), want[:4]) < BOUND
+        if seed == 5:
+            assert_same_in_any_order(engine, split, IDS[:3])
+
+
+def test_plans_are_priced_with_the_kernels_of_a_step(tmp_path, path):
+    model = ModelFile.load(path)
+    split, layers = whole_plan(model), model.spec.layers
+    split.save(tmp_path / "s.gguf")
+    counted = [dense_kernels(model, index, has_predictor=False) for index in range(len(layers))]
+    cut = CUT_KERNELS * sum(layer.neurons.cutoff is not None for layer in layers)
+    hot = (HOT_KERNELS - 1) * len(layers) + cut  # the next norm adds the parts
+    with Engine.load(path, split=tmp_path / "s.gguf", mode="exact", device="cpu") as engine:
+        main = [each.name for each in logged(engine, split) if each.stream == 0]
+    assert main.count("kernel") == sum(counted) + hot + HEAD_KERNELS
+
+
+@pytest.mark.slow  # fake devices take some seconds
+@pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
+@pytest.mark.parametrize("seed", [0, 5])
+def test_plans_on_fake_devices(tmp_path, path, seed, capsys):
+    """A captured step, and a prompt, which is computed in torch, within the budget of a plan; no part takes its
+    fallback."""
+    model = ModelFile.load(path)
+    split = random_plan(model, seed) if seed else whole_plan(model)
+    workspace = workspace_bytes(model, split.context_length, "exact", gpu_budget_bytes=64 << 20)
+    gpu, cpu = ({**each, "workspace": workspace} for each in (split.gpu_bytes, split.cpu_bytes))
+    budget = sum(gpu.values())
+    split = replace(split, gpu_bytes=gpu, cpu_bytes=cpu, vram_budget_bytes=budget)
+    split.save(tmp_path / "s.gguf")
+    want = on_the_cpu(path, "exact")
+    with checked_cuda(num_devices=1) as cuda:
+        got = on_the_device(path, tmp_path / "s.gguf", "exact")
+        assert cuda.num_graphs >= 1
+    assert "hotsplit doctor" not in capsys.readouterr().err
+    for mine, right in zip(got, want, strict=True):
+        assert rel_error(mine, right) < BOUND
+
+
+def test_a_plan_that_divides_gates_with_a_cutoff_is_refused(tmp_path, path):
+    model = ModelFile.load(path)
+    plan = make_split(model, [[0, 1], [], [0], []])
+    with pytest.raises(HotsplitError, match="divides layer 0, whose gates are cut off by the mean"):
+        plan.check_against(model, tmp_path / "p.gguf")
+
+
 REFUSED = {
     "altup_active_idx is 1": {"altup_active_idx": 1},
     "altup_correct_scale is False": {"altup_correct_scale": False},
@@ -130,3 +234,30 @@ def test_what_is_not_computed_is_refused_with_its_key(words):
     with pytest.raises(HotsplitError, match=words) as caught:
         read_blueprint(Path("config.json"), CONFIG | REFUSED[words], 1 << 20)
     assert "\n" not in str(caught.value)
+
+
+def test_solve_keeps_gates_with_a_cutoff_together(tmp_path, path):
+    """Plans of any budget pass their verification, which adds up their prices again, and their own check;
+    what begins and ends planes stays in main memory."""
+    model, machine = ModelFile.load(path), tmp_path / "machine.json"
+    make_machine(cpu_gb_per_s=0.01, launch_s=1e-8, hand_over_s=1e-8, cpu_run_s=1e-8).save(machine)
+    number_L1 = np.array([CONFIG["intermediate_size"]]).T
+    is_neuron_LF, chance = np.arange(160) < number_L1, np.random.default_rng(0)
+    frequency_LF = chance.uniform(0, 0.5, is_neuron_LF.shape) * is_neuron_LF
+    make_profile(model, frequency_LF).save(tmp_path / "profile")
+    whole = sum(bytes_on_one_side(model, 32, 0).values())
+    found = []
+    for share in (0.2, 0.5, 0.7, 1.0):
+        config = SolveConfig(
+            model=path, profile=tmp_path / "profile", machine=machine, output=tmp_path / "s.gguf",
+            vram_budget_bytes=int(share * whole) + (1 << 20), context_length=32, mode="exact",
+            time_limit_s=0.1, force=True,
+        )  # fmt: skip
+        report = solve(config, lambda *_: 1 << 20)
+        split = Split.load(tmp_path / "s.gguf")
+        split.check_against(model, tmp_path / "s.gguf")
+        assert report.cpu_bytes["embedding"] >= ends_bytes(model) > 0
+        found.append(sum(map(len, split.hot)) / number_L1.sum())
+    assert found == sorted(found) and 0 < found[1] < found[3] == 1 and report.fits_entirely
+    with pytest.raises(HotsplitError, match="neuron caches are not supported for models that cut"):
+        solve(replace(config, neuron_cache=CacheOptions()), lambda *_: 1 << 20)

@@ -32,7 +32,9 @@ def rounded(name: str, *arguments, shape, dtype, has_power: bool, **outputs):
     for kernels in (triton_kernels(), REFERENCE):
         out_TK = torch.full(shape, torch.nan, dtype=dtype, device=device())
         power_T = torch.full(shape[:1], torch.nan, device=device()) if has_power else None
-        sums = [None if each is None else each.clone() for each in outputs.values()]
+        sums = [
+            each.clone() if isinstance(each, torch.Tensor) else each for each in outputs.values()
+        ]
         getattr(kernels, name)(*arguments, out_TK, power_T, *sums)
         found.append((out_TK, power_T, *sums))
     return found

@@ -9,6 +9,7 @@ import test_gpu_attention as attention
 import test_gpu_delta as delta
 import test_gpu_kernels as rows
 import test_gpu_neurons as neurons
+import test_gpu_planes as planes
 import torch
 from ptx import TooEarly
 from ptx.kernels import STORES, PtxKernels
@@ -35,6 +36,12 @@ FORMS = {
     "delta": ("_delta_rule", True, lambda k: delta.ONE.run(k)),
     "gate norm": ("_gate_norm", False, lambda k: delta.ONE.run(k)),
     "down": ("_down", True, lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, False)),
+    "predict planes": ("_predict_planes", False,
+                       lambda k: planes.assert_mixed(k, "predict_planes", 3, 70, 2)),
+    "correct planes": ("_correct_planes", False,
+                       lambda k: planes.assert_mixed(k, "correct_planes", 3, 70, 2)),
+    "add to planes": ("_add_to_planes", False,
+                      lambda k: planes.assert_mixed(k, "add_to_planes", 3, 70, 2)),
     "down, zeros": ("_down", False,
                     lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, True)),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import (
+    ends_bytes,
     head_bytes,
     inputs_read,
     is_dense,
@@ -162,7 +163,7 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
     if positions := model.tensors.get("position_embd.weight"):
         found[OTHER, "cpu"] += positions.row_bytes
     if model.spec.per_layer is not None:
-        found[OTHER, "cpu"] += inputs_read(model)
+        found[OTHER, "cpu"] += inputs_read(model) + ends_bytes(model)
 
 
 def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:

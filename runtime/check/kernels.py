@@ -41,6 +41,8 @@ _INPUTS = {
     "gate_norm": ("out_TVM", "projected_TW"),
     "multiply": ("x_TD", "power_T"), "multiply_down": ("hidden_TN", "power_T"),
     "round_tokens": ("x_TD", "added_TD"), "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
+    "predict_planes": ("choice_P", "x_X"), "correct_planes": ("choice_P", "x_X", "active_D"),
+    "add_to_planes": ("x_X", "more_D"),
 }  # fmt: skip
 _OUTPUTS = {
     "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
@@ -51,6 +53,8 @@ _OUTPUTS = {
     "expert_gate_up": ("hidden_KF",), "expert_down": ("parts_PD",), "convolve": ("mixed_TX", "conv_SJC"), "delta_rule": ("out_TVM", "state_SVNM"),
     "gate_norm": ("out_TVM",), "multiply": ("out_TN",), "multiply_down": ("out_TD",),
     "round_tokens": ("out_TD", "power_T", "x_out_TD"), "hidden_tokens": ("out_TN", "power_T"),
+    "predict_planes": ("x_X", "active_D"), "correct_planes": ("x_X", "active_D"),
+    "add_to_planes": ("x_X",),
 }  # fmt: skip
 _CACHES = ("key_CKW", "value_CKW", *SLOTS)
 _NUM_SLOTS = 3  # one that the runs of a check read, and one for each of two runs

@@ -83,7 +83,7 @@ class Launch:
         # A factor of one is compiled out, and so is a cap of none.
         factors = {"embed": ("scale",), "add_norm": ("factor", "scale")}
         words += [name for name in factors.get(kernel, ()) if bound.arguments[name] != 1.0]
-        words += ["capped"] if bound.arguments.get("cap") is not None else []
+        words += [name for name in ("cap", "cutoff") if bound.arguments.get(name) is not None]
         words += ["strided"] if _is_norm_strided(kernel, bound.arguments) else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
         return cls(
@@ -211,6 +211,8 @@ def _multiplied(
     for index, layer in enumerate(weights.layers):
         home = placement.homes[index]
         own = () if layer.per_layer is None else (layer.per_layer.gate, layer.per_layer.output)
+        if layer.planes is not None and layer.low_rank is not None:
+            own = (*own, layer.planes.router, layer.low_rank.left, layer.low_rank.right)
         for linear in (*layer.mixer.inputs, layer.mixer.output, *own):
             if placement.dense_on_gpu[index]:
                 yield linear.weight, home, False
@@ -337,7 +339,7 @@ def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device, *, is_on_
     kernels.hidden_tokens(
         _new(device, number), _new(device, number) if block.up else None, named_TN,
         gate.activation, gate.threshold, gate.computes_all, _new(device, number, dtype=dtype),
-        _new(device) if dtype == torch.float16 else None,
+        _new(device) if dtype == torch.float16 else None, gate.cutoff,
     )  # fmt: skip
 
 

@@ -180,8 +180,8 @@ class Builder:
             router=experts.router(),
             shared=self.shared(experts),
             per_layer=load_per_layer(self, index, spec.per_layer, device),
-            planes=load_planes(self, index),
-            low_rank=load_low_rank(self, index),
+            planes=load_planes(self, index, device),
+            low_rank=load_low_rank(self, index, device),
             scales={
                 add.scale: float(
                     vector_of(self.model.tensors[f"blk.{index}.{add.scale}.weight"], CPU)

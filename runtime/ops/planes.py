@@ -1,17 +1,21 @@
-"""The planes of a hidden state, in torch and as structs for C++; the formulas are in model/planes.py.
+"""The planes of a hidden state: in torch, as structs for C++, and as a GPU's kernels; the formulas are in
+model/planes.py.
 
 Letters: T tokens, P planes, D hidden size, X = P D, R rank."""
 
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hotsplit.model.planes import LEAST_SQUARE
-from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
+from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.norm import Norm, NormStruct, launch_add_norm, norm_struct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
 
 
@@ -29,6 +33,11 @@ class Planes:
     @property
     def num_planes(self) -> int:
         return len(self.correct_PP)
+
+    @cached_property
+    def router_norm(self) -> Norm:
+        """The norm whose results are the router's inputs."""
+        return self.norm.times(1 / len(self.norm.weight_D))
 
     def run(self, kind: str, read: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The values that an operation of planes writes, from those that it reads."""
@@ -60,7 +69,8 @@ class Planes:
         return torch.cat([x_TPD[:, :1], x_TPD[:, 1:] + more_TD[:, None]], dim=1).flatten(1)
 
     def _choice(self, x_TD: Tensor) -> Tensor:
-        self.on_bytes(self.router.num_bytes)
+        if not gpu_products.is_gpu(x_TD.device):
+            self.on_bytes(self.router.num_bytes)
         return torch.tanh(self.router.apply(self.norm.apply(x_TD) / x_TD.shape[1]))
 
     def _apart(self, x_TX: Tensor) -> Tensor:
@@ -80,7 +90,8 @@ class PlaneEnds:
         return torch.cat([x_TD, *others], dim=1)
 
     def joined(self, x_TX: Tensor) -> Tensor:
-        first_TD, *others = x_TX.chunk(len(self.end) + 1, dim=1)
+        """The hidden state [T, D], on the CPU."""
+        first_TD, *others = x_TX.cpu().chunk(len(self.end) + 1, dim=1)
         found = [
             like(first_TD, matrix.apply(x_TD.contiguous()))
             for matrix, x_TD in zip(self.end, others, strict=True)
@@ -102,9 +113,43 @@ class LowRank:
     right: Linear  # [D, R]
     on_bytes: Callable[[int], None]
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        self.on_bytes(self.left.num_bytes + self.right.num_bytes)
+    def forward(self, x_TD: Tensor | gpu_products.Factor) -> Tensor:
+        if not gpu_products.is_gpu(x_TD.device):
+            self.on_bytes(self.left.num_bytes + self.right.num_bytes)
         return self.right.apply(self.left.apply(x_TD))
+
+
+def launch_planes(
+    on: Launcher, planes: Planes, kind: str, x_X: Tensor, active_D: Tensor, more_D: Tensor,
+    normed_D: Tensor, choice_P: Tensor,
+) -> None:  # fmt: skip
+    """Predicts the planes, corrects them, or adds `more_D` to them. `normed_D`, `choice_P`: memory for the
+    router's input and what it chooses."""
+    if kind == "add to planes":
+        on.launch(lambda: on.kernels.add_to_planes(x_X, more_D), [x_X, more_D], [x_X])
+        return
+    is_predicted = kind == "predict planes"
+    read_D = x_X[..., : active_D.shape[-1]] if is_predicted else active_D
+    launch_add_norm(on, read_D, None, planes.router_norm, normed_D, None)
+    on.dot(planes.router, normed_D, choice_P, cap=1.0)
+    mix, scale_D = planes.predict_QP if is_predicted else planes.correct_PP, planes.scale_D
+    if is_predicted:
+        on.launch(
+            lambda: on.kernels.predict_planes(choice_P, mix, x_X, active_D),
+            [choice_P, mix, x_X], [x_X, active_D],
+        )  # fmt: skip
+        return
+    on.launch(
+        lambda: on.kernels.correct_planes(choice_P, mix, scale_D, x_X, active_D),
+        [choice_P, mix, scale_D, x_X, active_D], [x_X, active_D],
+    )  # fmt: skip
+
+
+def launch_low_rank(
+    on: Launcher, low_rank: LowRank, x_D: Tensor, inner_R: Tensor, y_D: Tensor
+) -> None:
+    on.dot(low_rank.left, x_D, inner_R)
+    on.dot(low_rank.right, inner_R, y_D)
 
 
 class PlanesStruct(Structure):

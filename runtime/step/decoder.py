@@ -330,7 +330,8 @@ def run_layer(
             values.pop(name, None)
         written = list(map(name_of, op.writes))
         if layer.planes is not None and op.kind in OF_PLANES:
-            values |= zip(written, layer.planes.run(op.kind, read), strict=True)
+            planes = layer.planes.run(op.kind, list(map(as_tensor, read)))
+            values |= zip(written, planes, strict=True)
             continue
         values[written[0]] = run(op, read)
     observers.show("layer_out", index, values["x"])

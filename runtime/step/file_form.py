@@ -10,6 +10,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.cache_bytes import is_cached
 from hotsplit.costs.part_bytes import (
+    ends_bytes,
     head_bytes,
     inputs_read,
     is_dense,
@@ -32,7 +33,7 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
     rows = [model.tensors[name] for name in ("token_embd.weight", "position_embd.weight")
             if name in model.tensors]  # fmt: skip
     head = model.tensors[model.head_name].num_bytes
-    ends = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(planes.ENDS))
+    ends = ends_bytes(model)
     parts_L = [_part_bytes(model, index, hot) for index, hot in enumerate(num_hot)]
     for index in by_output:
         parts_L[index]["all"] = stored_neuron_bytes(model, index)
@@ -43,7 +44,7 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
         outer_bytes={
             "embedding": sum(entry.row_bytes for entry in rows),
             "head": head,
-            "output_norm": head_bytes(model) - head - ends,
+            "output_norm": head_bytes(model) - head,
             "begin_planes": ends // 2,
             "end_planes": ends // 2,
             "layer_inputs": inputs_read(model),

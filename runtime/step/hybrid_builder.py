@@ -94,6 +94,7 @@ class _Builder:
             tables=weights.cache.tables if has_cache else (),
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
             num_used=spec.most_used, has_states=spec.has_states, num_inputs=spec.num_inputs,
+            num_planes=spec.num_planes,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
@@ -172,7 +173,8 @@ class _Builder:
         meter.reset()
         positions = self.weights.positions if self.form.embedding != HOST else None
         before, after = (
-            self._outside(kinds) for kinds in (("embed", "layer inputs"), ("norm", "head"))
+            self._outside(kinds)
+            for kinds in (("embed", "layer inputs", "begin planes"), ("end planes", "norm", "head"))
         )
         return HybridStep(
             host=self.host,
@@ -239,6 +241,9 @@ class _Builder:
             layer = divided.layer
             if placement.dense_on_gpu[divided.index]:
                 linears = (*layer.mixer.inputs, layer.mixer.output)
+                if layer.planes is not None and layer.low_rank is not None:
+                    of_planes = layer.planes.router, layer.low_rank.left, layer.low_rank.right
+                    linears = (*linears, *of_planes)
                 kinds |= {linear.weight.kind for linear in linears}
                 predictor = layer.ffn.predictor
                 if predictor is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import LayerSpec, ModelSpec
+from hotsplit.model.spec import LayerSpec, LowRank, ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
@@ -28,11 +28,12 @@ from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend
 from hotsplit.runtime.ops.delta.gpu import launch_delta
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.embed import launch_embed
+from hotsplit.runtime.ops.neurons import gpu as of_neurons
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
-from hotsplit.runtime.ops.neurons.gpu import launch_experts, launch_neurons, launch_shared
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.per_layer import launch_per_layer
+from hotsplit.runtime.ops.planes import launch_low_rank, launch_planes
 from hotsplit.runtime.ops.predict import launch_predict
 from hotsplit.runtime.ops.route import launch_route
 from hotsplit.runtime.step.native_parts import beginning, first
@@ -69,6 +70,8 @@ class DividedLayer:
         end = 1 + self.num_parts
         if name in ("attn_out", "per_layer_out"):  # the latter after the former's last use
             return 0, 1
+        if name == "laurel_out":  # before the neurons
+            return 1, 2
         if name == "hot_out" or (name == "ffn_out" and self.hot is not None):
             return 1, end
         if name == "bias":
@@ -87,8 +90,9 @@ def hot_sizes(
     `is_by_output`: experts have a row of `down` for each output."""
     if not num_hot:
         return 0, 0
-    if layer.route is None:
-        return num_hot, down_parts(num_hot, width)
+    if layer.route is None:  # with a cutoff also the gates
+        has_cutoff = layer.neurons.cutoff is not None
+        return num_hot * (1 + has_cutoff), down_parts(num_hot, width)
     used, own = layer.route.num_used, layer.neurons.of_expert
     return used * own, used * expert_parts(used, own, width, is_by_output=is_by_output)
 
@@ -100,19 +104,12 @@ def shared_parts(layer: LayerSpec, width: int, *, is_by_output: bool) -> int:
     return 1 if is_by_output else down_parts(layer.shared.number, width)
 
 
-OUTPUTS = (
-    "attn_out",
-    "per_layer_out",
-    "hot_out",
-    "ffn_out",
-    "bias",
-    "shared_out",
-)  # names in the program: see rows
+OUTPUTS = ("attn_out", "per_layer_out", "laurel_out", "hot_out", "ffn_out", "bias", "shared_out")
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
     "head_in": "attn_input_D", "route_in": "attn_input_D", "logits": "logits_V",
-    "per_layer": "per_layer_I",
+    "per_layer": "per_layer_I", "active": "active_D",
 }  # fmt: skip
 _REAL = torch.float32
 
@@ -130,7 +127,8 @@ class DeviceBuffers:
     run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta_kernels); as many as rows at most
     writes_T: Tensor  # int32, the slot that takes the state after a row
     tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those of a cache in blocks on the GPU
-    x_D: Tensor  # the hidden state
+    x_D: Tensor  # the hidden state, of all planes
+    active_D: Tensor  # the active plane, if there are several
     per_layer_I: Tensor  # layers' own inputs, [L, T, P] of a step of T rows
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
@@ -163,17 +161,16 @@ class DeviceBuffers:
         """Allocates the buffers; `take` returns zeros on the device. `hot_sizes_L`: of this GPU's
         layers; `most_shared`: partial sums of shared experts. `has_cache`: keys and values are on the GPU, so attention there needs scratch."""
         width, scratch = spec.hidden_size, 0
-        routes = [layer.route for layer in spec.layers if layer.route is not None]
+        routers = [layer.route.num_experts for layer in spec.layers if layer.route is not None]
         shared = [layer.shared for layer in spec.layers if layer.shared is not None]
-        most_hidden = max([0, *(h for h, _ in hot_sizes_L), *(block.number for block in shared)])
+        most_hidden = max([0, *(h for h, _ in hot_sizes_L), *(each.number for each in shared)])
         most_parts = max([parts for _, parts in hot_sizes_L], default=0)
         own = spec.num_inputs // spec.num_layers
-        inner = max([spec.most_rank, own, *(route.num_experts for route in routes)])
+        low = [b.rank for x in spec.layers for b in x.blocks if isinstance(b, LowRank)]
+        inner = max([spec.most_rank, own, spec.num_planes, *low, *routers])
         if has_cache:
-            scratch = max(
-                attend_scratch(tables[0].context_length, a.num_heads, a.head_dim)
-                for a in spec.attentions
-            )
+            length = tables[0].context_length
+            scratch = max(attend_scratch(length, a.num_heads, a.head_dim) for a in spec.attentions)
         mixed = [layer.delta.mixed_size for layer in spec.layers if layer.delta is not None]
         scratch = max([scratch, *mixed])
 
@@ -193,7 +190,8 @@ class DeviceBuffers:
                 for table in tables
                 if has_cache and not table.is_whole
             },
-            x_D=take_rows(width),
+            x_D=take_rows(width * spec.num_planes),
+            active_D=take_rows(width * (spec.num_planes > 1)),
             per_layer_I=take_rows(spec.num_inputs),
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
@@ -227,7 +225,7 @@ class DeviceBuffers:
 
 
 _LISTS = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
-_VECTORS = ("x_D", "per_layer_I", "attn_input_D", "named_W", "logits_V", "shared_2")
+_VECTORS = ("x_D", "active_D", "per_layer_I", "attn_input_D", "named_W", "logits_V", "shared_2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +314,19 @@ class DeviceKernels(Launcher):
         assert own is not None
         launch_per_layer(self, own, x_D, b.per_layer_I, b.first(b.inner, own.size), b.sum_PD[0])
 
+    def planes(self, layer: Layer, kind: str) -> None:
+        """Predicts or corrects the planes, or adds to them what the layer makes of its own input."""
+        b, own = self.buffers, layer.planes
+        assert own is not None
+        inner = b.attn_input_D, b.first(b.inner, own.num_planes)
+        launch_planes(self, own, kind, b.x_D, b.active_D, b.sum_PD[0], *inner)
+
+    def low_rank(self, layer: Layer, x_D: Tensor) -> None:
+        """Writes a product of low rank to the second row of sum_PD."""
+        b, own = self.buffers, layer.low_rank
+        assert own is not None
+        launch_low_rank(self, own, x_D, b.first(b.inner, own.left.num_outputs), b.sum_PD[1])
+
     def inputs(self, layer: Layer, x_D: Tensor) -> None:
         self.project(layer.mixer.inputs, x_D, self.attended(layer)[0])
 
@@ -351,7 +362,9 @@ class DeviceKernels(Launcher):
         num_used, num_neurons = layer.router.spec.num_used, len(hot.id_F)
         hidden_KF = b.first(b.hidden, num_used * num_neurons).unflatten(-1, (num_used, num_neurons))
         parts_PD = b.sum_PD[1 : 1 + divided.num_parts]
-        launch_experts(self, hot, layer.ffn.gate, self.routed(layer), x_D, hidden_KF, parts_PD)
+        of_neurons.launch_experts(
+            self, hot, layer.ffn.gate, self.routed(layer), x_D, hidden_KF, parts_PD
+        )
 
     def shared(self, divided: DividedLayer, x_D: Tensor) -> None:
         """Writes the partial sums of a layer's shared experts to sum_PD."""
@@ -359,7 +372,7 @@ class DeviceKernels(Launcher):
         assert shared is not None
         begin, end = divided.rows("shared_out")
         hidden_F = b.first(b.hidden, shared.ffn.num_neurons)
-        launch_shared(
+        of_neurons.launch_shared(
             self, shared, x_D, hidden_F, b.first(b.inner, 1), b.shared_2, b.sum_PD[begin:end]
         )
 
@@ -369,10 +382,14 @@ class DeviceKernels(Launcher):
         computed."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
         assert isinstance(hot, NeuronBlock)
-        hidden_N = b.first(b.hidden, len(hot.id_N))
-        launch_neurons(
+        hidden_N, parts_SD = b.first(b.hidden, len(hot.id_N)), b.sum_PD[1 : 1 + divided.num_parts]
+        if ffn.gate.cutoff is not None:
+            gate_F = b.first(b.hidden[hidden_N.numel() :], ffn.num_neurons)
+            of_neurons.launch_cut_neurons(self, hot, ffn.gate, x_D, gate_F, hidden_N, parts_SD)
+            return
+        of_neurons.launch_neurons(
             self, hot, ffn.gate, divided.hot_id_N, self.named(ffn) if are_named else None, x_D,
-            hidden_N, b.sum_PD[1 : 1 + divided.num_parts],
+            hidden_N, parts_SD,
         )  # fmt: skip
         if divided.hot_bits is not None:
             assert self.slot_kernels is not None

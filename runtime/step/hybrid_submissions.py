@@ -19,7 +19,7 @@ from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
 from hotsplit.runtime.step.native_ops import overwritten, scale_of
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
-from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of
+from hotsplit.runtime.step.program import HOST, OF_PLANES, Op, at, device_of, name_of
 from hotsplit.runtime.step.value_order import edges, is_added, is_read
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
@@ -120,10 +120,11 @@ class Lowering:
         )
 
     def _host(self, ops: Sequence[Op]) -> None:
-        layer = ops[0].layer
-        assert layer is not None
-        has_named = any(op.kind == "predict" for op in ops) and not self.is_whole_L[layer]
-        node = self.parts.node(ops, self.divided[layer].named_W if has_named else None)
+        layer, named_W = ops[0].layer, None
+        if layer is not None and not self.is_whole_L[layer]:
+            has_named = any(op.kind == "predict" for op in ops)
+            named_W = self.divided[layer].named_W if has_named else None
+        node = self.parts.node(ops, named_W)
         reads = {value: None for op in ops for value in op.reads}
         writes = {value: None for op in ops for value in (*op.writes, *overwritten(op))}
         self.found.append(
@@ -146,7 +147,7 @@ class Lowering:
             base, terms = before.base, [*before.terms, *terms]
         self.pending[op.writes[0]] = _Sum(
             target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factor=op.factor,
-            scale=scale_of(op, self.weights.layers),
+            scale=op.times * scale_of(op, self.weights.layers),
         )  # fmt: skip
 
     def _settle_before(self, op: Op) -> None:
@@ -296,8 +297,11 @@ class Lowering:
         x_D = self._tensor(op.reads[0], op.layer)
         if op.kind in ("attention", "delta"):
             return partial(device.delta if op.kind == "delta" else device.attention, layer, x_D)
-        if op.kind == "per layer":
-            return partial(device.per_layer, layer, x_D)
+        if op.kind in OF_PLANES:
+            return partial(device.planes, layer, op.kind)
+        if op.kind in ("per layer", "low rank"):
+            run = device.per_layer if op.kind == "per layer" else device.low_rank
+            return partial(run, layer, x_D)
         if op.kind == "project":
             project = device.inputs if op.part == "qkv" else device.output
             return partial(project, layer, x_D)

@@ -108,6 +108,9 @@ def _sum(layer: int, terms: list[str], out: str, factor: float, scale: float) ->
             yield _op("add bias", layer, second, out=second)
         else:
             yield _op("add", layer, second, term, second)
+    if out == second:  # a sum writes its first operand, then adds the second
+        assert factor == 1.0, (terms, factor)
+        first, second = second, first
     yield _op("add", layer, first, second, out, factor=factor, scale=scale)
 
 

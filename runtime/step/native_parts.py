@@ -23,6 +23,7 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.norm import norm_struct
+from hotsplit.runtime.ops.planes import ends_struct
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops, overwritten
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
@@ -47,7 +48,8 @@ class HostBuffers:
     run_T3: Tensor  # int32, runs of rows and the slots of their states: see DeviceBuffers
     writes_T: Tensor  # int32
     tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those that a GPU reads
-    x_TD: Tensor
+    x_TD: Tensor  # of all planes
+    active_TD: Tensor  # the active plane, if there are several
     per_layer_TI: Tensor  # of a step of T rows, [L, T, P]
     ffn_in_2TD: Tensor
     named_TW: Tensor  # int32
@@ -78,6 +80,7 @@ class HostBuffers:
         num_used: int = 0,
         has_states: bool = False,
         num_inputs: int = 0,
+        num_planes: int = 1,
     ) -> "HostBuffers":
         """Allocates the buffers. `num_used`: the most experts of a token; `num_inputs`: I. `tables`: the block tables of a
         cache on GPUs; `attended`: Q and H, if the host attends for a GPU."""
@@ -100,7 +103,8 @@ class HostBuffers:
                 for table in tables
                 if not table.is_whole
             },
-            x_TD=zeros(rows, width),
+            x_TD=zeros(rows, width * num_planes),
+            active_TD=zeros(rows, width * (num_planes > 1)),
             per_layer_TI=zeros(rows, num_inputs),
             ffn_in_2TD=zeros(2, rows, width),
             named_TW=zeros(rows, -(-num_neurons // 32), dtype=torch.int32),
@@ -139,7 +143,7 @@ class HostBuffers:
 
 
 _OF_STEP = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
-_OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "routed_TR",
+_OF_ROWS = ("x_TD", "active_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "routed_TR",
             "qkv_TQ", "heads_TH", "per_layer_TI")  # fmt: skip
 _SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))
 
@@ -187,6 +191,8 @@ class NativeParts:
         kinds = {op.kind for op in ops}
         if "embed" in kinds:
             step.embedding = builder.matrix(weights.embedding)
+        if "end planes" in kinds:
+            step.ends = ends_struct(builder, weights.plane_ends)
         if "head" in kinds:
             step.head = builder.linear(weights.head)
             step.output_norm = norm_struct(builder, weights.output_norm)

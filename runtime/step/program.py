@@ -296,6 +296,7 @@ class _StepWriter:
         self.form = form
         self.ops: list[Op] = []
         self.place = form.embedding  # of the hidden state
+        self.x = "x"  # its name
         self.visited = HOST  # the GPU to which operations are being submitted
 
     def embed(self) -> None:
@@ -319,7 +320,7 @@ class _StepWriter:
 
     def layer(self, index: int) -> None:
         place = self.form.places[index]
-        self._move(place.device, place.home, index)
+        self._move(place.device, index)
         for op in layer_ops(index, self.form.spec.layers[index], place):
             self._submit(op)
         if place.copies_bits:
@@ -327,15 +328,16 @@ class _StepWriter:
 
     def head(self) -> None:
         form, home = self.form, self.form.head_home
-        self._move(form.head, home, None)
         outer = HOST if form.head == HOST else home
-        head_in = "x"
-        if form.spec.num_planes > 1:
-            head_in = "active"
-            self._outer("end planes", form.head, ["x"], head_in, "end_planes", outer)
+        if form.spec.num_planes > 1:  # the host has their matrices
+            self._move(HOST, None)
+            self._outer("end planes", HOST, ["x"], "active", "end_planes", outer)
+            self.x = "active"
+        self._move(form.head, None)
+        head_in = self.x
         if form.spec.output_norm is not None:
-            read, head_in = head_in, "head_in"
-            self._outer("norm", form.head, [read], head_in, "output_norm", outer)
+            head_in = "head_in"
+            self._outer("norm", form.head, [self.x], head_in, "output_norm", outer)
         self._outer("head", form.head, [head_in], "logits", "head", outer)
         if form.head != HOST:
             self._copy("logits", form.head, HOST, home, None)
@@ -356,13 +358,13 @@ class _StepWriter:
             )
         )
 
-    def _move(self, target: str, home: str, layer: int | None) -> None:
+    def _move(self, target: str, layer: int | None) -> None:
         """Moves the hidden state and, if the layer's predictor reads it, the previous layer's
         feed-forward input."""
         source, self.place = self.place, target
         if source == target:
             return
-        carried = ["x"]
+        carried = [self.x]
         if layer and self._needs_input_of_previous(target, layer):
             carried.append(ffn_in(layer - 1))
         for name in carried:

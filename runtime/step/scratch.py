@@ -13,7 +13,8 @@ from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.cache_layout import cache_layout
 from hotsplit.costs.part_bytes import FLOAT_BYTES
 from hotsplit.model.per_layer import GATE, OUTPUT
-from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, Neurons
+from hotsplit.model.planes import LEFT, RIGHT, ROUTER
+from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, LowRank, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE
@@ -33,8 +34,8 @@ def written(p: Pass, index: int, op: Op, held: PoolBytes) -> dict[str, PoolBytes
     width = p.floats(p.spec.hidden_size)
     if op.kind == "predict":  # a byte for each
         return {name: p.tensor(p.num_tokens * p.spec.layers[index].neurons.number)}
-    if not p.is_on_gpu:
-        x = {"x": width * p.spec.num_planes} if "x" in map(name_of, op.writes) else {}
+    x = {"x": width * p.spec.num_planes} if "x" in map(name_of, op.writes) else {}
+    if not p.is_on_gpu or (x and p.spec.num_planes > 1):
         return {name: width, **x}
     if op.kind == "norm":
         summed = {read: width} if read == "x" and held.total else {}
@@ -263,7 +264,24 @@ def per_layer(p: Pass, index: int) -> PoolBytes:
 
 def planes(p: Pass, index: int) -> PoolBytes:
     """The router's input, the planes, what changes them, and their sum."""
-    return p.floats(p.spec.hidden_size) * (2 + 3 * p.spec.num_planes)
+    width, number = p.spec.hidden_size, p.spec.num_planes
+    found = p.floats(width) * (2 + 3 * number)
+    if p.is_on_gpu:
+        choice, mix = p.floats(number) * 3, p.floats(number**2)
+        found += p.floats(width) + p.product(p.kind(f"blk.{index}.{ROUTER}"), width, number)
+        found += choice + mix
+    return found
+
+
+def low_rank(p: Pass, index: int) -> PoolBytes:
+    """The product with the first matrix, and that with the second."""
+    width = p.spec.hidden_size
+    found = p.floats(width) * 2
+    if p.is_on_gpu:
+        rank = next(b.rank for b in p.spec.layers[index].blocks if isinstance(b, LowRank))
+        found += p.floats(rank) + p.product(p.kind(f"blk.{index}.{LEFT}"), width, rank)
+        found += p.product(p.kind(f"blk.{index}.{RIGHT}"), rank, width)
+    return found
 
 
 def neurons(p: Pass, index: int) -> PoolBytes:
@@ -327,6 +345,7 @@ def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
     the sum of the rows of down, apart from that of earlier parts."""
     own, size = p.spec.layers[index].neurons, p.spec.hidden_size
     part, width = min(number, pass_parts.gpu_part_neurons(p.num_tokens)), p.floats(size)
+    part = part if own.cutoff is None else number
     has_biases = bool(own.biases & set(own.matrices))
     gate, down = p.kind(f"blk.{index}.{own.gate_name}"), part_bytes.down_kind(p.model, index)
     hidden = p.floats(part * (1 if down == "f32" else 0.5)) + p.floats(1)
@@ -345,6 +364,6 @@ SCRATCH: dict[Kind, Callable[[Pass, int], PoolBytes]] = {
     "add": lambda p, index: p.floats(p.spec.hidden_size),
     "attention": attention, "delta": delta, "predict": predict, "neurons": neurons, "route": route,
     "shared": shared, "per layer": per_layer,
-    "low rank": lambda p, index: p.floats(p.spec.hidden_size) * 2,
+    "low rank": low_rank,
     "predict planes": planes, "correct planes": planes, "add to planes": planes,
 }  # fmt: skip

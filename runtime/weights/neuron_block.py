@@ -64,7 +64,7 @@ class Gate:
         with gpu_products.made_current(gate_TN.device):
             gpu_products.kernels().hidden_tokens(
                 gate_TN, up_TN, named_TN, self.activation, self.threshold, self.computes_all,
-                out_TN, power_T,
+                out_TN, power_T, self.cutoff,
             )  # fmt: skip
         return gpu_products.Factor.of_rounded(out_TN, power_T)
 

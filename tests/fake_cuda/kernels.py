@@ -40,6 +40,9 @@ WRITTEN = {
     "multiply_down": {"out_TD"},
     "round_tokens": {"out_TD", "power_T", "x_out_TD"},
     "hidden_tokens": {"out_TN", "power_T"},
+    "predict_planes": {"x_X", "active_D"},
+    "correct_planes": {"x_X", "active_D"},
+    "add_to_planes": {"x_X"},
 }
 
 

@@ -25,7 +25,7 @@ PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = (
     "rows", "tiles", "norm", "attention", "predictor", "neurons", "products", "tokens",
-    "prompt_attention", "routing", "experts", "delta",
+    "prompt_attention", "routing", "experts", "delta", "planes",
 )  # fmt: skip
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
@@ -39,6 +39,7 @@ STORES = {
     "_convolve": {"mixed", "conv"}, "_delta_rule": {"out", "state"}, "_gate_norm": {"out"},
     "_multiply": {"out"}, "_multiply_down": {"out"}, "_round_tokens": {"out", "power", "x_out"},
     "_hidden_tokens": {"out", "power"}, "_scatter": set(), "_pack_open": {"open_W"},
+    "_predict_planes": {"x", "active"}, "_correct_planes": {"x", "active"}, "_add_to_planes": {"x"},
 }  # fmt: skip
 # What no kernel of a step writes: all that may be read before a wait for the kernel before. Of states
 # these are the slots that a pass reads.

@@ -34,6 +34,7 @@ from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.gpu.delta_kernels import Convolve, DeltaRule, GateNorm
 from hotsplit.runtime.kernels.gpu.expert_kernels import ChooseExperts, ExpertDown, ExpertGateUp
 from hotsplit.runtime.kernels.gpu.launch import overlapping
+from hotsplit.runtime.kernels.gpu.plane_kernels import AddToPlanes, CorrectPlanes, PredictPlanes
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -286,9 +287,11 @@ class HiddenTokens(Protocol):
         is_dense: bool,
         out_TN: Tensor,
         power_T: Tensor | None,
+        cutoff: float | None = None,
     ) -> None:
-        """The hidden values of GateUp for any number of tokens, from the products with gate and up;
-        `named_TN`: bool. Rounded and divided as by RoundTokens."""
+        """The hidden values of GateUp for any number of tokens, from the products with gate and up, of all
+        gates of a layer if there is a cutoff (model.spec.Neurons); `named_TN`: bool. Rounded and divided as
+        by RoundTokens. `out_TN` may be `gate_TN` without a cutoff, and `up_TN`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +316,9 @@ class Kernels:
     multiply_down: MultiplyDown
     round_tokens: RoundTokens
     hidden_tokens: HiddenTokens
+    predict_planes: PredictPlanes
+    correct_planes: CorrectPlanes
+    add_to_planes: AddToPlanes
 
 
 def kernels_in(*modules: ModuleType) -> Kernels:
@@ -345,6 +351,7 @@ def triton_kernels() -> Kernels:
         experts,
         neurons,
         norm,
+        planes,
         predictor,
         products,
         prompt_attention,
@@ -354,7 +361,7 @@ def triton_kernels() -> Kernels:
     )
 
     return kernels_in(
-        attention, delta, experts, neurons, norm, predictor, products, prompt_attention, routing,
+        attention, delta, experts, neurons, norm, planes, predictor, products, prompt_attention, routing,
         rows, tokens,
     )  # fmt: skip
 
@@ -377,7 +384,8 @@ def reference_kernels() -> Kernels:
     """Reference kernels in float64 with torch, on any device, which define the others' results."""
     from hotsplit.runtime.kernels.gpu import delta_reference as deltas
     from hotsplit.runtime.kernels.gpu import expert_reference as experts
+    from hotsplit.runtime.kernels.gpu import plane_kernels as planes
     from hotsplit.runtime.kernels.gpu import product_reference as products
     from hotsplit.runtime.kernels.gpu import reference
 
-    return kernels_in(reference, products, experts, deltas)
+    return kernels_in(reference, products, experts, deltas, planes)

@@ -284,8 +284,13 @@ def hidden_tokens(
     is_dense: bool,
     out_TN: Tensor,
     power_T: Tensor | None,
+    cutoff: float | None = None,
 ) -> None:
-    value_TN, fires_TN = _activate(gate_TN.double(), activation, threshold)
+    gate_TN = gate_TN.double()
+    if cutoff is not None:
+        deviation_T1, mean_T1 = torch.std_mean(gate_TN, dim=1, correction=0, keepdim=True)
+        gate_TN = (gate_TN - mean_T1 - cutoff * deviation_T1).relu()
+    value_TN, fires_TN = _activate(gate_TN, activation, threshold)
     if up_TN is not None:
         value_TN = value_TN * _factor(up_TN, activation)
     if not is_dense:

@@ -28,6 +28,9 @@ AXES: dict[str, dict[str, int]] = {
     "convolve": {"projected_TW": 0, "writes_T": 0, "mixed_TX": 0},
     "delta_rule": {"mixed_TX": 0, "writes_T": 0, "out_TVM": 0},
     "gate_norm": {"projected_TW": 0, "out_TVM": 0},
+    "predict_planes": {"choice_P": 0, "x_X": 0, "active_D": 0},
+    "correct_planes": {"choice_P": 0, "x_X": 0, "active_D": 0},
+    "add_to_planes": {"x_X": 0, "more_D": 0},
 }
 # A kernel takes these as tensors of one element.
 _LISTS = ("index_1", "position_1", "sequence_1")

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.spec import Activation
-from hotsplit.runtime.kernels.gpu.activation import activate, gated
+from hotsplit.runtime.kernels.gpu.activation import activate, gated, relu
 from hotsplit.runtime.kernels.gpu.launch import power_of_2
 from hotsplit.runtime.kernels.gpu.norm import normed
 
@@ -66,11 +66,13 @@ def _round_tokens(
 
 @triton.jit
 def _hidden_at(
-    gate, up, named, column_C, num_neurons, threshold, ACTIVATION: tl.constexpr,
+    gate, up, named, column_C, num_neurons, threshold, floor, ACTIVATION: tl.constexpr,
     IS_DENSE: tl.constexpr,
 ):  # fmt: skip
     in_row_C = column_C < num_neurons
     gate_C = tl.load(gate + column_C, mask=in_row_C, other=0.0)
+    if floor is not None:
+        gate_C = relu(gate_C - floor)
     value_C, fires_C = activate(gate_C, threshold, ACTIVATION)
     if up is not None:
         up_C = tl.load(up + column_C, mask=in_row_C, other=0.0)
@@ -83,6 +85,26 @@ def _hidden_at(
     return tl.where(in_row_C, value_C, 0.0)
 
 
+@triton.jit
+def _floor_of(gate, cutoff, num_neurons, COLUMNS: tl.constexpr):
+    """The gate at a cutoff: so many deviations above the mean."""
+    sum_C = tl.zeros([COLUMNS], tl.float32)
+    start = 0
+    while start < num_neurons:
+        column_C = start + tl.arange(0, COLUMNS)
+        sum_C += tl.load(gate + column_C, mask=column_C < num_neurons, other=0.0)
+        start += COLUMNS
+    mean = tl.sum(sum_C, axis=0) / num_neurons
+    sum_C = tl.zeros([COLUMNS], tl.float32)
+    start = 0
+    while start < num_neurons:
+        column_C = start + tl.arange(0, COLUMNS)
+        centred_C = tl.load(gate + column_C, mask=column_C < num_neurons, other=0.0) - mean
+        sum_C += tl.where(column_C < num_neurons, centred_C * centred_C, 0.0)
+        start += COLUMNS
+    return mean + cutoff * tl.sqrt(tl.sum(sum_C, axis=0) / num_neurons)
+
+
 @triton.jit(do_not_specialize=["num_neurons", "named_stride", "threshold"])
 def _hidden_tokens(
     gate,
@@ -91,6 +113,7 @@ def _hidden_tokens(
     threshold,
     out,
     power,
+    cutoff,
     num_neurons,
     named_stride,
     ACTIVATION: tl.constexpr,
@@ -106,13 +129,16 @@ def _hidden_tokens(
         up += token * num_neurons
     if named is not None:
         named += token * named_stride
+    floor = None
+    if cutoff is not None:
+        floor = _floor_of(gate, cutoff, num_neurons, COLUMNS)
     if power is not None:
         largest_C = tl.zeros([COLUMNS], tl.float32)
         start = 0
         while start < num_neurons:
             value_C = _hidden_at(
                 gate, up, named, start + tl.arange(0, COLUMNS), num_neurons, threshold,
-                ACTIVATION, IS_DENSE,
+                floor, ACTIVATION, IS_DENSE,
             )  # fmt: skip
             largest_C = tl.maximum(largest_C, tl.abs(value_C))
             start += COLUMNS
@@ -122,7 +148,7 @@ def _hidden_tokens(
     while start < num_neurons:
         column_C = start + tl.arange(0, COLUMNS)
         value_C = _hidden_at(
-            gate, up, named, column_C, num_neurons, threshold, ACTIVATION, IS_DENSE
+            gate, up, named, column_C, num_neurons, threshold, floor, ACTIVATION, IS_DENSE
         )
         if power is not None:
             value_C *= factor
@@ -173,6 +199,7 @@ def hidden_tokens(
     is_dense: bool,
     out_TN: Tensor,
     power_T: Tensor | None,
+    cutoff: float | None = None,
 ) -> None:
     for each in (gate_TN, up_TN, out_TN):
         assert each is None or each.is_contiguous(), each.stride()
@@ -184,6 +211,7 @@ def hidden_tokens(
         float(threshold),
         out_TN,
         power_T,
+        None if cutoff is None else float(cutoff),
         gate_TN.shape[1],
         0 if named_TN is None else named_TN.stride(0),
         ACTIVATION=activation,

@@ -186,8 +186,9 @@ class FeedForward:
         return BlockResult(y_TD=y_TD)
 
     def _is_streamed(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
-        """True if the block is streamed to a GPU."""
-        return num_tokens >= cold.least_tokens and cold.has(self.layer, block)
+        """True if the block is streamed to a GPU; not in pieces of neurons if a cutoff takes all gates."""
+        is_long = num_tokens >= cold.least_tokens
+        return is_long and self.gate.cutoff is None and cold.has(self.layer, block)
 
     def _streamed(
         self, cold: ColdNeurons, x: Tensor | Factor, named_TF: Tensor | None
@@ -234,8 +235,11 @@ class FeedForward:
     ) -> Tensor:
         """Adds the output of a block, of which all rows are read, because finding those that fire
         would synchronise with the device; None: to zeros."""
-        assert block.gate_limit_N is None and self.gate.cutoff is None
+        assert block.gate_limit_N is None
         count, size = len(block.id_N), gpu_part_neurons(len(x))
+        if self.gate.cutoff is not None:
+            assert count == self.num_neurons, (count, self.num_neurons)
+            size = count
         for start in range(0, count, size):
             stop = min(start + size, count)
             part = block if size >= count else block.part(start, stop)
@@ -315,7 +319,7 @@ class FeedForward:
     def _cut(self, block: NeuronBlock, gate_TN: Tensor) -> Tensor:
         """The gates that a cutoff, which takes all gates of the layer, leaves."""
         if self.gate.cutoff is not None:
-            assert block.is_whole and gate_TN.shape[-1] == self.num_neurons, gate_TN.shape
+            assert gate_TN.shape[-1] == self.num_neurons, gate_TN.shape
         return self.gate.cut(gate_TN)
 
     def _count(self, block: NeuronBlock, num_gates: int, num_fired: int) -> None:

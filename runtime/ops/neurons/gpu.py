@@ -31,6 +31,32 @@ def launch_neurons(
     )
 
 
+def launch_cut_neurons(
+    on: Launcher, block: NeuronBlock, gate: Gate, x_D: Tensor, gate_F: Tensor, hidden_F: Tensor,
+    parts_SD: Tensor,
+) -> None:  # fmt: skip
+    """Writes the hidden values of all neurons of a layer with a cutoff, and partial sums of its output.
+    `gate_F`: memory for the gates, which must all be known before one is cut off."""
+    up, down = block.up, block.down
+    gate_TF, hidden_TF = (each.view(-1, each.shape[-1]) for each in (gate_F, hidden_F))
+    up_TF = None if up is None else hidden_TF
+    on.dot(block.gate, x_D, gate_F)
+    if up is not None:
+        on.dot(up, x_D, hidden_F)
+    on.launch(
+        lambda: on.kernels.hidden_tokens(
+            gate_TF, up_TF, None, gate.activation, gate.threshold, gate.computes_all, hidden_TF,
+            None, gate.cutoff,
+        ),
+        [gate_F, up_TF], [hidden_F],
+    )  # fmt: skip
+    on.launch(
+        lambda: on.kernels.down(down, hidden_F, parts_SD, skips_zeros=not gate.computes_all),
+        [down.data, hidden_F],
+        [parts_SD],
+    )
+
+
 def _launch_hidden(
     on: Launcher, block: NeuronBlock, gate: Gate, id_N: Tensor | None, named_W: Tensor | None,
     x_D: Tensor, hidden_N: Tensor,

@@ -71,7 +71,7 @@ def feed_forward_struct(
         num_blocks=len(blocks),
         num_neurons=num_neurons,
         **activation_fields(gate),
-        **cutoff_fields(gate),
+        **(cutoff_fields(gate) if blocks else {}),
     )
 
 

@@ -29,7 +29,7 @@ from hotsplit.files.atomic import sha256_of
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
 from hotsplit.files.typed import Fields, other_version, shown
 from hotsplit.model.modes import MODES, Mode, runs_predictors
-from hotsplit.model.unsupported import refuse_apart, refuse_gpus
+from hotsplit.model.unsupported import refuse_apart, refuse_divided
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.prompt_rates import PromptRates
@@ -281,13 +281,13 @@ class Split:
                 f" {model.spec.context_length}; give the --rope-scaling that it was made with, or run"
                 " hotsplit solve again"
             )
-        refuse_gpus(model.path, model.spec, f"{path} is a plan", "run it without a plan")
         layers = model.spec.layers
         if len(self.hot) != len(layers) or any(
             (ids < 0).any() or (ids >= placed_units(model, layer)[0]).any()
             for layer, ids in enumerate(self.hot)
         ):
             raise HotsplitError(f"{path}: names layers, neurons or experts missing in {model.path}")
+        refuse_divided(path, model.spec, self.hot)
         refuse_apart(path, model.spec, () if self.kv_offload else self.dense_on_gpu, self.home)
         num_experts = max(layer.neurons.num_experts for layer in layers)
         if self.num_experts and self.num_experts != num_experts:

@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.model.spec import (
     Add,
+    AddToPlanes,
     Attention,
     Block,
+    CorrectPlanes,
     DeltaNet,
     LayerSpec,
+    LowRank,
     Neurons,
     Norm,
     PerLayer,
     Predict,
+    PredictPlanes,
     Route,
 )
 
@@ -28,6 +32,9 @@ DELTA_KERNELS = 3
 # At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the sum
 # of down's parts, which is left to the next norm if that is on the same GPU.
 HOT_KERNELS = 3
+CUT_KERNELS = (
+    2  # more of neurons with a cutoff: products with gates and ups, apart from the hidden values
+)
 # A feed-forward layer run densely, as in other engines: gate, up, activation with product, down.
 DENSE_FFN_KERNELS = 4
 HEAD_KERNELS = 2  # the norm and the product
@@ -79,5 +86,11 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
             return 4 if block.has_output_gate else 2
         case PerLayer():  # gate, activation with product, output
             return 3
+        case PredictPlanes() | CorrectPlanes():  # the router's norm and product, the planes
+            return 3
+        case LowRank():
+            return 2
+        case AddToPlanes():
+            return 1
         case _:  # neurons are counted with the devices that they are on; most sums are in norms
             return 0

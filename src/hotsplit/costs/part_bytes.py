@@ -234,20 +234,24 @@ def cache_bytes(
 
 
 def head_bytes(model: ModelFile) -> int:
-    """Bytes of the output norm, of what begins and ends planes of the hidden state, and of the output
-    matrix, which is the embedding matrix if weights are tied."""
-    beside = ("output_norm.", *ENDS)
-    found = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(beside))
+    """Bytes of the output norm, and of the output matrix, which is the embedding matrix if weights are
+    tied."""
+    found = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm."))
     return found + model.tensors[model.head_name].num_bytes
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """Bytes of learned positions, of what layers' own inputs are made of, and of the embedding matrix
-    unless it is also the head."""
+    """Bytes of learned positions, of what layers' own inputs are made of, of what begins and ends planes of the
+    hidden state, and of the embedding matrix unless it is also the head."""
     positions = model.tensors.get("position_embd.weight")
     tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
     inputs = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("per_layer_"))
-    return tokens + inputs + (positions.num_bytes if positions else 0)
+    return tokens + inputs + ends_bytes(model) + (positions.num_bytes if positions else 0)
+
+
+def ends_bytes(model: ModelFile) -> int:
+    """Bytes of what begins and ends planes of the hidden state, which the host reads for each token."""
+    return sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(ENDS))
 
 
 def inputs_read(model: ModelFile) -> int:

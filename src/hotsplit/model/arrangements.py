@@ -160,7 +160,7 @@ class Arrangement:
                 self._norm("attn_norm", "active", "attn_in"),
                 low_rank,
                 self._norm("laurel_post_norm", out, out),
-                Add(terms=(out, "attn_in"), writes=out),
+                Add(terms=("attn_in", out), writes=out),
                 attention,
                 self._norm("post_attention_norm", "attn_out", "attn_out"),
                 Add(terms=("active", "attn_out", out), writes="active", times=math.sqrt(0.5)),

@@ -322,13 +322,6 @@ class ModelSpec:
         )
 
     @property
-    def only_on_cpu(self) -> str:
-        """What of the model only the CPU computes; "" if GPUs compute all of it."""
-        if self.num_planes > 1:
-            return "planes of the hidden state"
-        return "gates cut off by their mean" if self.has_cutoffs else ""
-
-    @property
     def num_inputs(self) -> int:
         """Values of the inputs that a token has of all layers' own."""
         return 0 if self.per_layer is None else self.num_layers * self.per_layer.size

@@ -2,7 +2,7 @@
 
 The name comes from a checkpoint's `architectures` or a GGUF's `general.architecture`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from numbers import Integral
 from pathlib import Path
 
@@ -127,12 +127,15 @@ def why_key(name: str) -> str | None:
     return _BY_KEY.get(name)
 
 
-def refuse_gpus(path: Path, spec: ModelSpec, what: str, instead: str) -> None:
-    """Raises HotsplitError for a model of which only the CPU computes a part; `what` is for GPUs."""
-    if spec.only_on_cpu:
-        raise HotsplitError(
-            f"{path}: {what}, but {spec.only_on_cpu} are computed on the CPU alone; {instead}"
-        )
+def refuse_divided(path: Path, spec: ModelSpec, hot: Sequence[Sized]) -> None:
+    """Raises HotsplitError for a plan that divides the neurons of a layer with a cutoff. `hot`: the neurons of
+    each layer that are on a GPU."""
+    for layer, (own, ids) in enumerate(zip((x.neurons for x in spec.layers), hot, strict=True)):
+        if own.cutoff is not None and len(ids) not in (0, own.number):
+            raise HotsplitError(
+                f"{path}: divides layer {layer}, whose gates are cut off by the mean of them all; run"
+                " hotsplit solve on this model"
+            )
 
 
 def refuse_apart(
