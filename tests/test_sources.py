@@ -322,7 +322,7 @@ def test_a_hub_that_answers_with_an_error_is_not_called_unreachable(
 def test_paths_are_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "_download", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "files_of", lambda *_: pytest.fail("asked the hub"))
     assert hub.find_source(Path(name)) == Path(name)
     with pytest.raises(HotsplitError, match="no such folder"):
         convert(ConvertConfig(source=Path(name), output=tmp_path / "a.gguf"))
