@@ -124,11 +124,14 @@ def _inputs(
     own = job.wishes.engine
     model = with_rope_scaling(job.choice.model, *own.rope, own.context_length)
     profile = assumed_experts(model, EXPONENT) if model.spec.has_experts else every_neuron(model)
+    selection = None if own.kv_offload is None else KeySelection.parse(own.kv_offload)
+    if selection is not None:
+        selection.check_windows(Path(job.source.name), model.spec)
     inputs = inputs_from(
         model, profile, machine, paths=(Path(job.source.name), None, where), budgets=budgets,
         host_budget=host_budget, context_length=job.choice.context_length, mode="dense",
         workspace=workspace_bytes, num_sequences=own.num_sequences,
-        kv_offload=None if own.kv_offload is None else KeySelection.parse(own.kv_offload),
+        kv_offload=selection,
     )  # fmt: skip
     is_as_it_is = model.layout == "stock" and not any(budgets)
     return replace(inputs, model=replace(model, runs_as_it_is=is_as_it_is))

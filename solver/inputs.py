@@ -152,6 +152,8 @@ def load_inputs(
     """Reads the files, then as `inputs_from`. Raises HotsplitError for files that do not belong
     together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
+    if kv_offload is not None:
+        kv_offload.check_windows(model, file.spec)
     if file.spec.has_experts:
         _check_experts(file, mode, kv_offload)
     elif neuron_cache is not None and mode == "dense":
@@ -187,8 +189,6 @@ def inputs_from(
     """Checked inputs from what the files at `paths` hold. None: all main memory, the model's context
     up to DEFAULT_CONTEXT, and the mode that the model was made for. Raises HotsplitError if they do not
     belong together or lack something required."""
-    if kv_offload is not None:
-        kv_offload.check_windows(paths[0], model.spec)
     inputs = Inputs(
         model=model,
         profile=profile,

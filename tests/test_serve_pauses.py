@@ -36,7 +36,7 @@ def served():
     return ServedModel(
         name="a", created=0, codec=TextCodec(tokenizer, None, frozenset()), template="none",
         vocab_size=4096, context_length=256, trained_context_length=256, num_parameters=0,
-        num_bytes=0, longest_token=20, defaults=SamplingOptions(), max_tokens=-1,
+        hidden_size=64, pooling=None, num_bytes=0, longest_token=20, defaults=SamplingOptions(), max_tokens=-1,
         call_style=CallStyle(),
     )  # fmt: skip
 

@@ -120,21 +120,16 @@ def profile(
     predictors = PredictorOptions(
         **{name: options.pop(f"predictor_{name}") for name in names}, target=target
     )
-    from hotsplit.profile.collect import profile as run  # seconds of imports
-    from hotsplit.profile.corpus.processes import rank_here
-    from hotsplit.profile.report.plots import draw
-    from hotsplit.system.progress import progress
-
-    is_first = rank_here() == 0
-    with texts_or_default(options.pop("corpora"), is_said=is_first) as texts:
+    with texts_or_default(options.pop("corpora")) as texts:
         config = ProfileConfig(
-            model=files[0],
-            output=output,
-            force=force,
-            predictors=predictors,
-            corpora=texts,
+            model=files[0], output=output, force=force, predictors=predictors, corpora=texts,
             **options,
-        )
+        )  # fmt: skip
+        from hotsplit.profile.collect import profile as run  # seconds of imports
+        from hotsplit.profile.corpus.processes import rank_here
+        from hotsplit.system.progress import progress
+
+        is_first = rank_here() == 0
         if is_first:
             _check_outputs(config, plots)
         total = config.max_tokens or DEFAULT_TOKENS
@@ -144,6 +139,8 @@ def profile(
         return
     lines = _lines(report)
     if plots:
+        from hotsplit.profile.report.plots import draw
+
         try:
             lines += [f"wrote {path}" for path in draw(output, plots)]
         except HotsplitError as error:

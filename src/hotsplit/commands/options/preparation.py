@@ -62,16 +62,17 @@ def announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
 
 
 @contextmanager
-def texts_or_default(corpora: tuple[Path, ...], *, is_said: bool) -> Iterator[tuple[Path, ...]]:
+def texts_or_default(corpora: tuple[Path, ...]) -> Iterator[tuple[Path, ...]]:
     """Yields the texts to profile on: the user's, or the package's, which stays in the cache while the
-    context is open."""
+    context is open, as the first of several processes says."""
     if corpora:
         yield corpora
         return
+    from hotsplit.profile.corpus.processes import rank_here
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.stages import texts_of
 
-    if is_said:
+    if rank_here() == 0:
         say(f"{DEFAULT_TEXT} --corpus with text like yours makes a better profile")
     with Cache.open(say) as cache:
         yield texts_of((), cache)
