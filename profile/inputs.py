@@ -39,12 +39,12 @@ def stream_plan_of(
     config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
 ) -> StreamPlan | None:
     """The plan for streaming; None for a model that fits into memory, and for a mixture of experts or one
-    with planes, which stay in the mapped file.
+    with a wider hidden state between its layers, which stay in the mapped file.
 
     Raises HotsplitError for limits that do not run on the device, if not even one layer fits, and
     if a run of several processes would be streamed."""
     check_limits(model, device_of(device))
-    if model.spec.has_experts or model.spec.num_planes > 1:
+    if model.spec.has_experts or model.spec.x_size > model.spec.hidden_size:
         return None
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
     plan = plan_stream(

@@ -84,7 +84,7 @@ def _transposed_notes(model: ModelFile) -> list[str]:
 
 def _input_notes(model: ModelFile) -> list[str]:
     """What the host holds for layers that have inputs of their own."""
-    if model.spec.per_layer is None:
+    if not model.spec.first:
         return []
     held = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("per_layer_"))
     return [

@@ -205,7 +205,7 @@ def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
 def token_seconds(model: ModelFile, machine: Machine) -> float:
     """The fixed seconds of a token on the CPU, those of its logits, and of what is outside the layers there."""
     total = machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
-    if model.spec.per_layer is not None:
+    if model.spec.first:
         num_bytes = inputs_read(model) + ends_bytes(model)
         total += num_bytes / machine.cpu_rate(model.tensors[f"{PROJECTION}.weight"].kind)
     return total

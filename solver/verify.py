@@ -27,7 +27,7 @@ from hotsplit.costs.part_bytes import (
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
-from hotsplit.model.planes import ENDS
+from hotsplit.model.planes import BEGIN, END
 
 # For a sum taken in another order: f64 with up to millions of terms of one sign.
 TOLERANCE = 1e-9
@@ -279,11 +279,13 @@ def _shares(
 
 def _own_input_seconds(model: ModelFile, machine: Machine) -> float:
     """Seconds of what the CPU computes for layers that have inputs of their own."""
-    if model.spec.per_layer is None:
+    if not model.spec.first:
         return 0.0
     table, *others = (model.tensors[f"{name}.weight"] for name in (TABLE, PROJECTION, INPUT_NORM))
     num_bytes = table.num_bytes / table.shape[0] + sum(entry.num_bytes for entry in others)
-    num_bytes += sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(ENDS))
+    num_bytes += sum(
+        e.num_bytes for n, e in model.tensors.items() if n.startswith((f"{BEGIN}.", f"{END}."))
+    )
     return num_bytes / machine.cpu_rate(others[0].kind)
 
 

@@ -7,8 +7,9 @@ from gpu_matrices import EPS, REFERENCE
 from reference import rel_error
 from test_gpu_tokens import ERRORS, is_right, rounded, values
 
+from hotsplit.model import planes as blocks
 from hotsplit.model.planes import MOST_PLANES
-from hotsplit.runtime.ops.planes import Planes
+from hotsplit.runtime.ops.planes import CorrectPlanes, PredictPlanes, Router
 from hotsplit.runtime.weights.neuron_block import Gate
 
 triton = pytest.importorskip("triton")
@@ -55,19 +56,23 @@ def test_planes_are_mixed_as_in_float64(name, num_planes, width):
 
 @pytest.mark.parametrize("name", KINDS[:2])
 def test_the_float64_planes_are_those_of_torch(name):
-    """`Planes`, which logits of transformers are compared with (test_families), with its router replaced."""
+    """Torch's operations, which logits of transformers are compared with (test_families), with its router replaced."""
     choice, mix, *scale, x, active = (each.cpu() for each in given(name, 3, 64, 2))
     scale_D = scale[0] if scale else torch.ones(64)
 
-    class Chosen(Planes):
-        def _choice(self, x_TD):
+    class Chosen(Router):
+        def choice(self, x_TD):
             return choice
 
-    planes = Chosen(
-        norm=None, router=None, predict_QP=mix, correct_PP=mix[:3], scale_D=scale_D,
-        on_bytes=lambda count: None,
-    )  # fmt: skip
-    want = planes.predict(x) if name == "predict_planes" else planes.correct(active, x)
+    router = Chosen(norm=None, matrix=None, on_bytes=lambda count: None)
+    if name == "predict_planes":
+        block = blocks.PredictPlanes(num_planes=3, norm=None)
+        new_D, x_TX = PredictPlanes(block=block, router=router, mix_QP=mix).forward(x)
+    else:
+        block = blocks.CorrectPlanes(num_planes=3)
+        own = CorrectPlanes(block=block, router=router, mix_PP=mix[:3], scale_D=scale_D)
+        new_D, x_TX = own.forward(active, x)
+    want = x_TX, new_D
     got = run(REFERENCE, name, [choice, mix, *scale, x, active])
     assert rel_error(got, torch.cat([each.flatten() for each in want])) < 16 * EPS
 

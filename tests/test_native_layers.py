@@ -303,7 +303,7 @@ def test_positions_without_a_block_are_refused(tmp_path):
     with Engine.load(model.path) as engine:
         live = engine._live
         layers = NativeLayers.build(dict(enumerate(live.weights.layers)))
-        rest = dict.fromkeys(("slots", "predictor_input_TD", "per_layer_LTP"))
+        rest = {"slots": None, "predictor_input_TD": None, "beside": {}}
         rest["observers"] = live.observers
         x_TD = torch.zeros(2, model.spec.hidden_size)
         with pytest.raises(IndexError, match="positions 31 to 32 have no block"):

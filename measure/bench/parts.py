@@ -152,7 +152,7 @@ class Sides:
         else:
             layers = tuple("gpu" if on_gpu else "cpu" for on_gpu in plan.dense_on_gpu)
             head = "gpu" if plan.head_on_gpu else "cpu"
-        is_with_head = engine.model.is_tied and engine.model.spec.per_layer is None
+        is_with_head = engine.model.is_tied and not engine.model.spec.first
         return cls(layers=layers, head=head, embedding=head if is_with_head else "cpu")
 
 
@@ -162,7 +162,7 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
     found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
     if positions := model.tensors.get("position_embd.weight"):
         found[OTHER, "cpu"] += positions.row_bytes
-    if model.spec.per_layer is not None:
+    if model.spec.first:
         found[OTHER, "cpu"] += inputs_read(model) + ends_bytes(model)
 
 

@@ -210,9 +210,7 @@ def _multiplied(
     those stored there, and the cold neurons that are streamed to it."""
     for index, layer in enumerate(weights.layers):
         home = placement.homes[index]
-        own = () if layer.per_layer is None else (layer.per_layer.gate, layer.per_layer.output)
-        if layer.planes is not None and layer.low_rank is not None:
-            own = (*own, layer.planes.router, layer.low_rank.left, layer.low_rank.right)
+        own = [linear for each in layer.own.values() for linear in each.linears]
         for linear in (*layer.mixer.inputs, layer.mixer.output, *own):
             if placement.dense_on_gpu[index]:
                 yield linear.weight, home, False
@@ -326,7 +324,8 @@ def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device, *, is_on_
     of the last hidden state, of layers whose norms are elsewhere, and hidden values of experts."""
     blocks = list(_blocks_of(layer, is_on_gpu=is_on_gpu))
     hidden = [len(block.id_N) for block in blocks if block.is_by_output]
-    hidden += [layer.per_layer.size] if layer.per_layer and is_on_gpu else []
+    own = (linear for each in layer.own.values() for linear in each.linears)
+    hidden += [linear.weight.width for linear in own] if is_on_gpu else []
     for width in (layer.mixer.widths[1], *(block.width for block in blocks[:1]), *hidden):
         x_TD, out_TD = _new(device, width), _new(device, width, dtype=torch.float16)
         kernels.round_tokens(x_TD, None, None, None, 0.0, out_TD, _new(device), None)

@@ -83,9 +83,8 @@ class TextEngine:
         last = ("layer_out", len(weights.layers) - 1)
 
         def keep(name: str, layer: int | None, x_TD: Tensor) -> None:
-            norm, ends = weights.output_norm, weights.plane_ends
-            x_TD = x_TD if ends is None else ends.joined(x_TD)
-            x_TD = x_TD.to(weights.head_device)
+            norm = weights.output_norm
+            x_TD = self._live.joined(x_TD).to(weights.head_device)
             found.append((x_TD if norm is None else norm.apply(x_TD)).float().cpu().clone())
 
         with self._live.observers.add(keep, lambda name, layer: (name, layer) == last):

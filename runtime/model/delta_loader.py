@@ -1,37 +1,16 @@
 """Loads the parts of a gated delta net."""
 
-from typing import Protocol
-
 import numpy as np
 import torch
-from torch import Tensor
 
-from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.files.gguf_file import TensorEntry, chosen_rows
+from hotsplit.files.gguf_file import chosen_rows
 from hotsplit.model.spec import DeltaNet as DeltaSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.tensors import CONV, DECAY, DECAY_BIAS, DELTA_NORM
 from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.runtime.ops.delta.block import DeltaNet
-from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.weights.matrix import Linear, Matrix
-from hotsplit.runtime.weights.store import Stores
-
-
-class Reader(Protocol):
-    """What reads a model's parts by their names in the file."""
-
-    @property
-    def model(self) -> ModelFile: ...
-    @property
-    def stores(self) -> Stores: ...
-    @property
-    def num_sequences(self) -> int: ...
-    def vector(self, name: str, device: torch.device) -> Tensor | None: ...
-    def matrix(self, entry: TensorEntry, device: torch.device) -> Matrix: ...
-    def linear(self, index: int, name: str, device: torch.device) -> Linear: ...
-    def norm(self, norm: NormSpec, name: str, device: torch.device) -> Norm: ...
-    def count_attention(self, num_bytes: int) -> None: ...
+from hotsplit.runtime.ops.reader import Reader
+from hotsplit.runtime.weights.matrix import Linear
 
 
 def load_delta(load: Reader, index: int, block: DeltaSpec, device: torch.device) -> DeltaNet:
@@ -41,11 +20,11 @@ def load_delta(load: Reader, index: int, block: DeltaSpec, device: torch.device)
     norm = NormSpec(name=DELTA_NORM, kind="rms", size=block.value_head_dim, epsilon=block.epsilon)
     return DeltaNet(
         spec=block,
-        qkv=load.linear(index, "attn_qkv", device),
-        gate=load.linear(index, "attn_gate", device),
+        qkv=load.linear(f"blk.{index}.attn_qkv", device),
+        gate=load.linear(f"blk.{index}.attn_gate", device),
         beta=beta,
         alpha=alpha,
-        output=load.linear(index, "ssm_out", device),
+        output=load.linear(f"blk.{index}.ssm_out", device),
         conv_CJ=conv_CJ,
         decay_V=decay_V,
         decay_bias_V=bias_V,
@@ -65,7 +44,9 @@ def _gates(
 ) -> tuple[Linear, Linear]:
     """The matrices of beta and alpha, perhaps of rows of the one that has both."""
     if not block.is_grouped:
-        return load.linear(index, "ssm_beta", device), load.linear(index, "ssm_alpha", device)
+        return load.linear(f"blk.{index}.ssm_beta", device), load.linear(
+            f"blk.{index}.ssm_alpha", device
+        )
     both = load.model.tensors[f"blk.{index}.ssm_ba.weight"]
     rows_G2R = np.arange(both.shape[0]).reshape(block.num_key_heads, 2, -1)
 

@@ -15,8 +15,7 @@ from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.ops.per_layer import PerLayer, PerLayerInputs
-from hotsplit.runtime.ops.planes import LowRank, PlaneEnds, Planes
+from hotsplit.runtime.ops.position_wise import Loaded
 from hotsplit.runtime.ops.route import Router
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
@@ -32,9 +31,7 @@ class Layer:
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
     shared: SharedExperts | None = None
-    per_layer: PerLayer | None = None  # what it makes of an input of its own
-    planes: Planes | None = None  # if the hidden state has several
-    low_rank: LowRank | None = None
+    own: Mapping[str, Loaded] = field(default_factory=dict)  # position-wise operations, by kind
     scales: Mapping[str, float] = field(
         default_factory=dict
     )  # of sums, by the names of their tensors
@@ -67,8 +64,10 @@ class Weights:
     output_norm: Norm | None
     head: Linear
     head_device: torch.device
-    per_layer: PerLayerInputs | None = None  # of layers that have inputs of their own
-    plane_ends: PlaneEnds | None = None  # if the hidden state has several planes
+    first: Mapping[str, Loaded] = field(
+        default_factory=dict
+    )  # operations before the layers, by kind
+    last: Mapping[str, Loaded] = field(default_factory=dict)  # and those after them, on the CPU
     states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
 
     @property

@@ -28,15 +28,14 @@ from hotsplit.runtime.model.delta_loader import load_delta
 from hotsplit.runtime.model.expert_loader import ExpertLoader
 from hotsplit.runtime.model.layers import Layer, Weights, limited
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
-from hotsplit.runtime.model.per_layer_loader import load_inputs, load_per_layer
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.model.planes_loader import load_ends, load_low_rank, load_planes
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, Traffic
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
+from hotsplit.runtime.ops.position_wise import load_all
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
@@ -124,11 +123,11 @@ class Builder:
         )
 
     def weights(self) -> Weights:
-        """The whole model. An embedding that is not also the head, or of which the CPU computes layers'
-        own inputs, stays in the file on the CPU: a token reads only one row of it."""
+        """The whole model. An embedding that is not also the head, or that operations on the CPU read,
+        stays in the file on the CPU: a token reads only one row of it."""
         model, head_device = self.model, self.placement.head_device
         entry, positions = model.tensors["token_embd.weight"], self.positions()
-        if model.is_tied and (self.spec.per_layer is None or head_device == CPU):
+        if model.is_tied and (not self.spec.first or head_device == CPU):
             embedding = head = self.matrix(entry, head_device, "head")
             layers = self.layers()
         else:
@@ -142,8 +141,8 @@ class Builder:
             output_norm=self.output_norm(head_device, "head"),
             head=Linear(weight=head),
             head_device=head_device,
-            per_layer=load_inputs(self, self.spec.per_layer),
-            plane_ends=load_ends(self),
+            first=load_all(self, self.spec.first, None, CPU),
+            last=load_all(self, self.spec.last, None, CPU),
             states=StateSlots(self.num_sequences) if self.spec.has_states else None,
         )
 
@@ -179,9 +178,7 @@ class Builder:
             ),
             router=experts.router(),
             shared=self.shared(experts),
-            per_layer=load_per_layer(self, index, spec.per_layer, device),
-            planes=load_planes(self, index, device),
-            low_rank=load_low_rank(self, index, device),
+            own=load_all(self, spec.position_wise, index, device),
             scales={
                 add.scale: float(
                     vector_of(self.model.tensors[f"blk.{index}.{add.scale}.weight"], CPU)
@@ -253,12 +250,10 @@ class Builder:
         weight_D = weight_D if norm.factor == 1.0 else weight_D * norm.factor
         return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=norm.epsilon)
 
-    def linear(
-        self, index: int, name: str, device: torch.device, item: str = "attention"
-    ) -> Linear:
+    def linear(self, name: str, device: torch.device, item: str = "attention") -> Linear:
         return Linear(
-            weight=self.matrix(self.model.tensors[f"blk.{index}.{name}.weight"], device, item),
-            bias_N=self.vector(f"blk.{index}.{name}.bias", device, item),
+            weight=self.matrix(self.model.tensors[f"{name}.weight"], device, item),
+            bias_N=self.vector(f"{name}.bias", device, item),
         )
 
     @cached_property
@@ -295,7 +290,7 @@ class Builder:
         return Attention(
             spec=block,
             inputs=self.attention_inputs(index, block, device),
-            output=self.linear(index, "attn_output", device),
+            output=self.linear(f"blk.{index}.attn_output", device),
             query_norm=norms[0],
             key_norm=norms[1],
             sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
@@ -339,7 +334,7 @@ class Builder:
         if not is_fused and is_alike:
             joined = store.stacked(entries, "attention")
         if joined is None:
-            return tuple(self.linear(index, name, device) for name in names)
+            return tuple(self.linear(f"blk.{index}.{name}", device) for name in names)
         parts = [vector_of(entry, CPU) for entry in biases if entry is not None]
         bias_N = store.vector(torch.cat(parts), "attention") if parts else None
         return (Linear(weight=joined, bias_N=bias_N),)
@@ -349,10 +344,10 @@ class Builder:
         assert info is not None
         return Predictor(
             kind=info.kind,
-            down=self.linear(index, "ffn_pred_down", device, "predictor")
+            down=self.linear(f"blk.{index}.ffn_pred_down", device, "predictor")
             if info.rank_L[index]
             else None,
-            up=self.linear(index, "ffn_pred_up", device, "predictor"),
+            up=self.linear(f"blk.{index}.ffn_pred_up", device, "predictor"),
             threshold=info.threshold_L[index],
             gate=self.gate(index),
         )

@@ -4,50 +4,61 @@ and as a GPU's kernels. The formulas are in model/per_layer.py.
 Letters: T tokens, D model width, L layers, P values of a layer's input, I of all, V vocabulary."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import Structure, c_int32, c_int64
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
+from hotsplit.model import per_layer as blocks_of
+from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.neurons.native import ACTIVATIONS
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
+from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights import gpu_products
-from hotsplit.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
 from hotsplit.runtime.weights.neuron_block import Gate
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerLayerInputs:
+class LayerInputs(Loaded):
     """The inputs of all layers, on the host: a row of the table is read for each token."""
 
+    block: blocks_of.LayerInputs
     table: Matrix  # [V, L P]
     projection: Linear  # [L P, D]
     norm: Norm  # of P values
     first: int = 0  # the column of the table with which these layers' values begin
 
-    def of_layer(self, index: int) -> "PerLayerInputs":
-        """The input of one layer alone."""
-        begin, end = (i * len(self.norm.weight_D) for i in (index, index + 1))
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.projection,)
+
+    def of_layer(self, index: int) -> Self:
+        begin, end = (i * self.block.size for i in (index, index + 1))
         return replace(self, projection=self.projection.part(begin, end), first=begin)
 
-    def forward(self, ids_T: Tensor, x_TD: Tensor) -> Tensor:
-        """f32 [L, T, P] on the CPU, from tokens and their embeddings."""
-        x_TD, size = x_TD.cpu(), len(self.norm.weight_D)
+    def forward(self, x_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, ...]:
+        """[L, T, P], from tokens and their embeddings."""
+        size = self.block.size
         own_TLP = self.projection.apply(x_TD).unflatten(1, (-1, size)) / math.sqrt(x_TD.shape[1])
         row_TI = self.table.rows(ids_T.cpu())[:, self.first :][:, : self.projection.num_outputs]
         row_TLP = row_TI.unflatten(1, (-1, size)) * math.sqrt(size)
         sum_TLP = (self.norm.apply(own_TLP) + row_TLP) * math.sqrt(0.5)
-        return sum_TLP.transpose(0, 1).contiguous()
+        return (sum_TLP.transpose(0, 1).contiguous(),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerLayer:
+class PerLayer(Loaded):
     """What a layer makes of its own input, which is the one at `index` of `num_inputs`: those of all layers
     of the model, or its own alone."""
 
+    block: blocks_of.PerLayer
     index: int
     num_inputs: int
     gate: Linear  # [P, D]
@@ -56,38 +67,68 @@ class PerLayer:
     on_bytes: Callable[[int], None]  # receives weight bytes read by the CPU
 
     @property
-    def size(self) -> int:
-        return self.gate.num_outputs
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate, self.output
 
-    @property
-    def alone(self) -> "PerLayer":
-        """The layer, which gets its own input alone."""
+    def of_layer(self, index: int) -> Self:
         return replace(self, index=0, num_inputs=1)
 
-    def forward(self, x_TD: Tensor, per_layer_LTP: Tensor) -> Tensor:
-        """f32 [T, D] from the hidden state and the inputs, which may be on another device."""
+    def forward(self, x: Any, per_layer_LTP: Tensor) -> tuple[Tensor, ...]:
+        """[T, D], from the hidden state and the inputs, which may be on another device."""
+        x_TD = gpu_products.as_tensor(x)
         if not gpu_products.is_gpu(x_TD.device):
             self.on_bytes(self.gate.num_bytes + self.output.num_bytes)
         own_TP = per_layer_LTP[self.index].to(x_TD.device)
         activated_TP, _ = self.rule.act(self.gate.apply(x_TD))
-        return self.output.apply(self.rule.hidden(activated_TP, own_TP))
+        return (self.output.apply(self.rule.hidden(activated_TP, own_TP)),)
+
+    def launch(
+        self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        """The inputs are [L, T, P] of the rows of the step, flat."""
+        ((x_D, per_layer), (y_D,)), rule = (read, written), self.rule
+        inner_P = carved(scratch, x_D, self.block.size)
+        inner_TP = inner_P.view(-1, self.block.size)
+        own_TP = per_layer.view(-1, *inner_TP.shape)[self.index]
+        on.dot(self.gate, x_D, inner_P)
+        on.launch(
+            lambda: on.kernels.hidden_tokens(
+                inner_TP, own_TP, None, rule.activation, rule.threshold, rule.computes_all,
+                inner_TP, None,
+            ),
+            [inner_P, per_layer], [inner_P],
+        )  # fmt: skip
+        on.dot(self.output, inner_P, y_D)
 
 
-def launch_per_layer(
-    on: Launcher, layer: PerLayer, x_D: Tensor, per_layer: Tensor, inner_P: Tensor, y_D: Tensor
-) -> None:
-    """`per_layer`: flat [L, T, P] of the rows of the step; `inner_P`: memory for [T, P]."""
-    rule, inner_TP = layer.rule, inner_P.view(-1, layer.size)
-    own_TP = per_layer.view(-1, *inner_TP.shape)[layer.index]
-    on.dot(layer.gate, x_D, inner_P)
-    on.launch(
-        lambda: on.kernels.hidden_tokens(
-            inner_TP, own_TP, None, rule.activation, rule.threshold, rule.computes_all, inner_TP,
-            None,
-        ),
-        [inner_P, per_layer], [inner_P],
-    )  # fmt: skip
-    on.dot(layer.output, inner_P, y_D)
+def load(
+    load: Reader,
+    blocks: Sequence[blocks_of.LayerInputs | blocks_of.PerLayer],
+    layer: int | None,
+    device: torch.device,
+) -> Iterator[LayerInputs | PerLayer]:
+    """The table stays in the file: a token reads one row of it."""
+    for block in blocks:
+        if isinstance(block, blocks_of.LayerInputs):
+            name = blocks_of.INPUT_NORM
+            norm = NormSpec(name=name, kind="rms", size=block.size, epsilon=block.epsilon)
+            yield LayerInputs(
+                block=block,
+                table=matrix_of(load.model.tensors[f"{blocks_of.TABLE}.weight"], device),
+                projection=load.linear(blocks_of.PROJECTION, device),
+                norm=load.norm(norm, name, device),
+            )
+            continue
+        assert layer is not None
+        yield PerLayer(
+            block=block,
+            index=layer,
+            num_inputs=load.model.spec.num_layers,
+            gate=load.linear(in_layer(layer, blocks_of.GATE), device),
+            output=load.linear(in_layer(layer, blocks_of.OUTPUT), device),
+            rule=Gate(activation=block.activation, threshold=0.0, computes_all=True),
+            on_bytes=load.count_attention,
+        )
 
 
 class LayerInputsStruct(Structure):
@@ -100,20 +141,24 @@ class PerLayerStruct(Structure):
                 ("index", c_int32)]  # fmt: skip
 
 
-def inputs_struct(structs: Structs, inputs: PerLayerInputs | None) -> LayerInputsStruct:
+def inputs_struct(structs: Structs, first: Mapping[str, Loaded]) -> LayerInputsStruct:
+    inputs = first.get("layer inputs")
     if inputs is None:
         return LayerInputsStruct()
+    assert isinstance(inputs, LayerInputs)
     return LayerInputsStruct(
         table=structs.matrix(inputs.table),
         projection=structs.linear(inputs.projection),
         norm=norm_struct(structs, inputs.norm),
-        size=len(inputs.norm.weight_D),
+        size=inputs.block.size,
     )
 
 
-def per_layer_struct(structs: Structs, layer: PerLayer | None) -> PerLayerStruct:
+def per_layer_struct(structs: Structs, own: Mapping[str, Loaded]) -> PerLayerStruct:
+    layer = own.get("per layer")
     if layer is None:
         return PerLayerStruct()
+    assert isinstance(layer, PerLayer)
     return PerLayerStruct(
         gate=structs.linear(layer.gate),
         output=structs.linear(layer.output),
@@ -122,6 +167,7 @@ def per_layer_struct(structs: Structs, layer: PerLayer | None) -> PerLayerStruct
     )
 
 
-def inputs_size(layers: Iterable[PerLayer | None]) -> int:
+def inputs_size(own_L: Iterable[Mapping[str, Loaded]]) -> int:
     """Values of a token's inputs, those of all layers; 0 if these layers have none."""
-    return max((each.num_inputs * each.size for each in layers if each is not None), default=0)
+    found = (own.get("per layer") for own in own_L)
+    return max((x.num_inputs * x.block.size for x in found if isinstance(x, PerLayer)), default=0)

@@ -1,9 +1,9 @@
-"""The planes of a hidden state: in torch, as structs for C++, and as a GPU's kernels; the formulas are in
-model/planes.py.
+"""Operations on the planes of a hidden state: in torch, as structs for C++, and as a GPU's kernels;
+model/planes.py has the formulas.
 
-Letters: T tokens, P planes, D hidden size, X = P D, R rank."""
+Letters: T tokens, P planes, D hidden size, X = P D."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import POINTER, Structure, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,92 +11,159 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hotsplit.model import planes as blocks_of
 from hotsplit.model.planes import LEAST_SQUARE
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, launch_add_norm, norm_struct
+from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planes:
-    """What a layer has for its planes."""
+class Router:
+    """Chooses shares of planes, for both operations of a layer."""
 
     norm: Norm
-    router: Linear  # [P, D]
-    predict_QP: Tensor  # Q = P P
-    correct_PP: Tensor
-    scale_D: Tensor
+    matrix: Linear  # [P, D]
     on_bytes: Callable[[int], None]  # receives weight bytes read by the CPU
 
-    @property
-    def num_planes(self) -> int:
-        return len(self.correct_PP)
-
     @cached_property
-    def router_norm(self) -> Norm:
-        """The norm whose results are the router's inputs."""
+    def input_norm(self) -> Norm:
+        """The norm whose results are the matrix's inputs."""
         return self.norm.times(1 / len(self.norm.weight_D))
 
-    def run(self, kind: str, read: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The values that an operation of planes writes, from those that it reads."""
-        if kind == "add to planes":
-            return (self.add(*read),)
-        x_TX, active_TD = self.predict(*read) if kind == "predict planes" else self.correct(*read)
-        return active_TD, x_TX
-
-    def predict(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """The planes' estimates [T, X], and the active one [T, D]."""
-        x_TPD = self._apart(x_TX)
-        mix_TPP = (self._choice(x_TPD[:, 0]) @ self.predict_QP.T).unflatten(
-            1, (self.num_planes, -1)
-        )
-        found_TPD = x_TPD + mix_TPP @ x_TPD
-        return found_TPD.flatten(1), found_TPD[:, 0].contiguous()
-
-    def correct(self, active_TD: Tensor, x_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """The planes [T, X] corrected by what the layer made of the active one, and this one times the
-        scale."""
-        x_TPD = self._apart(x_TX)
-        share_TP = 1.0 + self._choice(active_TD) @ self.correct_PP.T
-        found_TPD = x_TPD + share_TP[:, :, None] * (active_TD - x_TPD[:, 0])[:, None]
-        return found_TPD.flatten(1), found_TPD[:, 0] * self.scale_D
-
-    def add(self, x_TX: Tensor, more_TD: Tensor) -> Tensor:
-        """The planes, with `more_TD` added to all but the first."""
-        x_TPD = self._apart(x_TX)
-        return torch.cat([x_TPD[:, :1], x_TPD[:, 1:] + more_TD[:, None]], dim=1).flatten(1)
-
-    def _choice(self, x_TD: Tensor) -> Tensor:
+    def choice(self, x_TD: Tensor) -> Tensor:
+        """[T, P]."""
         if not gpu_products.is_gpu(x_TD.device):
-            self.on_bytes(self.router.num_bytes)
-        return torch.tanh(self.router.apply(self.norm.apply(x_TD) / x_TD.shape[1]))
+            self.on_bytes(self.matrix.num_bytes)
+        return torch.tanh(self.matrix.apply(self.norm.apply(x_TD) / x_TD.shape[1]))
 
-    def _apart(self, x_TX: Tensor) -> Tensor:
-        return x_TX.unflatten(1, (self.num_planes, -1))
+    def launch(self, on: Launcher, x_D: Tensor, scratch: Tensor) -> Tensor:
+        """What it chooses, in `scratch`."""
+        normed_D = carved(scratch, x_D, x_D.shape[-1])
+        choice_P = carved(scratch[normed_D.numel() :], x_D, self.matrix.num_outputs)
+        launch_add_norm(on, x_D, None, self.input_norm, normed_D, None)
+        on.dot(self.matrix, normed_D, choice_P, cap=1.0)
+        return choice_P
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaneEnds:
-    """How planes begin, from the embedding, and become one hidden state, for the head: a matrix for each
-    plane but the first."""
+class OfPlanes(Loaded):
+    block: blocks_of.OfPlanes
 
-    begin: tuple[Linear, ...]  # [D, D] each
-    end: tuple[Linear, ...]
+    def _apart(self, x_TX: Tensor) -> Tensor:
+        return x_TX.unflatten(1, (self.block.num_planes, -1))
 
-    def planes_of(self, x_TD: Tensor) -> Tensor:
-        others = [like(x_TD, matrix.apply(x_TD)) for matrix in self.begin]
-        return torch.cat([x_TD, *others], dim=1)
 
-    def joined(self, x_TX: Tensor) -> Tensor:
-        """The hidden state [T, D], on the CPU."""
-        first_TD, *others = x_TX.cpu().chunk(len(self.end) + 1, dim=1)
+@dataclass(frozen=True, kw_only=True)
+class PredictPlanes(OfPlanes):
+    router: Router
+    mix_QP: Tensor  # Q = P P
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.router.matrix,)
+
+    def forward(self, x_TX: Tensor) -> tuple[Tensor, ...]:
+        """The active plane [T, D], and the planes' estimates [T, X]."""
+        x_TPD = self._apart(x_TX)
+        mix_TPP = (self.router.choice(x_TPD[:, 0]) @ self.mix_QP.T).unflatten(
+            1, (self.block.num_planes, -1)
+        )
+        found_TPD = x_TPD + mix_TPP @ x_TPD
+        return found_TPD[:, 0].contiguous(), found_TPD.flatten(1)
+
+    def launch(
+        self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        active_D, x_X = written
+        choice_P = self.router.launch(on, x_X[..., : active_D.shape[-1]], scratch)
+        on.launch(
+            lambda: on.kernels.predict_planes(choice_P, self.mix_QP, x_X, active_D),
+            [choice_P, self.mix_QP, x_X], [x_X, active_D],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectPlanes(OfPlanes):
+    router: Router
+    mix_PP: Tensor
+    scale_D: Tensor
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.router.matrix,)
+
+    def forward(self, active_TD: Tensor, x_TX: Tensor) -> tuple[Tensor, ...]:
+        """The active plane times the scale [T, D], and the planes [T, X], corrected by what the layer made
+        of the active one."""
+        x_TPD = self._apart(x_TX)
+        share_TP = 1.0 + self.router.choice(active_TD) @ self.mix_PP.T
+        found_TPD = x_TPD + share_TP[:, :, None] * (active_TD - x_TPD[:, 0])[:, None]
+        return found_TPD[:, 0] * self.scale_D, found_TPD.flatten(1)
+
+    def launch(
+        self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        active_D, x_X = written
+        choice_P, mix, scale_D = (
+            self.router.launch(on, active_D, scratch),
+            self.mix_PP,
+            self.scale_D,
+        )
+        on.launch(
+            lambda: on.kernels.correct_planes(choice_P, mix, scale_D, x_X, active_D),
+            [choice_P, mix, scale_D, x_X, active_D], [x_X, active_D],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddToPlanes(OfPlanes):
+    def forward(self, x_TX: Tensor, more: Tensor | gpu_products.Factor) -> tuple[Tensor, ...]:
+        """The planes, with `more` [T, D] added to all but the first."""
+        x_TPD, more_TD = self._apart(x_TX), gpu_products.as_tensor(more)
+        return (torch.cat([x_TPD[:, :1], x_TPD[:, 1:] + more_TD[:, None]], dim=1).flatten(1),)
+
+    def launch(
+        self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        x_X, more_D = read
+        on.launch(lambda: on.kernels.add_to_planes(x_X, more_D), [x_X, more_D], [x_X])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginPlanes(OfPlanes):
+    matrices: tuple[Linear, ...]  # [D, D] each, of all planes but the first
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.matrices
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        """The planes [T, X]."""
+        others = [like(x_TD, matrix.apply(x_TD)) for matrix in self.matrices]
+        return (torch.cat([x_TD, *others], dim=1),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndPlanes(OfPlanes):
+    matrices: tuple[Linear, ...]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.matrices
+
+    def forward(self, x_TX: Tensor) -> tuple[Tensor, ...]:
+        """The hidden state [T, D]."""
+        first_TD, *others = x_TX.chunk(self.block.num_planes, dim=1)
         found = [
             like(first_TD, matrix.apply(x_TD.contiguous()))
-            for matrix, x_TD in zip(self.end, others, strict=True)
+            for matrix, x_TD in zip(self.matrices, others, strict=True)
         ]
-        return torch.stack([first_TD, *found]).mean(dim=0)
+        return (torch.stack([first_TD, *found]).mean(dim=0),)
 
 
 def like(of_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -105,51 +172,36 @@ def like(of_TD: Tensor, x_TD: Tensor) -> Tensor:
     return x_TD * of_TD.square().mean(1, keepdim=True).sqrt() / own_T1
 
 
-@dataclass(frozen=True, kw_only=True)
-class LowRank:
-    """A product of two matrices."""
+def load(
+    load: Reader, blocks: Sequence[blocks_of.OfPlanes], layer: int | None, device: torch.device
+) -> Iterator[OfPlanes]:
+    router: Router | None = None
 
-    left: Linear  # [R, D]
-    right: Linear  # [D, R]
-    on_bytes: Callable[[int], None]
+    def vector(name: str) -> Tensor:
+        found = load.vector(in_layer(layer, f"{name}.weight"), device)
+        assert found is not None, name
+        return found
 
-    def forward(self, x_TD: Tensor | gpu_products.Factor) -> Tensor:
-        if not gpu_products.is_gpu(x_TD.device):
-            self.on_bytes(self.left.num_bytes + self.right.num_bytes)
-        return self.right.apply(self.left.apply(x_TD))
-
-
-def launch_planes(
-    on: Launcher, planes: Planes, kind: str, x_X: Tensor, active_D: Tensor, more_D: Tensor,
-    normed_D: Tensor, choice_P: Tensor,
-) -> None:  # fmt: skip
-    """Predicts the planes, corrects them, or adds `more_D` to them. `normed_D`, `choice_P`: memory for the
-    router's input and what it chooses."""
-    if kind == "add to planes":
-        on.launch(lambda: on.kernels.add_to_planes(x_X, more_D), [x_X, more_D], [x_X])
-        return
-    is_predicted = kind == "predict planes"
-    read_D = x_X[..., : active_D.shape[-1]] if is_predicted else active_D
-    launch_add_norm(on, read_D, None, planes.router_norm, normed_D, None)
-    on.dot(planes.router, normed_D, choice_P, cap=1.0)
-    mix, scale_D = planes.predict_QP if is_predicted else planes.correct_PP, planes.scale_D
-    if is_predicted:
-        on.launch(
-            lambda: on.kernels.predict_planes(choice_P, mix, x_X, active_D),
-            [choice_P, mix, x_X], [x_X, active_D],
-        )  # fmt: skip
-        return
-    on.launch(
-        lambda: on.kernels.correct_planes(choice_P, mix, scale_D, x_X, active_D),
-        [choice_P, mix, scale_D, x_X, active_D], [x_X, active_D],
-    )  # fmt: skip
-
-
-def launch_low_rank(
-    on: Launcher, low_rank: LowRank, x_D: Tensor, inner_R: Tensor, y_D: Tensor
-) -> None:
-    on.dot(low_rank.left, x_D, inner_R)
-    on.dot(low_rank.right, inner_R, y_D)
+    for block in blocks:
+        match block:
+            case blocks_of.PredictPlanes():
+                router = Router(
+                    norm=load.norm(block.norm, in_layer(layer, block.norm.name), device),
+                    matrix=load.linear(in_layer(layer, blocks_of.ROUTER), device),
+                    on_bytes=load.count_attention,
+                )
+                yield PredictPlanes(block=block, router=router, mix_QP=vector(blocks_of.PREDICT))
+            case blocks_of.CorrectPlanes():
+                assert router is not None, "planes are corrected before they are predicted"
+                mix_PP, scale_D = vector(blocks_of.CORRECT), vector(blocks_of.SCALE)
+                yield CorrectPlanes(block=block, router=router, mix_PP=mix_PP, scale_D=scale_D)
+            case blocks_of.AddToPlanes():
+                yield AddToPlanes(block=block)
+            case _:
+                names = [name.removesuffix(".weight") for name in block.shapes(1)]
+                matrices = tuple(load.linear(in_layer(layer, name), device) for name in names)
+                is_first = isinstance(block, blocks_of.BeginPlanes)
+                yield (BeginPlanes if is_first else EndPlanes)(block=block, matrices=matrices)
 
 
 class PlanesStruct(Structure):
@@ -157,37 +209,33 @@ class PlanesStruct(Structure):
                 ("correct", c_void_p), ("scale", c_void_p)]  # fmt: skip
 
 
-class LowRankStruct(Structure):
-    _fields_ = [("left", MatrixStruct), ("right", MatrixStruct)]
-
-
 class PlaneEndsStruct(Structure):
     _fields_ = [("begin", POINTER(MatrixStruct)), ("end", POINTER(MatrixStruct)),
                 ("num_planes", c_int64)]  # fmt: skip
 
 
-def planes_struct(structs: Structs, planes: Planes | None) -> PlanesStruct:
-    if planes is None:
+def planes_struct(structs: Structs, own: Mapping[str, Loaded]) -> PlanesStruct:
+    predict, correct = own.get("predict planes"), own.get("correct planes")
+    if predict is None:
         return PlanesStruct()
+    assert isinstance(predict, PredictPlanes) and isinstance(correct, CorrectPlanes)
     return PlanesStruct(
-        norm=norm_struct(structs, planes.norm),
-        router=structs.linear(planes.router),
-        predict=structs.vector(planes.predict_QP),
-        correct=structs.vector(planes.correct_PP),
-        scale=structs.vector(planes.scale_D),
+        norm=norm_struct(structs, predict.router.norm),
+        router=structs.linear(predict.router.matrix),
+        predict=structs.vector(predict.mix_QP),
+        correct=structs.vector(correct.mix_PP),
+        scale=structs.vector(correct.scale_D),
     )
 
 
-def low_rank_struct(structs: Structs, low_rank: LowRank | None) -> LowRankStruct:
-    if low_rank is None:
-        return LowRankStruct()
-    return LowRankStruct(left=structs.linear(low_rank.left), right=structs.linear(low_rank.right))
-
-
-def ends_struct(structs: Structs, ends: PlaneEnds | None) -> PlaneEndsStruct:
-    if ends is None:
+def ends_struct(
+    structs: Structs, first: Mapping[str, Loaded], last: Mapping[str, Loaded]
+) -> PlaneEndsStruct:
+    if "begin planes" not in first:
         return PlaneEndsStruct(num_planes=1)
     begin, end = (
-        structs.array(MatrixStruct, map(structs.linear, each)) for each in (ends.begin, ends.end)
+        structs.array(MatrixStruct, map(structs.linear, each.linears))
+        for each in (first["begin planes"], last["end planes"])
     )
-    return PlaneEndsStruct(begin=begin, end=end, num_planes=len(ends.end) + 1)
+    num_planes = first["begin planes"].block.num_planes
+    return PlaneEndsStruct(begin=begin, end=end, num_planes=num_planes)

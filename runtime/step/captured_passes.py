@@ -66,9 +66,9 @@ def is_capturable(layers: Sequence[Layer], device: torch.device) -> bool:
 
 
 def _launches_only(layer: Layer, device: torch.device) -> bool:
-    # The kernels of a delta net take the slots of states as they are launched; layers' own inputs come from
-    # the host.
-    if layer.delta is not None or layer.per_layer is not None:
+    # The kernels of a delta net take the slots of states as they are launched; position-wise operations may
+    # read what comes from the host.
+    if layer.delta is not None or layer.own:
         return False
     attention, ffn, predictor = layer.attention, layer.ffn, layer.ffn.predictor
     linears = [*attention.inputs, attention.output]

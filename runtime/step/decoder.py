@@ -2,7 +2,7 @@
 
 Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain, groupby
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.costs.pass_length import LOGITS_CHUNK, SHORT_CHUNK
+from hotsplit.model.position_wise import TOKEN, PositionWise
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
@@ -22,6 +23,7 @@ from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.neurons.mixture import run_mixture
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.ops.position_wise import Loaded
 from hotsplit.runtime.step.batch import Row, is_decoded, prepared, rows_of, runs_of, slots_of
 from hotsplit.runtime.step.captured_passes import CapturedPasses
 from hotsplit.runtime.step.decode_step import DecodeStep
@@ -30,7 +32,7 @@ from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.pass_length import PassLength
-from hotsplit.runtime.step.program import OF_PLANES, LayerPlace, Op, ffn_in, layer_ops, name_of
+from hotsplit.runtime.step.program import LayerPlace, Op, ffn_in, layer_ops, name_of
 from hotsplit.runtime.step.value_order import last_reads
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.gpu_products import Factor
@@ -201,22 +203,23 @@ class Decoder:
             found = self.captured.run(as_tensor(x), sequence, start, run)
             if found is not None:
                 return found.to(weights.head_device)
-        inputs = weights.per_layer
-        own_LTP = None if inputs is None else inputs.forward(ids_T, as_tensor(x))
-        ends = weights.plane_ends
-        handed = [x if ends is None else ends.planes_of(as_tensor(x))]
+        beside: dict[str, Tensor] = {}
+        if weights.first:
+            beside = run_outer(weights.first, {weights.spec.embedded: as_tensor(x), TOKEN: ids_T})
+        handed = [beside.pop("x", x)]
         del x  # else it would be kept until the last layer
         turns = Turns(start, len(ids_T))
         found = self._run_layers(
-            handed.pop(), turns, sequence=sequence, start=start, slots=slots, per_layer_LTP=own_LTP
+            handed.pop(), turns, sequence=sequence, start=start, slots=slots, beside=beside
         )
         return found.to(weights.head_device)
 
     def _run_layers(
         self, x: Tensor | HiddenState, turns: Turns, *, sequence: int, start: int,
-        slots: StateRun | None, per_layer_LTP: Tensor | None = None,
+        slots: StateRun | None, beside: Mapping[str, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """The hidden state [T, D] after all layers."""
+        """The hidden state [T, D] after all layers. `beside`: values that layers read, of operations before
+        them."""
         weights, host, num_tokens = self.weights, self.host, x.shape[0]
         is_native = num_tokens > 1 and self._is_seen_natively()
         native = self._native_layers if is_native else None
@@ -228,17 +231,21 @@ class Decoder:
                 x, before = native.run(
                     index, as_tensor(x), sequence=sequence, start=start, slots=slots,
                     predictor_input_TD=None if before is None else as_tensor(before),
-                    per_layer_LTP=per_layer_LTP, observers=self.observers,
+                    beside=beside or {}, observers=self.observers,
                 )  # fmt: skip
                 continue
             x, before = run_layer(
                 index, layer, x, sequence=sequence, start=start, turns=turns, slots=slots,
-                predictor_input=before, per_layer_LTP=per_layer_LTP, observers=self.observers,
+                predictor_input=before, beside=beside or {}, observers=self.observers,
                 on_host=None if host is None or index not in host.calls
                 else partial(host.run, index, sequence=sequence, start=start),
             )  # fmt: skip
-        ends = weights.plane_ends
-        return as_tensor(x) if ends is None else ends.joined(as_tensor(x))
+        return self.joined(as_tensor(x))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The hidden state [T, D] from what the last layer has written."""
+        weights = self.weights
+        return run_outer(weights.last, {"x": x})[weights.spec.joined] if weights.last else x
 
     def _is_seen_natively(self) -> bool:
         """True if native operations are to show what observers want."""
@@ -280,31 +287,28 @@ def plain_ops(index: int, spec: LayerSpec) -> tuple[tuple[Op, ...], list[tuple[s
 def run_layer(
     index: int, layer: Layer, x: Tensor | HiddenState, *, sequence: int = 0, start: int, turns: Turns,
     slots: StateRun | None = None, predictor_input: Tensor | Factor | None,
-    per_layer_LTP: Tensor | None, observers: Observers, on_host: Callable[..., Tensor] | None = None,
+    beside: Mapping[str, Tensor], observers: Observers, on_host: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor | HiddenState, Tensor | Factor]:  # fmt: skip
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
 
     This is the reference for the operations of a layer; its spec has their order. The layer's cache,
     or its slots, hold the tokens before `start`. `predictor_input`: the previous layer's feed-forward
-    input, if the layer's predictor reads that; `per_layer_LTP`: the inputs of all layers, if they have
-    some of their own. All blocks of neurons are one: see FeedForward.
+    input, if the layer's predictor reads that; `beside`: values of operations before the layers. All blocks of neurons are one: see FeedForward.
 
     On a GPU, unless observers see the values, sums and norms are left to the products that read
     them: see HiddenState and Normed."""
     ops, unread = plain_ops(index, layer.spec)
     is_lazy = gpu_products.is_gpu(layer.device) and not observers.active
     moved = _moved(x, layer.device, is_lazy)
-    values: dict[str, Any] = {"x": _state(moved) if is_lazy else moved}
+    values: dict[str, Any] = {**beside, "x": _state(moved) if is_lazy else moved}
     if predictor_input is not None:
         values[ffn_in(index - 1)] = _moved(predictor_input, layer.device, is_lazy)
-    if per_layer_LTP is not None:
-        values["per_layer"] = per_layer_LTP
     del x, moved, predictor_input
     mix = _mixing(layer, sequence, start, turns, slots, on_host, is_seen=bool(observers.active))
 
     def run(op: Op, read: list[Any]) -> Any:
-        if op.kind in ("norm", "add", "route", "shared", "per layer", "low rank"):
+        if op.kind in ("norm", "add", "route", "shared"):
             return _run_simple(op, layer, read, is_lazy, observers)
         read = [x.values() if isinstance(x, HiddenState) else x for x in read]
         if layer.router is not None and op.kind == "neurons":
@@ -329,9 +333,9 @@ def run_layer(
         for name in last:
             values.pop(name, None)
         written = list(map(name_of, op.writes))
-        if layer.planes is not None and op.kind in OF_PLANES:
-            planes = layer.planes.run(op.kind, list(map(as_tensor, read)))
-            values |= zip(written, planes, strict=True)
+        if op.kind in layer.own:
+            read = [x.values() if isinstance(x, HiddenState) else x for x in read]
+            values |= zip(written, layer.own[op.kind].forward(*read), strict=True)
             continue
         values[written[0]] = run(op, read)
     observers.show("layer_out", index, values["x"])
@@ -357,19 +361,13 @@ def _mixing(
 
 
 def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers: Observers) -> Any:
-    """A norm, a sum, a router, what a layer makes of its own input, or the neurons that all tokens share."""
+    """A norm, a sum, a router, or the neurons that all tokens share."""
     if op.kind == "norm":
         norm = layer.norms[op.part]
         return Normed(norm, _state(read[0])) if is_lazy else norm.apply(read[0])
     if op.kind == "route":
         assert layer.router is not None
         return layer.router.forward(as_tensor(read[0]))
-    if op.kind == "per layer":
-        assert layer.per_layer is not None
-        return layer.per_layer.forward(as_tensor(read[0]), read[1])
-    if op.kind == "low rank":
-        assert layer.low_rank is not None
-        return layer.low_rank.forward(read[0])
     if op.kind == "shared":
         assert layer.shared is not None
         return layer.shared.forward(as_tensor(read[0]), observers)
@@ -379,6 +377,17 @@ def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers:
     scale = op.times * (layer.scales[op.part] if op.part else 1.0)
     total = total if scale == 1.0 else as_tensor(total).mul_(scale)
     return _state(total) if is_lazy else total
+
+
+def run_outer(own: Mapping[str, Loaded], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values [T, ...] that operations outside the layers write, on the CPU; `values`: those that they
+    begin with."""
+    given, written = {name: value.cpu() for name, value in values.items()}, dict[str, Tensor]()
+    for each in own.values():
+        block: PositionWise = each.block
+        read = ({**given, **written}[name] for name in block.inputs)
+        written |= zip(block.outputs, each.forward(*read), strict=True)
+    return written
 
 
 def _moved(

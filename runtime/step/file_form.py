@@ -19,8 +19,6 @@ from hotsplit.costs.part_bytes import (
     placed_units,
     stored_neuron_bytes,
 )
-from hotsplit.model import planes
-from hotsplit.model.per_layer import GATE, OUTPUT
 from hotsplit.runtime.step.forms import Sides, step_form
 from hotsplit.runtime.step.program import StepForm
 
@@ -77,22 +75,24 @@ def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> Sides:
 
 # "ffn_down_exps" is the scale of each expert; its matrices are none of these parts.
 _PARTS = {"ffn_down": "down_bias", "ffn_gate_inp": "router", "exp_probs_b": "router",
-          "ffn_down_exps": "router", GATE: "per_layer", OUTPUT: "per_layer",
-          planes.ROUTER: "predict_planes",
-          f"{planes.ROUTER}_norm": "predict_planes", planes.PREDICT: "predict_planes",
-          planes.CORRECT: "correct_planes", planes.SCALE: "correct_planes",
-          planes.LEFT: "low_rank", planes.RIGHT: "low_rank"}  # fmt: skip
+          "ffn_down_exps": "router"}  # fmt: skip
 
 
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
     """Bytes by part. Those of the parts that the layer's operations read sum to what plans count
     (part_bytes.layer_bytes); "attention" contains other parts, and so does "all"."""
     sizes, spec = layer_bytes(model, index), model.spec.layers[index]
-    found = dict.fromkeys((*spec.norms, "attention", "shared", *_PARTS.values()), 0)
+    own = {
+        name.partition(".")[0]: block.part()
+        for block in spec.position_wise
+        for name in block.shapes(model.spec.hidden_size)
+    }
+    parts = _PARTS | own
+    found = dict.fromkeys((*spec.norms, "attention", "shared", *parts.values()), 0)
     of_layer = layer_tensors(model, index)
     for name, entry in of_layer.items():
         stem = name.partition(".")[0]
-        part = _PARTS.get(stem, stem if stem in spec.norms else "attention")
+        part = parts.get(stem, stem if stem in spec.norms else "attention")
         part = "shared" if "_shexp" in stem else part
         found[part] += entry.num_bytes if is_dense(name) else 0
     output = sum(e.num_bytes for n, e in of_layer.items() if n.startswith("attn_output"))

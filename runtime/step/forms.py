@@ -47,8 +47,8 @@ def step_form(
     return StepForm(
         spec=spec,
         places=_in_line(_copying_bits(places)),
-        # Tied weights are on the head's device, unless layers have inputs of their own (loader).
-        embedding=head if sides.is_tied and spec.per_layer is None else HOST,
+        # Tied weights are on the head's device, unless operations on the host read the embedding (loader).
+        embedding=head if sides.is_tied and not spec.first else HOST,
         head=head,
         head_home=head_home,
         weight_bytes=outer_bytes or {},

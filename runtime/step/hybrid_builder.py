@@ -93,8 +93,8 @@ class _Builder:
             width, spec.most_named, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
             tables=weights.cache.tables if has_cache else (),
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
-            num_used=spec.most_used, has_states=spec.has_states, num_inputs=spec.num_inputs,
-            num_planes=spec.num_planes,
+            num_used=spec.most_used, has_states=spec.has_states, num_inputs=spec.value_sizes.get("per_layer", 0),
+            num_planes=spec.x_size // spec.hidden_size,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
@@ -174,7 +174,7 @@ class _Builder:
         positions = self.weights.positions if self.form.embedding != HOST else None
         before, after = (
             self._outside(kinds)
-            for kinds in (("embed", "layer inputs", "begin planes"), ("end planes", "norm", "head"))
+            for kinds in (("embed", *self.weights.first), (*self.weights.last, "norm", "head"))
         )
         return HybridStep(
             host=self.host,
@@ -241,9 +241,7 @@ class _Builder:
             layer = divided.layer
             if placement.dense_on_gpu[divided.index]:
                 linears = (*layer.mixer.inputs, layer.mixer.output)
-                if layer.planes is not None and layer.low_rank is not None:
-                    of_planes = layer.planes.router, layer.low_rank.left, layer.low_rank.right
-                    linears = (*linears, *of_planes)
+                linears = (*linears, *(each for own in layer.own.values() for each in own.linears))
                 kinds |= {linear.weight.kind for linear in linears}
                 predictor = layer.ffn.predictor
                 if predictor is not None:

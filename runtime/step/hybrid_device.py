@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import LayerSpec, LowRank, ModelSpec
+from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
@@ -32,8 +32,7 @@ from hotsplit.runtime.ops.neurons import gpu as of_neurons
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
-from hotsplit.runtime.ops.per_layer import launch_per_layer
-from hotsplit.runtime.ops.planes import launch_low_rank, launch_planes
+from hotsplit.runtime.ops.position_wise import Loaded
 from hotsplit.runtime.ops.predict import launch_predict
 from hotsplit.runtime.ops.route import launch_route
 from hotsplit.runtime.step.native_parts import beginning, first
@@ -165,9 +164,8 @@ class DeviceBuffers:
         shared = [layer.shared for layer in spec.layers if layer.shared is not None]
         most_hidden = max([0, *(h for h, _ in hot_sizes_L), *(each.number for each in shared)])
         most_parts = max([parts for _, parts in hot_sizes_L], default=0)
-        own = spec.num_inputs // spec.num_layers
-        low = [b.rank for x in spec.layers for b in x.blocks if isinstance(b, LowRank)]
-        inner = max([spec.most_rank, own, spec.num_planes, *low, *routers])
+        own = [b.scratch(width) for x in spec.layers for b in x.position_wise]
+        inner = max([spec.most_rank, *own, *routers])
         if has_cache:
             length = tables[0].context_length
             scratch = max(attend_scratch(length, a.num_heads, a.head_dim) for a in spec.attentions)
@@ -190,9 +188,9 @@ class DeviceBuffers:
                 for table in tables
                 if has_cache and not table.is_whole
             },
-            x_D=take_rows(width * spec.num_planes),
-            active_D=take_rows(width * (spec.num_planes > 1)),
-            per_layer_I=take_rows(spec.num_inputs),
+            x_D=take_rows(spec.x_size),
+            active_D=take_rows(spec.value_sizes.get("active", 0)),
+            per_layer_I=take_rows(spec.value_sizes.get("per_layer", 0)),
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
             qkv=take((max_rows * spec.most_qkv_size,), _REAL),
@@ -308,24 +306,9 @@ class DeviceKernels(Launcher):
         launch_delta(self, delta, projected, (b.run_T3, b.writes_T), mixed, heads)
         self.output(layer, heads)
 
-    def per_layer(self, layer: Layer, x_D: Tensor) -> None:
-        """Writes what the layer makes of its own input to the first row of sum_PD."""
-        b, own = self.buffers, layer.per_layer
-        assert own is not None
-        launch_per_layer(self, own, x_D, b.per_layer_I, b.first(b.inner, own.size), b.sum_PD[0])
-
-    def planes(self, layer: Layer, kind: str) -> None:
-        """Predicts or corrects the planes, or adds to them what the layer makes of its own input."""
-        b, own = self.buffers, layer.planes
-        assert own is not None
-        inner = b.attn_input_D, b.first(b.inner, own.num_planes)
-        launch_planes(self, own, kind, b.x_D, b.active_D, b.sum_PD[0], *inner)
-
-    def low_rank(self, layer: Layer, x_D: Tensor) -> None:
-        """Writes a product of low rank to the second row of sum_PD."""
-        b, own = self.buffers, layer.low_rank
-        assert own is not None
-        launch_low_rank(self, own, x_D, b.first(b.inner, own.left.num_outputs), b.sum_PD[1])
+    def position_wise(self, own: Loaded, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Runs a position-wise operation of a layer."""
+        own.launch(self, read, written, self.buffers.inner)
 
     def inputs(self, layer: Layer, x_D: Tensor) -> None:
         self.project(layer.mixer.inputs, x_D, self.attended(layer)[0])

@@ -19,7 +19,7 @@ from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
 from hotsplit.runtime.step.native_ops import overwritten, scale_of
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
-from hotsplit.runtime.step.program import HOST, OF_PLANES, Op, at, device_of, name_of
+from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of
 from hotsplit.runtime.step.value_order import edges, is_added, is_read
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
@@ -297,11 +297,12 @@ class Lowering:
         x_D = self._tensor(op.reads[0], op.layer)
         if op.kind in ("attention", "delta"):
             return partial(device.delta if op.kind == "delta" else device.attention, layer, x_D)
-        if op.kind in OF_PLANES:
-            return partial(device.planes, layer, op.kind)
-        if op.kind in ("per layer", "low rank"):
-            run = device.per_layer if op.kind == "per layer" else device.low_rank
-            return partial(run, layer, x_D)
+        if op.kind in layer.own:
+            read, written = (
+                [self._tensor(value, op.layer) for value in values]
+                for values in (op.reads, op.writes)
+            )
+            return partial(device.position_wise, layer.own[op.kind], read, written)
         if op.kind == "project":
             project = device.inputs if op.part == "qkv" else device.output
             return partial(project, layer, x_D)

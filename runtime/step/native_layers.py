@@ -135,7 +135,7 @@ class NativeLayers:
         start: int,
         slots: StateRun | None,
         predictor_input_TD: Tensor | None,
-        per_layer_LTP: Tensor | None,
+        beside: Mapping[str, Tensor],
         observers: Observers,
     ) -> tuple[Tensor, Tensor]:
         """Does what decoder.run_layer does, for at least two tokens."""
@@ -145,8 +145,8 @@ class NativeLayers:
         self.x_TD[:T].copy_(x_TD)
         if predictor_input_TD is not None:
             self._ffn_in(index - 1)[:T].copy_(predictor_input_TD)
-        if per_layer_LTP is not None:
-            self.per_layer[: per_layer_LTP.numel()].copy_(per_layer_LTP.flatten())
+        if (own_LTP := beside.get("per_layer")) is not None:
+            self.per_layer[: own_LTP.numel()].copy_(own_LTP.flatten())
         wanted = [name for name in self.widths[index] if observers.want(name, index)]
         for name, place in _WITHIN.items():
             setattr(self.step, place, self.seen[name].data_ptr() if name in wanted else None)

@@ -192,7 +192,7 @@ class NativeParts:
         if "embed" in kinds:
             step.embedding = builder.matrix(weights.embedding)
         if "end planes" in kinds:
-            step.ends = ends_struct(builder, weights.plane_ends)
+            step.ends = ends_struct(builder, weights.first, weights.last)
         if "head" in kinds:
             step.head = builder.linear(weights.head)
             step.output_norm = norm_struct(builder, weights.output_norm)

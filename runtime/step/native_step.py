@@ -25,6 +25,7 @@ from hotsplit.runtime.ops.attention.native import (
 )
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
 from hotsplit.runtime.ops.delta.native import DeltaStruct, delta_struct
+from hotsplit.runtime.ops.low_rank import LowRankStruct, low_rank_struct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import (
     FeedForwardStruct,
@@ -39,14 +40,7 @@ from hotsplit.runtime.ops.per_layer import (
     inputs_struct,
     per_layer_struct,
 )
-from hotsplit.runtime.ops.planes import (
-    LowRankStruct,
-    PlaneEndsStruct,
-    PlanesStruct,
-    ends_struct,
-    low_rank_struct,
-    planes_struct,
-)
+from hotsplit.runtime.ops.planes import PlaneEndsStruct, PlanesStruct, ends_struct, planes_struct
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs
@@ -220,7 +214,7 @@ class StepBuilder(Structs):
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = norm_struct(self, weights.output_norm)
-        step.ends = ends_struct(self, weights.plane_ends)
+        step.ends = ends_struct(self, weights.first, weights.last)
         return step
 
     def ops(self, step: StepStruct, structs: Sequence[OpStruct]) -> None:
@@ -231,7 +225,7 @@ class StepBuilder(Structs):
         step = self.frame_of(weights.layers, layer_structs, width=weights.embedding.width)
         step.embedding_scale = weights.embedding_scale
         step.logit_cap = weights.spec.logit_cap or 0.0
-        step.layer_inputs = inputs_struct(self, weights.per_layer)
+        step.layer_inputs = inputs_struct(self, weights.first)
         if weights.positions is not None:
             step.positions = self.matrix(weights.positions)
         return step
@@ -245,7 +239,8 @@ class StepBuilder(Structs):
         attending = [layer.attention for layer in layers if layer.delta is None]
         for table in [a.cache.table for a in attending] or [BlockTable(1, _MOST_POSITIONS)]:
             self.tables.index(table)
-        num_planes = {1 if layer.planes is None else layer.planes.num_planes for layer in layers}
+        predicts = (layer.own.get("predict planes") for layer in layers)
+        num_planes = {1 if each is None else each.block.num_planes for each in predicts}
         return StepStruct(
             ends=PlaneEndsStruct(num_planes=max(num_planes)),
             layer=self.array(LayerStruct, layer_structs),
@@ -258,7 +253,7 @@ class StepBuilder(Structs):
             num_tables=len(self.tables.each),
             select=select_struct(self, types.selection, self.rotaries),
             context_length=self.tables.each[0].context_length,
-            layer_inputs_size=inputs_size(layer.per_layer for layer in layers),
+            layer_inputs_size=inputs_size(layer.own for layer in layers),
             max_rows=1,
             key_kind=library.kind_code(types.key.kind),
             value_kind=library.kind_code(types.value.kind),
@@ -276,11 +271,11 @@ class StepBuilder(Structs):
             if layer.delta
             else attention_struct(self, layer.attention, self.rotaries, self.tables, projects=True),
             delta=delta_struct(self, layer.delta),
-            planes=planes_struct(self, layer.planes),
-            low_rank=low_rank_struct(self, layer.low_rank),
+            planes=planes_struct(self, layer.own),
+            low_rank=low_rank_struct(self, layer.own.get("low rank")),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
-            per_layer=per_layer_struct(self, layer.per_layer),
+            per_layer=per_layer_struct(self, layer.own),
             feed_forward=mixture_struct(self, ffn.gate, ffn.experts)
             if ffn.experts and has_neurons
             else feed_forward_struct(

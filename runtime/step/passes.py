@@ -84,4 +84,5 @@ class Pass:
     @property
     def layer_inputs(self) -> PoolBytes:
         """What layers have of their own, of all layers; 0 without."""
-        return self.floats(self.spec.num_inputs) if self.spec.num_inputs else PoolBytes()
+        size = self.spec.value_sizes.get("per_layer", 0)
+        return self.floats(size) if size else PoolBytes()

@@ -8,10 +8,7 @@ take that of the list, and streams wait for each other where reads and writes re
 A value is a name and a device, `x@host`, and stands for a buffer: a later operation may overwrite
 it, but only after all earlier reads (`value_order.edges`).
 
-    x           the hidden state, of all planes
-    per_layer   the inputs that layers have of their own, of all layers, computed on the host after the
-                embedding; per_layer_out is what a layer makes of its own
-    active      its active plane, if it has several; laurel_out is the product of low rank beside attention
+    x           the hidden state
     attn_in     the input of attention, if it has a norm of its own
     qkv, heads  input and output of the heads, where the host attends and a GPU projects
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
@@ -22,13 +19,15 @@ it, but only after all earlier reads (`value_order.edges`).
     routed      the experts that the router chooses, and their weights
     shared_out  the output of experts that fire for every token
     ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out, which are
-                summed into it, with the bias of the down projection, only if a norm reads it"""
+                summed into it, with the bias of the down projection, only if a norm reads it
+
+Position-wise operations have values of their own (ModelSpec.value_sizes), and may widen x."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from hotsplit.model.planes import AddToPlanes, CorrectPlanes, LowRank, PredictPlanes
+from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -37,21 +36,17 @@ from hotsplit.model.spec import (
     ModelSpec,
     Neurons,
     Norm,
-    PerLayer,
     Predict,
     Route,
 )
 from hotsplit.model.spec import Block as SpecBlock
 
-Kind = Literal[
-    "embed", "norm", "attention", "delta", "project", "attend", "predict", "route", "neurons", "shared",
-    "bias", "add", "copy", "head", "layer inputs", "per layer", "low rank", "begin planes",
-    "predict planes", "correct planes", "add to planes", "end planes",
-]  # fmt: skip
+# "embed", "norm", "attention", "delta", "project", "attend", "predict", "route", "neurons", "shared", "bias",
+# "add", "copy", "head", and those of position-wise operations.
+Kind = str
 Block = Literal["all", "hot", "cold"]
 
 HOST = "host"
-OF_PLANES = ("predict planes", "correct planes", "add to planes")
 # The value that a block of neurons writes.
 OUT = {"all": "ffn_out", "hot": "hot_out", "cold": "cold_out"}
 
@@ -171,25 +166,20 @@ class _LayerWriter:
                 yield self._op("shared", [self._value(block.reads)], [block.writes], "shared")
             case Neurons():
                 yield from self._neurons(block)
-            case PerLayer():
-                reads = [self._value(block.reads), "per_layer"]
-                yield self._op("per layer", reads, [block.writes], "per_layer")
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
                 op = self._op("add", terms, [self._value(block.writes)], block.scale)
                 yield replace(op, factor=block.factor, times=block.times)
-            case PredictPlanes():
-                yield self._op("predict planes", ["x"], ["active", "x"], "predict_planes")
-            case CorrectPlanes():
-                yield self._op("correct planes", ["active", "x"], ["active", "x"], "correct_planes")
-            case AddToPlanes():
-                yield self._op("add to planes", ["x", block.reads], ["x"])
-            case LowRank():
-                yield self._op("low rank", [block.reads], [block.writes], "low_rank")
+            case PositionWise():
+                reads, writes = map(self._values, (block.inputs, block.outputs))
+                yield self._op(block.kind, reads, writes, block.part())
 
     def _value(self, name: str) -> str:
         """The value of this layer that the spec calls by this name."""
         return ffn_in(self.index) if name == "ffn_in" else name
+
+    def _values(self, names: Iterable[str]) -> list[str]:
+        return [self._value(name) for name in names]
 
     def _terms_of(self, name: str) -> tuple[str, ...]:
         return self.terms.get(name) or (self._value(name),)
@@ -303,12 +293,9 @@ class _StepWriter:
         positions = ["position"] if self.form.spec.has_positions else []
         home = self.place
         if home == HOST:
-            x = "active" if self.form.spec.num_planes > 1 else "x"
-            self._outer("embed", HOST, ["token", *positions], x, "embedding", HOST)
-            if self.form.spec.per_layer is not None:
-                self._outer("layer inputs", HOST, [x, "token"], "per_layer", "layer_inputs", HOST)
-            if x == "active":
-                self._outer("begin planes", HOST, [x], "x", "begin_planes", HOST)
+            spec = self.form.spec
+            self._outer("embed", HOST, ["token", *positions], spec.embedded, "embedding", HOST)
+            self._position_wise(spec.first, HOST)
             return
         if positions:
             self._outer("embed", HOST, positions, "x", "positions", HOST)
@@ -329,10 +316,10 @@ class _StepWriter:
     def head(self) -> None:
         form, home = self.form, self.form.head_home
         outer = HOST if form.head == HOST else home
-        if form.spec.num_planes > 1:  # the host has their matrices
+        if form.spec.last:  # the host has their matrices
             self._move(HOST, None)
-            self._outer("end planes", HOST, ["x"], "active", "end_planes", outer)
-            self.x = "active"
+            self._position_wise(form.spec.last, outer)
+            self.x = form.spec.joined
         self._move(form.head, None)
         head_in = self.x
         if form.spec.output_norm is not None:
@@ -342,16 +329,22 @@ class _StepWriter:
         if form.head != HOST:
             self._copy("logits", form.head, HOST, home, None)
 
+    def _position_wise(self, blocks: Iterable[PositionWise], home: str) -> None:
+        for block in blocks:
+            self._outer(block.kind, HOST, block.inputs, block.outputs, block.part(), home)
+
     def _outer(
-        self, kind: Kind, device: str, reads: Sequence[str], y: str, part: str, home: str
-    ) -> None:
+        self, kind: Kind, device: str, reads: Sequence[str], writes: str | Sequence[str], part: str,
+        home: str,
+    ) -> None:  # fmt: skip
+        names = [writes] if isinstance(writes, str) else writes
         self._submit(
             Op(
                 kind=kind,
                 layer=None,
                 device=device,
                 reads=tuple(at(name, device) for name in reads),
-                writes=(at(y, device),),
+                writes=tuple(at(name, device) for name in names),
                 part=part,
                 home=home,
                 weight_bytes=self.form.weight_bytes.get(part, 0),
@@ -384,16 +377,26 @@ class _StepWriter:
             Op(kind="copy", layer=layer, device=home, reads=reads, writes=writes, home=home)
         )
 
+    def _read_on(self, device: str) -> list[str]:
+        """Values of operations before the layers, but the hidden state, that layers on a device read."""
+        form = self.form
+        made = {name for block in form.spec.first for name in block.outputs} - {"x"}
+        on_it = (
+            x for x, p in zip(form.spec.layers, form.places, strict=True) if p.device == device
+        )
+        read = {name for layer in on_it for each in layer.position_wise for name in each.inputs}
+        return sorted(made & read)
+
     def _submit(self, op: Op) -> None:
         """Appends an operation. A visit to a GPU begins by copying the position there, unless the
-        host attends and no layer has a state, and layers' own inputs; a copy between GPUs ends it."""
+        host attends and no layer has a state, and values of operations before the layers; a copy between
+        GPUs ends it."""
         if op.is_between_gpus:
             self.visited = HOST
         elif op.home not in (HOST, self.visited):
             self.visited = op.home
             if self.form.spec.has_states or not self.form.attends_on_host:
                 self._copy("position", HOST, op.home, op.home, None)
-            is_used = any(place.device == op.home for place in self.form.places)
-            if self.form.spec.per_layer is not None and is_used:
-                self._copy("per_layer", HOST, op.home, op.home, None)
+            for name in self._read_on(op.home):
+                self._copy(name, HOST, op.home, op.home, None)
         self.ops.append(op)

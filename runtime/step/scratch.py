@@ -12,9 +12,10 @@ import torch
 from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.cache_layout import cache_layout
 from hotsplit.costs.part_bytes import FLOAT_BYTES
-from hotsplit.model.per_layer import GATE, OUTPUT
-from hotsplit.model.planes import LEFT, RIGHT, ROUTER
-from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, LowRank, Neurons
+from hotsplit.model.low_rank import LEFT, RIGHT, LowRank
+from hotsplit.model.per_layer import GATE, OUTPUT, PerLayer
+from hotsplit.model.planes import ROUTER
+from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE
@@ -34,8 +35,9 @@ def written(p: Pass, index: int, op: Op, held: PoolBytes) -> dict[str, PoolBytes
     width = p.floats(p.spec.hidden_size)
     if op.kind == "predict":  # a byte for each
         return {name: p.tensor(p.num_tokens * p.spec.layers[index].neurons.number)}
-    x = {"x": width * p.spec.num_planes} if "x" in map(name_of, op.writes) else {}
-    if not p.is_on_gpu or (x and p.spec.num_planes > 1):
+    is_wide = p.spec.x_size > p.spec.hidden_size
+    x = {"x": p.floats(p.spec.x_size)} if "x" in map(name_of, op.writes) else {}
+    if not p.is_on_gpu or (x and is_wide):
         return {name: width, **x}
     if op.kind == "norm":
         summed = {read: width} if read == "x" and held.total else {}
@@ -253,8 +255,8 @@ def shared(p: Pass, index: int) -> PoolBytes:
 
 def per_layer(p: Pass, index: int) -> PoolBytes:
     """The layer's input, gates, activated and multiplied, masks of them, and the output."""
-    block, width = p.spec.layers[index].per_layer, p.spec.hidden_size
-    assert block is not None
+    width = p.spec.hidden_size
+    block = next(b for b in p.spec.layers[index].blocks if isinstance(b, PerLayer))
     found = p.floats(block.size) * 5 + p.tensor(p.num_tokens * block.size) * 2 + p.floats(width)
     if p.is_on_gpu:
         found += p.product(p.kind(f"blk.{index}.{GATE}"), width, block.size)
@@ -264,7 +266,7 @@ def per_layer(p: Pass, index: int) -> PoolBytes:
 
 def planes(p: Pass, index: int) -> PoolBytes:
     """The router's input, the planes, what changes them, and their sum."""
-    width, number = p.spec.hidden_size, p.spec.num_planes
+    width, number = p.spec.hidden_size, p.spec.x_size // p.spec.hidden_size
     found = p.floats(width) * (2 + 3 * number)
     if p.is_on_gpu:
         choice, mix = p.floats(number) * 3, p.floats(number**2)

@@ -54,13 +54,14 @@ def pass_pools(p: Pass) -> PoolBytes:
     embedding = p.model.tensors["token_embd.weight"].kind
     own = PoolBytes() if p.is_on_gpu else p.layer_inputs
     most = width * (4 if embedding in FLOATS else 6) | width + _head(p) | width + own * 6
-    if spec.num_planes > 1:  # as they begin and end
-        most |= width * (2 + 3 * spec.num_planes)
+    num_planes = spec.x_size // spec.hidden_size
+    if num_planes > 1:  # as they begin and end
+        most |= width * (2 + 3 * num_planes)
     for index in _distinct_layers(p):
         layer = spec.layers[index]
         # The caller holds the layer's input, and the previous layer's if the predictor reads it.
         has_before = bool(index and layer.predict and layer.predict.input_layer_offset)
-        inputs = width * spec.num_planes
+        inputs = width * num_planes
         inputs += width + kept_norm(p, index - 1) if has_before else PoolBytes()
         alive = {"x": PoolBytes()}
         for op, last in zip(*plain_ops(index, layer), strict=True):

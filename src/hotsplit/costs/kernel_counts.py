@@ -7,21 +7,19 @@ block is one (which also adds the sum before it), and the groups below have as m
 from collections.abc import Sequence
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import (
     Add,
-    AddToPlanes,
     Attention,
     Block,
-    CorrectPlanes,
     DeltaNet,
     LayerSpec,
-    LowRank,
     Neurons,
     Norm,
-    PerLayer,
     Predict,
-    PredictPlanes,
     Route,
+    read_by,
+    written_by,
 )
 
 # Norm and rotate heads, append keys and values; attend to parts of the cache; combine the parts.
@@ -57,15 +55,14 @@ def _lone_sums(blocks: Sequence[Block], after: Sequence[LayerSpec]) -> int:
     after it, unless it is the last."""
     later = [*blocks, *(block for layer in after for block in layer.blocks)]
     readers = (
-        next((b for b in later[index + 1 :] if block.writes in _read_by(b)), None)
+        next(
+            (b for b in later[index + 1 :] if not set(written_by(block)).isdisjoint(read_by(b))),
+            None,
+        )
         for index, block in enumerate(blocks)
         if isinstance(block, Add)
     )
     return sum(reader is not None and not isinstance(reader, Norm | Add) for reader in readers)
-
-
-def _read_by(block: Block) -> tuple[str, ...]:
-    return block.terms if isinstance(block, Add) else (block.reads,)
 
 
 def _kernels(block: Block, *, has_cache: bool) -> int:
@@ -84,13 +81,7 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
             return 2
         case Neurons() if block.suffix == "_shexp":  # hidden values, output, and a gate as a router
             return 4 if block.has_output_gate else 2
-        case PerLayer():  # gate, activation with product, output
-            return 3
-        case PredictPlanes() | CorrectPlanes():  # the router's norm and product, the planes
-            return 3
-        case LowRank():
-            return 2
-        case AddToPlanes():
-            return 1
+        case PositionWise():
+            return block.num_kernels
         case _:  # neurons are counted with the devices that they are on; most sums are in norms
             return 0

@@ -13,7 +13,7 @@ from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
-from hotsplit.model.planes import ENDS
+from hotsplit.model.planes import BEGIN, END
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
@@ -251,13 +251,15 @@ def embedding_bytes(model: ModelFile) -> int:
 
 def ends_bytes(model: ModelFile) -> int:
     """Bytes of what begins and ends planes of the hidden state, which the host reads for each token."""
-    return sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(ENDS))
+    return sum(
+        e.num_bytes for n, e in model.tensors.items() if n.startswith((f"{BEGIN}.", f"{END}."))
+    )
 
 
 def inputs_read(model: ModelFile) -> int:
     """Bytes that the host reads for a token's inputs of all layers: a row of their table, the projection
     of the embedding and the norm; 0 without."""
-    if model.spec.per_layer is None:
+    if not model.spec.first:
         return 0
     table, *others = (model.tensors[f"{name}.weight"] for name in (TABLE, PROJECTION, INPUT_NORM))
     return table.row_bytes + sum(entry.num_bytes for entry in others)

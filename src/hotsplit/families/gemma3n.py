@@ -16,15 +16,25 @@ from hotsplit.families.blueprint import IGNORED, Blueprint, NameOf, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.gemma import LOCAL_THETA, LOGIT_CAP, cap_of, key_cap
-from hotsplit.families.gemma4 import FULL, INPUTS, LEFT_OUT, SHARED, of_layer, sources, unused
+from hotsplit.families.gemma4 import (
+    FULL,
+    INPUTS,
+    LEFT_OUT,
+    SHARED,
+    layer_inputs,
+    of_layer,
+    sources,
+    unused,
+)
 from hotsplit.families.llama import whole_sizes
 from hotsplit.families.row_order import Rows, planes_apart, planes_joined
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model import planes
-from hotsplit.model.per_layer import TABLE, PerLayer
-from hotsplit.model.spec import Activation, LowRank, ModelSpec, Rotary
+from hotsplit.model.low_rank import LEFT, LowRank
+from hotsplit.model.per_layer import TABLE, LayerInputs, PerLayer
+from hotsplit.model.spec import Activation, Add, Attention, LayerSpec, ModelSpec, Neurons, Rotary
 from hotsplit.model.tensors import KEY_NORM
 
 if TYPE_CHECKING:
@@ -156,7 +166,8 @@ def gemma3n_spec(
     cutoff_L: Sequence[float | None], numbers: Numbers,
 ) -> ModelSpec:  # fmt: skip
     layers = [
-        sizes.arrangement().planes(
+        _layer(
+            sizes,
             replace(
                 sizes.attention(
                     numbers.rotaries[is_local], window=numbers.window if is_local else None, scale=1.0,
@@ -165,19 +176,53 @@ def gemma3n_spec(
                 source=source,
             ),
             replace(sizes.neurons(numbers.activation), cutoff=cutoff),
-            PerLayer(size=numbers.inputs, activation=numbers.activation),
-            num_planes=numbers.num_planes,
-            rank=numbers.rank,
+            numbers,
         )
         for sizes, is_local, source, cutoff in zip(
             sizes_L, is_local_L, source_L, cutoff_L, strict=True
         )
     ]  # fmt: skip
-    spec = sizes_L[0].model(
-        "gemma3n", layers, embedding_scale=math.sqrt(sizes_L[0].hidden_size),
-        logit_cap=numbers.logit_cap, inputs=numbers.inputs,
+    any_sizes, num_planes = sizes_L[0], numbers.num_planes
+    spec = any_sizes.model(
+        "gemma3n", layers, embedding_scale=math.sqrt(any_sizes.hidden_size),
+        logit_cap=numbers.logit_cap,
     )  # fmt: skip
-    return replace(spec, num_planes=numbers.num_planes)
+    inputs = layer_inputs(spec, numbers.inputs, any_sizes.epsilon, reads="active")
+    return replace(
+        spec,
+        first=(inputs, planes.BeginPlanes(num_planes=num_planes)),
+        last=(planes.EndPlanes(num_planes=num_planes),),
+    )
+
+
+def _layer(sizes: Sizes, attention: Attention, neurons: Neurons, numbers: Numbers) -> LayerSpec:
+    """Norms before and after each block on the active one of several planes, with a product of low rank
+    beside attention; what the layer's own input adds goes to the other planes."""
+    norm, num_planes = sizes.arrangement().make_norm, numbers.num_planes
+    low_rank = LowRank(rank=numbers.rank)
+    own = PerLayer(size=numbers.inputs, activation=numbers.activation, reads="active")
+    out, added = low_rank.writes, own.writes
+    router_norm = norm(f"{planes.ROUTER}_norm", "active", "active")
+    return LayerSpec(
+        blocks=(
+            planes.PredictPlanes(num_planes=num_planes, norm=router_norm),
+            norm("attn_norm", "active", "attn_in"),
+            low_rank,
+            norm("laurel_post_norm", out, out),
+            Add(terms=("attn_in", out), writes=out),
+            attention,
+            norm("post_attention_norm", "attn_out", "attn_out"),
+            Add(terms=("active", "attn_out", out), writes="active", times=math.sqrt(0.5)),
+            norm("ffn_norm", "active", "ffn_in"),
+            neurons,
+            norm("post_ffw_norm", "ffn_out", "ffn_out"),
+            Add(terms=("active", "ffn_out"), writes="active"),
+            planes.CorrectPlanes(num_planes=num_planes),
+            own,
+            norm("post_norm", added, added),
+            planes.AddToPlanes(num_planes=num_planes, reads=added),
+        )
+    )
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
@@ -189,7 +234,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         raise HotsplitError(
             f"{read.path}: altup.active_idx is not 0: the active plane is the first here"
         )
-    left = read.tensors.get(f"blk.0.{planes.LEFT}.weight")
+    left = read.tensors.get(f"blk.0.{LEFT}.weight")
     numbers = Numbers(
         num_planes=min(read.count("altup.num_inputs", 4), planes.MOST_PLANES),
         rank=64 if left is None else left.shape[0],
@@ -219,7 +264,10 @@ def _cutoffs_of_keys(read: "KeyReader", num_layers: int) -> list[float | None]:
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
     attentions = spec.attentions
     local = next((a for a in attentions if a.window is not None), attentions[-1])
-    assert local.rotary is not None and spec.per_layer is not None
+    inputs, begin = spec.first
+    assert (
+        local.rotary and isinstance(inputs, LayerInputs) and isinstance(begin, planes.BeginPlanes)
+    )
     cutoffs = [layer.neurons.cutoff for layer in spec.layers]
     return {
         "attention.sliding_window": np.uint32(local.window or spec.context_length),
@@ -227,9 +275,9 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
         "rope.freq_base_swa": np.float32(local.rotary.theta),
         LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
         "altup.active_idx": np.uint32(0),
-        "altup.num_inputs": np.uint32(spec.num_planes),
+        "altup.num_inputs": np.uint32(begin.num_planes),
         SHARED: np.uint32(sum(a.source is not None for a in attentions)),
-        INPUTS: np.uint32(spec.per_layer.size),
+        INPUTS: np.uint32(inputs.size),
         CUTOFFS: [-math.inf if cutoff is None else cutoff for cutoff in cutoffs],
     }
 
@@ -237,9 +285,10 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 def not_in_stock(spec: ModelSpec) -> str | None:
     """What llama.cpp's graph has no key for."""
     is_cut_L = [layer.neurons.cutoff is not None for layer in spec.layers]
-    assert spec.per_layer is not None
+    inputs, begin = spec.first
+    assert isinstance(inputs, LayerInputs) and isinstance(begin, planes.BeginPlanes)
     ranks = {b.rank for layer in spec.layers for b in layer.blocks if isinstance(b, LowRank)}
-    numbers = spec.num_planes, max(ranks), spec.per_layer.size
+    numbers = begin.num_planes, max(ranks), inputs.size
     if numbers != STOCK_NUMBERS:
         return f"has {_words(STOCK_NUMBERS)}, this model {_words(numbers)}"
     num_own = sum(attention.source is None for attention in spec.attentions)

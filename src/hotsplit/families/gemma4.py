@@ -35,7 +35,7 @@ from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
-from hotsplit.model.per_layer import PerLayer
+from hotsplit.model.per_layer import LayerInputs, PerLayer
 from hotsplit.model.spec import Activation, ModelSpec, Neurons, Rotary, Route
 from hotsplit.model.tensors import KEY_NORM, OWN_SCALES, ROUTER
 
@@ -250,12 +250,24 @@ def gemma4_spec(
             ),
             _feed_forward(heads.sizes, activation, experts),
             scale=SCALE if SCALE in options else "",
-            per_layer=PerLayer(size=inputs, activation=activation) if inputs else None,
+            own=PerLayer(size=inputs, activation=activation) if inputs else None,
         )
         for heads in heads_L
     ]  # fmt: skip
     scale = math.sqrt(sizes.hidden_size)
-    return sizes.model("gemma4", layers, embedding_scale=scale, logit_cap=logit_cap, inputs=inputs)
+    spec = sizes.model("gemma4", layers, embedding_scale=scale, logit_cap=logit_cap)
+    return replace(spec, first=(layer_inputs(spec, inputs, sizes.epsilon),)) if inputs else spec
+
+
+def layer_inputs(spec: ModelSpec, size: int, epsilon: float, *, reads: str = "x") -> LayerInputs:
+    """What makes the layers' own inputs, of `size` values each."""
+    return LayerInputs(
+        size=size,
+        epsilon=epsilon,
+        num_layers=spec.num_layers,
+        vocab_size=spec.vocab_size,
+        reads=reads,
+    )
 
 
 def _feed_forward(
@@ -320,7 +332,9 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
         "rope.freq_base_swa": np.float32(local.rotary.theta),
         LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
         SHARED: np.uint32(sum(a.source is not None for a in attentions)),
-        INPUTS: np.uint32(spec.per_layer.size if spec.per_layer else 0),
+        INPUTS: np.uint32(
+            max((each.size for each in spec.first if isinstance(each, LayerInputs)), default=0)
+        ),
     }
     for a, suffix in ((whole, ""), (local, "_swa")):
         found[f"attention.key_length{suffix}"] = np.uint32(a.head_dim)

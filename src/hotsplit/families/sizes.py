@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hotsplit.model.arrangements import Arrangement
-from hotsplit.model.per_layer import PerLayerInputs
 from hotsplit.model.spec import (
     Activation,
     Attention,
@@ -82,9 +81,8 @@ class Sizes:
     def model(
         self, architecture: str, layers: Iterable[LayerSpec], *, output_norm: NormKind | None = "rms",
         embedding_scale: float = 1.0, logit_scale: float = 1.0, logit_cap: float | None = None,
-        has_positions: bool = False, inputs: int = 0,
+        has_positions: bool = False,
     ) -> ModelSpec:  # fmt: skip
-        """`inputs`: values of each layer's own input; 0 without."""
         last = Norm(
             name="output_norm", kind=output_norm or "rms", size=self.hidden_size,
             epsilon=self.epsilon,
@@ -100,7 +98,6 @@ class Sizes:
             logit_scale=logit_scale,
             logit_cap=logit_cap,
             has_positions=has_positions,
-            per_layer=PerLayerInputs(size=inputs, epsilon=self.epsilon) if inputs else None,
         )
 
     def alike(self, layer: LayerSpec) -> tuple[LayerSpec, ...]:

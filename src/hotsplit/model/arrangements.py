@@ -1,12 +1,9 @@
 """The orders of blocks that the layers of models have."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hotsplit.model.per_layer import PerLayer
-from hotsplit.model.planes import ROUTER as ROUTER_OF_PLANES
-from hotsplit.model.planes import AddToPlanes, CorrectPlanes, LowRank, PredictPlanes
+from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -38,7 +35,7 @@ class Arrangement:
     hidden_size: int
     epsilon: float
 
-    def _norm(self, name: str, reads: str, writes: str, **own: Any) -> Norm:
+    def make_norm(self, name: str, reads: str, writes: str, **own: Any) -> Norm:
         return Norm(
             name=name, kind=self.norm, size=self.hidden_size, epsilon=self.epsilon,
             reads=reads, writes=writes, **own,
@@ -61,10 +58,10 @@ class Arrangement:
         return LayerSpec(
             blocks=(
                 *first,
-                self._norm("attn_norm", "x", "attn_in"),
+                self.make_norm("attn_norm", "x", "attn_in"),
                 mixer,
                 Add(terms=("x", "attn_out"), factor=factor),
-                self._norm(second, "x", "ffn_in"),
+                self.make_norm(second, "x", "ffn_in"),
                 *blocks,
                 Add(terms=("x", *outputs), factor=factor),
             )
@@ -76,10 +73,10 @@ class Arrangement:
             blocks=(
                 replace(attention, reads="x"),
                 Add(terms=("x", "attn_out")),
-                self._norm("attn_norm", "x", "ffn_in"),
+                self.make_norm("attn_norm", "x", "ffn_in"),
                 neurons,
                 Add(terms=("ffn_in", "ffn_out")),
-                self._norm("ffn_norm", "x", "x"),
+                self.make_norm("ffn_norm", "x", "x"),
             )
         )
 
@@ -88,10 +85,10 @@ class Arrangement:
         return LayerSpec(
             blocks=(
                 replace(attention, reads="x"),
-                self._norm("post_attention_norm", "attn_out", "attn_out"),
+                self.make_norm("post_attention_norm", "attn_out", "attn_out"),
                 Add(terms=("x", "attn_out"), writes="ffn_in"),
                 neurons,
-                self._norm("post_ffw_norm", "ffn_out", "ffn_out"),
+                self.make_norm("post_ffw_norm", "ffn_out", "ffn_out"),
                 Add(terms=("ffn_in", "ffn_out")),
             )
         )
@@ -100,10 +97,10 @@ class Arrangement:
         """Attention and feed-forward read the same hidden state, through one norm or one each
         (Falcon)."""
         has_two = num_norms == 2
-        second = (self._norm("attn_norm_2", "x", "attn_in"),) if has_two else ()
+        second = (self.make_norm("attn_norm_2", "x", "attn_in"),) if has_two else ()
         return LayerSpec(
             blocks=(
-                self._norm("attn_norm", "x", "ffn_in"),
+                self.make_norm("attn_norm", "x", "ffn_in"),
                 *second,
                 attention if has_two else replace(attention, reads="ffn_in"),
                 Add(terms=("x", "attn_out")),
@@ -114,64 +111,30 @@ class Arrangement:
 
     def sandwich(
         self, attention: Attention, neurons: Neurons | Mixture, *, scale: str = "",
-        per_layer: PerLayer | None = None,
+        own: PositionWise | None = None,
     ) -> LayerSpec:  # fmt: skip
         """Norms before and after attention and feed-forward, all before the sums (Gemma). `scale`: the
-        name of a factor of the layer's result (Gemma 4). `per_layer`: what the layer's own input adds at
-        its end, through a norm (the E-models of Gemma 4)."""
+        name of a factor of the layer's result (Gemma 4). `own`: an operation whose output is added at the
+        layer's end, through a norm (the E-models of Gemma 4)."""
         blocks, written = self._normed(neurons)
         last: tuple[Block, ...] = (Add(terms=("x", "ffn_out"), scale=scale),)
-        if per_layer is not None:
+        if own is not None:
+            (added,) = own.outputs
             last = (
                 Add(terms=("x", "ffn_out")),
-                per_layer,
-                self._norm("post_norm", per_layer.writes, per_layer.writes),
-                Add(terms=("x", per_layer.writes), scale=scale),
+                own,
+                self.make_norm("post_norm", added, added),
+                Add(terms=("x", added), scale=scale),
             )
         return LayerSpec(
             blocks=(
-                self._norm("attn_norm", "x", "attn_in"),
+                self.make_norm("attn_norm", "x", "attn_in"),
                 attention,
-                self._norm("post_attention_norm", "attn_out", "attn_out"),
+                self.make_norm("post_attention_norm", "attn_out", "attn_out"),
                 Add(terms=("x", "attn_out")),
                 *blocks,
-                self._norm("post_ffw_norm", written, "ffn_out"),
+                self.make_norm("post_ffw_norm", written, "ffn_out"),
                 *last,
-            )
-        )
-
-    def planes(
-        self,
-        attention: Attention,
-        neurons: Neurons,
-        per_layer: PerLayer,
-        *,
-        num_planes: int,
-        rank: int,
-    ) -> LayerSpec:
-        """`sandwich` on the active one of several planes, with a product of low rank beside attention; what
-        the layer's own input adds goes to the other planes (Gemma 3n)."""
-        router_norm = self._norm(f"{ROUTER_OF_PLANES}_norm", "active", "active")
-        low_rank = LowRank(rank=rank)
-        out = low_rank.writes
-        return LayerSpec(
-            blocks=(
-                PredictPlanes(num_planes=num_planes, norm=router_norm),
-                self._norm("attn_norm", "active", "attn_in"),
-                low_rank,
-                self._norm("laurel_post_norm", out, out),
-                Add(terms=("attn_in", out), writes=out),
-                attention,
-                self._norm("post_attention_norm", "attn_out", "attn_out"),
-                Add(terms=("active", "attn_out", out), writes="active", times=math.sqrt(0.5)),
-                self._norm("ffn_norm", "active", "ffn_in"),
-                neurons,
-                self._norm("post_ffw_norm", "ffn_out", "ffn_out"),
-                Add(terms=("active", "ffn_out"), writes="active"),
-                CorrectPlanes(num_planes=num_planes, norm=router_norm),
-                replace(per_layer, reads="active"),
-                self._norm("post_norm", per_layer.writes, per_layer.writes),
-                AddToPlanes(reads=per_layer.writes),
             )
         )
 
@@ -180,18 +143,18 @@ class Arrangement:
         router, the experts and those that always fire each have a norm of their own, and the latter
         two another before they are added (Gemma 4)."""
         if isinstance(neurons, Neurons):
-            return (self._norm("ffn_norm", "x", "ffn_in"), neurons), "ffn_out"
+            return (self.make_norm("ffn_norm", "x", "ffn_in"), neurons), "ffn_out"
         shared = neurons.shared
         assert shared is not None
         factor = self.hidden_size**-0.5
         return (
-            self._norm(ROUTER, "x", neurons.route.reads, part="scale", factor=factor),
+            self.make_norm(ROUTER, "x", neurons.route.reads, part="scale", factor=factor),
             neurons.route,
-            self._norm("pre_ffw_norm_2", "x", "ffn_in"),
+            self.make_norm("pre_ffw_norm_2", "x", "ffn_in"),
             neurons.experts,
-            self._norm("ffn_norm", "x", shared.reads),
+            self.make_norm("ffn_norm", "x", shared.reads),
             shared,
-            self._norm("post_ffw_norm_1", shared.writes, shared.reads),
-            self._norm("post_ffw_norm_2", "ffn_out", "ffn_out"),
+            self.make_norm("post_ffw_norm_1", shared.writes, shared.reads),
+            self.make_norm("post_ffw_norm_2", "ffn_out", "ffn_out"),
             Add(terms=(shared.reads, "ffn_out"), writes=shared.reads),
         ), shared.reads

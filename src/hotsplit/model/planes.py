@@ -1,60 +1,152 @@
 """A hidden state of several planes, of which a layer computes one and estimates the others (AltUp, Baykal et al.
-2023, arXiv 2301.13310; transformers, modeling_gemma3n.py), and a residual sum with a product of low rank
-(LAuReL, arXiv 2411.07501).
+2023, arXiv 2301.13310; transformers, modeling_gemma3n.py).
 
 Value `x` of such a model has all planes of a token, [P D], the active one first; `active` is the one that the
-blocks of a layer read and write. A router reads it: r_P = tanh(W_PD norm(active) / D).
+blocks of a layer read and write. A router reads it: r_P = tanh(W_PD norm(active) / D). The hidden state begins
+as the embedding e and W_i e for i = 1 .. P - 1, each with the magnitude of e, and ends as the mean of x_0 and
+V_i x_i, each with that of x_0.
 
-Letters: P planes, D hidden size, R rank."""
+Letters: P planes, D hidden size."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from hotsplit.model.position_wise import PositionWise, Shapes
 
 if TYPE_CHECKING:
     from hotsplit.model.spec import Norm
 
 # llama.cpp's names, of a layer and of the model.
 ROUTER, PREDICT, CORRECT = "altup_router", "altup_predict_coef", "altup_correct_coef"
-SCALE, LEFT, RIGHT = "altup_correct_scale", "laurel_l", "laurel_r"
+SCALE = "altup_correct_scale"
 BEGIN, END = "altup_proj", "altup_unembd_proj"
-ENDS = (f"{BEGIN}.", f"{END}.")
 LEAST_SQUARE = 1e-5  # the least mean square that a plane's magnitude is divided by
 MOST_PLANES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictPlanes:
+class OfPlanes(PositionWise):
+    """What operations on planes share: `x` and `active`."""
+
+    room: ClassVar[str] = "planes"
+    num_planes: int
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return "active", "x"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return "active", "x"
+
+    def values(self, hidden_size: int) -> Mapping[str, int]:
+        return {"active": hidden_size, "x": self.num_planes * hidden_size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictPlanes(OfPlanes):
     """x_i = x_i + the sum over j of (C r)_ij x_j, with C [P P, P]; writes the first to `active`, too."""
 
-    num_planes: int
+    kind: ClassVar[str] = "predict planes"
+    num_kernels: ClassVar[int] = 3  # the router's norm and product, the planes
     norm: "Norm"  # of the router
-    reads: str = "x"
-    writes: str = "active"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        return {
+            f"{self.norm.name}.{self.norm.part}": (self.norm.size,),
+            f"{ROUTER}.weight": (self.num_planes, hidden_size),
+            f"{PREDICT}.weight": (self.num_planes**2, self.num_planes),
+        }
+
+    def scratch(self, hidden_size: int) -> int:
+        """The router's input, and its choice."""
+        return hidden_size + self.num_planes
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectPlanes:
+class CorrectPlanes(OfPlanes):
     """x_i = x_i + (1 + (C r)_i) (active - x_0), with C [P, P] and the router's choice by `active`, which then
-    becomes x_0 * s, with s [D]."""
+    becomes x_0 * s, with s [D]. The router is that of PredictPlanes."""
 
-    num_planes: int
-    norm: "Norm"  # of the router, which is that of PredictPlanes
-    reads: str = "active"
-    writes: str = "active"
+    kind: ClassVar[str] = "correct planes"
+    num_kernels: ClassVar[int] = 3
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        return {
+            f"{CORRECT}.weight": (self.num_planes, self.num_planes),
+            f"{SCALE}.weight": (hidden_size,),
+        }
+
+    def scratch(self, hidden_size: int) -> int:
+        return hidden_size + self.num_planes
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddToPlanes:
+class AddToPlanes(OfPlanes):
     """Adds a value to all planes but the first."""
 
+    kind: ClassVar[str] = "add to planes"
+    num_kernels: ClassVar[int] = 1
     reads: str
-    writes: str = "x"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return "x", self.reads
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def values(self, hidden_size: int) -> Mapping[str, int]:
+        return {"x": self.num_planes * hidden_size}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank:
-    """y = W_DR W_RD x."""
+class BeginPlanes(OfPlanes):
+    """All planes from the embedding, with a matrix [D, D] for each but the first."""
 
-    rank: int
-    reads: str = "attn_in"
-    writes: str = "laurel_out"
+    kind: ClassVar[str] = "begin planes"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("active",)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        return _squares(BEGIN, self.num_planes, hidden_size)
+
+    def values(self, hidden_size: int) -> Mapping[str, int]:
+        return {"x": self.num_planes * hidden_size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndPlanes(OfPlanes):
+    """One hidden state from all planes, with a matrix [D, D] for each but the first."""
+
+    kind: ClassVar[str] = "end planes"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("x",)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("active",)
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        return _squares(END, self.num_planes, hidden_size)
+
+    def values(self, hidden_size: int) -> Mapping[str, int]:
+        return {"active": hidden_size}
+
+
+def _squares(name: str, num_planes: int, hidden_size: int) -> Shapes:
+    return {f"{name}.{plane}.weight": (hidden_size, hidden_size) for plane in range(num_planes - 1)}

@@ -13,7 +13,7 @@ Letters: D hidden size, F neurons of a layer, E experts, H heads, K key-value he
 predictor rank."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -21,8 +21,7 @@ from typing import Any, Literal
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.neurons import SMOOTH, Activation, Neurons
-from hotsplit.model.per_layer import PerLayer, PerLayerInputs
-from hotsplit.model.planes import AddToPlanes, CorrectPlanes, LowRank, PredictPlanes
+from hotsplit.model.position_wise import TOKEN, PositionWise
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 from hotsplit.model.route import Route
 
@@ -150,10 +149,19 @@ class Add:
 
 
 Mixer = Attention | DeltaNet
-OfPlanes = PredictPlanes | CorrectPlanes | AddToPlanes
-Block = (
-    Norm | Attention | DeltaNet | Predict | Route | Neurons | PerLayer | Add | OfPlanes | LowRank
-)
+Block = Norm | Attention | DeltaNet | Predict | Route | Neurons | Add | PositionWise
+
+
+def read_by(block: Block) -> tuple[str, ...]:
+    """The values that a block reads."""
+    if isinstance(block, Add):
+        return block.terms
+    return block.inputs if isinstance(block, PositionWise) else (block.reads,)
+
+
+def written_by(block: Block) -> tuple[str, ...]:
+    """The values that a block writes."""
+    return block.outputs if isinstance(block, PositionWise) else (block.writes,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +203,8 @@ class LayerSpec:
         return next((block for block in self.blocks if isinstance(block, Predict)), None)
 
     @cached_property
-    def per_layer(self) -> PerLayer | None:
-        return next((block for block in self.blocks if isinstance(block, PerLayer)), None)
+    def position_wise(self) -> tuple[PositionWise, ...]:
+        return tuple(block for block in self.blocks if isinstance(block, PositionWise))
 
     @cached_property
     def norms(self) -> dict[str, Norm]:
@@ -212,7 +220,7 @@ class LayerSpec:
     def _norm_before(self, reader: Mixer | Neurons) -> Norm | None:
         """The last block before `reader` that writes its input, if that is a norm."""
         before = self.blocks[: self.blocks.index(reader)]
-        writer = next((b for b in reversed(before) if b.writes == reader.reads), None)
+        writer = next((b for b in reversed(before) if reader.reads in written_by(b)), None)
         return writer if isinstance(writer, Norm) else None
 
     def with_predict(self, predict: Predict | None) -> "LayerSpec":
@@ -236,12 +244,9 @@ class ModelSpec:
     """A decoder. `architecture` is llama.cpp's name of its graph, or PowerInfer's.
     `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives; with a
     `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2);
-    `has_positions`: learned positions are added to the embedding; `per_layer`: what layers with a
-    PerLayer block get, from the host, which then embeds. `pooling`: how a text's vector comes of its
-    hidden states; None: the model does not say.
-
-    With `num_planes` P above 1, the hidden state begins as the embedding e and W_i e for i = 1 .. P - 1, each
-    with the magnitude of e, and ends as the mean of x_0 and V_i x_i, each with that of x_0 (model/planes.py)."""
+    `has_positions`: learned positions are added to the embedding; `first` and `last`: operations between
+    the embedding and the layers, and between these and the output norm, on the host, which then embeds.
+    `pooling`: how a text's vector comes of its hidden states; None: the model does not say."""
 
     architecture: str
     hidden_size: int
@@ -253,9 +258,9 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     has_positions: bool = False
-    per_layer: PerLayerInputs | None = None
+    first: tuple[PositionWise, ...] = ()
+    last: tuple[PositionWise, ...] = ()
     pooling: Pooling | None = None
-    num_planes: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -321,10 +326,31 @@ class ModelSpec:
             self.has_cutoffs and neurons.cutoff is None and neurons.activation in SMOOTH
         )
 
+    @cached_property
+    def value_sizes(self) -> Mapping[str, int]:
+        """f32 values of a token, of each value that position-wise operations write."""
+        of_layers = (block for layer in self.layers for block in layer.position_wise)
+        found: dict[str, int] = {}
+        for block in (*self.first, *of_layers, *self.last):
+            for name, size in block.values(self.hidden_size).items():
+                found[name] = max(size, found.get(name, 0))
+        return found
+
     @property
-    def num_inputs(self) -> int:
-        """Values of the inputs that a token has of all layers' own."""
-        return 0 if self.per_layer is None else self.num_layers * self.per_layer.size
+    def x_size(self) -> int:
+        """f32 values of a token's hidden state."""
+        return self.value_sizes.get("x", self.hidden_size)
+
+    @property
+    def embedded(self) -> str:
+        """The value that the embedding writes."""
+        read = (name for block in self.first for name in block.inputs if name != TOKEN)
+        return next(read, "x")
+
+    @property
+    def joined(self) -> str:
+        """The value that the output norm or the head reads."""
+        return self.last[-1].outputs[0] if self.last else "x"
 
     @property
     def has_experts(self) -> bool:

@@ -20,7 +20,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("shared experts", each(_shared)),
         ("heads", each(lambda layer: _heads(layer.attention))),
         ("keys and values", _shared_keys(spec)),
-        ("inputs of layers", f"{spec.per_layer.size:,} values each" if spec.per_layer else ""),
+        *(fact for block in (*spec.first, *spec.last) for fact in block.facts.items()),
         ("delta nets", each(lambda layer: _delta(spec, layer.delta))),
         ("vocabulary", f"{spec.vocab_size:,}"),
         ("context", f"{spec.context_length:,}"),

@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-from hotsplit.model import planes
-from hotsplit.model.per_layer import GATE, INPUT_NORM, OUTPUT, PROJECTION, TABLE, PerLayer
-from hotsplit.model.planes import CorrectPlanes, LowRank, PredictPlanes
+from hotsplit.model.position_wise import PositionWise, Shapes
 from hotsplit.model.rope import LONG, SHORT
 from hotsplit.model.spec import (
     Add,
@@ -24,7 +22,6 @@ from hotsplit.model.spec import (
 )
 
 Layout = Literal["sparse", "stock"]
-Shapes = dict[str, tuple[int, ...]]
 QUERY_NORM, KEY_NORM, SINKS = "attn_q_norm", "attn_k_norm", "attn_sinks.weight"
 CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
 OWN_SCALES = "ffn_down_exps.scale"
@@ -48,19 +45,8 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
                 shapes |= _route(block, spec.hidden_size)
             case Predict():
                 shapes |= _predict(block, spec.hidden_size, layer.neurons.number)
-            case PerLayer():
-                shapes[f"{GATE}.weight"] = (block.size, spec.hidden_size)
-                shapes[f"{OUTPUT}.weight"] = (spec.hidden_size, block.size)
-            case PredictPlanes():
-                shapes |= _norm(block.norm)
-                shapes[f"{planes.ROUTER}.weight"] = (block.num_planes, spec.hidden_size)
-                shapes[f"{planes.PREDICT}.weight"] = (block.num_planes**2, block.num_planes)
-            case CorrectPlanes():
-                shapes[f"{planes.CORRECT}.weight"] = (block.num_planes, block.num_planes)
-                shapes[f"{planes.SCALE}.weight"] = (spec.hidden_size,)
-            case LowRank():
-                shapes[f"{planes.LEFT}.weight"] = (block.rank, spec.hidden_size)
-                shapes[f"{planes.RIGHT}.weight"] = (spec.hidden_size, block.rank)
+            case PositionWise():
+                shapes |= block.shapes(spec.hidden_size)
             case Add():
                 shapes |= {f"{block.scale}.weight": (1,)} if block.scale else {}
     return dict(sorted(shapes.items(), key=lambda item: item[0].endswith(".bias")))
@@ -81,13 +67,8 @@ def outer_shapes(spec: ModelSpec) -> Shapes:
     shapes: Shapes = {"token_embd.weight": (spec.vocab_size, spec.hidden_size)}
     if spec.has_positions:
         shapes["position_embd.weight"] = (spec.context_length, spec.hidden_size)
-    if spec.per_layer is not None:
-        shapes[f"{TABLE}.weight"] = (spec.vocab_size, spec.num_inputs)
-        shapes[f"{PROJECTION}.weight"] = (spec.num_inputs, spec.hidden_size)
-        shapes[f"{INPUT_NORM}.weight"] = (spec.per_layer.size,)
-    for plane in range(spec.num_planes - 1):
-        square = (spec.hidden_size, spec.hidden_size)
-        shapes |= {f"{name}.{plane}.weight": square for name in (planes.BEGIN, planes.END)}
+    for block in (*spec.first, *spec.last):
+        shapes |= block.shapes(spec.hidden_size)
     return shapes if spec.output_norm is None else shapes | _norm(spec.output_norm)
 
 
@@ -123,7 +104,7 @@ def is_neuron_major(name: str) -> bool:
 
 def is_router(name: str) -> bool:
     """True for the matrix of a router, which decides in f32."""
-    return name.endswith((f"{ROUTER}.weight", f"{planes.ROUTER}.weight"))
+    return name.endswith((f"{ROUTER}.weight", "_router.weight"))
 
 
 def is_vector(name: str, shape: tuple[int, ...]) -> bool:

@@ -1,0 +1,64 @@
+"""A product of low rank: in torch, as a struct for C++, and as a GPU's kernels; model/low_rank.py has the
+formula.
+
+Letters: T tokens, D hidden size, R rank."""
+
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import Structure
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotsplit.model.low_rank import LEFT, RIGHT
+from hotsplit.model.low_rank import LowRank as Block
+from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.reader import Reader
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.matrix import Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Loaded):
+    block: Block
+    left: Linear  # [R, D]
+    right: Linear  # [D, R]
+    on_bytes: Callable[[int], None]  # receives weight bytes read by the CPU
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.left, self.right
+
+    def forward(self, x_TD: Tensor | gpu_products.Factor) -> tuple[Tensor, ...]:
+        if not gpu_products.is_gpu(x_TD.device):
+            self.on_bytes(self.left.num_bytes + self.right.num_bytes)
+        return (self.right.apply(self.left.apply(x_TD)),)
+
+    def launch(
+        self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        ((x_D,), (y_D,)) = read, written
+        inner_R = carved(scratch, x_D, self.block.rank)
+        on.dot(self.left, x_D, inner_R)
+        on.dot(self.right, inner_R, y_D)
+
+
+def load(
+    load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device
+) -> Iterator[LowRank]:
+    for block in blocks:
+        left, right = (load.linear(in_layer(layer, name), device) for name in (LEFT, RIGHT))
+        yield LowRank(block=block, left=left, right=right, on_bytes=load.count_attention)
+
+
+class LowRankStruct(Structure):
+    _fields_ = [("left", MatrixStruct), ("right", MatrixStruct)]
+
+
+def low_rank_struct(structs: Structs, low_rank: Loaded | None) -> LowRankStruct:
+    if low_rank is None:
+        return LowRankStruct()
+    assert isinstance(low_rank, LowRank)
+    return LowRankStruct(left=structs.linear(low_rank.left), right=structs.linear(low_rank.right))

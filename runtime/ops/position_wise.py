@@ -1,0 +1,71 @@
+"""Loaded position-wise operations (model/position_wise.py), of a layer or outside the layers. The module that
+a block names as its room has a function
+
+    load(load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device) -> Iterable[Loaded]
+
+for the blocks that name it of one layer or, without one, outside the layers, in order."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hotsplit.model.position_wise import PositionWise
+from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.reader import Reader
+from hotsplit.runtime.weights.matrix import Linear
+
+
+class Loaded(ABC):
+    """A loaded operation on its device."""
+
+    block: Any  # its PositionWise
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices that it multiplies by."""
+        return ()
+
+    @abstractmethod
+    def forward(self, *read: Any) -> tuple[Tensor, ...]:
+        """Its outputs, f32 [T, size] each, from its inputs, in the order of the block; the definition. A
+        GPU's inputs may be sums and norms that are not computed yet (see gpu_products.Factor)."""
+
+    def launch(
+        self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        """Submits its kernels. `read`, `written`: buffers of its inputs and outputs, [T, size], or [size]
+        for one row; `scratch`: flat memory for `block.scratch` values of each row."""
+        raise NotImplementedError(f"{self.block.kind} on a GPU")
+
+    def of_layer(self, index: int) -> Self:
+        """The operation in passes over this layer alone: of a value that has a part for each layer, it
+        makes or reads this layer's."""
+        return self
+
+
+def load_all(
+    load: Reader, blocks: Sequence[PositionWise], layer: int | None, device: torch.device
+) -> Mapping[str, Loaded]:
+    """The operations of a layer, or outside the layers, by kind, in order."""
+    found: dict[str, Loaded] = {}
+    for room in dict.fromkeys(block.room for block in blocks):
+        own = [block for block in blocks if block.room == room]
+        module = import_module(f"hotsplit.runtime.ops.{room}")
+        found |= {each.block.kind: each for each in module.load(load, own, layer, device)}
+    return {block.kind: found[block.kind] for block in blocks}
+
+
+def in_layer(layer: int | None, name: str) -> str:
+    """The name in the model of what has this name within the layer; None: outside the layers."""
+    return name if layer is None else f"blk.{layer}.{name}"
+
+
+def carved(scratch: Tensor, like: Tensor, size: int) -> Tensor:
+    """The beginning of flat memory as [T, size], or [size], with the rows of `like`."""
+    shape = (*like.shape[:-1], size)
+    return scratch.flatten()[: prod(shape)].view(shape)
