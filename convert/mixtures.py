@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hotsplit.model.per_layer import TABLE
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import TYPES
 
@@ -21,9 +20,6 @@ def main_type(name: str) -> str:
     return name[:-2] if name in NAMES else name
 
 
-EMBEDDINGS = ("token_embd.weight", f"{TABLE}.weight")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Roles:
     """What the choice depends on beside a matrix's name.
@@ -35,6 +31,8 @@ class Roles:
     is_tied: bool  # the embedding is the output head too
     num_layers: int
     num_experts: int
+    tables: tuple[str, ...] = ("token_embd.weight",)  # matrices of which a token reads one row
+    unquantised: frozenset[str] = frozenset()  # matrices that stay in 16 or 32 bits
 
     @classmethod
     def of(cls, spec: ModelSpec, *, is_tied: bool) -> "Roles":
@@ -47,12 +45,14 @@ class Roles:
             is_tied=is_tied,
             num_layers=spec.num_layers,
             num_experts=max((x.route.num_experts for x in spec.layers if x.route), default=1),
+            tables=spec.tables,
+            unquantised=frozenset(name for block in spec.first for name in block.unquantised),
         )
 
     def type_in(self, mixture: str, name: str) -> str:
         """The type of a matrix in one of NAMES or NAMED_AS_TYPES, by its name in either layout; its rows
         may not fit it."""
-        if name == "output.weight" or (self.is_tied and name in EMBEDDINGS):
+        if name == "output.weight" or (self.is_tied and name in self.tables):
             return "q8_0" if self.is_falcon else "q6_k"
         found = re.match(r"blk\.(\d+)\.(\w+)\.weight$", name)
         if found is None:

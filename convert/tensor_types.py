@@ -15,15 +15,14 @@ from hotsplit.convert.same_values import SAME_VALUES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
-from hotsplit.model.per_layer import PROJECTION
 from hotsplit.model.tensors import is_router, is_vector
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES, SMALLER_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTypes:
-    """Vectors and routers are f32; the projection of layers' own inputs is f16 at least, as llama.cpp's
-    quantiser leaves it as it is. Other matrices are `outtype`, or what it says for their role if it
+    """Vectors and routers are f32; matrices that llama.cpp's quantiser leaves as they are (`roles`) are f16
+    at least. Other matrices are `outtype`, or what it says for their role if it
     is a mixture, which needs `roles`; if their rows are not whole blocks, a type of smaller blocks, or
     f16. An override says otherwise. `importances` weigh the errors of types that are searched.
 
@@ -86,7 +85,8 @@ class TensorTypes:
 
     def _wanted(self, name: str) -> str:
         """The type of a matrix, if its rows fit it."""
-        if name == f"{PROJECTION}.weight" and self.outtype not in FLOAT_NAMES:
+        is_kept = self.roles is not None and name in self.roles.unquantised
+        if is_kept and self.outtype not in FLOAT_NAMES:
             return "f16"
         if self.outtype not in (*MIXTURES, *NAMED_AS_TYPES):
             return self.outtype

@@ -25,7 +25,6 @@ from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, busy_words, calibrate
 from hotsplit.measure.evaluate.verify_conversion import verify
-from hotsplit.model.per_layer import TABLE
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
@@ -354,8 +353,8 @@ def flop_per_token(model: ModelFile) -> float:
     token chooses, but of embeddings only if it is also the head."""
     found = 0.0
     for name, entry in model.tensors.items():
-        is_looked_up = name == f"{TABLE}.weight" or (
-            name == "token_embd.weight" and not model.is_tied
+        is_looked_up = name in model.spec.tables and not (
+            name == "token_embd.weight" and model.is_tied
         )
         if len(entry.shape) >= 2 and not is_looked_up:
             layer = name.split(".")[1] if name.startswith("blk.") else ""

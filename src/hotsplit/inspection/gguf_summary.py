@@ -31,7 +31,6 @@ from hotsplit.inspection.summary import (
     predictor_layers,
     span,
 )
-from hotsplit.model.per_layer import GATE, OUTPUT
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
@@ -50,8 +49,6 @@ PARTS = (
     ("ffn_", "ffn"),
     ("token_embd", "embedding"),
     ("position_embd", "embedding"),
-    ("per_layer_", "embedding"),
-    *((f"{name}.", "attention") for name in (GATE, OUTPUT)),  # in a layer, of its own input
     ("output", "head"),
 )
 
@@ -109,10 +106,28 @@ class GgufSummary(Summary):
     def tensors(self) -> list[TensorFact]:
         return [
             TensorFact(
-                name=name, kind=e.kind, shape=e.shape, part=part_of(name), num_bytes=e.num_bytes
+                name=name,
+                kind=e.kind,
+                shape=e.shape,
+                part=self._own_parts.get(name) or part_of(name),
+                num_bytes=e.num_bytes,
             )
             for name, e in self.entries.items()
         ]
+
+    @cached_property
+    def _own_parts(self) -> dict[str, str]:
+        """The part of each tensor of position-wise operations; none for a file that does not run."""
+        if self.model is None:
+            return {}
+        spec, found = self.model.bare_spec, dict[str, str]()
+        for block in (*spec.first, *spec.last):
+            found |= dict.fromkeys(block.shapes(spec.hidden_size), "embedding")
+        for index, layer in enumerate(spec.layers):
+            for block in layer.position_wise:
+                names = (f"blk.{index}.{name}" for name in block.shapes(spec.hidden_size))
+                found |= dict.fromkeys(names, "attention")
+        return found
 
     @property
     def shown_keys(self) -> dict[str, str | int | float | bool]:

@@ -336,6 +336,11 @@ class ModelSpec:
                 found[name] = max(size, found.get(name, 0))
         return found
 
+    @cached_property
+    def tables(self) -> tuple[str, ...]:
+        """The tensors of which a token reads one row, unless they are the head too."""
+        return ("token_embd.weight", *(name for block in self.first for name in block.tables))
+
     @property
     def x_size(self) -> int:
         """f32 values of a token's hidden state."""
