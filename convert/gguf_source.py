@@ -29,7 +29,8 @@ from hotsplit.errors import HotsplitError, refuse_together
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
 from hotsplit.files.written import Restored
-from hotsplit.model.spec import SMOOTH, ModelSpec
+from hotsplit.model.neurons import SMOOTH
+from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import Layout, in_layout, layout_of, transposed_shape
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
 from hotsplit.tokens.ggml_tokenizer import check_text_keys

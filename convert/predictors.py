@@ -27,7 +27,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.json_file import read_object
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
-from hotsplit.model.spec import SMOOTH, ModelSpec
+from hotsplit.model.neurons import SMOOTH
+from hotsplit.model.spec import ModelSpec
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")
 # A state dict's names of the arrays, and LayerPredictor's.

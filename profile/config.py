@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.count.resume import SAVE_EVERY_S
 from hotsplit.profile.predictors.candidates import predictor_choices
 from hotsplit.profile.predictors.options import PredictorOptions

@@ -309,8 +309,8 @@ def choose_predictors(
             what = f"neurons that fire ({model.activation}), of the experts that a router chooses"
         mode = "dense" if has_plan else mode_meant(model)
         return False, f"mode {mode}: a token computes {what}"
-    if model.spec.has_cutoffs:
-        return False, "mode exact: some layers cut gates off, and skip the neurons behind them"
+    if model.spec.needs_all_gates:
+        return False, "mode exact: some layers choose neurons by all gates, and skip the others"
     if model.predictor is not None:
         return False, "the file has predictors: the fastest mode by its own record"
     if wishes.engine.mode == "predicted":

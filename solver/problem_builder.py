@@ -13,7 +13,7 @@ import numpy as np
 from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.costs.kernel_counts import CUT_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.kernel_counts import ALL_GATES_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import (
     FLOAT_BYTES,
     LayerBytes,
@@ -134,12 +134,13 @@ class _Units:
 
 
 def _hot_seconds(units: _Units, spec: ModelSpec, gpu: Gpu) -> np.ndarray:
-    """A GPU's seconds for a touched byte of neurons. Layers with a cutoff are there as a whole, so theirs
-    include the kernels that they have more."""
+    """A GPU's seconds for a touched byte of neurons. Layers that need all of their gates are there as a
+    whole, so theirs include the kernels that they have more."""
     rate_L = np.array([gpu.neurons_rate(share) for share in units.read_share_L.tolist()])
-    is_cut_L = np.array([layer.neurons.cutoff is not None for layer in spec.layers])
+    is_whole_L = np.array([layer.neurons.needs_all_gates for layer in spec.layers])
     touched_L = np.maximum(1.0, units.touched_LF.sum(axis=1))
-    return units.read_more_L / rate_L + is_cut_L * CUT_KERNELS * gpu.kernel_s.median / touched_L
+    more_s_L = is_whole_L * ALL_GATES_KERNELS * gpu.kernel_s.median / touched_L
+    return units.read_more_L / rate_L + more_s_L
 
 
 def _experts(inputs: "Inputs") -> _Units:
@@ -186,9 +187,9 @@ def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
     touched_L = touched_LF.sum(axis=1)
     none_s_L = np.full(len(touched_L), 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
     size_L = np.array([order_FM.shape[1] for order_FM in order_L])
-    is_cut_L = np.array([layer.neurons.cutoff is not None for layer in model.spec.layers])
-    # A GPU reads all ups of a layer with a cutoff.
-    silent_ups_L = is_cut_L * np.array(row_L3)[:, 1] * size_L * units.number * (1 - share_2L[1])
+    is_whole_L = np.array([layer.neurons.needs_all_gates for layer in model.spec.layers])
+    # A GPU reads all ups of a layer that needs all of its gates.
+    silent_ups_L = is_whole_L * np.array(row_L3)[:, 1] * size_L * units.number * (1 - share_2L[1])
     read_L = touched_L + silent_ups_L
     return _Units(
         order_LF=np.array([order_FM[:, 0] for order_FM in order_L]),
@@ -196,7 +197,7 @@ def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
         bytes_L=np.array([s.neuron for s in sizes]) * size_L,
         cpu_s_per_byte_L=np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0),
         read_share_L=read_L / (np.sum(row_L3, axis=1) * size_L * units.number),
-        least_L=np.where(is_cut_L, units.number, 1),
+        least_L=np.where(is_whole_L, units.number, 1),
         most_L=np.full(len(layers), units.number),
         read_more_L=np.divide(read_L, touched_L, out=np.ones(len(layers)), where=touched_L > 0),
     )

@@ -14,7 +14,7 @@ from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.kernel_counts import CUT_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.kernel_counts import ALL_GATES_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import (
     down_kind,
     head_bytes,
@@ -143,11 +143,11 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
             sizes = layer_bytes(model, layer)
             read = touched_F[is_hot_F].sum()
             share = touched_F.sum() / len(touched_F) / sizes.neuron
-            if model.spec.layers[layer].neurons.cutoff is not None:  # whole; every up is read
+            if model.spec.layers[layer].neurons.needs_all_gates:  # whole; every up is read
                 silent = len(touched_F) - _shares(split, model, profile, layer)[1].sum()
                 share += silent * sizes.up_row / len(touched_F) / sizes.neuron
                 read += silent * sizes.up_row if len(ids) else 0.0
-                kernels_s += CUT_KERNELS * gpu.kernel_s.median
+                kernels_s += ALL_GATES_KERNELS * gpu.kernel_s.median
             hot_s = read / gpu.neurons_rate(share)
             hot_s += kernels_s if len(ids) else 0.0
             cold_s += gpu.hand_over_s.median if len(places) > 1 else 0.0

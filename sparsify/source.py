@@ -16,8 +16,8 @@ from hotsplit.files.atomic import partial_folder
 from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.rope import RopeScaling
-from hotsplit.model.spec import SMOOTH
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.sparsify.trained_checkpoint import save_tensors
 

@@ -139,5 +139,5 @@ def test_exact_is_the_default_and_nothing_chooses_neurons_otherwise(tmp_path):
     ):
         replace_thresholds(model, [0.1] * 3, "x")
     plan = make_split(model, [[0]] * 3)
-    with pytest.raises(HotsplitError, match="divides layer 0, whose gates are cut off by the mean"):
+    with pytest.raises(HotsplitError, match="divides layer 0, in which a neuron needs the gates"):
         plan.check_against(model, tmp_path / "p.gguf")

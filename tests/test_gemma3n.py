@@ -22,7 +22,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.kernel_counts import CUT_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.kernel_counts import ALL_GATES_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side, ends_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
@@ -182,8 +182,8 @@ def test_plans_are_priced_with_the_kernels_of_a_step(tmp_path, path):
     split, layers = whole_plan(model), model.spec.layers
     split.save(tmp_path / "s.gguf")
     counted = [dense_kernels(model, index, has_predictor=False) for index in range(len(layers))]
-    cut = CUT_KERNELS * sum(layer.neurons.cutoff is not None for layer in layers)
-    hot = (HOT_KERNELS - 1) * len(layers) + cut  # the next norm adds the parts
+    more = ALL_GATES_KERNELS * sum(layer.neurons.cutoff is not None for layer in layers)
+    hot = (HOT_KERNELS - 1) * len(layers) + more  # the next norm adds the parts
     with Engine.load(path, split=tmp_path / "s.gguf", mode="exact", device="cpu") as engine:
         main = [each.name for each in logged(engine, split) if each.stream == 0]
     assert main.count("kernel") == sum(counted) + hot + HEAD_KERNELS
@@ -214,7 +214,7 @@ def test_plans_on_fake_devices(tmp_path, path, seed, capsys):
 def test_a_plan_that_divides_gates_with_a_cutoff_is_refused(tmp_path, path):
     model = ModelFile.load(path)
     plan = make_split(model, [[0, 1], [], [0], []])
-    with pytest.raises(HotsplitError, match="divides layer 0, whose gates are cut off by the mean"):
+    with pytest.raises(HotsplitError, match="divides layer 0, in which a neuron needs the gates"):
         plan.check_against(model, tmp_path / "p.gguf")
 
 
@@ -259,5 +259,8 @@ def test_solve_keeps_gates_with_a_cutoff_together(tmp_path, path):
         assert report.cpu_bytes["embedding"] >= ends_bytes(model) > 0
         found.append(sum(map(len, split.hot)) / number_L1.sum())
     assert found == sorted(found) and 0 < found[1] < found[3] == 1 and report.fits_entirely
-    with pytest.raises(HotsplitError, match="neuron caches are not supported for models that cut"):
+    with pytest.raises(
+        HotsplitError,
+        match="neuron caches are not supported for models that need all gates",
+    ):
         solve(replace(config, neuron_cache=CacheOptions()), lambda *_: 1 << 20)

@@ -19,7 +19,7 @@ from gpu_matrices import (
     vector,
 )
 
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 

@@ -33,7 +33,7 @@ from hotsplit.costs.default_mode import (
 from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.resolved_options import mode_of
 from hotsplit.solver.inputs import Inputs

@@ -33,7 +33,7 @@ from hotsplit.measure.advise.config import MIN_TOKENS, AdviseConfig
 from hotsplit.measure.advise.timings import Rounds, Timings, Trial
 from hotsplit.measure.advise.turns import FEW, MORE, MOST_POSITIONS, STEPS, TextDecoder, Turns
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.corpus.corpus import Windows, read_windows
 from hotsplit.profile.sparsity.limit_meter import LimitMeter, fitting
 from hotsplit.profile.sparsity.limit_search import (

@@ -17,7 +17,7 @@ from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import NUM_BINS
 from hotsplit.errors import HotsplitError
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.native.library import count, tables
 from hotsplit.runtime.weights.neuron_block import Gate, above
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.weight_types import PREDICTOR_NAMES, SMALL_BLOCK_NAMES, SMALLEST
 from hotsplit.profile.predictors.options import PredictorOptions, Target
 

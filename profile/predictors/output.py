@@ -16,7 +16,7 @@ from hotsplit.files.outputs import check_output_folder, check_outputs
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, compare_all, mean_bytes
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.model.modes import Mode
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.predictors.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
 from hotsplit.profile.predictors.options import PredictorFormat
 from hotsplit.runtime.engine import Engine

@@ -18,7 +18,7 @@ from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.costs.pass_length import SHORT_CHUNK
-from hotsplit.model.spec import SMOOTH
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.run import Part, Run, Tensors

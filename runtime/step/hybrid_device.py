@@ -89,9 +89,8 @@ def hot_sizes(
     `is_by_output`: experts have a row of `down` for each output."""
     if not num_hot:
         return 0, 0
-    if layer.route is None:  # with a cutoff also the gates
-        has_cutoff = layer.neurons.cutoff is not None
-        return num_hot * (1 + has_cutoff), down_parts(num_hot, width)
+    if layer.route is None:  # and the gates, if all are needed
+        return num_hot * (1 + layer.neurons.needs_all_gates), down_parts(num_hot, width)
     used, own = layer.route.num_used, layer.neurons.of_expert
     return used * own, used * expert_parts(used, own, width, is_by_output=is_by_output)
 

@@ -13,9 +13,10 @@ from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.cache_layout import cache_layout
 from hotsplit.costs.part_bytes import FLOAT_BYTES
 from hotsplit.model.low_rank import LEFT, RIGHT, LowRank
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.per_layer import GATE, OUTPUT, PerLayer
 from hotsplit.model.planes import ROUTER
-from hotsplit.model.spec import SMOOTH, Attention, DeltaNet, Neurons
+from hotsplit.model.spec import Attention, DeltaNet, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE
@@ -347,7 +348,7 @@ def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
     the sum of the rows of down, apart from that of earlier parts."""
     own, size = p.spec.layers[index].neurons, p.spec.hidden_size
     part, width = min(number, pass_parts.gpu_part_neurons(p.num_tokens)), p.floats(size)
-    part = part if own.cutoff is None else number
+    part = number if own.needs_all_gates else part
     has_biases = bool(own.biases & set(own.matrices))
     gate, down = p.kind(f"blk.{index}.{own.gate_name}"), part_bytes.down_kind(p.model, index)
     hidden = p.floats(part * (1 if down == "f32" else 0.5)) + p.floats(1)

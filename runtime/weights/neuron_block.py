@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotsplit.model.spec import SMOOTH, Activation
+from hotsplit.model.neurons import SMOOTH
+from hotsplit.model.spec import Activation
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 

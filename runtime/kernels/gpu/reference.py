@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import SMOOTH, Activation, Attention, Norm, PredictorKind, Rotary
+from hotsplit.model.neurons import SMOOTH
+from hotsplit.model.spec import Activation, Attention, Norm, PredictorKind, Rotary
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels import stored
 from hotsplit.runtime.kernels.gpu.ranges import range_of

@@ -9,8 +9,8 @@ from pathlib import Path
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.errors import HotsplitError
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.rope import asked_scaling
-from hotsplit.model.spec import SMOOTH
 
 
 def with_thresholds(model: ModelFile, path: Path) -> ModelFile:

@@ -32,8 +32,9 @@ from hotsplit.files.gguf_file import (
 )
 from hotsplit.files.typed import shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.rope import LONG, SHORT
-from hotsplit.model.spec import SMOOTH, Activation, ModelSpec, Predict, PredictorKind
+from hotsplit.model.spec import Activation, ModelSpec, Predict, PredictorKind
 from hotsplit.model.tensors import (
     Layout,
     Shapes,
@@ -272,11 +273,10 @@ class ModelFile:
 
     def refuse_chosen(self, what: str, instead: str) -> None:
         """Raises HotsplitError for a model that chooses a token's neurons itself, for which `what` is
-        not supported: a mixture of experts, or one that cuts gates off."""
-        spec, kind = self.bare_spec, "mixtures of experts"
-        if not spec.has_experts:
-            kind = "models that cut gates off by their mean"
-        if spec.has_experts or spec.has_cutoffs:
+        not supported: a mixture of experts, or one whose neurons depend on all gates of their layer."""
+        spec, kind = self.bare_spec, "models that need all gates of a layer"
+        kind = "mixtures of experts" if spec.has_experts else kind
+        if spec.has_experts or spec.needs_all_gates:
             raise HotsplitError(f"{self.path}: {what} not supported for {kind}; {instead}")
 
     @property

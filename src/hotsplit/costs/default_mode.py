@@ -17,7 +17,6 @@ from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, SparseMode
 from hotsplit.model.modes import Mode, runs_predictors
-from hotsplit.model.spec import SMOOTH
 from hotsplit.model.weight_types import LARGE_NAMES, SMALLEST
 
 
@@ -57,9 +56,8 @@ def can_silence(model: ModelFile) -> bool:
 
 
 def is_smooth(model: ModelFile) -> bool:
-    """True for SiLU and GELU, where a silenced neuron would have contributed, unless it is silent
-    because its gate is cut off."""
-    return model.activation in SMOOTH and not model.spec.has_cutoffs
+    """True if a silenced neuron would have contributed, as with SiLU and GELU."""
+    return not model.spec.silences
 
 
 def refusal(model: ModelFile, mode: Mode, max_loss: float) -> str | None:

@@ -30,9 +30,8 @@ DELTA_KERNELS = 3
 # At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the sum
 # of down's parts, which is left to the next norm if that is on the same GPU.
 HOT_KERNELS = 3
-CUT_KERNELS = (
-    2  # more of neurons with a cutoff: products with gates and ups, apart from the hidden values
-)
+# More of a layer that needs all of its gates: products with gates and ups, apart from the hidden values.
+ALL_GATES_KERNELS = 2
 # A feed-forward layer run densely, as in other engines: gate, up, activation with product, down.
 DENSE_FFN_KERNELS = 4
 HEAD_KERNELS = 2  # the norm and the product

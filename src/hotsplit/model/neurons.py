@@ -60,6 +60,17 @@ class Neurons:
         return tuple(f"{name}{self.suffix}" for name in names)
 
     @property
+    def needs_all_gates(self) -> bool:
+        """True if an activation depends on all gates of the layer: its neurons are on one device, and all
+        gates are known before the first activation."""
+        return self.cutoff is not None
+
+    @property
+    def silences(self) -> bool:
+        """True if the activation alone makes neurons silent, so that skipping them loses nothing."""
+        return self.activation not in SMOOTH or self.cutoff is not None
+
+    @property
     def are_experts(self) -> bool:
         return self.suffix == "_exps"
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
-from hotsplit.model.neurons import SMOOTH, Activation, Neurons
+from hotsplit.model.neurons import Activation, Neurons
 from hotsplit.model.position_wise import TOKEN, PositionWise
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 from hotsplit.model.route import Route
@@ -314,17 +314,19 @@ class ModelSpec:
         return any(layer.delta is not None for layer in self.layers)
 
     @cached_property
-    def has_cutoffs(self) -> bool:
-        """True if gates of some layers are cut off by their mean and deviation."""
-        return any(layer.neurons.cutoff is not None for layer in self.layers)
+    def needs_all_gates(self) -> bool:
+        """True if activations of some layers depend on all gates of the layer."""
+        return any(layer.neurons.needs_all_gates for layer in self.layers)
+
+    @cached_property
+    def silences(self) -> bool:
+        """True if the activation alone makes neurons of some layers silent."""
+        return any(layer.neurons.silences for layer in self.layers)
 
     def computes_all(self, index: int, mode: Mode) -> bool:
-        """True if silent neurons of a layer are computed too: in mode dense, and in layers that cut no
-        gates off, if only a cutoff silences neurons in this model."""
-        neurons = self.layers[index].neurons
-        return computes_all(mode) or (
-            self.has_cutoffs and neurons.cutoff is None and neurons.activation in SMOOTH
-        )
+        """True if silent neurons of a layer are computed too: in mode dense, and in layers whose activation
+        silences none, if that of other layers does."""
+        return computes_all(mode) or (self.silences and not self.layers[index].neurons.silences)
 
     @cached_property
     def value_sizes(self) -> Mapping[str, int]:
