@@ -24,6 +24,7 @@ from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import Source, look_at
 from hotsplit.run.stages import Job
 from hotsplit.runtime.step.workspace import workspace_bytes
+from hotsplit.solver.answer import Answer
 from hotsplit.solver.assumed import EXPONENT, assumed_experts, every_neuron
 from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
@@ -35,7 +36,6 @@ from hotsplit.solver.multi_gpu import (
     plan_seconds,
     with_one_home,
 )
-from hotsplit.solver.optimise import Answer
 from hotsplit.solver.prediction import check_whole_host
 from hotsplit.solver.problem import on_one_device
 from hotsplit.solver.solve import split_of

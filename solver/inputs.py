@@ -22,6 +22,7 @@ from hotsplit.costs.part_bytes import (
 from hotsplit.costs.state_bytes import slots_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
+from hotsplit.model.together import layers_together
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
@@ -78,7 +79,21 @@ class Inputs:
         problems = tuple(build_problem(self, gpu, budget) for gpu, budget in pairs)
         for_host = self.host_budget - self.always_on_host
         need_bytes = max(0, problems[0].placeable_bytes - for_host)
-        return Pipeline(problems=problems, need_bytes=0 if self.swapped_rows else need_bytes)
+        return Pipeline(
+            problems=problems, need_bytes=0 if self.swapped_rows else need_bytes,
+            together=self._together,
+        )  # fmt: skip
+
+    @property
+    def _together(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of layers that a plan does not divide. Raises HotsplitError for several GPUs."""
+        groups = layers_together(self.model.spec, keys_on_host=self.kv_offload is not None)
+        if groups and len(self.budgets) > 1:
+            raise HotsplitError(
+                f"{self.paths[0]}: {len(self.budgets)} GPUs, but layers that {groups[0].reason} are planned"
+                " for one; give --vram-budget once"
+            )
+        return tuple(group.layers for group in groups)
 
     @property
     def gpu_workspace(self) -> int:

@@ -13,12 +13,12 @@ import numpy as np
 from hotsplit.costs.default_mode import refusal, sparse_modes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
+from hotsplit.solver.answer import Answer
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.layer_split import as_plan, layer_split, without_experts
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
-from hotsplit.solver.optimise import Answer
-from hotsplit.solver.shared_keys import find_plan_for, groups_of, keeps_together
+from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.with_cache import check_host
 
 Obvious = Literal["whole layers", "experts on the CPU"]
@@ -123,15 +123,13 @@ def _cached_modes(inputs: Inputs, allowed: list[Mode], max_loss: float) -> list[
 
 
 def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: float) -> Found:
-    known, groups = obvious_plans(inputs), groups_of(inputs)
+    known = obvious_plans(inputs)
     others = [
         Alternative(name=name, seconds=plan_seconds(pipeline, plan))
         for name, plan in known.items()
-        if plan_is_feasible(pipeline, plan) and keeps_together(groups, plan)
+        if plan_is_feasible(pipeline, plan)
     ]
-    answer = find_plan_for(
-        inputs, pipeline, time_limit_s=time_limit_s, known=[*known.values()], beat_s=beat_s
-    )
+    answer = find_plan(pipeline, time_limit_s=time_limit_s, known=[*known.values()], beat_s=beat_s)
     if answer is None:
         raise too_small(inputs, pipeline)
     if inputs.swapped_rows:

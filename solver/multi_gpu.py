@@ -52,10 +52,12 @@ MAX_CUTS = 3_000_000  # most rows of cuts to compare; 4 GPUs and 80 layers have 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """`problems[k]` is the whole model with GPU k as the only one; `need_bytes` is what all GPUs
-    together must hold (each problem's own is 0)."""
+    together must hold (each problem's own is 0). `together`: groups of layers whose dense blocks are on
+    one device."""
 
     problems: tuple[Problem, ...]
     need_bytes: int
+    together: tuple[tuple[int, ...], ...] = ()
 
     @property
     def model(self) -> Problem:
@@ -160,8 +162,12 @@ def bytes_of_gpus(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
 
 
 def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
-    """True if the plan respects all memories, the order of homes, and every layer's minimum."""
+    """True if the plan respects all memories, the order of homes, groups of layers, and every layer's
+    minimum."""
     if (np.diff(plan.home_I) < 0).any():
+        return False
+    device_L = np.where(plan.placement.dense_L, plan.home_I[:-1], -1)
+    if any(len({*device_L[list(group)].tolist()}) > 1 for group in pipeline.together):
         return False
     if sum(bytes_of_gpus(pipeline, plan)) < pipeline.need_bytes:
         return False

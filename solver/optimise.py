@@ -11,12 +11,12 @@ program's own is only compared with it, since it depends on HiGHS's tolerances."
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 
 from hotsplit.solver import replay
+from hotsplit.solver.answer import Answer, Status, answer_of
 from hotsplit.solver.exhaustive import best_of_all
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.grouped import GROUPED_GAP, GroupedResult, solve_grouped
@@ -43,9 +43,9 @@ from hotsplit.solver.problem import (
     placement_seconds,
 )
 from hotsplit.solver.refine import fill
+from hotsplit.solver.together import find_undivided
 from hotsplit.system.sizes import format_bytes
 
-Status = Literal["optimal", "bounded", "time_limit", "cpu_only"]
 # Shares of the objective.
 HIGHS_SLACK = 1e-6  # by which HiGHS's own tolerances may be off
 KNAPSACK_GAP = 1e-4  # with 32 or more layers the Lagrangian search leaves less
@@ -55,29 +55,6 @@ CUT_GAP = 5e-4
 # its limit.
 SECOND_OPINION_S = 3.0
 CUTS_S = 4.0  # time for rows of cuts; goes on until one row has a plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A plan, its seconds per token, and a lower bound on those of any placement.
-
-    Status: `cpu_only` (no budget holds anything, so there is no other plan), `optimal` (the bound
-    proves that no plan takes 0.1 % less), else `time_limit` (the search ended early, at its time
-    limit or at `beat_s` of find_plan) or `bounded` (it ended by itself); the bound always holds."""
-
-    status: Status
-    plan: PipelinePlacement
-    objective_s: float
-    bound_s: float
-    notes: tuple[str, ...] = ()
-
-    @property
-    def placement(self) -> Placement:
-        return self.plan.placement
-
-    @property
-    def gap(self) -> float:
-        return 1 - self.bound_s / self.objective_s
 
 
 def find_plan(
@@ -90,9 +67,24 @@ def find_plan(
     """The fastest plan found, no slower than the feasible ones in `known`, than everything on one
     GPU, or than nothing on any. If the bound shows that no plan takes less than `beat_s`, the
     search stops and returns the best plan so far; with a time limit of 0 the integer program, mostly
-    a second opinion, is left out.
+    a second opinion, is left out. The limit is for each choice of the sides of groups.
 
     None if no plan fits all memories."""
+
+    def find(undivided: Pipeline, most_s: float) -> Answer | None:
+        return _find(undivided, time_limit_s=time_limit_s, known=known, beat_s=most_s)
+
+    return find_undivided(pipeline, find, beat_s)
+
+
+def _find(
+    pipeline: Pipeline,
+    *,
+    time_limit_s: float,
+    known: Sequence[PipelinePlacement],
+    beat_s: float,
+) -> Answer | None:
+    """`find_plan` without groups of layers."""
     nothing = cpu_only_plan(pipeline)
     if all(p.budget_bytes < p.minimum_bytes for p in pipeline.problems):
         if pipeline.need_bytes > 0:
@@ -307,23 +299,6 @@ def _part(placement: Placement, start: int, stop: int) -> Placement:
     return Placement(
         hot_LF=placement.hot_LF[part], dense_L=placement.dense_L[part], head=placement.head
     )
-
-
-def answer_of(
-    pipeline: Pipeline,
-    status: Status,  # if the bound does not prove the plan to be optimal
-    plan: PipelinePlacement,
-    bound_s: float,
-    notes: tuple[str, ...] = (),
-) -> Answer:
-    """The answer with this plan and bound."""
-    seconds = plan_seconds(pipeline, plan)
-    assert bound_s <= seconds * (1 + 1e-9), (bound_s, seconds)
-    answer = Answer(
-        status=status, plan=plan, objective_s=seconds, bound_s=min(bound_s, seconds), notes=notes
-    )
-    is_optimal = status != "cpu_only" and answer.gap <= GROUPED_GAP
-    return replace(answer, status="optimal") if is_optimal else answer
 
 
 def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelinePlacement]:

@@ -11,6 +11,7 @@ from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
 from hotsplit.errors import HotsplitError
+from hotsplit.solver.answer import Answer
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.mode_choice import Found, obvious_plans
 from hotsplit.solver.multi_gpu import (
@@ -19,7 +20,6 @@ from hotsplit.solver.multi_gpu import (
     plan_is_feasible,
     plan_seconds,
 )
-from hotsplit.solver.optimise import Answer
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.solve import SolveConfig, inputs_of, split_of
 from hotsplit.solver.units import units_of

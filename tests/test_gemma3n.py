@@ -135,7 +135,7 @@ def random_plan(model, seed):
     """Layers that share keys are together, and those with a cutoff undivided; any else may be anywhere."""
     chance, spec = np.random.default_rng(seed), model.spec
     dense = [chance.random() < 0.6 for _ in spec.layers]
-    dense = [dense[spec.shared_with(layer)] for layer in range(spec.num_layers)]
+    dense = [dense[a.cache_of(layer)] for layer, a in enumerate(spec.attentions)]
     hot = []
     for layer in spec.layers:
         number = layer.neurons.number

@@ -25,6 +25,7 @@ from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernel
 from hotsplit.costs.part_bytes import bytes_on_one_side, kv_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Add
+from hotsplit.model.together import layers_together
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -37,7 +38,6 @@ from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.multi_gpu import plan_is_feasible, plan_seconds, with_one_home
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import of_counts
-from hotsplit.solver.shared_keys import find_plan_for, groups_of, keeps_together
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BOUND = 1e-5
@@ -179,7 +179,8 @@ def plan_of(tmp_path, model, dense_on_gpu, **options):
 
 
 def test_layers_share_keys_on_either_device(tmp_path, shared):
-    assert [shared.spec.shared_with(layer) for layer in range(5)] == [0, 1, 0, 1, 1]
+    assert shared.spec.storing == (0, 1)
+    assert [group.layers for group in layers_together(shared.spec)] == [(0, 2), (1, 3, 4)]
     assert [layer.neurons.number for layer in shared.spec.layers] == [160, 160, 320, 320, 320]
     with Engine.load(shared.path, mode="dense") as engine:
         want = engine.logits(IDS)
@@ -198,7 +199,7 @@ def test_layers_share_keys_on_either_device(tmp_path, shared):
 
 def test_a_plan_that_divides_such_layers_is_refused(tmp_path, shared):
     plan_of(tmp_path, shared, [False, True, True, True, True])
-    words = "layer 2 is on another device than layer 0, whose keys and values it reads"
+    words = "layers 0 and 2 are on different devices, but share keys and values; run"
     with pytest.raises(HotsplitError, match=words):
         Engine.load(shared.path, split=tmp_path / "s.gguf")
 
@@ -206,17 +207,17 @@ def test_a_plan_that_divides_such_layers_is_refused(tmp_path, shared):
 def test_solve_keeps_such_layers_together(tmp_path, shared):
     """No other placement that keeps them together is faster; that of single neurons is free."""
     inputs = make_inputs(tmp_path, shared, 0.3)
-    pipeline, groups = inputs.pipeline(), groups_of(inputs)
-    assert [group.tolist() for group in groups] == [[0, 2], [1, 3, 4]]
-    answer = find_plan_for(inputs, pipeline, time_limit_s=0.1)
-    assert keeps_together(groups, answer.plan) and plan_is_feasible(pipeline, answer.plan)
-    free = find_plan(pipeline, time_limit_s=0.1)
+    pipeline = inputs.pipeline()
+    assert pipeline.together == ((0, 2), (1, 3, 4))
+    answer = find_plan(pipeline, time_limit_s=0.1)
+    assert plan_is_feasible(pipeline, answer.plan)
+    free = find_plan(dataclasses.replace(pipeline, together=()), time_limit_s=0.1)
     assert free.bound_s <= answer.objective_s
     random, number, tried = np.random.default_rng(1), pipeline.model.num_neurons, 0
     while tried < 100:
         dense_L = np.zeros(5, bool)
-        for group in groups:
-            dense_L[group] = random.random() < 0.5
+        for group in pipeline.together:
+            dense_L[list(group)] = random.random() < 0.5
         num_hot_L = random.integers(0, number + 1, 5) * (random.random(5) < 0.5)
         placement = of_counts(pipeline.model, num_hot_L, dense_L, random.random() < 0.5)
         plan = with_one_home(placement)

@@ -212,9 +212,9 @@ def all_subsets(units):
         yield tuple(j for unit, is_in in zip(units, chosen, strict=True) if is_in for j in unit)
 
 
-def brute_force(inputs: Inputs, units_of_layer=None) -> float:
+def brute_force(inputs: Inputs, units_of_layer=None, *, sides=None) -> float:
     """Fewest seconds per token over all homes and placements of whole units, by default neurons;
-    infinite if none fits."""
+    infinite if none fits. `sides`: layers whose dense blocks are on the GPU or not, by number."""
     model, machine, num_gpus = inputs.model, inputs.machine, len(inputs.budgets)
     num_layers, num_neurons = model.spec.num_layers, model.spec.most_neurons
     units_of_layer = units_of_layer or (lambda layer: [(j,) for j in range(num_neurons)])
@@ -223,6 +223,9 @@ def brute_force(inputs: Inputs, units_of_layer=None) -> float:
         for layer in range(num_layers)
         for gpu in range(num_gpus)
     }
+    for key, item in options.items():
+        if sides and key[0] in sides:
+            options[key] = item[item[:, 2] == sides[key[0]]]
     head, costs = part_bytes.head_bytes(model), machine.cpu_costs
     everything = sum(
         part_bytes.layer_bytes(model, layer).attention

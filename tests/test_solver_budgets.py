@@ -19,11 +19,12 @@ from models import (
 from test_solver import CLOSE, CONTEXT, HIGHS, brute_force, by_hand, whole_plan
 
 from hotsplit.artifacts.split_file import Split
+from hotsplit.solver.answer import Answer
 from hotsplit.solver.exhaustive import MAX_NEURONS, best_of_all
 from hotsplit.solver.grouped import GROUPED_GAP
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, plan_is_feasible, plan_seconds
-from hotsplit.solver.optimise import Answer, find_plan
+from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import on_one_device, placement_seconds
 from hotsplit.solver.solve import SolveConfig, solve
 

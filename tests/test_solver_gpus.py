@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -92,6 +93,33 @@ def test_agrees_with_brute_force(seed, num_gpus, tmp_path):
     assert not any("disagree" in note for note in answer.notes)
     assert answer.objective_s == plan_seconds(pipeline, answer.plan)
     assert (pipeline.cuts()[1] <= best * (1 + CLOSE)).any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_of_layers_agree_with_brute_force(seed, tmp_path):
+    """Dense blocks of a group, at random, are on one side."""
+    inputs, random = tiny_inputs(seed, 1, tmp_path), np.random.default_rng(seed)
+    layers = random.permutation(inputs.model.spec.num_layers).tolist()
+    groups = [tuple(sorted(layers[:2])), tuple(layers[2:])][: 1 + seed % 2]
+    best = min(
+        brute_force(inputs, sides={layer: on for group, on in zip(groups, chosen, strict=True) for layer in group})
+        for chosen in product((False, True), repeat=len(groups))
+    )  # fmt: skip
+    pipeline = replace(inputs.pipeline(), together=tuple(groups))
+    answer = find_plan(pipeline, time_limit_s=20)
+    if np.isinf(best):
+        assert answer is None
+        return
+    assert answer.objective_s == pytest.approx(best, rel=HIGHS)
+    assert answer.bound_s <= best * (1 + CLOSE)
+    assert plan_is_feasible(pipeline, answer.plan)
+    assert answer.objective_s == plan_seconds(pipeline, answer.plan)
+    dense_L, (first, *others) = answer.placement.dense_L.copy(), groups[0]
+    dense_L[others] = not dense_L[first]
+    divided = replace(answer.plan, placement=replace(answer.placement, dense_L=dense_L))
+    groups_alone = replace(pipeline, problems=(), need_bytes=0)
+    assert plan_is_feasible(groups_alone, answer.plan)
+    assert not others or not plan_is_feasible(groups_alone, divided)
 
 
 # --- hand-solved cases ---------------------------------------------------------------------------

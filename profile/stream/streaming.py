@@ -31,6 +31,7 @@ from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.position_wise import TOKEN
 from hotsplit.model.spec import LayerSpec
+from hotsplit.model.together import layers_together
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.candidates import Choices
@@ -72,8 +73,7 @@ def plan_stream(
     choices: Choices | None,
     folder: Path,
 ) -> StreamPlan | None:
-    """Plans streaming; None if the whole model fits. `choices` are those of the predictors to
-    train, if any.
+    """Plans streaming; None if the whole model fits. `choices`: of predictors to train, if any.
 
     Raises HotsplitError if not even one layer fits."""
     longest = model.spec.context_length
@@ -87,9 +87,9 @@ def plan_stream(
     room = room_of(device, max_memory_bytes)
     if needs.whole_bytes <= room.num_bytes:
         return None
-    if any(attention.source is not None for attention in model.spec.attentions):
+    if groups := layers_together(model.spec):
         size = format_bytes(room.taken_bytes + needs.whole_bytes)
-        why = "layers that read the keys and values of others are not profiled one at a time"
+        why = f"layers that {groups[0].reason} are not profiled one at a time"
         raise HotsplitError(f"{model.path}: {room.says}, {size} are needed: {why}; give that much")
     _room(model, plan)
     return plan

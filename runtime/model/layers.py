@@ -81,9 +81,9 @@ class Weights:
 
     @cached_property
     def cache(self) -> KVCache:
-        """The cache of the layers that have keys and values of their own."""
-        found = (layer.attention for layer in self.attending)
-        return KVCache(layers=tuple(each.cache for each in found if each.spec.source is None))
+        """The cache of the layers that store keys and values."""
+        found = (self.layers[index].attention for index in self.spec.storing)
+        return KVCache(layers=tuple(attention.cache for attention in found))
 
     @cached_property
     def attending(self) -> tuple[Layer, ...]:

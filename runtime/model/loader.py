@@ -294,7 +294,7 @@ class Builder:
             query_norm=norms[0],
             key_norm=norms[1],
             sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
-            cache=self.cache(self.spec.shared_with(index)),
+            cache=self.cache(block.cache_of(index)),
             rotary=self.rotary(block, attends_on),
             on_bytes=self.count_attention,
         )

@@ -213,8 +213,8 @@ class _LayerWriter:
         """Attention; if the host has the keys and values, the layer's device only projects. Those of
         another layer are read alone."""
         device, x, y = self.place.device, self._value(block.reads), block.writes
-        cache = f"cache.{self.index if block.source is None else block.source}"
-        written = [cache] if block.source is None else []
+        cache = f"cache.{block.cache_of(self.index)}"
+        written = [cache] if block.num_own else []
         if not self.place.attends_on_host:
             yield self._op("attention", [x, "position", cache], [y, *written], "attention")
             return

@@ -29,7 +29,8 @@ from hotsplit.files.atomic import sha256_of
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
 from hotsplit.files.typed import Fields, other_version, shown
 from hotsplit.model.modes import MODES, Mode, runs_predictors
-from hotsplit.model.unsupported import refuse_apart, refuse_divided
+from hotsplit.model.together import refuse_apart
+from hotsplit.model.unsupported import refuse_divided
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.prompt_rates import PromptRates
@@ -49,8 +50,7 @@ class Split:
     context_length: int
     # Per layer: int32 ids of the neurons, or the experts, on the GPU, hottest first.
     hot: tuple[np.ndarray, ...]
-    # Per layer: attention, norms, predictor, router, shared experts, and the KV cache unless
-    # kv_offload.
+    # Per layer: attention, norms, predictor, router, shared experts, KV cache unless kv_offload.
     dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool  # output norm and output matrix
     gpu_bytes: Items

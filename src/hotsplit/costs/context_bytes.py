@@ -75,9 +75,9 @@ def context_words(
 
 
 def _storing(model: ModelFile) -> list[int]:
-    """The layers that do not read the keys and values of others."""
-    layers = range(model.spec.num_layers)
-    return [layer for layer in layers if model.spec.shared_with(layer) == layer]
+    """The layers that keep something of a text: keys and values, or a state."""
+    with_state = (i for i, layer in enumerate(model.spec.layers) if layer.delta is not None)
+    return sorted((*model.spec.storing, *with_state))
 
 
 def _windows(model: ModelFile) -> Iterator[tuple[int, int]]:

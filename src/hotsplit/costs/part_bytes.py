@@ -201,10 +201,10 @@ def kv_kind(model: ModelFile) -> str:
 def kv_bytes(
     model: ModelFile, layer: int, num_positions: int, types: CacheTypes | None = None
 ) -> int:
-    """Bytes of the keys and values of so many positions in a layer that attends, and of the tables that
-    select keys, unless they are another layer's; by default in the type `kv_kind`."""
+    """Bytes of the keys and values of so many positions that a layer stores, and of the tables that
+    select keys; by default in the type `kv_kind`."""
     types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
-    if attention is None or attention.source is not None:
+    if attention is None or layer not in model.spec.storing:
         return 0
     return attention.num_kv_heads * types.head_bytes(num_positions, attention.head_dim)
 

@@ -109,6 +109,10 @@ class Attention:
         """What it projects for its cache: keys and values, keys alone, or none."""
         return 0 if self.source is not None else 2 - self.values_are_keys
 
+    def cache_of(self, index: int) -> int:
+        """The layer whose keys and values layer `index` with this attention reads: mostly itself."""
+        return index if self.source is None else self.source
+
     @property
     def gate_size(self) -> int:
         return self.query_size if self.is_gated else 0
@@ -298,10 +302,11 @@ class ModelSpec:
         found = [attention for attention in self.attentions if attention.rotary is not None]
         return min(found, key=lambda a: a.window is not None).rotary if found else None
 
-    def shared_with(self, index: int) -> int:
-        """The layer whose keys and values this one reads: another, or itself."""
-        attention = self.layers[index].attention
-        return index if attention is None or attention.source is None else attention.source
+    @cached_property
+    def storing(self) -> tuple[int, ...]:
+        """The layers that store keys and values."""
+        attends_L = (layer.attention for layer in self.layers)
+        return tuple(i for i, attention in enumerate(attends_L) if attention and attention.num_own)
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:

@@ -19,7 +19,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("experts", each(_experts)),
         ("shared experts", each(_shared)),
         ("heads", each(lambda layer: _heads(layer.attention))),
-        ("keys and values", _shared_keys(spec)),
+        ("keys and values", _storing(spec)),
         *(fact for block in (*spec.first, *spec.last) for fact in block.facts.items()),
         ("delta nets", each(lambda layer: _delta(spec, layer.delta))),
         ("vocabulary", f"{spec.vocab_size:,}"),
@@ -55,13 +55,9 @@ def _heads(attention: Attention | None) -> str | None:
     )
 
 
-def _shared_keys(spec: ModelSpec) -> str:
-    stores = [spec.shared_with(layer) for layer in range(spec.num_layers)]
-    read = sorted({store for layer, store in enumerate(stores) if store != layer})
-    if not read:
-        return ""
-    count = sum(store != layer for layer, store in enumerate(stores))
-    return f"of layers {' and '.join(map(str, read))} in {count} others"
+def _storing(spec: ModelSpec) -> str:
+    count = len(spec.storing)
+    return "" if count == spec.num_layers else f"of {count} of {spec.num_layers} layers"
 
 
 def _delta(spec: ModelSpec, delta: DeltaNet | None) -> str | None:

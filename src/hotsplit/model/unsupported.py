@@ -136,18 +136,3 @@ def refuse_divided(path: Path, spec: ModelSpec, hot: Sequence[Sized]) -> None:
                 f"{path}: divides layer {layer}, in which a neuron needs the gates of all; run hotsplit solve"
                 " on this model"
             )
-
-
-def refuse_apart(
-    path: Path, spec: ModelSpec, dense_on_gpu: Sequence[bool], home: Sequence[int]
-) -> None:
-    """Raises HotsplitError for a plan that has a layer on another device than the keys and values that it
-    reads. `dense_on_gpu`: () if these are in main memory; `home`: () for one GPU."""
-    for layer, is_on_gpu in enumerate(dense_on_gpu):
-        store = spec.shared_with(layer)
-        places = [(dense_on_gpu[i], home[i] if home and is_on_gpu else 0) for i in (layer, store)]
-        if places[0] != places[1]:
-            raise HotsplitError(
-                f"{path}: layer {layer} is on another device than layer {store}, whose keys and values it"
-                " reads; run hotsplit solve on this model"
-            )
