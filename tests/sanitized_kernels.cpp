@@ -349,10 +349,11 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     step.output_norm = norm(D, false);
     const HsRotary rotary = {frequency, 1.0, W, 0, 0};
     attention.num_heads = H, attention.num_kv_heads = K, attention.head_width = W;
+    attention.num_own = 2;
     attention.scores.scale = 1.0f / std::sqrt(static_cast<float>(W));
     attention.window = computes_all || is_named ? 0 : 7;
     if (computes_all && !is_named)
-        attention.values_are_keys = 1, attention.input[2] = {}, attention.value_norm = norm(W, false);
+        attention.num_own = 1, attention.input[2] = {}, attention.value_norm = norm(W, false);
     feed_forward.activation = !is_gated    ? ACTIVATION_RELU
                               : rank == 32 ? ACTIVATION_GELU_TANH
                                            : ACTIVATION_SILU;
@@ -428,7 +429,7 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
     attention.output = matrix(kind, D, H * padded, true);
     attention.key = bytes(R * H * padded * 2), attention.value = bytes(R * H * padded * 2);
     attention.num_heads = attention.num_kv_heads = H, attention.head_width = padded;
-    attention.scores.scale = 0.2f, attention.sink = floats(H);
+    attention.num_own = 2, attention.scores.scale = 0.2f, attention.sink = floats(H);
     const HsExperts own = experts(kind, is_by_output, D, F, E);
     HsFeedForward& feed_forward = layer.feed_forward;
     feed_forward.experts = &own, feed_forward.num_blocks = 1, feed_forward.num_neurons = F;
@@ -511,7 +512,7 @@ bool deltas(int32_t kind, int64_t M) {
     attention.output = matrix(block_values(kind) > 32 ? KIND_F32 : kind, D, H * W, true);
     attention.key = bytes(R * W * 2), attention.value = bytes(R * W * 2), attention.is_gated = 1;
     attention.num_heads = H, attention.num_kv_heads = 1, attention.head_width = W;
-    attention.scores.scale = 0.2f, attention.rotary = -1;
+    attention.num_own = 2, attention.scores.scale = 0.2f, attention.rotary = -1;
     HsStep step = {};
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
     step.output_norm = norm(D, false), step.layer = layer, step.num_layers = 2;
@@ -583,6 +584,7 @@ struct Selecting {
         step.output_norm = norm(D, false), step.rotary = &rotary, step.num_rotaries = 1;
         step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = F;
         attention.num_heads = H, attention.num_kv_heads = K, attention.head_width = W;
+        attention.num_own = 2;
         attention.scores.scale = 1.0f / std::sqrt(static_cast<float>(W));
         feed_forward.activation = ACTIVATION_RELU;
         step.context_length = C, step.max_rows = ROWS, step.embedding_scale = 1.0f;

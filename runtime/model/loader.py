@@ -15,11 +15,11 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode, computes_all
-from hotsplit.model.spec import Add, ModelSpec
+from hotsplit.model.spec import KEY_NORM, QUERY_NORM, Add, ModelSpec
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
-from hotsplit.model.tensors import KEY_NORM, QUERY_NORM, SINKS
+from hotsplit.model.tensors import SINKS
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -281,18 +281,17 @@ class Builder:
 
     def attention(self, index: int, block: AttentionSpec, device: torch.device) -> Attention:
         attends_on = self.placement.cache_device(index)
-        norms = [
-            self.norm(norm, f"blk.{index}.{name}", attends_on)
-            if (norm := block.head_norm) and (name == QUERY_NORM or block.num_own)
-            else None
-            for name in (QUERY_NORM, KEY_NORM)
-        ]
+        norms = {
+            name: self.norm(block.head_norm, f"blk.{index}.{name}", attends_on)
+            for name in block.normed
+            if block.head_norm
+        }
         return Attention(
             spec=block,
             inputs=self.attention_inputs(index, block, device),
             output=self.linear(f"blk.{index}.attn_output", device),
-            query_norm=norms[0],
-            key_norm=norms[1],
+            query_norm=norms.get(QUERY_NORM),
+            key_norm=norms.get(KEY_NORM),
             sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
             cache=self.cache(block.cache_of(index)),
             rotary=self.rotary(block, attends_on),

@@ -86,11 +86,30 @@ class Attention {
             if (copies[i].row == t) append(l, copies[i], key, value);
     }
 
+    // Summarises the blocks of keys that end with a row of this step.
+    void summarise(const HsAttention& l) {
+        if (!selector.is_on()) return;
+        std::array<Place, MAX_STEP_ROWS> ends;
+        int64_t count = 0;
+        auto add = [&](const Place& place) {
+            if ((place.position + 1) % s.select.block == 0) ends[count++] = place;
+        };
+        for (int64_t t = 0; t < T; ++t) add(places[t]);
+        for (int64_t i = 0; i < num_copies; ++i) add(copies[i]);
+        split(count * K * s.select.block * 16 * W, count * K, 1, 4, [&](int64_t u0, int64_t u1) {
+            for (int64_t u = u0; u < u1; ++u) {
+                const Place& place = ends[u / K];
+                const int64_t begin = place.position + 1 - s.select.block;
+                const int64_t at = place_of(place.sequence, begin) + u % K * table->block_length;
+                selector.summarise(l, place.sequence, begin, u % K, l.key + at * key_bytes, key_bytes);
+            }
+        });
+    }
+
     // Attends with the heads of qkv [T, stride]; writes `out` [T, H * W], multiplied by the sigmoids of `gates` of
     // the same shape, if any.
     void run(const HsAttention& l, const float* qkv, int64_t stride, const float* gates, Operand& out) {
         gate = gates;
-        if (!l.is_shared) summarise(l);
         for (int64_t t = 0; t < T; t += rows_at_once)
             run(l, qkv, stride, out, t, std::min(t + rows_at_once, T));
     }
@@ -138,26 +157,6 @@ class Attention {
             store_cache_row(s.key_kind, key + k * W, W, l.key + at * key_bytes);
             store_cache_row(s.value_kind, value + k * W, W, l.value + at * value_bytes);
         }
-    }
-
-    // Summarises the blocks of keys that end with a row of this step.
-    void summarise(const HsAttention& l) {
-        if (!selector.is_on()) return;
-        std::array<Place, MAX_STEP_ROWS> ends;
-        int64_t count = 0;
-        auto add = [&](const Place& place) {
-            if ((place.position + 1) % s.select.block == 0) ends[count++] = place;
-        };
-        for (int64_t t = 0; t < T; ++t) add(places[t]);
-        for (int64_t i = 0; i < num_copies; ++i) add(copies[i]);
-        split(count * K * s.select.block * 16 * W, count * K, 1, 4, [&](int64_t u0, int64_t u1) {
-            for (int64_t u = u0; u < u1; ++u) {
-                const Place& place = ends[u / K];
-                const int64_t begin = place.position + 1 - s.select.block;
-                const int64_t at = place_of(place.sequence, begin) + u % K * table->block_length;
-                selector.summarise(l, place.sequence, begin, u % K, l.key + at * key_bytes, key_bytes);
-            }
-        });
     }
 
     Chunk chunk_from(int64_t t, int64_t t1, int64_t unit) const {

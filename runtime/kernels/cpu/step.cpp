@@ -73,13 +73,13 @@ int64_t most_used(const HsStep& step) {
 
 int64_t heads_size(const HsAttention& a) { return a.num_heads * a.head_width; }
 int64_t gates_size(const HsAttention& a) { return a.is_gated ? heads_size(a) : 0; }
-// What a layer projects for its cache: keys and values, keys alone, or none.
-int64_t num_own(const HsAttention& a) { return a.is_shared ? 0 : 2 - a.values_are_keys; }
+// Heads of keys that a layer writes to its cache, and as many of values.
+int64_t own_heads(const HsAttention& a) { return a.num_own ? a.num_kv_heads : 0; }
 int64_t qkv_size(const HsAttention& a) {
-    return heads_size(a) + gates_size(a) + num_own(a) * a.num_kv_heads * a.head_width;
+    return heads_size(a) + gates_size(a) + a.num_own * a.num_kv_heads * a.head_width;
 }
 int64_t raw_keys_size(const HsAttention& a) {
-    return a.is_shared ? 0 : a.values_are_keys * a.num_kv_heads * a.head_width;
+    return a.num_own == 1 ? a.num_kv_heads * a.head_width : 0;
 }
 
 // The largest size(attention) of a layer.
@@ -426,7 +426,7 @@ class Step {
     void attention(const HsAttention& l, Operand& input, float* out) {
         turn(l);
         clock.ended(TIMED_OTHER);
-        project(l.input, l.input[1].data ? 1 + num_own(l) : 1, input, w.qkv, qkv_size(l));
+        project(l.input, l.input[1].data ? 1 + l.num_own : 1, input, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
         show_heads();
@@ -453,15 +453,14 @@ class Step {
     // or the cache stores them rotated), appends keys and values, and attends. With gates, rows of qkv have
     // (2 H + 2 K) W values; if values are keys, (H + K) W; if they are another layer's, H W.
     void attend(const HsAttention& l, float* qkv, Operand& heads) {
-        const int64_t W = l.head_width, H = l.num_heads, num_values = qkv_size(l);
-        const int64_t K = l.is_shared ? 0 : l.num_kv_heads;
+        const int64_t W = l.head_width, H = l.num_heads, K = own_heads(l), num_values = qkv_size(l);
         w.attention.use(l);
         heads.size = heads_size(l);
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
             if (l.is_gated) take_gates(l, values, w.gates + t * H * W);
             float* own = values + (H + K) * W;
-            if (K && l.values_are_keys)
+            if (l.num_own == 1)
                 own = std::copy_n(values + H * W, K * W, w.raw_keys + t * K * W) - K * W;
             norm_heads(l, values);
             for (int64_t k = 0; l.value_norm.weight && k < K; ++k)
@@ -472,6 +471,7 @@ class Step {
             for (int64_t k = 0; s.is_value_rotated && k < K; ++k) turn_by_hadamard(own + k * W, W);
             if (K) w.attention.append(l, t, values + H * W, own);
         });
+        if (K) w.attention.summarise(l);
         w.attention.run(l, qkv, num_values, l.is_gated ? w.gates : nullptr, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
@@ -484,14 +484,14 @@ class Step {
             std::copy_n(values + (2 * h + 1) * W, W, gates + h * W);
             std::copy_n(values + 2 * h * W, h ? W : 0, values + h * W);
         }
-        std::copy_n(values + 2 * H * W, num_own(l) * l.num_kv_heads * W, values + H * W);
+        std::copy_n(values + 2 * H * W, l.num_own * l.num_kv_heads * W, values + H * W);
     }
 
     // Rotates the queries and keys of a row in place, or the first values of each head.
     void rotate_heads(const HsAttention& l, int64_t t, float* values) {
         const HsRotary& rotary = s.rotary[l.rotary];
         const int64_t W = l.head_width, first = turn_at(l, t);
-        const int64_t heads = l.num_heads + (l.is_shared ? 0 : l.num_kv_heads);
+        const int64_t heads = l.num_heads + own_heads(l);
         const int64_t together = rotary.head_width == W ? heads : 1;
         for (int64_t h = 0; h < heads; h += together)
             kernels().rotate(values + h * W, together, w.cos + first, w.sin + first, rotary.head_width,
@@ -500,7 +500,7 @@ class Step {
 
     // Norms the queries and keys of a row in place.
     void norm_heads(const HsAttention& l, float* values) {
-        const int64_t W = l.head_width, H = l.num_heads, K = l.is_shared ? 0 : l.num_kv_heads;
+        const int64_t W = l.head_width, H = l.num_heads, K = own_heads(l);
         if (!l.query_norm.weight) return;
         if (l.norms_all_heads) {
             apply(l.query_norm, values, H * W, values);
@@ -740,8 +740,8 @@ bool fits(const HsAttention& l, const HsStep& s) {
     if (l.table < 0 || l.table >= s.num_tables) return false;
     const int64_t kept = s.table[l.table].window;
     if (kept && (!l.window || l.window > kept)) return false;
-    if (l.values_are_keys < 0 || l.values_are_keys > 1) return false;
-    if (!l.is_shared && l.query_norm.weight && !l.key_norm.weight) return false;
+    if (l.num_own < 0 || l.num_own > 2) return false;
+    if (l.num_own && l.query_norm.weight && !l.key_norm.weight) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (l.head_width % block_values(kind)) return false;
     if (l.rotary >= s.num_rotaries) return false;
@@ -750,7 +750,7 @@ bool fits(const HsAttention& l, const HsStep& s) {
     const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? qkv_size(l) : q, kv, kv};
-    for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 1 + num_own(l)); ++m)
+    for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 1 + l.num_own); ++m)
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, heads_size(l))) return false;
     return l.key && l.value;

@@ -114,9 +114,10 @@ struct HsAttention {
     int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
     // attn_q has for each head its query, then as many gates: the head's output is multiplied by their sigmoids
     int32_t is_gated;
-    int32_t table;            // index in HsStep's `table`
-    int32_t values_are_keys;  // as they are before their norm; there is no matrix of values
-    int32_t is_shared;  // keys and values are an earlier layer's, and nothing but queries is projected
+    int32_t table;  // index in HsStep's `table`
+    // What is projected beside queries. 2: keys and values; 1: keys, which are the values as they are before
+    // their norm; 0: nothing, the keys and values are an earlier layer's.
+    int32_t num_own;
 };
 
 // A gated delta net; model/spec.py (DeltaNet) has the formula. Letters: G key heads, V value heads, N and M values of a

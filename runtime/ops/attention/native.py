@@ -15,7 +15,7 @@ from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 
 # Numbers that have the spec's name; its None is 0.
 _NUMBERS = ("num_heads", "num_kv_heads", "window", "norms_by_head", "norms_all_heads",
-            "is_gated", "values_are_keys")  # fmt: skip
+            "is_gated", "num_own")  # fmt: skip
 _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
 
 
@@ -33,7 +33,7 @@ class AttentionStruct(Structure):
                 ("window", c_int64), ("growth_length", c_int64), ("growth", c_float),
                 ("norms_by_head", c_int32), ("scores", ScoresStruct),
                 ("rotary", c_int32), ("norms_all_heads", c_int32), ("is_gated", c_int32),
-                ("table", c_int32), ("values_are_keys", c_int32), ("is_shared", c_int32)]  # fmt: skip
+                ("table", c_int32), ("num_own", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -72,7 +72,6 @@ def attention_struct(
         rotary=rotaries.index(attention.rotary),
         table=tables.index(cache.table),
         **{name: getattr(spec, name) or 0 for name in _NUMBERS},
-        is_shared=spec.source is not None,
         **{
             name: structs.pointer(tensor, tensor.dtype)
             for name, tensor in zip(_TABLES, key_tables, strict=False)

@@ -34,8 +34,16 @@ from hotsplit.files.typed import shown
 from hotsplit.model import planes
 from hotsplit.model.low_rank import LEFT, LowRank
 from hotsplit.model.per_layer import TABLE, LayerInputs, PerLayer
-from hotsplit.model.spec import Activation, Add, Attention, LayerSpec, ModelSpec, Neurons, Rotary
-from hotsplit.model.tensors import KEY_NORM
+from hotsplit.model.spec import (
+    KEY_NORM,
+    Activation,
+    Add,
+    Attention,
+    LayerSpec,
+    ModelSpec,
+    Neurons,
+    Rotary,
+)
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader

@@ -29,6 +29,7 @@ PredictorKind = Literal["linear", "relu", "gate"]
 # Of the hidden states of a text: their mean, the first token's or the last one's (sentence-transformers).
 Pooling = Literal["mean", "cls", "last"]
 NormKind = Literal["rms", "layer", "layer_without_bias"]
+QUERY_NORM, KEY_NORM = "attn_q_norm", "attn_k_norm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,14 @@ class Attention:
             return {"attn_qkv": self.qkv_size}
         rows = {"attn_q": self.query_size + self.gate_size}
         return rows | dict.fromkeys(("attn_k", "attn_v")[: self.num_own], self.key_size)
+
+    @property
+    def normed(self) -> dict[str, int]:
+        """Values of all heads that `head_norm` is over, by the name of its weights."""
+        if self.head_norm is None:
+            return {}
+        sizes = {QUERY_NORM: self.query_size}
+        return sizes | ({KEY_NORM: self.key_size} if self.num_own else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from hotsplit.model.spec import (
 )
 
 Layout = Literal["sparse", "stock"]
-QUERY_NORM, KEY_NORM, SINKS = "attn_q_norm", "attn_k_norm", "attn_sinks.weight"
+SINKS = "attn_sinks.weight"
 CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
 OWN_SCALES = "ffn_down_exps.scale"
 ROUTER, CHOICE_BIAS, OUTPUT_GATE = "ffn_gate_inp", "exp_probs_b.bias", "ffn_gate_inp_shexp.weight"
@@ -135,13 +135,10 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
     rows = block.projections
     shapes: Shapes = {f"{name}.weight": (count, hidden_size) for name, count in rows.items()}
     shapes["attn_output.weight"] = (hidden_size, block.query_size)
-    if block.head_norm is not None:
-        whole = {QUERY_NORM: block.query_size}
-        whole |= {KEY_NORM: block.key_size} if block.num_own else {}
-        for name, size in whole.items():
-            one = (size,) if block.norms_all_heads else (block.head_dim,)
-            by_head = (size // block.head_dim, block.head_dim)
-            shapes[f"{name}.weight"] = by_head if block.norms_by_head else one
+    for name, size in block.normed.items():
+        one = (size,) if block.norms_all_heads else (block.head_dim,)
+        by_head = (size // block.head_dim, block.head_dim)
+        shapes[f"{name}.weight"] = by_head if block.norms_by_head else one
     if block.has_sinks:
         shapes[SINKS] = (block.num_heads,)
     sizes = {"attn_output": hidden_size, **rows}
