@@ -44,6 +44,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 
 ARCEE = Family(
+    title="Arcee",
     blueprint=arcee,
     model_types=("arcee",),
     defaults={

@@ -129,12 +129,14 @@ DEFAULTS = {
     "layer_norm_eps": 1e-5, "logit_scale": 0.0625,
 }  # fmt: skip
 COMMAND_R = Family(
+    title="Command R",
     blueprint=command_r,
     model_types=("cohere",),
     read_keys=("logit_scale",),
     defaults=DEFAULTS | {"use_qk_norm": False},
 )
 COHERE2 = Family(
+    title="Cohere 2",
     blueprint=cohere2,
     model_types=("cohere2",),
     read_keys=("logit_scale",),

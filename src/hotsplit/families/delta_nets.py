@@ -314,6 +314,7 @@ _MIXTURE = _LINEAR | {
     "shared_expert_intermediate_size": 512,
 }  # fmt: skip
 QWEN3_NEXT = Family(
+    title="Qwen3-Next",
     blueprint=qwen3_next,
     model_types=("qwen3_next",),
     read_keys=COUNTS,
@@ -322,11 +323,13 @@ QWEN3_NEXT = Family(
        "decoder_sparse_step": 1},
 )  # fmt: skip
 QWEN3_5 = Family(
+    title="Qwen 3.5 and 3.6",
     blueprint=qwen3_5,
     model_types=("qwen3_5_text",),
     defaults=_LINEAR | {"num_key_value_heads": 4},
 )
 QWEN3_5_MOE = Family(
+    title="Qwen 3.5 and 3.6 MoE",
     blueprint=qwen3_5_moe,
     model_types=("qwen3_5_moe_text",),
     read_keys=COUNTS,

@@ -138,6 +138,7 @@ def _names(num_layers: int) -> NameOf:
 
 
 FALCON = Family(
+    title="Falcon",
     model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
     blueprint=falcon,
     defaults={

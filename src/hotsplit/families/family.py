@@ -41,7 +41,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A class of checkpoints. `defaults` are those of transformers' config class for the keys that
+    """A class of checkpoints. `title`: the name of its models for people. `defaults` are those of transformers' config class for the keys that
     `blueprint` reads and that may be missing; a key that is null in the file stays null. A missing
     key that is not listed here is refused, unless transformers' default for it is null or the
     reader has its own (as for rope_theta). `model_types`: what a config says it is; () for a class
@@ -49,6 +49,7 @@ class Family:
     other families refuse (CONFIG_KEYS), those that this one reads. `text_key`: the key of the config
     of the text model, if the checkpoint has others beside it."""
 
+    title: str
     blueprint: Callable[["ConfigReader"], "Blueprint"]
     defaults: Mapping[str, object] = field(default_factory=dict)
     model_types: tuple[str, ...] = ()

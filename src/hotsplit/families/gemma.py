@@ -178,12 +178,14 @@ GEMMA2_DEFAULTS = {
     LOGIT_CAP: 30.0,
 }
 GEMMA2 = Family(
+    title="Gemma 2",
     model_types=("gemma2",),
     blueprint=gemma2,
     read_keys=(SCORE_CAP, LOGIT_CAP),
     defaults=GEMMA2_DEFAULTS,
 )
 GEMMA3 = Family(
+    title="Gemma 3",
     model_types=("gemma3_text",),
     blueprint=gemma3,
     read_keys=(LOGIT_CAP,),

@@ -335,6 +335,7 @@ def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 GEMMA3N = Family(
+    title="Gemma 3n",
     model_types=("gemma3n_text",),
     blueprint=gemma3n,
     read_keys=(LOGIT_CAP,),

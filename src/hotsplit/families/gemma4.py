@@ -349,6 +349,7 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 
 
 GEMMA4 = Family(
+    title="Gemma 4",
     model_types=("gemma4_text",),
     blueprint=gemma4,
     read_keys=(*COUNTS, LOGIT_CAP),

@@ -96,6 +96,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 
 GLM4 = Family(
+    title="GLM-4.5",
     blueprint=glm4,
     model_types=("glm4_moe",),
     read_keys=COUNTS,

@@ -68,8 +68,12 @@ DEFAULTS = {
     "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 2,
     "head_dim": 128, "rms_norm_eps": 1.5625e-7,
 }  # fmt: skip
-GLM4 = Family(model_types=("glm4",), blueprint=partial(glm, name="glm4"), defaults=DEFAULTS)
-GLM = Family(model_types=("glm",), blueprint=partial(glm, name="chatglm"), defaults=DEFAULTS)
+GLM4 = Family(
+    title="GLM-4", model_types=("glm4",), blueprint=partial(glm, name="glm4"), defaults=DEFAULTS
+)
+GLM = Family(
+    title="GLM-4", model_types=("glm",), blueprint=partial(glm, name="chatglm"), defaults=DEFAULTS
+)
 GRAPHS = tuple(
     Architecture(
         name=name,

@@ -136,6 +136,7 @@ def not_in_stock(spec: ModelSpec) -> str | None:
 
 
 GPT_OSS = Family(
+    title="gpt-oss",
     blueprint=gpt_oss,
     model_types=("gpt_oss",),
     read_keys=(*COUNTS, "quantization_config"),

@@ -221,18 +221,21 @@ DEFAULTS = {
     **dict.fromkeys(FACTORS, 1.0),
 }  # fmt: skip
 GRANITE = Family(
+    title="Granite",
     blueprint=granite,
     model_types=("granite",),
     read_keys=FACTORS,
     defaults=DEFAULTS | {"mlp_bias": False},
 )
 GRANITE_OF_HYBRIDS = Family(
+    title="Granite",
     blueprint=granite_of_hybrids,
     model_types=("granitemoehybrid",),
     read_keys=FACTORS,
     defaults=DEFAULTS | {"num_local_experts": 8, "shared_intermediate_size": 1024},
 )
 GRANITE_MOE = Family(
+    title="Granite MoE",
     blueprint=granite_moe,
     model_types=("granitemoe", "granitemoeshared"),
     read_keys=(*COUNTS, *FACTORS),

@@ -123,8 +123,8 @@ def not_in_stock(spec: ModelSpec) -> str | None:
 
 
 DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
-LLAMA = Family(blueprint=llama, model_types=("llama",), defaults=DEFAULTS)
-PROSPARSE = Family(blueprint=prosparse, defaults=DEFAULTS)
+LLAMA = Family(title="Llama", blueprint=llama, model_types=("llama",), defaults=DEFAULTS)
+PROSPARSE = Family(title="ProSparse", blueprint=prosparse, defaults=DEFAULTS)
 
 OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
 GRAPH = Architecture(

@@ -143,15 +143,19 @@ DEFAULTS = {
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
     "num_key_value_heads": 8, "sliding_window": 4096,
 }  # fmt: skip
-MISTRAL = Family(blueprint=mistral, model_types=("mistral",), defaults=DEFAULTS)
-BAMBOO = Family(blueprint=bamboo, defaults=DEFAULTS)
-MINISTRAL = Family(blueprint=ministral, model_types=("ministral",), defaults=DEFAULTS)
+MISTRAL = Family(title="Mistral", blueprint=mistral, model_types=("mistral",), defaults=DEFAULTS)
+BAMBOO = Family(title="Bamboo", blueprint=bamboo, defaults=DEFAULTS)
+MINISTRAL = Family(
+    title="Ministral", blueprint=ministral, model_types=("ministral",), defaults=DEFAULTS
+)
 MINISTRAL3 = Family(
+    title="Ministral",
     blueprint=ministral3,
     model_types=("ministral3",),
     defaults=DEFAULTS | {"sliding_window": None, "rms_norm_eps": 1e-5, "head_dim": 128},
 )
 MISTRAL3 = Family(
+    title="Mistral",
     blueprint=with_images,
     model_types=("mistral3",),
     text_key="text_config",

@@ -181,6 +181,7 @@ _QWEN = _DEFAULTS | {
     "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1,
 }  # fmt: skip
 MIXTRAL = Family(
+    title="Mixtral",
     blueprint=mixtral,
     model_types=("mixtral",),
     read_keys=COUNTS,
@@ -190,12 +191,14 @@ MIXTRAL = Family(
     },
 )  # fmt: skip
 OLMOE = Family(
+    title="OLMoE",
     blueprint=olmoe,
     model_types=("olmoe",),
     read_keys=COUNTS,
     defaults=_DEFAULTS | {"num_experts_per_tok": 8, "num_experts": 64},
 )
 QWEN2 = Family(
+    title="Qwen 2 MoE",
     blueprint=qwen2,
     model_types=("qwen2_moe",),
     read_keys=COUNTS,
@@ -206,6 +209,7 @@ QWEN2 = Family(
     },
 )  # fmt: skip
 QWEN3 = Family(
+    title="Qwen 3 MoE",
     blueprint=qwen3,
     model_types=("qwen3_moe",),
     read_keys=COUNTS,

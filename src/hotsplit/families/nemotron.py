@@ -62,6 +62,7 @@ def not_in_stock(spec: ModelSpec) -> str | None:
 
 
 NEMOTRON = Family(
+    title="Nemotron",
     blueprint=nemotron,
     model_types=("nemotron",),
     defaults={

@@ -127,9 +127,12 @@ def _thetas(spec: ModelSpec) -> list[float]:
 
 
 DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "rms_norm_eps": 1e-5}
-OLMO2 = Family(model_types=("olmo2",), blueprint=olmo2, defaults=DEFAULTS)
+OLMO2 = Family(title="OLMo 2", model_types=("olmo2",), blueprint=olmo2, defaults=DEFAULTS)
 OLMO3 = Family(
-    model_types=("olmo3",), blueprint=olmo3, defaults=DEFAULTS | {"sliding_window": 4096}
+    title="OLMo 3",
+    model_types=("olmo3",),
+    blueprint=olmo3,
+    defaults=DEFAULTS | {"sliding_window": 4096},
 )
 GRAPH = Architecture(
     name="olmo2",

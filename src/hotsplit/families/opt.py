@@ -117,6 +117,7 @@ def _name_of(source: str) -> str | None:
 
 
 OPT = Family(
+    title="OPT",
     model_types=("opt",),
     blueprint=opt,
     defaults={

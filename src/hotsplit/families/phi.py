@@ -92,6 +92,7 @@ def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 PHI3 = Family(
+    title="Phi-3 and 4-mini",
     blueprint=phi3,
     model_types=("phi3",),
     defaults={"tie_word_embeddings": False, "original_max_position_embeddings": 4096},

@@ -70,8 +70,9 @@ DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-QWEN2 = Family(blueprint=qwen2, model_types=("qwen2",), defaults=DEFAULTS)
+QWEN2 = Family(title="Qwen 2", blueprint=qwen2, model_types=("qwen2",), defaults=DEFAULTS)
 QWEN3 = Family(
+    title="Qwen 3",
     blueprint=qwen3,
     model_types=("qwen3",),
     defaults=DEFAULTS | {"head_dim": 128, "attention_bias": False},

@@ -132,6 +132,7 @@ def not_in_stock(spec: ModelSpec) -> str | None:
 
 
 SMALLTHINKER = Family(
+    title="SmallThinker",
     blueprint=smallthinker,
     defaults={"tie_word_embeddings": False, "moe_primary_router_apply_softmax": False},
 )

@@ -72,6 +72,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 
 SMOLLM3 = Family(
+    title="SmolLM3",
     model_types=("smollm3",),
     blueprint=smollm3,
     defaults={

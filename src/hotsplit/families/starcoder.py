@@ -70,6 +70,7 @@ def not_in_stock(spec: ModelSpec) -> str | None:
 
 
 STARCODER2 = Family(
+    title="StarCoder 2",
     blueprint=starcoder2,
     model_types=("starcoder2",),
     defaults={

@@ -1,5 +1,6 @@
 """The table of families. docs/adding-a-family.md says how to add one."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
 from hotsplit.files.typed import shown
-from hotsplit.model.unsupported import CHECKPOINTS, CONFIG_KEYS, why_not_run
+from hotsplit.model.unsupported import CONFIG_KEYS, why_not_run
 
 # By the first of `architectures` in config.json.
 FAMILIES: dict[str, Family] = {
@@ -129,7 +130,7 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         why = why_not_run(name, config) or "is unknown"
-        raise HotsplitError(f"{path}: architecture {shown(name)}: {why}; supported: {CHECKPOINTS}")
+        raise HotsplitError(f"{path}: architecture {shown(name)}: {why}; supported: {_titles()}")
     model_type = config.get("model_type")
     if family.text_key:
         config = _text_config(path, config, family.text_key)
@@ -146,6 +147,15 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     threshold = read.threshold(found.spec.activation)
     notes = (*found.notes, *_type_notes(path, model_type, family, str(name)))
     return replace(found, threshold=threshold, is_tied=read.is_tied(), notes=notes)
+
+
+def _titles() -> str:
+    """The titles of all families, each name once before its versions."""
+    versions: dict[str, dict[str, None]] = {}
+    for family in FAMILIES.values():
+        name, *version = re.split(r"(?=\d)", family.title, maxsplit=1)
+        versions.setdefault(name, {}).update(dict.fromkeys(version))
+    return ", ".join(name + ", ".join(each) for name, each in versions.items())
 
 
 def _text_config(path: Path, config: Mapping[str, object], key: str) -> Mapping[str, object]:

@@ -27,14 +27,13 @@ _BY_NAME = (
      "an encoder, which generates no text"),
     (("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
      "models for images and audio are not supported; the text model alone may be"),
-    (("gemma",), "this Gemma's graph is not supported; Gemma 2 to 4 run"),
+    (("gemma",), "this Gemma's graph is not supported"),
     (("bloom", "mpt", "baichuan13"),
      f"attention biased by distance (ALiBi) is not computed; {_SMALL}"),
     (("gpt2", "gptneo", "gpt_neo", "gptj", "codegen", "starcoderfor", "gptbigcode"),
      f"the layers of GPT-2, GPT-J and GPT-NeoX are not supported; {_SMALL}"),
     (("phi2", "phiforcausallm", "stablelm"),
-     f"rotary embeddings of a part of each head with layer norms are not supported; {_SMALL}, and so"
-     " does Phi-3 and 4"),
+     f"rotary embeddings of a part of each head with layer norms are not supported; {_SMALL}"),
     (("internlm", "baichuan"),
      "queries, keys and values fused in one matrix by groups are not supported; a copy that was"
      " converted to Llama's layout runs"),
@@ -82,14 +81,6 @@ _BY_KEY = {
     "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
-CHECKPOINTS = (
-    "Llama, Mistral, Qwen 2 to 3.6, Ministral, Phi-3 and 4-mini, Gemma 2 to 4 and 3n, SmolLM3, OLMo 2 and 3,"
-    " GLM-4, Granite, StarCoder 2, Command R, Cohere 2, Nemotron, Arcee, Falcon, OPT, sparse ones"
-    " such as ProSparse, and the mixtures of experts Mixtral, OLMoE, Qwen 2 to 3.6, Granite, GLM-4.5,"
-    " gpt-oss and SmallThinker"
-)
-
-
 # general.type of a GGUF that is no model -> what it is.
 _TYPES = {
     "adapter": "an adapter (LoRA), not a model; merge it into the checkpoint that it was made for, and"
