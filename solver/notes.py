@@ -41,7 +41,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
             line = f"the figures of {gpu.name} were not measured here: {gpu.source}"
             notes += [] if line in notes else [line]
     scaling = for_context(model, split.context_length).spec.rope_scaling
-    if scaling.kind == "longrope":
+    if scaling.has_contexts:
         notes.append(f"rotary embeddings: {scaling.words}")
     notes += _transposed_notes(model) + _input_notes(model) + _context_notes(inputs, split)
     notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
+from hotsplit.families.rope_scalings import config_parameters
 from hotsplit.families.sizes import sizes_of
 from hotsplit.files.atomic import partial_folder
 from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
 from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.rope import RopeScaling
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.sparsify.trained_checkpoint import save_tensors
 
@@ -140,24 +140,9 @@ def _config(model: ModelFile) -> dict[str, object]:
         }
     assert spec.rotary is not None
     config["rope_parameters"] = {
-        **_scaling(spec.rotary.scaling), "rope_theta": spec.rotary.theta,
+        **config_parameters(spec.rotary.scaling), "rope_theta": spec.rotary.theta,
     }  # fmt: skip
     return config
-
-
-def _scaling(scaling: RopeScaling) -> dict[str, object]:
-    """The parameters of rotary embeddings by transformers' names."""
-    if scaling.kind == "none":
-        return {"rope_type": "default"}
-    found: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "yarn":
-        found |= {
-            "original_max_position_embeddings": scaling.original_length,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "attention_factor": scaling.magnitude,
-        }
-    return found
 
 
 def _tokenizer_config(model: ModelFile, codec: TextCodec) -> dict[str, object]:

@@ -33,11 +33,11 @@ from hotsplit.files.gguf_file import (
 from hotsplit.files.typed import shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
 from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.rope import LONG, SHORT
 from hotsplit.model.spec import Activation, ModelSpec, Predict, PredictorKind
 from hotsplit.model.tensors import (
     Layout,
     Shapes,
+    divisor_shapes,
     layer_shapes,
     layout_of,
     optional_layer_shapes,
@@ -177,8 +177,8 @@ class ModelFile:
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
         """The tensors that must be present, and those that may be."""
         spec = self.spec
-        required, optional = outer_shapes(spec), optional_outer_shapes(spec)
-        required |= {name: optional[name] for name in (SHORT, LONG) if name in optional}
+        required = outer_shapes(spec) | divisor_shapes(spec)
+        optional = optional_outer_shapes(spec)
         for index, layer in enumerate(spec.layers):
             in_layer = layer_shapes(spec, layer, self.layout)
             required |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
@@ -216,7 +216,7 @@ class ModelFile:
 
     def _check_rotary(self) -> None:
         """Raises HotsplitError unless the divisors of the frequencies are finite and positive."""
-        for name in sorted({"rope_freqs.weight", SHORT, LONG} & self.tensors.keys()):
+        for name in sorted(divisor_shapes(self.spec)):
             factors = dequantize(self.tensors[name].read(), type_of(self.tensors[name].kind))
             if not ((factors > 0) & (factors < np.inf)).all():
                 raise HotsplitError(

@@ -2,7 +2,6 @@
 
 Keys may be spelt as in transformers 4 or 5."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +11,12 @@ import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES
+from hotsplit.families.rope_scalings import USUAL_KINDS, Parameters, kind_of
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.files.typed import shown
-from hotsplit.model.rope import LONG, NO_SCALING, SHORT, Pairing, RopeScaling
+from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, Rotary
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-ROPE_WORDS = {
-    "default": "ordinary rotary embeddings (default)",
-    "linear": "positions divided by a factor (linear)",
-    "llama3": "Llama 3's (llama3)",
-    "yarn": "YaRN (yarn)",
-    "longrope": "LongRoPE (longrope)",
-    "proportional": "a part of each head's pairs (proportional)",
-}
-LONGROPE = ("longrope", "su", "yarn")  # as Phi-3's configs have spelt it
 # transformers' names, and a model file's.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 GATED = {name: name for name in ("relu", "relu2", "fatrelu", "drelu", "silu")} | GELUS
@@ -69,6 +59,18 @@ class ConfigReader:
                 f"{self.path}: {self.prefix}{key} is {value}, wanted a count up to {most}"
             )
         return int(value)
+
+    def positives(self, key: str, count: int, what: str) -> list[float]:
+        """`count` positive numbers; `what`: which, for an error."""
+        values = self.values.get(key)
+        found = [_number(value) for value in values] if isinstance(values, list) else []
+        numbers = [number for number in found if number is not None and number > 0]
+        if not len(found) == len(numbers) == count:
+            raise HotsplitError(
+                f"{self.path}: {self.prefix}{key} is {shown(values)}, wanted {count} positive numbers,"
+                f" {what}"
+            )
+        return numbers
 
     def whole(self, key: str) -> int:
         """A whole number, at least 0."""
@@ -159,52 +161,44 @@ class ConfigReader:
             )
 
     def rotary(
-        self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = ROPE_TYPES,
+        self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = USUAL_KINDS,
         default_theta: float = 10000.0, default_share: float | None = None,
         rounds_borders: bool = True,
     ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:  # fmt: skip
-        """The sizes, whose context YaRN may extend, the rotary embedding, and the divisors of the
-        frequencies of Llama 3 and of longrope (f32 [head_dim / 2]), by the names of their tensors.
+        """The sizes, whose context a scaling may extend, the rotary embedding, and the divisors of its
+        frequencies (f32 [head_dim / 2]), by the names of their tensors.
 
         They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys
         are given, `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a
-        key of the config itself. `default_share`: of the values of a head that rotate, where a part
-        of them may. `rounds_borders`: what YaRN does in this family."""
+        key of the config itself. `known`: kinds (rope_scalings.CONFIG_KINDS) of this family.
+        `default_share`: of the values of a head that rotate, where a part of them may.
+        `rounds_borders`: what YaRN does in this family."""
         self.check_size(sizes)
         rope = self.rope()
-        # Old configs spell it `type`.
-        kind = rope.values.get("rope_type", rope.values.get("type", "default"))
-        if "longrope" in known and kind in LONGROPE:
-            kind = "longrope"
-        if kind not in known:
-            raise HotsplitError(
-                f"{self.path}: {rope.prefix[:-1]} is of type {shown(kind)}, which is not supported;"
-                f" supported for this family: {', '.join(ROPE_WORDS[name] for name in known)}"
-            )
+        kind = kind_of(rope, known)
         num_values = None
-        if default_share is None and kind != "proportional":
+        if default_share is not None:
+            num_values = self._rotated(rope, sizes.head_dim, default_share)
+        elif not kind.reads_share:
             for reader in (self, rope):
                 reader.refuse("partial_rotary_factor", 1.0, 1)
-        elif default_share is not None:
-            num_values = self._rotated(rope, sizes.head_dim, default_share)
         theta = rope.positive("rope_theta", self.positive("rope_theta", default_theta))
-        scaling = NO_SCALING
-        if kind == "linear":
-            scaling = RopeScaling(kind="linear", factor=rope.positive("factor"))
-        elif kind == "yarn":
-            rope.refuse("truncate", rounds_borders)
-            sizes, scaling = _with_yarn(rope, sizes, theta)
-        factors: Mapping[str, np.ndarray] = {}
-        if kind in _FACTORS:
-            factors = {"rope_freqs.weight": _FACTORS[kind](rope, sizes.head_dim, theta)}
-        elif kind == "longrope":
-            scaling = _longrope(rope, sizes, self.count("original_max_position_embeddings"))
-            factors = _longrope_factors(rope, (num_values or sizes.head_dim) // 2)
+        found = kind.read(
+            Parameters(
+                whole=self,
+                own=rope,
+                sizes=sizes,
+                theta=theta,
+                num_pairs=(num_values or sizes.head_dim) // 2,
+                rounds_borders=rounds_borders,
+            )
+        )
         rotary = Rotary(
-            theta=theta, pairing=pairing, scaling=scaling, has_factors="rope_freqs.weight" in factors,
-            num_values=num_values,
+            theta=theta, pairing=pairing, scaling=found.scaling,
+            has_factors=FREQUENCIES in found.divisors, num_values=num_values,
         )  # fmt: skip
-        return sizes, rotary, factors
+        longer = found.context_length or sizes.context_length
+        return replace(sizes, context_length=longer), rotary, found.divisors
 
     def rope(self) -> "ConfigReader":
         """A reader of `rope_scaling`, or without one of `rope_parameters`."""
@@ -283,98 +277,3 @@ def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e38 else None  # a model file has f32
-
-
-def _with_yarn(rope: ConfigReader, sizes: Sizes, theta: float) -> tuple[Sizes, RopeScaling]:
-    """YaRN's constants (transformers, modeling_rope_utils.py), and the sizes with the context
-    length that they extend the original one to, unless it is longer already."""
-    if theta <= 1.0:
-        raise HotsplitError(f"{rope.path}: rope_theta is {theta:g}; YaRN wants above 1")
-    length = rope.count("original_max_position_embeddings", sizes.context_length)
-    longer = sizes.context_length / length
-    scaling = RopeScaling(
-        kind="yarn",
-        factor=rope.positive("factor", longer if longer > 1.0 else None),
-        original_length=length,
-        beta_fast=rope.positive("beta_fast", 32.0),
-        beta_slow=rope.positive("beta_slow", 1.0),
-        rounds_borders=rope.values.get("truncate", True) is not False,
-    )
-    magnitude, keys = scaling.magnitude, ("mscale", "mscale_all_dim")
-    scales = [1 + rope.positive(key) * (magnitude - 1) for key in keys if rope.values.get(key)]
-    if len(scales) == 2:  # one alone changes nothing
-        magnitude = scales[0] / scales[1]
-    attention = rope.positive("attention_factor", magnitude)
-    longest = scaling.factor * length
-    if longest > MAX_COUNT:
-        raise HotsplitError(
-            f"{rope.path}: {rope.prefix}factor is {scaling.factor:g}; times"
-            f" {length:,} tokens it is a context of more than {MAX_COUNT}"
-        )
-    scaling = replace(scaling, attn_factor=attention / scaling.magnitude)
-    context_length = max(sizes.context_length, int(longest))
-    return replace(sizes, context_length=context_length), scaling
-
-
-def _longrope(rope: ConfigReader, sizes: Sizes, length: int) -> RopeScaling:
-    """Longrope, of a model that was trained on texts of `length` tokens first; its magnitude is as in
-    transformers (modeling_rope_utils.py)."""
-    factor = rope.positive("factor", sizes.context_length / length)
-    magnitude = 1.0
-    if factor > 1.0:
-        if length < 2:
-            raise HotsplitError(
-                f"{rope.path}: original_max_position_embeddings is {length}, wanted at least 2"
-            )
-        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(length))
-    return RopeScaling(
-        kind="longrope",
-        original_length=length,
-        attn_factor=rope.positive("attention_factor", magnitude),
-    )
-
-
-def _longrope_factors(rope: ConfigReader, num_pairs: int) -> dict[str, np.ndarray]:
-    """The divisors for short and for long contexts, f32 [W / 2] each."""
-    found = {}
-    for key, name in (("short_factor", SHORT), ("long_factor", LONG)):
-        values = rope.values.get(key)
-        numbers = [_number(value) for value in values] if isinstance(values, list) else []
-        if len(numbers) != num_pairs or not all(n is not None and n > 0 for n in numbers):
-            raise HotsplitError(
-                f"{rope.path}: {rope.prefix}{key} is {shown(values)}, wanted {num_pairs} positive"
-                " numbers, one for each pair of values that rotate"
-            )
-        found[name] = np.array(numbers, np.float32)
-    return found
-
-
-def _llama3_factors(rope: ConfigReader, head_dim: int, theta: float) -> np.ndarray:
-    """The divisors of the frequencies, f32 [head_dim / 2]: `factor` for long waves, 1 for
-    short ones; between them the reciprocal is interpolated (transformers, modeling_rope_utils.py;
-    llama.cpp stores these divisors as rope_freqs.weight)."""
-    factor = rope.positive("factor")
-    low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
-    context = rope.positive("original_max_position_embeddings")
-    if not low < high:
-        raise HotsplitError(
-            f"{rope.path}: {rope.prefix}low_freq_factor {low} is not below high_freq_factor {high}"
-        )
-    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    wavelengths = 2 * np.pi * theta**exponents
-    share = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
-
-
-def _proportional_factors(rope: ConfigReader, head_dim: int, theta: float) -> np.ndarray:
-    """The divisors, f32 [head_dim / 2]: 1 for the first pairs, which rotate, and for the others 1e30, as in
-    llama.cpp's conversion/gemma.py (transformers, modeling_rope_utils.py)."""
-    rope.refuse("factor", 1.0, 1)
-    count = int((share := rope.positive("partial_rotary_factor", 1.0)) * head_dim // 2)
-    if not 1 <= count <= head_dim // 2:
-        where = f"{rope.path}: {rope.prefix}partial_rotary_factor is {share:g}"
-        raise HotsplitError(f"{where}: {count} of {head_dim // 2} pairs of a head cannot rotate")
-    return np.repeat(np.array([1.0, 1e30], np.float32), [count, head_dim // 2 - count])
-
-
-_FACTORS = {"llama3": _llama3_factors, "proportional": _proportional_factors}

@@ -1,6 +1,5 @@
 """The keys of a model file's header, each read with a check and an error of its own."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,13 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.family import Architecture
 from hotsplit.families.pooling_key import pooling_of
+from hotsplit.families.rope_scalings import SCALING_KEYS, scaling_of_keys
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
-from hotsplit.model.rope import KINDS, LONG, NO_SCALING, Pairing, RopeScaling
+from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, ModelSpec, NormKind, Rotary
 from hotsplit.model.unsupported import check_is_model, why_key, why_not_run
 
@@ -60,14 +60,7 @@ KNOWN_KEYS = SILENT_KEYS | {
     *NORM_EPSILON.values(),
     "rope.dimension_count",
     "rope.freq_base",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.yarn_ext_factor",
-    "rope.scaling.yarn_attn_factor",
-    "rope.scaling.attn_factor",
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
+    *SCALING_KEYS,
     "vocab_size",
     "pooling_type",
 }
@@ -340,60 +333,9 @@ class KeyReader:
             num_values=None if rotated == head_dim else rotated,
             theta=self.positive(f"{self.graph.name}.rope.freq_base", 10000.0),
             pairing=pairing,
-            scaling=self._rope_scaling(),
-            has_factors="rope_freqs.weight" in self.tensors,
+            scaling=scaling_of_keys(self),
+            has_factors=FREQUENCIES in self.tensors,
         )
-
-    def _rope_scaling(self) -> RopeScaling:
-        """The scaling of rotary embeddings. As in llama.cpp, a file without a scaling type means
-        linear scaling by its factor, or by 1 without one."""
-        prefix = f"{self.graph.name}.rope.scaling."
-        kind = self.keys.get(prefix + "type")
-        if LONG in self.tensors or kind == "longrope":  # llama.cpp's converter writes no type
-            factor, length = self.positive(prefix + "attn_factor", 1.0), self._original_length()
-            return RopeScaling(kind="longrope", attn_factor=factor, original_length=length)
-        if kind not in (None, *KINDS):
-            raise HotsplitError(
-                f"{self.path}: this kind of rotary embedding is not supported"
-                f" (scaling {shown(kind)}, wanted {', '.join(KINDS)})"
-            )
-        if kind == "yarn":
-            return self._yarn(prefix)
-        for name in ("attn_factor", "yarn_attn_factor"):
-            if self.number(prefix + name, 1.0) != 1.0:
-                raise HotsplitError(f"{self.path}: {prefix}{name} without YaRN is not supported")
-        if kind == "none":
-            return NO_SCALING
-        factor = self.positive(prefix + "factor", 1.0 if kind is None else None)
-        return NO_SCALING if factor == 1.0 else RopeScaling(kind="linear", factor=factor)
-
-    def _yarn(self, prefix: str) -> RopeScaling:
-        if self.number(prefix + "yarn_ext_factor", 1.0) != 1.0:
-            raise HotsplitError(
-                f"{self.path}: {prefix}yarn_ext_factor is not 1: only YaRN as published is supported"
-            )
-        base = f"{self.graph.name}.rope.freq_base"
-        if self.positive(base, 10000.0) <= 1.0:
-            raise HotsplitError(f"{self.path}: key {base!r} must be above 1 for YaRN")
-        factor = self.positive(prefix + "factor")
-        less = self.number(prefix + "yarn_log_multiplier", 0.0) * math.log(max(1.0, factor))
-        scaling = RopeScaling(
-            kind="yarn",
-            factor=factor,
-            original_length=self._original_length(),
-            beta_fast=self.positive(prefix + "yarn_beta_fast", 32.0),
-            beta_slow=self.positive(prefix + "yarn_beta_slow", 1.0),
-            attn_factor=self.positive(prefix + "attn_factor", 1.0) / (1.0 + 0.1 * less),
-        )
-        # What llama.cpp's converter writes for a config's attention_factor, the whole magnitude;
-        # most of llama.cpp's graphs do not read it.
-        if prefix + "yarn_attn_factor" not in self.keys:
-            return scaling
-        whole = self.positive(prefix + "yarn_attn_factor")
-        return replace(scaling, attn_factor=scaling.attn_factor * whole / scaling.magnitude)
-
-    def _original_length(self) -> int:
-        return self.count("rope.scaling.original_context_length", self.count("context_length"))
 
 
 def _found(value: object) -> str:

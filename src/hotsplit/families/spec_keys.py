@@ -6,9 +6,9 @@ import numpy as np
 
 from hotsplit.families.key_reader import NORM_EPSILON
 from hotsplit.families.pooling_key import POOLING
+from hotsplit.families.rope_scalings import scaling_keys
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import Value
-from hotsplit.model.rope import RopeScaling
 from hotsplit.model.spec import ModelSpec
 
 
@@ -35,7 +35,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         rotated = _by_layer(a.num_rotated for a in attentions if a.rotary is not None)
         keys["rope.dimension_count"] = rotated
         keys["rope.freq_base"] = np.float32(rotary.theta)
-        keys |= _scaling_keys(rotary.scaling)
+        keys |= scaling_keys(rotary.scaling)
     graph = ARCHITECTURES[spec.architecture]
     keys |= graph.keys(spec)
     if spec.pooling is not None:
@@ -64,31 +64,3 @@ def _by_layer(values: Iterable[int]) -> Value:
     """The number that all layers share, or a list with each layer's."""
     found = list(values)
     return np.uint32(found[0]) if len(set(found)) == 1 else found
-
-
-def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
-    """The keys that `KeyReader._rope_scaling` reads, without YaRN's constants at their default."""
-    if scaling.kind == "none":
-        return {}
-    if scaling.kind == "longrope":
-        return {
-            "rope.scaling.type": scaling.kind,
-            "rope.scaling.original_context_length": np.uint32(scaling.original_length),
-            "rope.scaling.attn_factor": np.float32(scaling.attn_factor),
-        }
-    keys: dict[str, Value] = {
-        "rope.scaling.type": scaling.kind,
-        "rope.scaling.factor": np.float32(scaling.factor),
-    }
-    if scaling.kind == "yarn":
-        keys["rope.scaling.original_context_length"] = np.uint32(scaling.original_length)
-        constants = {
-            "attn_factor": scaling.attn_factor,
-            "yarn_beta_fast": scaling.beta_fast,
-            "yarn_beta_slow": scaling.beta_slow,
-        }
-        published = {"attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
-        for name, value in constants.items():
-            if value != published[name]:
-                keys[f"rope.scaling.{name}"] = np.float32(value)
-    return keys

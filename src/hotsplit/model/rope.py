@@ -29,7 +29,9 @@ RopeKind = Literal["none", "linear", "yarn", "longrope"]
 AskedKind = Literal["none", "linear", "yarn"]
 Pairing = Literal["adjacent", "halves"]
 KINDS: tuple[AskedKind, ...] = get_args(AskedKind)  # that a user may ask for
-SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # longrope's divisors
+# Tensors of divisors of the frequencies: for all texts, or longrope's for short and for long contexts.
+FREQUENCIES = "rope_freqs.weight"
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 MOST = 1e4  # the largest factor: a context of 4,096 tokens becomes one of 41 million
 
 
@@ -74,6 +76,11 @@ class RopeScaling:
         return width * math.log(length) / (2 * math.log(theta))
 
     @property
+    def has_contexts(self) -> bool:
+        """True if the divisors are other ones for long contexts."""
+        return self.kind == "longrope"
+
+    @property
     def words(self) -> str:
         if self.kind == "linear":
             return f"positions divided by {self.factor:g}"
@@ -90,7 +97,7 @@ class RopeScaling:
 
     def for_context(self, length: int) -> "RopeScaling":
         """The scaling for texts of up to `length` tokens."""
-        return replace(self, is_long=self.kind == "longrope" and length > self.original_length)
+        return replace(self, is_long=self.has_contexts and length > self.original_length)
 
 
 NO_SCALING = RopeScaling()
@@ -154,8 +161,7 @@ def check_scaling(kind: str | None, factor: float | None) -> None:
 class Rotary:
     """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head, or of its first
     `num_values` values. `pairing` says which values rotate together: adjacent ones, or those half of
-    these apart. `has_factors`: the file divides each frequency by a number of its own
-    (rope_freqs.weight)."""
+    these apart. `has_factors`: the file divides each frequency by a number of its own (FREQUENCIES)."""
 
     theta: float
     pairing: Pairing
@@ -164,8 +170,13 @@ class Rotary:
     num_values: int | None = None
 
     @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the tensors of divisors of the frequencies that a file has."""
+        if self.scaling.has_contexts:
+            return SHORT, LONG
+        return (FREQUENCIES,) if self.has_factors else ()
+
+    @property
     def factors(self) -> str | None:
-        """The name of the tensor of divisors of the frequencies."""
-        if self.scaling.kind == "longrope":
-            return LONG if self.scaling.is_long else SHORT
-        return "rope_freqs.weight" if self.has_factors else None
+        """The name of that which is in use."""
+        return self.tensors[self.scaling.is_long] if self.tensors else None

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Literal
 
 from hotsplit.model.position_wise import PositionWise, Shapes
-from hotsplit.model.rope import LONG, SHORT
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -73,14 +72,14 @@ def outer_shapes(spec: ModelSpec) -> Shapes:
 
 
 def optional_outer_shapes(spec: ModelSpec) -> Shapes:
-    """The shapes of an output matrix, without which the head is the embedding, and of the divisors
-    of rotary frequencies."""
-    shapes: Shapes = {"output.weight": (spec.vocab_size, spec.hidden_size)}
-    if spec.rope_scaling.kind == "longrope":
-        rotated = max(a.num_rotated for a in spec.attentions if a.rotary)
-        return shapes | dict.fromkeys((SHORT, LONG), (rotated // 2,))
-    divided = {a.num_rotated for a in spec.attentions if a.rotary and a.rotary.has_factors}
-    return shapes | ({"rope_freqs.weight": (max(divided) // 2,)} if divided else {})
+    """The shape of an output matrix, without which the head is the embedding."""
+    return {"output.weight": (spec.vocab_size, spec.hidden_size)}
+
+
+def divisor_shapes(spec: ModelSpec) -> Shapes:
+    """The shapes of the divisors of rotary frequencies, which no checkpoint has."""
+    rotated = sorted((a.num_rotated, a.rotary.tensors) for a in spec.attentions if a.rotary)
+    return {name: (count // 2,) for count, names in rotated for name in names}
 
 
 def layout_of(names: Iterable[str]) -> Layout:

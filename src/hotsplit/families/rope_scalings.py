@@ -1,0 +1,284 @@
+"""The kinds of rotary embeddings (model/rope.py) as files have them: in a config, in the keys of a GGUF and
+as parameters for transformers. A kind that is read from configs is a row of CONFIG_KINDS.
+
+Letters: W width of a head."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotsplit.errors import HotsplitError
+from hotsplit.families.sizes import MAX_COUNT, Sizes
+from hotsplit.files.gguf_file import Value
+from hotsplit.files.typed import shown
+from hotsplit.model.rope import FREQUENCIES, KINDS, LONG, NO_SCALING, SHORT, RopeScaling
+
+if TYPE_CHECKING:
+    from hotsplit.families.config_reader import ConfigReader
+    from hotsplit.families.key_reader import KeyReader
+
+_PREFIX = "rope.scaling."
+# What `scaling_of_keys` reads, without the architecture's prefix.
+SCALING_KEYS = tuple(
+    _PREFIX + name
+    for name in (
+        "type", "factor", "original_context_length", "attn_factor", "yarn_ext_factor",
+        "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """What a config says of its rotary embeddings. `own`: a reader of their object in the config, `whole`
+    of the config. `num_pairs`: of the values of a head that rotate. `rounds_borders`: what YaRN does in
+    this family."""
+
+    whole: "ConfigReader"
+    own: "ConfigReader"
+    sizes: Sizes
+    theta: float
+    num_pairs: int
+    rounds_borders: bool
+
+    def error(self, words: str) -> HotsplitError:
+        """An error about a key of the object."""
+        return HotsplitError(f"{self.own.path}: {self.own.prefix}{words}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOfConfig:
+    """`divisors` of the frequencies, f32 [W / 2], by the names of their tensors. `context_length`: what the
+    scaling extends it to, or 0."""
+
+    scaling: RopeScaling = NO_SCALING
+    divisors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    context_length: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigKind:
+    """A kind of rotary embeddings in configs. `words`: for people. `spellings`: beside its own name.
+    `reads_share`: of a head's pairs, by `partial_rotary_factor`."""
+
+    words: str
+    read: Callable[[Parameters], ScalingOfConfig]
+    spellings: tuple[str, ...] = ()
+    reads_share: bool = False
+
+
+def kind_of(own: "ConfigReader", known: tuple[str, ...]) -> ConfigKind:
+    """The kind that the object in a config names, of those known for its family.
+
+    Raises HotsplitError for another."""
+    name = own.values.get("rope_type", own.values.get("type", "default"))  # the latter is old
+    kinds = {each: CONFIG_KINDS[each] for each in known}
+    spelt = {s: each for each, kind in kinds.items() for s in (*kind.spellings, each)}
+    if not isinstance(name, str) or name not in spelt:
+        raise HotsplitError(
+            f"{own.path}: {own.prefix[:-1]} is of type {shown(name)}, which is not supported;"
+            f" supported for this family: {', '.join(kind.words for kind in kinds.values())}"
+        )
+    return kinds[spelt[name]]
+
+
+def _linear(p: Parameters) -> ScalingOfConfig:
+    return ScalingOfConfig(scaling=RopeScaling(kind="linear", factor=p.own.positive("factor")))
+
+
+def _llama3(p: Parameters) -> ScalingOfConfig:
+    """The divisors are `factor` for long waves, 1 for short ones; between them the reciprocal is
+    interpolated (transformers, modeling_rope_utils.py; llama.cpp stores these divisors as
+    rope_freqs.weight)."""
+    factor = p.own.positive("factor")
+    low, high = p.own.positive("low_freq_factor"), p.own.positive("high_freq_factor")
+    context = p.own.positive("original_max_position_embeddings")
+    if not low < high:
+        raise p.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
+    width = p.sizes.head_dim
+    exponents = np.arange(0, width, 2, dtype=np.float64) / width
+    wavelengths = 2 * np.pi * p.theta**exponents
+    share = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
+    divisors = (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
+    return ScalingOfConfig(divisors={FREQUENCIES: divisors})
+
+
+def _yarn(p: Parameters) -> ScalingOfConfig:
+    """YaRN's constants (transformers, modeling_rope_utils.py), and the context length that they extend the
+    original one to, unless it is longer already."""
+    p.own.refuse("truncate", p.rounds_borders)
+    if p.theta <= 1.0:
+        raise HotsplitError(f"{p.own.path}: rope_theta is {p.theta:g}; YaRN wants above 1")
+    length = p.own.count("original_max_position_embeddings", p.sizes.context_length)
+    longer = p.sizes.context_length / length
+    scaling = RopeScaling(
+        kind="yarn",
+        factor=p.own.positive("factor", longer if longer > 1.0 else None),
+        original_length=length,
+        beta_fast=p.own.positive("beta_fast", 32.0),
+        beta_slow=p.own.positive("beta_slow", 1.0),
+        rounds_borders=p.own.values.get("truncate", True) is not False,
+    )
+    magnitude, keys = scaling.magnitude, ("mscale", "mscale_all_dim")
+    scales = [1 + p.own.positive(key) * (magnitude - 1) for key in keys if p.own.values.get(key)]
+    if len(scales) == 2:  # one alone changes nothing
+        magnitude = scales[0] / scales[1]
+    attention = p.own.positive("attention_factor", magnitude)
+    longest = scaling.factor * length
+    if longest > MAX_COUNT:
+        raise p.error(
+            f"factor is {scaling.factor:g}; times {length:,} tokens it is a context of more than"
+            f" {MAX_COUNT}"
+        )
+    return ScalingOfConfig(
+        scaling=replace(scaling, attn_factor=attention / scaling.magnitude),
+        context_length=max(p.sizes.context_length, int(longest)),
+    )
+
+
+def _longrope(p: Parameters) -> ScalingOfConfig:
+    """Longrope, of a model that was trained on texts of `original_max_position_embeddings` tokens first; its
+    magnitude is as in transformers (modeling_rope_utils.py)."""
+    length = p.whole.count("original_max_position_embeddings")
+    factor = p.own.positive("factor", p.sizes.context_length / length)
+    magnitude = 1.0
+    if factor > 1.0:
+        if length < 2:
+            raise HotsplitError(
+                f"{p.own.path}: original_max_position_embeddings is {length}, wanted at least 2"
+            )
+        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(length))
+    scaling = RopeScaling(
+        kind="longrope",
+        original_length=length,
+        attn_factor=p.own.positive("attention_factor", magnitude),
+    )
+    what = "one for each pair of values that rotate"
+    divisors = {
+        name: np.array(p.own.positives(key, p.num_pairs, what), np.float32)
+        for key, name in (("short_factor", SHORT), ("long_factor", LONG))
+    }
+    return ScalingOfConfig(scaling=scaling, divisors=divisors)
+
+
+def _proportional(p: Parameters) -> ScalingOfConfig:
+    """The divisors are 1 for the first pairs, which rotate, and for the others 1e30, as in llama.cpp's
+    conversion/gemma.py (transformers, modeling_rope_utils.py)."""
+    p.own.refuse("factor", 1.0, 1)
+    key, num_pairs = "partial_rotary_factor", p.sizes.head_dim // 2
+    count = int((share := p.own.positive(key, 1.0)) * p.sizes.head_dim // 2)
+    if not 1 <= count <= num_pairs:
+        raise p.error(f"{key} is {share:g}: {count} of {num_pairs} pairs of a head cannot rotate")
+    divisors = np.repeat(np.array([1.0, 1e30], np.float32), [count, num_pairs - count])
+    return ScalingOfConfig(divisors={FREQUENCIES: divisors})
+
+
+CONFIG_KINDS = {
+    "default": ConfigKind(
+        words="ordinary rotary embeddings (default)", read=lambda p: ScalingOfConfig()
+    ),
+    "linear": ConfigKind(words="positions divided by a factor (linear)", read=_linear),
+    "llama3": ConfigKind(words="Llama 3's (llama3)", read=_llama3),
+    "yarn": ConfigKind(words="YaRN (yarn)", read=_yarn),
+    "longrope": ConfigKind(  # as Phi-3's configs have spelt it
+        words="LongRoPE (longrope)", read=_longrope, spellings=("su", "yarn")
+    ),
+    "proportional": ConfigKind(
+        words="a part of each head's pairs (proportional)", read=_proportional, reads_share=True
+    ),
+}
+USUAL_KINDS = ("default", "linear", "llama3", "yarn")  # of most families
+
+
+def scaling_of_keys(read: "KeyReader") -> RopeScaling:
+    """The scaling of rotary embeddings. As in llama.cpp, a file without a scaling type means
+    linear scaling by its factor, or by 1 without one."""
+    prefix = f"{read.graph.name}.{_PREFIX}"
+    kind = read.keys.get(prefix + "type")
+    if LONG in read.tensors or kind == "longrope":  # llama.cpp's converter writes no type
+        factor, length = read.positive(prefix + "attn_factor", 1.0), _original_length(read)
+        return RopeScaling(kind="longrope", attn_factor=factor, original_length=length)
+    if kind not in (None, *KINDS):
+        raise HotsplitError(
+            f"{read.path}: this kind of rotary embedding is not supported"
+            f" (scaling {shown(kind)}, wanted {', '.join(KINDS)})"
+        )
+    if kind == "yarn":
+        return _yarn_of_keys(read, prefix)
+    for name in ("attn_factor", "yarn_attn_factor"):
+        if read.number(prefix + name, 1.0) != 1.0:
+            raise HotsplitError(f"{read.path}: {prefix}{name} without YaRN is not supported")
+    if kind == "none":
+        return NO_SCALING
+    factor = read.positive(prefix + "factor", 1.0 if kind is None else None)
+    return NO_SCALING if factor == 1.0 else RopeScaling(kind="linear", factor=factor)
+
+
+def _yarn_of_keys(read: "KeyReader", prefix: str) -> RopeScaling:
+    if read.number(prefix + "yarn_ext_factor", 1.0) != 1.0:
+        raise HotsplitError(
+            f"{read.path}: {prefix}yarn_ext_factor is not 1: only YaRN as published is supported"
+        )
+    base = f"{read.graph.name}.rope.freq_base"
+    if read.positive(base, 10000.0) <= 1.0:
+        raise HotsplitError(f"{read.path}: key {base!r} must be above 1 for YaRN")
+    factor = read.positive(prefix + "factor")
+    less = read.number(prefix + "yarn_log_multiplier", 0.0) * math.log(max(1.0, factor))
+    scaling = RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_length=_original_length(read),
+        beta_fast=read.positive(prefix + "yarn_beta_fast", 32.0),
+        beta_slow=read.positive(prefix + "yarn_beta_slow", 1.0),
+        attn_factor=read.positive(prefix + "attn_factor", 1.0) / (1.0 + 0.1 * less),
+    )
+    # What llama.cpp's converter writes for a config's attention_factor, the whole magnitude;
+    # most of llama.cpp's graphs do not read it.
+    if prefix + "yarn_attn_factor" not in read.keys:
+        return scaling
+    whole = read.positive(prefix + "yarn_attn_factor")
+    return replace(scaling, attn_factor=scaling.attn_factor * whole / scaling.magnitude)
+
+
+def _original_length(read: "KeyReader") -> int:
+    return read.count(f"{_PREFIX}original_context_length", read.count("context_length"))
+
+
+def scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
+    """The keys that `scaling_of_keys` reads, without YaRN's constants at their default."""
+    if scaling.kind == "none":
+        return {}
+    original: dict[str, Value] = {"original_context_length": np.uint32(scaling.original_length)}
+    keys: dict[str, Value] = {"type": scaling.kind}
+    if scaling.kind == "longrope":
+        keys |= original | {"attn_factor": np.float32(scaling.attn_factor)}
+    else:
+        keys["factor"] = np.float32(scaling.factor)
+    if scaling.kind == "yarn":
+        constants = {
+            "attn_factor": (scaling.attn_factor, 1.0),
+            "yarn_beta_fast": (scaling.beta_fast, 32.0),
+            "yarn_beta_slow": (scaling.beta_slow, 1.0),
+        }
+        keys |= original
+        keys |= {n: np.float32(own) for n, (own, plain) in constants.items() if own != plain}
+    return {_PREFIX + name: value for name, value in keys.items()}
+
+
+def config_parameters(scaling: RopeScaling) -> dict[str, object]:
+    """The parameters of a scaling without tensors, by transformers' names."""
+    assert not scaling.has_contexts
+    if scaling.kind == "none":
+        return {"rope_type": "default"}
+    found: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "yarn":
+        found |= {
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.magnitude,
+        }
+    return found
