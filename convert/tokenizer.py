@@ -20,7 +20,7 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.files.json_file import parse_object, read_object, read_text
 from hotsplit.files.typed import one_line, shown
 from hotsplit.model.tensors import Layout
-from hotsplit.tokens.other_kinds import GIVE
+from hotsplit.tokens.tokenizer_kinds import GIVE
 from hotsplit.tokens.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
 
 ID_KEYS = {

@@ -26,7 +26,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout, layout_of
 from hotsplit.run.keys import identity_of_source
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
-from hotsplit.tokens.other_kinds import GIVE
+from hotsplit.tokens.tokenizer_kinds import GIVE
 
 _UPS = ("ffn_up.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight")
 

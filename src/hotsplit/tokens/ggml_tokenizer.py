@@ -2,7 +2,8 @@
 
 Three kinds are supported: byte-level BPE ("gpt2") with a known pre-tokenizer, SentencePiece's BPE
 ("llama"), which joins the adjacent pair whose token has the highest score, the leftmost among
-equals, and the same with a list of merges ("gemma4"). Our own files have a tokenizer.json, which takes precedence over these keys."""
+equals, and the same with a list of merges (tokenizer_kinds.py). Our own files have a tokenizer.json, which
+takes precedence over these keys."""
 
 import dataclasses
 import math
@@ -29,13 +30,20 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.tokens.byte_level import ByteLevelKind, kind_of
 from hotsplit.tokens.end_texts import CONTROL_TEXTS
-from hotsplit.tokens.other_kinds import GIVE, why_model, why_pre_tokenizer
+from hotsplit.tokens.tokenizer_kinds import (
+    BYTE_LEVEL,
+    GIVE,
+    SENTENCEPIECE_KINDS,
+    SentencePieceKind,
+    strips,
+    why_model,
+    why_pre_tokenizer,
+)
 from hotsplit.tokens.tokenizer_text import read_tokenizer
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 SPACE = "\u2581"
 SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
-NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3
 
 
 def check_text_keys(path: Path, keys: Mapping[str, Value]) -> None:
@@ -53,19 +61,21 @@ def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
     Raises HotsplitError, naming `path`, for an unknown kind and for invalid keys."""
     vocabulary = _Vocabulary.read(path, keys)
     model = keys.get(Keys.Tokenizer.MODEL)
-    if model == "gpt2":
+    pieces = SENTENCEPIECE_KINDS.get(model) if isinstance(model, str) else None
+    if pieces is not None:
+        tokenizer, adds_begin = _sentencepiece(vocabulary, pieces), True
+    elif model == BYTE_LEVEL:
         kind = _byte_level_kind(path, keys.get(Keys.Tokenizer.PRE))
         tokenizer, adds_begin = _byte_level(vocabulary, kind), kind.adds_begin
-    elif model in ("llama", "gemma4"):
-        tokenizer, adds_begin = _sentencepiece(vocabulary, has_merges=model == "gemma4"), True
     else:
+        *known, last = map(repr, (BYTE_LEVEL, *SENTENCEPIECE_KINDS))
         raise HotsplitError(
             f"{path}: its tokenizer ({Keys.Tokenizer.MODEL}) is {shown(model)}{why_model(model)}; known"
-            f" are 'gpt2', 'llama' and 'gemma4'; {GIVE}"
+            f" are {', '.join(known)} and {last}; {GIVE}"
         )
     tokenizer.add_special_tokens(vocabulary.added_tokens(*SPECIAL))
     tokenizer.add_tokens(vocabulary.added_tokens(TokenType.USER_DEFINED))
-    _add_ends(tokenizer, vocabulary, adds_begin)
+    _add_ends(tokenizer, vocabulary, adds_begin, pieces is not None and pieces.always_begins)
     return tokenizer
 
 
@@ -120,13 +130,10 @@ class _Vocabulary:
         return [token for token, kind in pairs if kind in kinds]
 
     def added_tokens(self, *kinds: TokenType) -> list[AddedToken]:
-        """The tokens of these types, as they are cut out of a text. Most of those of the first Phi-3 take
-        the white space behind them, of which a file says nothing (llama.cpp's llama-vocab.cpp goes by
-        the model's name)."""
-        name = str(self.keys.get(Keys.General.NAME, "")).lower()
-        strips = any(part in name for part in ("phi-3", "phi3"))
+        """The tokens of these types, as they are cut out of a text."""
+        name = str(self.keys.get(Keys.General.NAME, ""))
         return [
-            AddedToken(text, normalized=False, rstrip=strips and text not in NOT_STRIPPING)
+            AddedToken(text, normalized=False, rstrip=strips(name, text))
             for text in self.texts(*kinds)
         ]
 
@@ -210,15 +217,14 @@ def _as_bytes(text: str) -> str:
     return "".join(piece for piece, _ in whole.pre_tokenize_str(text))
 
 
-def _sentencepiece(vocabulary: _Vocabulary, *, has_merges: bool) -> Tokenizer:
-    """`has_merges`: they are in the file, else they follow from scores."""
+def _sentencepiece(vocabulary: _Vocabulary, kind: SentencePieceKind) -> Tokenizer:
     ids, path = vocabulary.ids(), vocabulary.path
     missing = [token for token in BYTE_TOKENS if token not in ids]
     if missing:
         raise HotsplitError(
             f"{path}: {len(missing)} of the 256 byte tokens are missing, first {missing[0]}; {GIVE}"
         )
-    if has_merges:
+    if kind.has_merges:
         merges = _listed_merges(vocabulary)
     else:
         scores = vocabulary.numbers(Keys.Tokenizer.SCORES)
@@ -235,7 +241,7 @@ def _sentencepiece(vocabulary: _Vocabulary, *, has_merges: bool) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    adds_space = vocabulary.is_set(Keys.Tokenizer.ADD_PREFIX, not has_merges)
+    adds_space = vocabulary.is_set(Keys.Tokenizer.ADD_PREFIX, not kind.has_merges)
     prepend = [normalizers.Prepend(SPACE)] if adds_space else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
@@ -245,13 +251,14 @@ def _sentencepiece(vocabulary: _Vocabulary, *, has_merges: bool) -> Tokenizer:
     return tokenizer
 
 
-def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_begin: bool) -> None:
-    """Makes the tokenizer add the tokens that begin or end every text."""
+def _add_ends(
+    tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_begin: bool, always_begins: bool
+) -> None:
+    """Makes the tokenizer add the tokens that begin or end every text. `adds_begin`: if the file does not
+    say."""
     names = Keys.Tokenizer
     begin = end = None
-    # llama.cpp's, too: the first files of Gemma 4 say false.
-    is_gemma4 = vocabulary.keys.get(names.MODEL) == "gemma4"
-    if vocabulary.is_set(names.ADD_BOS, adds_begin) or is_gemma4:
+    if vocabulary.is_set(names.ADD_BOS, adds_begin) or always_begins:
         begin = vocabulary.special(names.BOS_ID)
     if vocabulary.is_set(names.ADD_EOS, False):
         end = vocabulary.special(names.EOS_ID)
