@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 PERIOD, SHARE, MOST_TAPS = 4, 0.25, 16
 # Layers that only predict tokens further ahead, and the model for images.
-LEFT_OUT = ("mtp.", "model.mtp.", "model.visual.", "visual.")
+LEFT_OUT = ("mtp.", "model.mtp.")
 _ARCHES = {
     "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen35": gguf.MODEL_ARCH.QWEN35,
@@ -148,11 +148,9 @@ def _experts(read: ConfigReader, sizes: Sizes, name: str, *, renormalises: bool)
 
 
 def _with_decay_bias(name_of: NameOf) -> NameOf:
-    """The names, also where a model for images is beside, with that of the bias of decays, whose name
-    is no tensor's with a suffix."""
+    """The names, with that of the bias of decays, whose name is no tensor's with a suffix."""
 
     def name(source: str) -> str | None:
-        source = source.replace("model.language_model.", "model.")
         stem, found, _ = source.partition(".dt_bias")
         return name_of(f"{stem}.dt_proj.bias" if found else source)
 

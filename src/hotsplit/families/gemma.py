@@ -14,6 +14,7 @@ from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import whole_sizes
 from hotsplit.families.sizes import Sizes
+from hotsplit.families.soft_caps import LOGIT_CAP, SCORE_CAP, cap_of_config, cap_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 LOCAL_THETA = 10000.0
 # Of Gemma 2 and 3: the period of the layers without a window, and the layers of the model of 27B.
 PERIODS, LAYERS_OF_27B = {"gemma2": 2, "gemma3": 6}, {"gemma2": 46, "gemma3": 62}
-SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 # llama.cpp's caps and window where a file has no key, as the first ones of Gemma 2; 0 means none.
 STOCK_CAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0)}
 STOCK_WINDOWS = {"gemma2": 4096, "gemma3": 0}
@@ -40,7 +40,7 @@ def gemma2(read: ConfigReader) -> Blueprint:
             "gemma2", sizes, (rotary, rotary), read.activation("hidden_activation", GATED),
             read.layers_with_window(sizes.num_layers, PERIODS["gemma2"]),
             read.count("sliding_window"), read.positive("query_pre_attn_scalar") ** -0.5,
-            (cap_of(read, SCORE_CAP), cap_of(read, LOGIT_CAP)),
+            (cap_of_config(read, SCORE_CAP), cap_of_config(read, LOGIT_CAP)),
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
         # llama.cpp's map of Gemma 2 lacks a head that is not the embedding.
@@ -48,10 +48,6 @@ def gemma2(read: ConfigReader) -> Blueprint:
         rope_factors=factors,
         changes={"norm.weight": ADD_ONE},
     )  # fmt: skip
-
-
-def cap_of(read: ConfigReader, key: str) -> float | None:
-    return None if read.values.get(key) is None else read.positive(key)
 
 
 def gemma3(read: ConfigReader) -> Blueprint:
@@ -65,7 +61,7 @@ def gemma3(read: ConfigReader) -> Blueprint:
             "gemma3", sizes, (whole, local), read.activation("hidden_activation", GATED),
             read.layers_with_window(sizes.num_layers, PERIODS["gemma3"]),
             read.count("sliding_window"), read.positive("query_pre_attn_scalar") ** -0.5,
-            (None, cap_of(read, LOGIT_CAP)),
+            (None, cap_of_config(read, LOGIT_CAP)),
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.GEMMA3, sizes.num_layers),
@@ -104,7 +100,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         theta = read.positive("gemma3.rope.freq_base_swa", LOCAL_THETA)
         local = Rotary(theta=theta, pairing="halves")
     score_cap, logit_cap = (
-        key_cap(read, f"{name}.{key}", default)
+        cap_of_keys(read, key, default)
         for key, default in zip((SCORE_CAP, LOGIT_CAP), STOCK_CAPS[name], strict=True)
     )
     window = read.whole("attention.sliding_window", STOCK_WINDOWS[name])
@@ -118,10 +114,6 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         ),
         (score_cap, logit_cap), read.options(sizes.num_layers),
     )  # fmt: skip
-
-
-def key_cap(read: "KeyReader", key: str, default: float) -> float | None:
-    return None if read.number(key, default) == 0 else read.positive(key, default)
 
 
 def _stock_scale(

@@ -15,40 +15,31 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import IGNORED, Blueprint, NameOf, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
-from hotsplit.families.gemma import LOCAL_THETA, LOGIT_CAP, cap_of, key_cap
-from hotsplit.families.gemma4 import (
-    FULL,
-    INPUTS,
-    LEFT_OUT,
-    SHARED,
-    layer_inputs,
-    of_layer,
-    sources,
-    unused,
-)
+from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, rows_of_first
 from hotsplit.families.llama import whole_sizes
-from hotsplit.families.row_order import Rows, planes_apart, planes_joined
+from hotsplit.families.row_order import planes_apart, planes_joined
+from hotsplit.families.shared_keys import (
+    SHARED,
+    shared_keys,
+    sources_of_config,
+    sources_of_keys,
+    unused_sources,
+    with_unused,
+    without_unused,
+)
 from hotsplit.families.sizes import Sizes
+from hotsplit.families.soft_caps import LOGIT_CAP, cap_of_config, cap_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model import planes
 from hotsplit.model.low_rank import LEFT, LowRank
-from hotsplit.model.per_layer import TABLE, LayerInputs, PerLayer
-from hotsplit.model.spec import (
-    KEY_NORM,
-    Activation,
-    Add,
-    Attention,
-    LayerSpec,
-    ModelSpec,
-    Neurons,
-    Rotary,
-)
+from hotsplit.model.per_layer import LayerInputs, PerLayer
+from hotsplit.model.spec import Activation, Add, Attention, LayerSpec, ModelSpec, Neurons, Rotary
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
-PERIOD = 5  # of the layers without a window
+PERIOD, LOCAL_THETA = 5, 1e4  # the first is of the layers without a window
 CUTOFFS, PATTERN = "activation_sparsity_scale", "activation_sparsity_pattern"
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config without a pattern that has more layers than that
 # llama.cpp's cutoff and the layers that have it, whatever the file says (src/models/models.h), and the
@@ -82,7 +73,7 @@ def gemma3n(read: ConfigReader) -> Blueprint:
         read.path, {**read.values, "intermediate_size": max(widths)}, max_rows=read.max_rows
     )
     sizes = whole_sizes(widest, read.count("max_position_embeddings"))
-    sizes, whole, _ = read.rotary_of(sizes, FULL, "rope_theta", 1e6)
+    sizes, whole, _ = read.rotary_of(sizes, "full_attention", "rope_theta", 1e6)
     _, local, _ = read.rotary_of(sizes, "sliding_attention", "rope_local_base_freq", LOCAL_THETA)
     num_planes = read.count("altup_num_inputs")
     if not 2 <= num_planes <= planes.MOST_PLANES:
@@ -95,33 +86,19 @@ def gemma3n(read: ConfigReader) -> Blueprint:
         rotaries=(whole, local),
         window=read.count("sliding_window"),
         activation=read.activation("hidden_activation", GATED),
-        logit_cap=cap_of(read, LOGIT_CAP),
+        logit_cap=cap_of_config(read, LOGIT_CAP),
         inputs=read.count("hidden_size_per_layer_input"),
     )
     is_local_L = read.layers_with_window(sizes.num_layers, PERIOD)
-    source_L = sources(read.path, is_local_L, read.whole("num_kv_shared_layers"))
+    source_L = sources_of_config(read, is_local_L)
     each = [replace(sizes, num_neurons=width) for width in widths]
     spec = gemma3n_spec(each, is_local_L, source_L, _cutoffs(read, sizes.num_layers), numbers)
     return Blueprint(
         spec=spec,
-        ignored=(
-            *IGNORED,
-            *unused(spec, ".layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm")),
-        ),
+        ignored=(*IGNORED, *unused_sources(spec)),
         name_of=_names(gguf_names(gguf.MODEL_ARCH.GEMMA3N, sizes.num_layers)),
-        rows=_rows_of_layers(read, sizes.vocab_size),
-        ignored_prefixes=LEFT_OUT,
+        rows=rows_of_first(read, sizes.vocab_size),
     )
-
-
-def _rows_of_layers(read: ConfigReader, vocab_size: int) -> dict[str, Rows]:
-    """The rows of the embeddings of layers: tokens beyond their vocabulary, those of images and sound, have
-    the first one's."""
-    name, count = f"{TABLE}.weight", read.count("vocab_size_per_layer_input")
-    if count == vocab_size:
-        return {}
-    order = np.where(np.arange(vocab_size) < count, np.arange(vocab_size), 0)
-    return {name: Rows(source=name, order=order, num_rows=count)}
 
 
 def _widths(read: ConfigReader) -> list[int]:
@@ -155,11 +132,9 @@ def _cutoffs(read: ConfigReader, num_layers: int) -> list[float | None]:
 
 
 def _names(name_of: NameOf) -> NameOf:
-    """The names, also where models for images and sound are beside; llama.cpp's map lacks those of one
-    plane each, and a suffix of the scale."""
+    """The names; llama.cpp's map lacks those of one plane each, and a suffix of the scale."""
 
     def name(source: str) -> str | None:
-        source = source.replace("model.language_model.", "model.")
         for prefix, outer in _OUTER.items():
             if source.startswith(prefix):
                 return f"{outer}.{source.removeprefix(prefix)}"
@@ -176,16 +151,13 @@ def gemma3n_spec(
     layers = [
         _layer(
             sizes,
-            replace(
-                sizes.attention(
-                    numbers.rotaries[is_local], window=numbers.window if is_local else None, scale=1.0,
-                    has_head_norms=True, norms_values=True,
-                ),
-                source=source,
+            sizes.attention(
+                numbers.rotaries[is_local], window=numbers.window if is_local else None, scale=1.0,
+                has_head_norms=True,
             ),
             replace(sizes.neurons(numbers.activation), cutoff=cutoff),
             numbers,
-        )
+        ).with_attention(norms_values=True, source=source)
         for sizes, is_local, source, cutoff in zip(
             sizes_L, is_local_L, source_L, cutoff_L, strict=True
         )
@@ -235,7 +207,7 @@ def _layer(sizes: Sizes, attention: Attention, neurons: Neurons, numbers: Number
 
 def of_keys(read: "KeyReader") -> ModelSpec:
     num_layers, name = read.count("block_count"), read.graph.name
-    sizes_L = [of_layer(read, layer, num_layers, {}).sizes() for layer in range(num_layers)]
+    sizes_L = [read.of_layer(layer, num_layers, {}).sizes() for layer in range(num_layers)]
     whole = read.rotary("halves")
     local = Rotary(theta=read.positive(f"{name}.rope.freq_base_swa", LOCAL_THETA), pairing="halves")
     if read.whole("altup.active_idx", 0):
@@ -249,11 +221,11 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         rotaries=(whole, local),
         window=read.count("attention.sliding_window"),
         activation=read.activation(),
-        logit_cap=key_cap(read, f"{name}.{LOGIT_CAP}", 0.0),
+        logit_cap=cap_of_keys(read, LOGIT_CAP),
         inputs=read.count(INPUTS),
     )
     is_local_L = read.layers_with_window(num_layers, PERIOD)
-    source_L = sources(read.path, is_local_L, read.whole(SHARED, 0))
+    source_L = sources_of_keys(read, is_local_L)
     cutoff_L = _cutoffs_of_keys(read, num_layers)
     return gemma3n_spec(sizes_L, is_local_L, source_L, cutoff_L, numbers)
 
@@ -284,8 +256,8 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
         LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
         "altup.active_idx": np.uint32(0),
         "altup.num_inputs": np.uint32(begin.num_planes),
-        SHARED: np.uint32(sum(a.source is not None for a in attentions)),
-        INPUTS: np.uint32(inputs.size),
+        **shared_keys(spec),
+        **input_keys(spec),
         CUTOFFS: [-math.inf if cutoff is None else cutoff for cutoff in cutoffs],
     }
 
@@ -319,19 +291,11 @@ def _words(numbers: tuple[int, int, int]) -> str:
 
 
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    left_out = unused(spec, "blk.{}.{}.weight", ("attn_k", "attn_v", KEY_NORM))
-    found = planes_apart(tensors, (planes.BEGIN, planes.END))
-    return {name: entry for name, entry in found.items() if name not in left_out}
+    return without_unused(spec, planes_apart(tensors, (planes.BEGIN, planes.END)))
 
 
 def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """With the tensors that llama.cpp loads for layers that read other layers' keys and values, and does not
-    use: those of the layers that they read."""
-    found = planes_joined(tensors, (planes.BEGIN, planes.END))
-    for layer, attention in enumerate(spec.attentions):
-        for name in ("attn_k", "attn_v", KEY_NORM) if attention.source is not None else ():
-            found[f"blk.{layer}.{name}.weight"] = tensors[f"blk.{attention.source}.{name}.weight"]
-    return found
+    return with_unused(spec, planes_joined(tensors, (planes.BEGIN, planes.END)))
 
 
 GEMMA3N = Family(

@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import gguf
@@ -29,14 +28,29 @@ from hotsplit.families.experts import (
     other_in_stock,
 )
 from hotsplit.families.family import Architecture, Family, Tensors
-from hotsplit.families.gemma import LOGIT_CAP, cap_of, key_cap
+from hotsplit.families.layer_inputs import (
+    INPUTS,
+    input_keys,
+    inputs_of_config,
+    layer_inputs,
+    refuse_without_rows,
+)
 from hotsplit.families.llama import whole_sizes
+from hotsplit.families.shared_keys import (
+    SHARED,
+    shared_keys,
+    sources_of_config,
+    sources_of_keys,
+    unused_sources,
+    without_unused,
+)
 from hotsplit.families.sizes import Sizes
+from hotsplit.families.soft_caps import LOGIT_CAP, cap_of_config, cap_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
-from hotsplit.model.per_layer import LayerInputs, PerLayer
-from hotsplit.model.spec import KEY_NORM, Activation, ModelSpec, Neurons, Rotary, Route
+from hotsplit.model.per_layer import PerLayer
+from hotsplit.model.spec import Activation, ModelSpec, Neurons, Rotary, Route
 from hotsplit.model.tensors import OWN_SCALES, ROUTER
 
 if TYPE_CHECKING:
@@ -44,16 +58,11 @@ if TYPE_CHECKING:
 
 PERIOD, LOCAL_THETA = 6, 1e4
 FULL = "full_attention"
-SCALE, INPUTS = "layer_output_scale", "embedding_length_per_layer_input"
-SHARED = "attention.shared_kv_layers"
+SCALE = "layer_output_scale"
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_THETA},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-# The models for images and sound, beside the one for text.
-LEFT_OUT = (
-    "model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.",
-)  # fmt: skip
 # Vectors of a router in a checkpoint, and their names in a layer of a model file.
 _SCALES = {"scale": f"{ROUTER}.scale", "per_expert_scale": OWN_SCALES}
 _DENSE = re.compile(r"(\.ffn_(?:gate|up|down))\.")
@@ -87,7 +96,7 @@ def gemma4(read: ConfigReader) -> Blueprint:
     _, wide, factors = of_ropes.rotary_of(whole, FULL, "", 1e6, ("proportional",))
     _, narrow, _ = of_ropes.rotary_of(local, "sliding_attention", "", LOCAL_THETA)
     window, are_keys = read.count("sliding_window"), read.flag("attention_k_eq_v")
-    sources_L = sources(read.path, is_local_L, read.whole("num_kv_shared_layers"))
+    sources_L = sources_of_config(read, is_local_L)
     factor_L = [1 + (read.flag("use_double_wide_mlp") and s is not None) for s in sources_L]
     heads = [
         Heads(
@@ -100,47 +109,17 @@ def gemma4(read: ConfigReader) -> Blueprint:
     ]  # fmt: skip
     experts = _experts(read, sizes) if read.flag("enable_moe_block") else None
     activation = read.activation("hidden_activation", GATED)
+    if inputs := inputs_of_config(read):
+        refuse_without_rows(read)
     spec = gemma4_spec(
-        sizes, heads, activation, cap_of(read, LOGIT_CAP), (SCALE,), experts, own_inputs(read)
+        sizes, heads, activation, cap_of_config(read, LOGIT_CAP), (SCALE,), experts, inputs
     )
     return Blueprint(
         spec=spec,
         name_of=_names(gguf_names(gguf.MODEL_ARCH.GEMMA4, sizes.num_layers), experts is not None),
         rope_factors=factors,
-        ignored=(
-            *IGNORED,
-            *unused(spec, ".layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm")),
-        ),
-        ignored_prefixes=LEFT_OUT,
+        ignored=(*IGNORED, *unused_sources(spec)),
     )
-
-
-def own_inputs(read: ConfigReader) -> int:
-    """The values of each layer's own input; 0 without. Raises HotsplitError if tokens lack one."""
-    key, of_tokens = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
-    if read.values.get(key) in (None, 0):
-        return 0
-    if read.count(of_tokens) != read.count("vocab_size"):
-        raise HotsplitError(
-            f"{read.path}: {of_tokens} is {read.count(of_tokens)}, wanted vocab_size"
-            f" ({read.count('vocab_size')}): every token needs a row of the embeddings of layers"
-        )
-    return read.count(key)
-
-
-def sources(path: Path, is_local_L: Sequence[bool], num_shared: int) -> list[int | None]:
-    """The layer whose keys and values each of the last `num_shared` layers reads: the last of its kind,
-    with a window or without, that has its own; None for those that have.
-
-    Raises HotsplitError if there is none."""
-    num_own = len(is_local_L) - num_shared
-    last = {is_local: layer for layer, is_local in enumerate(is_local_L[: max(0, num_own)])}
-    if not {*is_local_L} <= {*last}:
-        raise HotsplitError(
-            f"{path}: the last {num_shared} of {len(is_local_L)} layers read the keys and values of earlier"
-            " ones, but of those with a window or of those without, none is before them"
-        )
-    return [None if layer < num_own else last[kind] for layer, kind in enumerate(is_local_L)]
 
 
 def _are_local(read: ConfigReader, num_layers: int) -> list[bool]:
@@ -194,11 +173,10 @@ def _experts(read: ConfigReader, sizes: Sizes) -> Experts:
 
 
 def _names(name_of: NameOf, has_experts: bool) -> NameOf:
-    """The names, also where models for images and sound are beside, with those of scales, which have
-    no suffix, and of neurons beside experts."""
+    """The names, with those of scales, which have no suffix, and of neurons beside experts."""
 
     def name(source: str) -> str | None:
-        stem, _, scale = source.replace("model.language_model.", "model.").partition(".router.")
+        stem, _, scale = source.partition(".router.")
         if scale in _SCALES:
             return f"{name_of(f'{stem}.router.proj')}"[: -len(ROUTER)] + _SCALES[scale]
         found = name_of(f"{stem}.router.{scale}" if scale else stem)
@@ -214,18 +192,10 @@ def shared_name(name: str) -> str:
     return _DENSE.sub(r"\1_shexp.", name)
 
 
-def unused(spec: ModelSpec, form: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The names of what published files have of layers that read other layers' keys and values, though
-    nothing reads it; `form`: of a name, by the layer's index and the tensor's own."""
-    layers = [i for i, a in enumerate(spec.attentions) if a.source is not None]
-    return tuple(form.format(layer, name) for layer in layers for name in names)
-
-
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
     """The tensors with the names of neurons beside experts, without those that nothing reads."""
-    left_out = unused(spec, "blk.{}.{}.weight", ("attn_k", "attn_v", KEY_NORM))
     named = shared_name if spec.has_experts else str
-    return {named(name): e for name, e in tensors.items() if name not in left_out}
+    return {named(name): entry for name, entry in without_unused(spec, tensors).items()}
 
 
 def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
@@ -241,33 +211,18 @@ def gemma4_spec(
     arrange = sizes.arrangement()
     layers = [
         arrange.sandwich(
-            replace(
-                heads.sizes.attention(
-                    heads.rotary, window=heads.window, scale=1.0, has_head_norms=True,
-                    norms_values=True, values_are_keys=heads.values_are_keys,
-                ),
-                source=heads.source,
-            ),
+            heads.sizes.attention(heads.rotary, window=heads.window, scale=1.0, has_head_norms=True),
             _feed_forward(heads.sizes, activation, experts),
             scale=SCALE if SCALE in options else "",
             own=PerLayer(size=inputs, activation=activation) if inputs else None,
+        ).with_attention(
+            norms_values=True, values_are_keys=heads.values_are_keys, source=heads.source
         )
         for heads in heads_L
     ]  # fmt: skip
     scale = math.sqrt(sizes.hidden_size)
     spec = sizes.model("gemma4", layers, embedding_scale=scale, logit_cap=logit_cap)
     return replace(spec, first=(layer_inputs(spec, inputs, sizes.epsilon),)) if inputs else spec
-
-
-def layer_inputs(spec: ModelSpec, size: int, epsilon: float, *, reads: str = "x") -> LayerInputs:
-    """What makes the layers' own inputs, of `size` values each."""
-    return LayerInputs(
-        size=size,
-        epsilon=epsilon,
-        num_layers=spec.num_layers,
-        vocab_size=spec.vocab_size,
-        reads=reads,
-    )
 
 
 def _feed_forward(
@@ -281,17 +236,6 @@ def _feed_forward(
     return replace(experts.mixture(activation), shared=shared, route=route)
 
 
-def of_layer(
-    read: "KeyReader", layer: int, num_layers: int, own: Mapping[str, Value]
-) -> "KeyReader":
-    """A reader of this layer's numbers, where keys have one for each layer, and of `own` keys."""
-    keys, prefix = {**read.keys, **own}, f"{read.graph.name}."
-    for key, value in keys.items():
-        if key.startswith(prefix) and isinstance(value, list) and len(value) == num_layers:
-            keys[key] = cast(Value, value[layer])
-    return type(read)(read.path, keys, read.tensors)
-
-
 def of_keys(read: "KeyReader") -> ModelSpec:
     num_layers, name = read.count("block_count"), read.graph.name
     is_local_L = read.layers_with_window(num_layers, PERIOD)
@@ -299,9 +243,9 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     for key in _OF_WINDOWS:
         if f"{name}.{key}_swa" in read.keys:
             own[f"{name}.{key}"] = read.keys[f"{name}.{key}_swa"]
-    heads, sources_L = [], sources(read.path, is_local_L, read.whole(SHARED, 0))
+    heads, sources_L = [], sources_of_keys(read, is_local_L)
     for index, (is_local, source) in enumerate(zip(is_local_L, sources_L, strict=True)):
-        own_read = of_layer(read, index, num_layers, own if is_local else {})
+        own_read = read.of_layer(index, num_layers, own if is_local else {})
         rotary = own_read.rotary("halves")
         heads.append(
             Heads(
@@ -315,7 +259,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         )
     options = {option.removesuffix(".weight") for option in read.options(num_layers)}
     experts = experts_of_keys(read) if read.whole("expert_count", 0) else None
-    cap = key_cap(read, f"{name}.{LOGIT_CAP}", 0.0)
+    cap = cap_of_keys(read, LOGIT_CAP)
     inputs = read.whole(INPUTS, 0)
     return gemma4_spec(heads[-1].sizes, heads, read.activation(), cap, options, experts, inputs)
 
@@ -331,10 +275,8 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
         "attention.sliding_window_pattern": [a.window is not None for a in attentions],
         "rope.freq_base_swa": np.float32(local.rotary.theta),
         LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
-        SHARED: np.uint32(sum(a.source is not None for a in attentions)),
-        INPUTS: np.uint32(
-            max((each.size for each in spec.first if isinstance(each, LayerInputs)), default=0)
-        ),
+        **shared_keys(spec),
+        **input_keys(spec),
     }
     for a, suffix in ((whole, ""), (local, "_swa")):
         found[f"attention.key_length{suffix}"] = np.uint32(a.head_dim)

@@ -303,6 +303,14 @@ class KeyReader:
                 )
         return first
 
+    def of_layer(self, layer: int, num_layers: int, own: Mapping[str, Value]) -> "KeyReader":
+        """A reader of this layer's numbers, where keys have one for each layer, and of `own` keys."""
+        keys, prefix = {**self.keys, **own}, f"{self.graph.name}."
+        for key, value in keys.items():
+            if key.startswith(prefix) and isinstance(value, list) and len(value) == num_layers:
+                keys[key] = cast(Value, value[layer])
+        return KeyReader(self.path, keys, self.tensors)
+
     def layers_with_window(self, num_layers: int, period: int) -> list[bool]:
         """Whether each layer has the window."""
         key = "attention.sliding_window_pattern"

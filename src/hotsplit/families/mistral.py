@@ -2,13 +2,12 @@
 that the config names (Ministral 8B), or with queries that grow with the position (Ministral 3)."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
 
-from hotsplit.families.blueprint import IGNORED, Blueprint, NameOf, gguf_names
+from hotsplit.families.blueprint import IGNORED, Blueprint, gguf_names
 from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import OPTIONS, llama_spec, whole_sizes
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
 
 # Predictors inside a TurboSparse checkpoint; their training target is not documented.
 INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")
-TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
-IMAGE_PREFIXES = (
-    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-)  # fmt: skip
 GROWTH_KEY = "attention.temperature_scale"
 
 
@@ -74,20 +69,7 @@ def with_images(read: ConfigReader) -> Blueprint:
     if kind not in known:
         read.refuse("model_type", *known)
     own = ConfigReader(read.path, read.said, defaults=known[kind].defaults, max_rows=read.max_rows)
-    found = known[kind].blueprint(own)
-    return replace(found, name_of=_of_text(found.name_of), ignored_prefixes=IMAGE_PREFIXES)
-
-
-def _of_text(name_of: NameOf) -> NameOf:
-    """The names, with those of a text model in one for images."""
-
-    def name(source: str) -> str | None:
-        for prefix in TEXT_PREFIXES:
-            if source.startswith(prefix):
-                return name_of("model." + source.removeprefix(prefix))
-        return name_of(source.removeprefix("language_model."))
-
-    return name
+    return known[kind].blueprint(own)
 
 
 def _mistral(

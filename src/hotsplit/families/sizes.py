@@ -44,7 +44,6 @@ class Sizes:
         self, rotary: Rotary | None, options: Collection[str] = (), *, window: int | None = None,
         scale: float | None = None, has_head_norms: bool = False, norms_all_heads: bool = False,
         is_fused: bool = False, head_norm: NormKind = "rms",
-        norms_values: bool = False, values_are_keys: bool = False,
     ) -> Attention:  # fmt: skip
         """The numbers that several families have; others are replaced. `options`: names of optional
         tensors, of which the biases are used."""
@@ -58,8 +57,6 @@ class Sizes:
             scale=scale,
             head_norm=norm if has_head_norms else None,
             norms_all_heads=norms_all_heads,
-            norms_values=norms_values,
-            values_are_keys=values_are_keys,
             is_fused=is_fused,
             biases=_biased(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), options),
         )

@@ -33,6 +33,7 @@ from hotsplit.families import (
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
+from hotsplit.families.text_models import text_model
 from hotsplit.files.typed import shown
 from hotsplit.model.unsupported import CONFIG_KEYS, why_not_run
 
@@ -144,6 +145,8 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
         if key not in family.read_keys:
             read.refuse(key, *plain, why=why)
     found = family.blueprint(read)
+    if family.text_key:
+        found = text_model(found)
     threshold = read.threshold(found.spec.activation)
     notes = (*found.notes, *_type_notes(path, model_type, family, str(name)))
     return replace(found, threshold=threshold, is_tied=read.is_tied(), notes=notes)
