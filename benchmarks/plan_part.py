@@ -192,7 +192,12 @@ def _alone(engine: Engine) -> Callable[[int], np.ndarray]:
 
 def _part(engine: Engine, split: Split) -> Callable[[int], np.ndarray]:
     weights, stream = engine._live.weights, CollectingStream()
-    backend = plain_backend(Kernels(**dict.fromkeys(NAMES, lambda *given, **options: None)))
+
+    def nothing(*given: object, **options: object) -> None:
+        pass
+
+    kernels = Kernels(**dict.fromkeys(NAMES, nothing), own=lambda kernel: nothing)
+    backend = plain_backend(kernels)
     backend = dataclasses.replace(backend, stream=lambda device: stream)
     placement = Placement.of_split(split, (torch.device("cpu"),))
     step = hybrid_builder.build(weights, placement, engine.traffic, backend)

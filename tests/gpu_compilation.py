@@ -31,6 +31,11 @@ from hotsplit.model.weight_types import TYPES, file_kind
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import overlapping
+from hotsplit.runtime.kernels.gpu.plane_kernels import (
+    add_to_planes,
+    correct_planes,
+    predict_planes,
+)
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
 from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.weights.matrix import Matrix
@@ -192,9 +197,9 @@ def launch_the_rest() -> None:
     kernels.hidden_tokens(rows, rows, None, "silu", 0.0, True, half.bfloat16(), None)
     kernels.hidden_tokens(rows, rows, None, "gelu_tanh", 0.0, False, rows, None, 1.6)
     planes, choice, mix = torch.empty(4 * WIDTH), torch.empty(4), torch.empty(16, 4)
-    kernels.predict_planes(choice, mix, planes, x)
-    kernels.correct_planes(choice, mix[:4], x, planes, x)
-    kernels.add_to_planes(planes, x)
+    kernels.own(predict_planes)(choice, mix, planes, x)
+    kernels.own(correct_planes)(choice, mix[:4], x, planes, x)
+    kernels.own(add_to_planes)(planes, x)
     slots, row_bytes = triton_slot_kernels(), 2 * WIDTH
     staging = torch.empty(8 * row_bytes, dtype=torch.uint8)
     slots.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)

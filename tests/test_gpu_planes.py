@@ -9,14 +9,18 @@ from test_gpu_tokens import ERRORS, is_right, rounded, values
 
 from hotsplit.model import planes as blocks
 from hotsplit.model.planes import MOST_PLANES
+from hotsplit.runtime.kernels.gpu.plane_kernels import (
+    add_to_planes,
+    correct_planes,
+    predict_planes,
+)
 from hotsplit.runtime.ops.planes import CorrectPlanes, PredictPlanes, Router
 from hotsplit.runtime.weights.neuron_block import Gate
 
 triton = pytest.importorskip("triton")
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 
-# (arguments besides x and what is written, whether x is followed by the active plane)
-KINDS = ("predict_planes", "correct_planes", "add_to_planes")
+KERNELS = {each.name: each for each in (predict_planes, correct_planes, add_to_planes)}
 
 
 def given(name: str, num_planes: int, width: int, num_rows: int) -> list[torch.Tensor]:
@@ -34,7 +38,7 @@ def given(name: str, num_planes: int, width: int, num_rows: int) -> list[torch.T
 def run(kernels, name: str, arguments: list[torch.Tensor]) -> torch.Tensor:
     """The planes and the active one afterwards."""
     arguments = [each.clone() for each in arguments]
-    getattr(kernels, name)(*arguments)
+    kernels.own(KERNELS[name])(*arguments)
     return torch.cat([each.flatten() for each in arguments[-2:]])
 
 
@@ -47,14 +51,14 @@ def assert_mixed(kernels, name: str, num_planes: int, width: int, num_rows: int)
         assert rel_error(wrong, want) > 1e-2
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("num_planes, width", [(2, 5), (3, 128), (4, 129), (MOST_PLANES, 300)])
 def test_planes_are_mixed_as_in_float64(name, num_planes, width):
     for num_rows in (1, 2):
         assert_mixed(triton_kernels(), name, num_planes, width, num_rows)
 
 
-@pytest.mark.parametrize("name", KINDS[:2])
+@pytest.mark.parametrize("name", list(KERNELS)[:2])
 def test_the_float64_planes_are_those_of_torch(name):
     """Torch's operations, which logits of transformers are compared with (test_families), with its router replaced."""
     choice, mix, *scale, x, active = (each.cpu() for each in given(name, 3, 64, 2))

@@ -18,7 +18,7 @@ from hotsplit.commands.serve import _say_loaded
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.speculation import check_rows
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import ROWS, Kernels, reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.kernels import ROWS, reference_kernels, triton_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row, rows_of
@@ -299,10 +299,7 @@ def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
             elif out_N.shape[-1] == model.spec.vocab_size:
                 out_N[0, out_N[0].abs().argmin()] = torch.nan
 
-    kernels = Kernels(
-        **{f.name: getattr(right, f.name) for f in dataclasses.fields(right)} | {"dot": dot}
-    )
-    backend = plain_backend(kernels)
+    backend = plain_backend(dataclasses.replace(right, dot=dot))
     with loaded(tmp_path, model, "random", 1, backend=backend) as engine:
         native = engine._live.native
         alone = torch.stack(

@@ -76,8 +76,7 @@ def check_plan(kind: str, num_rows: int, num_sequences: int, arch: int) -> None:
         model, mode="predicted", context=100, num_rows=num_rows, num_sequences=num_sequences
     )
     experts = {"choose_experts", "expert_gate_up", "expert_down"}
-    planes = {"predict_planes", "correct_planes", "add_to_planes"}
-    without = {"embed", *PROMPTS, *experts, *planes, "convolve", "delta_rule", "gate_norm"}
+    without = {"embed", *PROMPTS, *experts, "convolve", "delta_rule", "gate_norm"}
     assert {each.kernel for each in found} == set(NAMES) - without
     kernels = PtxKernels(arch).kernels
     for each in found:

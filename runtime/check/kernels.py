@@ -41,8 +41,6 @@ _INPUTS = {
     "gate_norm": ("out_TVM", "projected_TW"),
     "multiply": ("x_TD", "power_T"), "multiply_down": ("hidden_TN", "power_T"),
     "round_tokens": ("x_TD", "added_TD"), "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
-    "predict_planes": ("choice_P", "x_X"), "correct_planes": ("choice_P", "x_X", "active_D"),
-    "add_to_planes": ("x_X", "more_D"),
 }  # fmt: skip
 _OUTPUTS = {
     "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
@@ -53,8 +51,6 @@ _OUTPUTS = {
     "expert_gate_up": ("hidden_KF",), "expert_down": ("parts_PD",), "convolve": ("mixed_TX", "conv_SJC"), "delta_rule": ("out_TVM", "state_SVNM"),
     "gate_norm": ("out_TVM",), "multiply": ("out_TN",), "multiply_down": ("out_TD",),
     "round_tokens": ("out_TD", "power_T", "x_out_TD"), "hidden_tokens": ("out_TN", "power_T"),
-    "predict_planes": ("x_X", "active_D"), "correct_planes": ("x_X", "active_D"),
-    "add_to_planes": ("x_X",),
 }  # fmt: skip
 _CACHES = ("key_CKW", "value_CKW", *SLOTS)
 _NUM_SLOTS = 3  # one that the runs of a check read, and one for each of two runs
@@ -74,7 +70,7 @@ def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[
         before = [values.clone() for values in _outputs(launch)]
         got = _results(launch, fast, before, wait)
         want = _results(launch, plain, before, wait)
-    for name, mine, right in zip(_OUTPUTS[launch.kernel], got, want, strict=False):
+    for name, mine, right in zip(_written(launch), got, want, strict=False):
         why = difference(mine, right, _bound(launch, right))
         if why:
             raise Wrong(f"{name.partition('_')[0]} {why}")
@@ -118,10 +114,14 @@ def _results(
     return [values.clone() for values in _outputs(launch)]
 
 
+def _written(launch: Launch) -> tuple[str, ...]:
+    return launch.own.writes if launch.own else _OUTPUTS[launch.kernel]
+
+
 def _outputs(launch: Launch) -> list[Tensor]:
     """The memory that a launch writes."""
     given = launch.arguments
-    found = [given[name] for name in _OUTPUTS[launch.kernel] if given[name] is not None]
+    found = [given[name] for name in _written(launch) if given[name] is not None]
     if launch.kernel == "choose_experts":  # numbers apart from weights, which are much smaller
         return [half for values in found for half in values.chunk(2, dim=-1)]
     if launch.kernel != "rotate_append":
@@ -157,7 +157,8 @@ def _filled(launch: Launch) -> Iterator[None]:
     random, given = torch.Generator().manual_seed(len(launch.variant)), launch.arguments
     caches = [given[name] for name in _CACHES if name in given]
     kept = [values.to("cpu", copy=True) for values in caches]
-    inputs = [name for name in _INPUTS[launch.kernel] if given[name] is not None]
+    read = launch.own.reads if launch.own else _INPUTS[launch.kernel]
+    inputs = [name for name in read if given[name] is not None]
     try:
         for target in _outputs(launch):
             target.fill_(0x5555 if target.dtype == torch.int32 else torch.nan)

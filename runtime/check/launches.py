@@ -23,8 +23,9 @@ from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
+from hotsplit.runtime.kernels.gpu.own_kernels import OwnKernel
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
 from hotsplit.runtime.model.layers import Layer, Weights
@@ -47,7 +48,6 @@ PROMPTS = (
     "unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens",
 )  # fmt: skip
 SLOTS = ("conv_SJC", "state_SVNM")
-NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference_kernels(), name)) for name in NAMES}
 _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
           torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}  # fmt: skip
@@ -60,19 +60,24 @@ _PASSES = (3, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch of a kernel with its arguments by name. `variant` names its machine code."""
+    """A launch of a kernel with its arguments by name. `variant` names its machine code. `own`: the
+    kernel, if only one kind of operation launches it."""
 
     kernel: str
     arguments: dict[str, Any]
     variant: str
     device: torch.device
     num_rows: int  # of the step
+    own: OwnKernel[Any] | None = None
 
     @classmethod
-    def of(cls, kernel: str, *arguments: Any, **options: Any) -> "Launch":
-        bound = _PARAMETERS[kernel].bind(*arguments, **options)
+    def of(cls, launched: str | OwnKernel[Any], *arguments: Any, **options: Any) -> "Launch":
+        own = launched if isinstance(launched, OwnKernel) else None
+        kernel = launched if isinstance(launched, str) else launched.name
+        parameters = _PARAMETERS[kernel] if own is None else inspect.signature(own.reference)
+        bound = parameters.bind(*arguments, **options)
         bound.apply_defaults()
-        num_rows, axes = 1, AXES.get(kernel, {})
+        num_rows, axes = 1, AXES.get(kernel, {}) if own is None else own.axes
         if axes and bound.arguments[next(iter(axes))].dim() > 1:
             num_rows = len(bound.arguments[next(iter(axes))])
         words = [
@@ -92,10 +97,12 @@ class Launch:
             variant=" ".join([kernel, *(word for word in words if word)]),
             device=tensors[0].device,
             num_rows=num_rows,
+            own=own,
         )
 
     def run(self, kernels: Kernels) -> None:
-        getattr(kernels, self.kernel)(**self.arguments)
+        kernel = kernels.own(self.own) if self.own else getattr(kernels, self.kernel)
+        kernel(**self.arguments)
 
 
 def _is_norm_strided(kernel: str, given: Mapping[str, Any]) -> bool:
@@ -162,14 +169,14 @@ def launches_of(
     also those that prompts need. No kernel is run. Buffers are those of a step for `max_rows`."""
     found: dict[tuple[str, torch.device], Launch] = {}
 
-    def note(kernel: str) -> Callable[..., None]:
+    def note(kernel: str | OwnKernel[Any]) -> Callable[..., None]:
         def noted(*arguments: Any, **options: Any) -> None:
             launch = Launch.of(kernel, *arguments, **options)
             found.setdefault((launch.variant, launch.device), launch)
 
         return noted
 
-    noting = Kernels(**{name: note(name) for name in NAMES})
+    noting = Kernels(**{name: note(name) for name in NAMES}, own=note)
     has_gpu = any(device.type == "cuda" for device in placement.homes)
     backend = Backend(
         kernels=noting,

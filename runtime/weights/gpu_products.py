@@ -15,7 +15,6 @@ Letters: T tokens, D row width, A rows of a tile, N all rows, K values of a fact
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,11 +76,11 @@ def kernels() -> "Kernels":
 
 @cache
 def _kernels(replaced: frozenset[str]) -> "Kernels":
-    from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
+    from hotsplit.runtime.kernels.gpu.kernels import NAMES, triton_kernels
     from hotsplit.runtime.kernels.gpu.torch_kernels import mixed, torch_kernels
 
     plain = torch_kernels()
-    if all(each.name in replaced for each in fields(plain)):
+    if replaced.issuperset(NAMES):
         return plain
     try:
         return mixed(triton_kernels(), plain, replaced)

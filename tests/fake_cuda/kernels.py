@@ -1,9 +1,8 @@
 """The kernels of a decode step as kernels of the fake runtime: each call is one launch on torch's
 current stream of the current device, with the memory that it reads and writes."""
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,8 @@ from fake_cuda.tensors import DeviceTensor, borrowed, range_of, ranges_of
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu import kernels as records
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels
+from hotsplit.runtime.kernels.gpu.own_kernels import OwnKernel
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
@@ -40,34 +40,36 @@ WRITTEN = {
     "multiply_down": {"out_TD"},
     "round_tokens": {"out_TD", "power_T", "x_out_TD"},
     "hidden_tokens": {"out_TN", "power_T"},
-    "predict_planes": {"x_X", "active_D"},
-    "correct_planes": {"x_X", "active_D"},
-    "add_to_planes": {"x_X"},
 }
 
 
 def launched(kernels: Kernels) -> Kernels:
     """Wraps kernels that take CPU tensors, such as the reference: each call becomes a launch."""
-    return Kernels(
-        **{
-            f.name: partial(_launch, f.name, _signature(f.name), getattr(kernels, f.name))
-            for f in dataclasses.fields(Kernels)
-        }
-    )
+
+    def own(kernel: OwnKernel) -> Callable[..., None]:
+        signature = inspect.signature(kernel.reference)
+        return partial(_launch, kernel.name, signature, kernel.writes, kernels.own(kernel))
+
+    of_all = {
+        name: partial(_launch, name, _signature(name), WRITTEN[name], getattr(kernels, name))
+        for name in NAMES
+    }
+    return Kernels(**of_all, own=own)
 
 
 def _signature(name: str) -> inspect.Signature:
     protocol = getattr(records, "".join(word.title() for word in name.split("_")))
-    return inspect.signature(protocol.__call__)
+    return inspect.signature(partial(protocol.__call__, None))
 
 
 def _launch(
-    name: str, signature: inspect.Signature, run: Callable[..., None], *args: Any, **options: Any
-) -> None:
-    given = signature.bind(None, *args, **options).arguments
+    name: str, signature: inspect.Signature, written: Collection[str], run: Callable[..., None],
+    *args: Any, **options: Any,
+) -> None:  # fmt: skip
+    given = signature.bind(*args, **options).arguments
     ranges: list[Range] = []
     for argument, value in given.items():
-        is_written = argument in WRITTEN[name]
+        is_written = argument in written
         ranges += [range_of(t, is_written=is_written) for t in _tensors(name, value)]
     args, options = tuple(map(_borrowed, args)), {k: _borrowed(v) for k, v in options.items()}
     _submit(name, partial(run, *args, **options), ranges)

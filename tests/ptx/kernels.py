@@ -75,7 +75,10 @@ class PtxKernels:
     def _record(self) -> Kernels:
         modules = {name: self._module(name) for name in MODULES}
         modules["rows"].unpack_tiles = modules["tiles"].unpack_tiles
-        return kernels_in(*modules.values())
+        return kernels_in(
+            *modules.values(),
+            own=lambda kernel: getattr(modules[kernel.module.rpartition(".")[2]], kernel.name),
+        )
 
     @property
     def slot_kernels(self) -> SlotKernels:

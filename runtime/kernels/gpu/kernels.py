@@ -34,7 +34,7 @@ from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.gpu.delta_kernels import Convolve, DeltaRule, GateNorm
 from hotsplit.runtime.kernels.gpu.expert_kernels import ChooseExperts, ExpertDown, ExpertGateUp
 from hotsplit.runtime.kernels.gpu.launch import overlapping
-from hotsplit.runtime.kernels.gpu.plane_kernels import AddToPlanes, CorrectPlanes, PredictPlanes
+from hotsplit.runtime.kernels.gpu.own_kernels import Own
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -316,12 +316,13 @@ class Kernels:
     multiply_down: MultiplyDown
     round_tokens: RoundTokens
     hidden_tokens: HiddenTokens
-    predict_planes: PredictPlanes
-    correct_planes: CorrectPlanes
-    add_to_planes: AddToPlanes
+    own: Own  # those that only one kind of operation launches
 
 
-def kernels_in(*modules: ModuleType) -> Kernels:
+NAMES = tuple(each.name for each in fields(Kernels) if each.name != "own")
+
+
+def kernels_in(*modules: ModuleType, own: Own) -> Kernels:
     """The kernels that some modules define, each by its name."""
 
     def of(name: str) -> Any:
@@ -329,7 +330,7 @@ def kernels_in(*modules: ModuleType) -> Kernels:
         names = [module.__name__ for module in modules]
         return next(f for f, n in zip(found, names, strict=True) if f and f.__module__ == n)
 
-    return Kernels(**{each.name: of(each.name) for each in fields(Kernels)})
+    return Kernels(**{name: of(name) for name in NAMES}, own=own)
 
 
 def triton_kernels() -> Kernels:
@@ -351,7 +352,6 @@ def triton_kernels() -> Kernels:
         experts,
         neurons,
         norm,
-        planes,
         predictor,
         products,
         prompt_attention,
@@ -361,8 +361,8 @@ def triton_kernels() -> Kernels:
     )
 
     return kernels_in(
-        attention, delta, experts, neurons, norm, planes, predictor, products, prompt_attention, routing,
-        rows, tokens,
+        attention, delta, experts, neurons, norm, predictor, products, prompt_attention, routing, rows,
+        tokens, own=lambda kernel: kernel.triton(),
     )  # fmt: skip
 
 
@@ -377,15 +377,17 @@ def overlapped(kernels: Kernels) -> Kernels:
 
         return launch
 
-    return Kernels(**{each.name: within(getattr(kernels, each.name)) for each in fields(Kernels)})
+    return Kernels(
+        **{name: within(getattr(kernels, name)) for name in NAMES},
+        own=lambda kernel: within(kernels.own(kernel)),
+    )
 
 
 def reference_kernels() -> Kernels:
     """Reference kernels in float64 with torch, on any device, which define the others' results."""
     from hotsplit.runtime.kernels.gpu import delta_reference as deltas
     from hotsplit.runtime.kernels.gpu import expert_reference as experts
-    from hotsplit.runtime.kernels.gpu import plane_kernels as planes
     from hotsplit.runtime.kernels.gpu import product_reference as products
     from hotsplit.runtime.kernels.gpu import reference
 
-    return kernels_in(reference, products, experts, deltas, planes)
+    return kernels_in(reference, products, experts, deltas, own=lambda kernel: kernel.reference)

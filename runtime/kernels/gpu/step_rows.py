@@ -28,17 +28,21 @@ AXES: dict[str, dict[str, int]] = {
     "convolve": {"projected_TW": 0, "writes_T": 0, "mixed_TX": 0},
     "delta_rule": {"mixed_TX": 0, "writes_T": 0, "out_TVM": 0},
     "gate_norm": {"projected_TW": 0, "out_TVM": 0},
-    "predict_planes": {"choice_P": 0, "x_X": 0, "active_D": 0},
-    "correct_planes": {"choice_P": 0, "x_X": 0, "active_D": 0},
-    "add_to_planes": {"x_X": 0, "more_D": 0},
 }
 # A kernel takes these as tensors of one element.
 _LISTS = ("index_1", "position_1", "sequence_1")
 
 
 def by_rows(kernel: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """The kernel for several rows, whose vectors may be [T, D]; runs the rows one by one."""
-    axes = AXES[kernel.__name__]
+    """`over_rows` of a kernel that AXES has."""
+    return over_rows(kernel, AXES[kernel.__name__])
+
+
+def over_rows(
+    kernel: Callable[Parameters, None], axes: dict[str, int]
+) -> Callable[Parameters, None]:
+    """The kernel for several rows, whose vectors may be [T, D]; runs the rows one by one. `axes`: as in
+    AXES."""
     first = next(iter(axes))
     signature = inspect.signature(kernel)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu import product_reference, reference
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.own_kernels import OwnKernel
 from hotsplit.runtime.kernels.gpu.ranges import range_of
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
 from hotsplit.runtime.kernels.stored import StoredMatrix
@@ -47,7 +48,13 @@ def torch_kernels() -> Kernels:
 
 def mixed(fast: Kernels, plain: Kernels, names: Iterable[str]) -> Kernels:
     """The fast kernels, with the named ones replaced by plain ones."""
-    return replace(fast, **{name: getattr(plain, name) for name in names})
+    replaced = frozenset(names)
+
+    def own(kernel: OwnKernel[Parameters]) -> Callable[Parameters, None]:
+        return (plain if kernel.name in replaced else fast).own(kernel)
+
+    of_core = {name: getattr(plain, name) for name in replaced.intersection(NAMES)}
+    return replace(fast, **of_core, own=own)
 
 
 def _pieces(num_rows: int, size: int = ROWS) -> Iterator[slice]:
