@@ -58,8 +58,8 @@ def with_unused(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 def _sharing(spec: ModelSpec) -> dict[int, int]:
     """The layer whose keys and values each layer without its own reads."""
-    pairs = ((layer, spec.shared_with(layer)) for layer in range(spec.num_layers))
-    return {layer: source for layer, source in pairs if layer != source}
+    sources = enumerate(attention.source for attention in spec.attentions)
+    return {layer: source for layer, source in sources if source is not None}
 
 
 def _sources(path: Path, is_local_L: Sequence[bool], num_shared: int) -> Sources:
