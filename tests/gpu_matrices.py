@@ -16,8 +16,9 @@ from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
 from hotsplit.files.gguf_file import type_of
+from hotsplit.model.blocks import NormKind
 from hotsplit.model.rope import RopeScaling, Rotary
-from hotsplit.model.spec import Attention, Norm, NormKind
+from hotsplit.model.spec import Attention, Norm
 from hotsplit.model.weight_types import TYPES, file_kind
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels

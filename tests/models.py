@@ -24,6 +24,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
+from hotsplit.model.blocks import PredictorKind
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling
 from hotsplit.model.spec import (
     Activation,
@@ -33,7 +34,6 @@ from hotsplit.model.spec import (
     ModelSpec,
     Neurons,
     Norm,
-    PredictorKind,
     Rotary,
     Route,
 )

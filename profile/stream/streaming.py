@@ -11,9 +11,8 @@ Engine.hidden: observers see the same values of each layer bit for bit, in anoth
 Letters: T tokens of a chunk, N tokens of all windows, D model width."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -29,12 +28,12 @@ from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode, runs_predictors
-from hotsplit.model.position_wise import TOKEN
 from hotsplit.model.spec import LayerSpec
 from hotsplit.model.together import layers_together
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.candidates import Choices
+from hotsplit.profile.stream.beside import Beside
 from hotsplit.profile.stream.states import FileStates, MemoryStates, States
 from hotsplit.runtime.cache.state_slots import slots_in_turn
 from hotsplit.runtime.model.layers import Layer
@@ -43,8 +42,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.observers import Observation, Observe, Observers, Wants
-from hotsplit.runtime.ops.position_wise import Loaded, load_all
-from hotsplit.runtime.step.decoder import as_tensor, run_layer, run_outer
+from hotsplit.runtime.step.decoder import as_tensor, run_layer
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.weights.matrix import matrix_of
@@ -131,6 +129,7 @@ class LayerStream:
             mode,
             min(WINDOW, model.spec.context_length),
         )
+        self.beside = Beside(self.builder)
 
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Does what Engine.observe does."""
@@ -224,20 +223,6 @@ class LayerStream:
                 self.observers.show("embedding", None, x_TD)
                 waiting.states.write(waiting.starts[window] + start, x_TD)
                 release(entry)
-
-    def beside(self, index: int, ids_T: Tensor) -> dict[str, Tensor]:
-        """The values that operations before the layers make of these tokens for one layer."""
-        spec = self.model.spec
-        if not spec.first:
-            return {}
-        own = {kind: each.of_layer(index) for kind, each in self._first.items()}
-        entry = self.model.tensors["token_embd.weight"]
-        x_TD = embed(matrix_of(entry, CPU), None, ids_T, 0, scale=spec.embedding_scale)
-        return run_outer(own, {spec.embedded: x_TD, TOKEN: ids_T})
-
-    @cached_property
-    def _first(self) -> Mapping[str, Loaded]:
-        return load_all(self.builder, self.model.spec.first, None, CPU)
 
     def _entries(self, index: int) -> list[TensorEntry]:
         tensors = layer_tensors(self.model, index).items()
@@ -341,7 +326,7 @@ class StreamedLayer:
             x_TD = waiting.states.read(at, at + count).to(self.layer.device)
             before_TD = self.before_TD if self.stream.input_layer_offset else None
             ids_T = waiting.windows[window][start : start + count]
-            beside = self.stream.beside(self.index, ids_T)
+            beside = self.stream.beside.of_layer(self.index, ids_T)
             slots = slots_in_turn(start // SHORT_CHUNK, count)
             if native is not None and count > 1:
                 x_TD, ffn_input_TD = native.run(

@@ -60,6 +60,17 @@ def load_all(
     return {block.kind: found[block.kind] for block in blocks}
 
 
+def run_in_turn(own: Mapping[str, Loaded], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values [T, ...] that operations outside the layers write, on the CPU; `values`: those that they
+    begin with."""
+    given, written = {name: value.cpu() for name, value in values.items()}, dict[str, Tensor]()
+    for each in own.values():
+        block: PositionWise = each.block
+        read = ({**given, **written}[name] for name in block.inputs)
+        written |= zip(block.outputs, each.forward(*read), strict=True)
+    return written
+
+
 def in_layer(layer: int | None, name: str) -> str:
     """The name in the model of what has this name within the layer; None: outside the layers."""
     return name if layer is None else f"blk.{layer}.{name}"

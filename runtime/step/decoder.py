@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.costs.pass_length import LOGITS_CHUNK, SHORT_CHUNK
-from hotsplit.model.position_wise import TOKEN, PositionWise
+from hotsplit.model.position_wise import TOKEN
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
@@ -23,7 +23,7 @@ from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.neurons.mixture import run_mixture
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
-from hotsplit.runtime.ops.position_wise import Loaded
+from hotsplit.runtime.ops.position_wise import run_in_turn
 from hotsplit.runtime.step.batch import Row, is_decoded, prepared, rows_of, runs_of, slots_of
 from hotsplit.runtime.step.captured_passes import CapturedPasses
 from hotsplit.runtime.step.decode_step import DecodeStep
@@ -205,7 +205,7 @@ class Decoder:
                 return found.to(weights.head_device)
         beside: dict[str, Tensor] = {}
         if weights.first:
-            beside = run_outer(weights.first, {weights.spec.embedded: as_tensor(x), TOKEN: ids_T})
+            beside = run_in_turn(weights.first, {weights.spec.embedded: as_tensor(x), TOKEN: ids_T})
         handed = [beside.pop("x", x)]
         del x  # else it would be kept until the last layer
         turns = Turns(start, len(ids_T))
@@ -245,7 +245,7 @@ class Decoder:
     def joined(self, x: Tensor) -> Tensor:
         """The hidden state [T, D] from what the last layer has written."""
         weights = self.weights
-        return run_outer(weights.last, {"x": x})[weights.spec.joined] if weights.last else x
+        return run_in_turn(weights.last, {"x": x})[weights.spec.joined] if weights.last else x
 
     def _is_seen_natively(self) -> bool:
         """True if native operations are to show what observers want."""
@@ -377,17 +377,6 @@ def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers:
     scale = op.times * (layer.scales[op.part] if op.part else 1.0)
     total = total if scale == 1.0 else as_tensor(total).mul_(scale)
     return _state(total) if is_lazy else total
-
-
-def run_outer(own: Mapping[str, Loaded], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values [T, ...] that operations outside the layers write, on the CPU; `values`: those that they
-    begin with."""
-    given, written = {name: value.cpu() for name, value in values.items()}, dict[str, Tensor]()
-    for each in own.values():
-        block: PositionWise = each.block
-        read = ({**given, **written}[name] for name in block.inputs)
-        written |= zip(block.outputs, each.forward(*read), strict=True)
-    return written
 
 
 def _moved(

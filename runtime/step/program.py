@@ -20,8 +20,7 @@ it, but only after all earlier reads (`value_order.edges`).
     shared_out  the output of experts that fire for every token
     ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out, which are
                 summed into it, with the bias of the down projection, only if a norm reads it
-
-Position-wise operations have values of their own (ModelSpec.value_sizes), and may widen x."""
+    others      values of position-wise operations (ModelSpec.value_sizes), which may also widen x"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,15 +170,13 @@ class _LayerWriter:
                 op = self._op("add", terms, [self._value(block.writes)], block.scale)
                 yield replace(op, factor=block.factor, times=block.times)
             case PositionWise():
-                reads, writes = map(self._values, (block.inputs, block.outputs))
+                names = block.inputs, block.outputs
+                reads, writes = (list(map(self._value, each)) for each in names)
                 yield self._op(block.kind, reads, writes, block.part())
 
     def _value(self, name: str) -> str:
         """The value of this layer that the spec calls by this name."""
         return ffn_in(self.index) if name == "ffn_in" else name
-
-    def _values(self, names: Iterable[str]) -> list[str]:
-        return [self._value(name) for name in names]
 
     def _terms_of(self, name: str) -> tuple[str, ...]:
         return self.terms.get(name) or (self._value(name),)

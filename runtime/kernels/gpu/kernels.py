@@ -29,7 +29,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hotsplit.model.spec import Activation, Attention, PredictorKind
+from hotsplit.model.blocks import PredictorKind
+from hotsplit.model.spec import Activation, Attention
 from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.gpu.delta_kernels import Convolve, DeltaRule, GateNorm
 from hotsplit.runtime.kernels.gpu.expert_kernels import ChooseExperts, ExpertDown, ExpertGateUp

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.model.blocks import PredictorKind
 from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.spec import Activation, PredictorKind
+from hotsplit.model.spec import Activation
 from hotsplit.runtime.kernels.gpu.activation import smooth
 from hotsplit.runtime.kernels.gpu.blocks import dot_rows, rows_at
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, ceil_div, overlap_options

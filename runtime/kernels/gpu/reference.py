@@ -8,8 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from hotsplit.model.blocks import PredictorKind
 from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.spec import Activation, Attention, Norm, PredictorKind, Rotary
+from hotsplit.model.spec import Activation, Attention, Norm, Rotary
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels import stored
 from hotsplit.runtime.kernels.gpu.ranges import range_of

@@ -31,9 +31,10 @@ from hotsplit.files.gguf_file import (
     write_gguf,
 )
 from hotsplit.files.typed import shown
+from hotsplit.model.blocks import Predict, PredictorKind
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
 from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.spec import Activation, ModelSpec, Predict, PredictorKind
+from hotsplit.model.spec import Activation, ModelSpec
 from hotsplit.model.tensors import (
     Layout,
     Shapes,

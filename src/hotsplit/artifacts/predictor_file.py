@@ -17,8 +17,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, type_of
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import Fields, shown
+from hotsplit.model.blocks import PredictorKind
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
-from hotsplit.model.spec import PredictorKind
 from hotsplit.model.weight_types import PREDICTOR_NAMES
 
 FORMAT = "hotsplit.predictors"

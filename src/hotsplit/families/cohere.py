@@ -16,7 +16,8 @@ from hotsplit.families.llama import whole_sizes
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.windows import KEYS, Windows, window_keys
 from hotsplit.files.gguf_file import Value
-from hotsplit.model.spec import Activation, ModelSpec, NormKind, Rotary
+from hotsplit.model.blocks import NormKind
+from hotsplit.model.spec import Activation, ModelSpec, Rotary
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader

@@ -15,9 +15,10 @@ from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
+from hotsplit.model.blocks import NormKind
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import FREQUENCIES, Pairing
-from hotsplit.model.spec import Activation, ModelSpec, NormKind, Rotary
+from hotsplit.model.spec import Activation, ModelSpec, Rotary
 from hotsplit.model.unsupported import check_is_model, why_key, why_not_run
 
 VERSION = 1

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hotsplit.model.arrangements import Arrangement
+from hotsplit.model.blocks import NormKind
 from hotsplit.model.spec import (
     Activation,
     Attention,
@@ -11,7 +12,6 @@ from hotsplit.model.spec import (
     ModelSpec,
     Neurons,
     Norm,
-    NormKind,
     Rotary,
 )
 

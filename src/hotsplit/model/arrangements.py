@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hotsplit.model.blocks import NormKind
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import (
     Add,
@@ -12,7 +13,6 @@ from hotsplit.model.spec import (
     Mixer,
     Neurons,
     Norm,
-    NormKind,
     Route,
 )
 from hotsplit.model.tensors import ROUTER

@@ -10,12 +10,10 @@ Letters: P planes, D hidden size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from hotsplit.model.blocks import Norm
 from hotsplit.model.position_wise import PositionWise, Shapes
-
-if TYPE_CHECKING:
-    from hotsplit.model.spec import Norm
 
 # llama.cpp's names, of a layer and of the model.
 ROUTER, PREDICT, CORRECT = "altup_router", "altup_predict_coef", "altup_correct_coef"
@@ -50,7 +48,7 @@ class PredictPlanes(OfPlanes):
 
     kind: ClassVar[str] = "predict planes"
     num_kernels: ClassVar[int] = 3  # the router's norm and product, the planes
-    norm: "Norm"  # of the router
+    norm: Norm  # of the router
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -6,8 +6,7 @@ operations of a step) are folds over these blocks.
 A block reads and writes named values of its layer: `x` is the hidden state, from layer to layer;
 `attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say, also where a gated delta net
 is in the place of attention; `named` are the neurons that a predictor selects, `routed` the experts that a
-router chooses, `shared_out` is the output of shared experts, `per_layer_out` what a layer's own input adds.
-A norm may write the value that it reads.
+router chooses, `shared_out` is the output of shared experts. A norm may write the value that it reads.
 
 Letters: D hidden size, F neurons of a layer, E experts, H heads, K key-value heads, W head dim, R
 predictor rank."""
@@ -18,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from hotsplit.model.blocks import Add, Norm, Predict
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.neurons import Activation, Neurons
@@ -25,27 +25,9 @@ from hotsplit.model.position_wise import TOKEN, PositionWise
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 from hotsplit.model.route import Route
 
-PredictorKind = Literal["linear", "relu", "gate"]
 # Of the hidden states of a text: their mean, the first token's or the last one's (sentence-transformers).
 Pooling = Literal["mean", "cls", "last"]
-NormKind = Literal["rms", "layer", "layer_without_bias"]
 QUERY_NORM, KEY_NORM = "attn_q_norm", "attn_k_norm"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norm:
-    """A layer norm (Ba et al. 2016) or an RMS norm (Zhang and Sennrich 2019), over `size` values.
-    `name`: of its tensors within the layer, or in the model for the output norm; that of its weights
-    ends with `part`, and `factor` multiplies them."""
-
-    name: str
-    kind: NormKind
-    size: int
-    epsilon: float
-    part: str = "weight"
-    factor: float = 1.0
-    reads: str = "x"
-    writes: str = "x"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,32 +115,6 @@ class Attention:
             return {}
         sizes = {QUERY_NORM: self.query_size}
         return sizes | ({KEY_NORM: self.key_size} if self.num_own else {})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predict:
-    """Names the neurons that are computed: logits_F = up_FR act(down_RD x_D + bias) + bias, where
-    act is the identity ("linear", "gate") or ReLU ("relu", DejaVu's form). Of rank 0: one matrix
-    up_FD. `input_layer_offset` 1: x is the previous layer's feed-forward input."""
-
-    kind: PredictorKind
-    rank: int
-    threshold: float
-    input_layer_offset: int = 0
-    reads: str = "ffn_in"
-    writes: str = "named"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Add:
-    """writes = times * scale * (the first term + factor * the sum of the others). `scale`: the name of its
-    tensor, of one number; without a name it is 1."""
-
-    terms: tuple[str, ...]
-    writes: str = "x"
-    factor: float = 1.0
-    times: float = 1.0
-    scale: str = ""
 
 
 Mixer = Attention | DeltaNet

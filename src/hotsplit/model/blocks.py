@@ -1,0 +1,51 @@
+"""Blocks of a layer: norms, sums and predictors; model/spec.py has what a layer is.
+
+Letters: D hidden size, F neurons of a layer, R predictor rank."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PredictorKind = Literal["linear", "relu", "gate"]
+NormKind = Literal["rms", "layer", "layer_without_bias"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A layer norm (Ba et al. 2016) or an RMS norm (Zhang and Sennrich 2019), over `size` values.
+    `name`: of its tensors within the layer, or in the model for the output norm; that of its weights
+    ends with `part`, and `factor` multiplies them."""
+
+    name: str
+    kind: NormKind
+    size: int
+    epsilon: float
+    part: str = "weight"
+    factor: float = 1.0
+    reads: str = "x"
+    writes: str = "x"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Names the neurons that are computed: logits_F = up_FR act(down_RD x_D + bias) + bias, where
+    act is the identity ("linear", "gate") or ReLU ("relu", DejaVu's form). Of rank 0: one matrix
+    up_FD. `input_layer_offset` 1: x is the previous layer's feed-forward input."""
+
+    kind: PredictorKind
+    rank: int
+    threshold: float
+    input_layer_offset: int = 0
+    reads: str = "ffn_in"
+    writes: str = "named"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add:
+    """writes = times * scale * (the first term + factor * the sum of the others). `scale`: the name of its
+    tensor, of one number; without a name it is 1."""
+
+    terms: tuple[str, ...]
+    writes: str = "x"
+    factor: float = 1.0
+    times: float = 1.0
+    scale: str = ""
