@@ -34,8 +34,8 @@ from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth
 from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
-from hotsplit.runtime.weights.neuron_block import Gate
 
 MODEL = "synthetic: planted_checkpoint.py"
 MODES = ("dense", "exact", "predicted")

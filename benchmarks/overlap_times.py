@@ -10,6 +10,7 @@ from gpu_sections import Table
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import CudaStream, PlainStream
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, overlapped
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
@@ -36,13 +37,15 @@ def _row(device: torch.device, width: int, neurons: int) -> list[str]:
     hidden = torch.zeros(neurons, device=device)
     parts = torch.zeros(down_parts(neurons, width), width, device=device)
 
+    silu = Gate(activation="silu", computes_all=True)
+
     def submit(on: Kernels) -> None:
         for _ in range(LAYERS):
             on.add_norm(x, parts, weight, None, 1e-5, normed, x)
             on.dot(dense, None, normed, x)
             on.dot(dense, None, x, normed)
             on.add_norm(normed, None, weight, None, 1e-5, x, None)
-            on.gate_up(gate, None, up, None, None, None, x, "silu", 0.0, True, hidden)
+            on.gate_up(gate, None, up, None, None, None, x, silu, hidden)
             on.down(down, hidden, parts, skips_zeros=False)
 
     found = []

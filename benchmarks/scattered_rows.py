@@ -30,9 +30,10 @@ from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.measure.timing.interleave import seconds_of, take_turns
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.weights.matrix import Linear, Matrix
-from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 from hotsplit.runtime.weights.resident import Residence
 
 SOURCE = Path(__file__).with_name("scattered_rows.c")

@@ -57,7 +57,7 @@ from hotsplit.profile.stream.streamed_quality import compare_streamed
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.arithmetic import arithmetic
-from hotsplit.runtime.weights.neuron_block import Gate
+from hotsplit.runtime.kernels.gate import Gate
 
 OnTokens = Callable[[float], None]
 Say = Callable[[str], None]

@@ -28,6 +28,7 @@ from triton.runtime.driver import driver
 from hotsplit.files.gguf_file import row_bytes
 from hotsplit.model.route import Route
 from hotsplit.model.weight_types import TYPES, file_kind
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import overlapping
@@ -101,16 +102,28 @@ def launch_for_kind(kind: str) -> None:
     kernels.predict(predictor, out, x[:RANK], 0.5, "gate", "gelu_tanh", named)
     kernels.predict(predictor, None, x[:RANK], 0.5, "linear", "relu", named)
     ids = torch.empty(NEURONS, dtype=torch.int32)
-    kernels.gate_up(weights, None, weights, None, None, None, x, "silu", 0.0, True, out)
-    kernels.gate_up(weights, None, weights, None, ids, named, x, "fatrelu", 0.1, False, out)
-    kernels.gate_up(weights, out, None, None, None, named, x, "relu", 0.0, False, out)
+    kernels.gate_up(
+        weights, None, weights, None, None, None, x, Gate(activation="silu", computes_all=True), out
+    )
+    kernels.gate_up(
+        weights, None, weights, None, ids, named, x, Gate(activation="fatrelu", threshold=0.1), out
+    )
+    kernels.gate_up(weights, out, None, None, None, named, x, Gate(activation="relu"), out)
     parts = torch.empty(down_parts(NEURONS, WIDTH), WIDTH)
     kernels.down(weights, out, parts, skips_zeros=True)
     kernels.down(weights, out, parts, skips_zeros=False)
     routed, hidden = torch.empty(16), torch.empty(8, NEURONS)
     places = torch.zeros(64, dtype=torch.int32)
     kernels.expert_gate_up(
-        weights, out, weights, out, places, routed, x, "swiglu_oai", 0.0, True, hidden
+        weights,
+        out,
+        weights,
+        out,
+        places,
+        routed,
+        x,
+        Gate(activation="swiglu_oai", computes_all=True),
+        hidden,
     )
     given = (weights, x, places, routed)
     kernels.expert_down(*given, hidden[:, :WIDTH].clone(), torch.empty(8, 512), is_by_output=True)
@@ -193,9 +206,11 @@ def launch_the_rest() -> None:
     kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)
     kernels.round_tokens(rows, None, None, None, 0.0, half.bfloat16(), None, None)
     named = torch.empty(20, WIDTH, dtype=torch.bool)
-    kernels.hidden_tokens(rows, rows, named, "gelu", 0.1, False, half, power)
-    kernels.hidden_tokens(rows, rows, None, "silu", 0.0, True, half.bfloat16(), None)
-    kernels.hidden_tokens(rows, rows, None, "gelu_tanh", 0.0, False, rows, None, 1.6)
+    kernels.hidden_tokens(rows, rows, named, Gate(activation="gelu", threshold=0.1), half, power)
+    kernels.hidden_tokens(
+        rows, rows, None, Gate(activation="silu", computes_all=True), half.bfloat16(), None
+    )
+    kernels.hidden_tokens(rows, rows, None, Gate(activation="gelu_tanh", cutoff=1.6), rows, None)
     planes, choice, mix = torch.empty(4 * WIDTH), torch.empty(4), torch.empty(16, 4)
     kernels.own(predict_planes)(choice, mix, planes, x)
     kernels.own(correct_planes)(choice, mix[:4], x, planes, x)

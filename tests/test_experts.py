@@ -29,9 +29,9 @@ from hotsplit.profile.count import counting
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routing_of
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.route import Router, route_ref
 from hotsplit.runtime.weights.matrix import Linear, Matrix
-from hotsplit.runtime.weights.neuron_block import Gate
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 LEVELS = library.usable_levels() if library.is_available() else []

@@ -22,12 +22,12 @@ from gpu_matrices import (
 from test_gpu_neurons import hidden_bound
 
 from hotsplit.model.spec import Route
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu import experts
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.ops.route import route_ref
 from hotsplit.runtime.weights.matrix import Matrix
-from hotsplit.runtime.weights.neuron_block import Gate
 
 pytestmark = pytest.mark.usefixtures("several_rows")
 GROUPS = {"num_groups": 3, "num_used_groups": 2}
@@ -143,7 +143,16 @@ def test_hidden_values(kernels, kind, blocks, num_neurons=9):
     gate, up = (make_matrix(kind, count, width, seed=s, lies_apart=blocks == 1) for s in (0, 5))
     x, bias, place_E = vector(width), vector(count, 6), places()
     out = torch.full((K, num_neurons), NAN, device=device())
-    arguments = (gate, bias, up, bias, place_E, routed(4, 3, 1), x, "silu", 0.0, True)
+    arguments = (
+        gate,
+        bias,
+        up,
+        bias,
+        place_E,
+        routed(4, 3, 1),
+        x,
+        Gate(activation="silu", computes_all=True),
+    )
     got, want = both(kernels, "expert_gate_up", out, *arguments)
     bound_N = hidden_bound(gate, bias, up, bias, x, want.new_zeros(count)).view(3, num_neurons)
     for number, place in ((0, 1), (2, 2)):
@@ -162,9 +171,7 @@ def test_reference_and_kernel_equal_the_runtime_s_neurons(kernels, activation, i
     both_ways = []
     for which in (kernels, REFERENCE):
         got = torch.full((K, 5), NAN, device=device())
-        which.expert_gate_up(
-            gate, biases[0], up, biases[1], None, routed(2, 0, 1), x, activation, 0.1, is_dense, got
-        )
+        which.expert_gate_up(gate, biases[0], up, biases[1], None, routed(2, 0, 1), x, rule, got)
         both_ways.append(got)
     want_KF = torch.empty(K, 5, device=device())
     for number, expert in enumerate((2, 0, 1)):
@@ -226,7 +233,7 @@ def test_experts_that_no_row_has_chosen_are_not_read(kernels):
     for numbers, is_read in (((0, 2, 4), False), ((0, 2, 1), True)):
         which = routed(*numbers)
         kernels.expert_gate_up(
-            gate, None, gate, None, places(), which, vector(32), "relu", 0.0, False, hidden
+            gate, None, gate, None, places(), which, vector(32), Gate(activation="relu"), hidden
         )
         kernels.expert_down(down, None, places(), which, hidden, parts, is_by_output=True)
         assert bool(hidden.isnan().any()) == bool(parts.isnan().any()) == is_read
@@ -247,7 +254,15 @@ def test_a_row_has_the_bits_of_a_row_alone(kernels, kind, is_by_output, num_rows
         hidden = torch.full((*lead, K, 9), NAN, device=device())
         parts = torch.full((K, *lead, outputs), NAN, device=device())
         kernels.expert_gate_up(
-            gate, None, gate, None, places(), routed_2K, x_D, "silu", 0.0, True, hidden
+            gate,
+            None,
+            gate,
+            None,
+            places(),
+            routed_2K,
+            x_D,
+            Gate(activation="silu", computes_all=True),
+            hidden,
         )
         kernels.expert_down(
             down, None, places(), routed_2K, value_KF, parts, is_by_output=is_by_output
@@ -279,7 +294,15 @@ def test_programs_of_the_same_rows_follow_each_other(kernels, monkeypatch):
     routed, hidden = torch.zeros(rows, 2 * K), torch.zeros(rows, K, 64)
     x_TD, parts_PTD = torch.zeros(rows, 64), torch.zeros(2 * K, rows, 64)
     experts.expert_gate_up(
-        matrix, None, matrix, None, None, routed, x_TD, "silu", 0.0, True, hidden
+        matrix,
+        None,
+        matrix,
+        None,
+        None,
+        routed,
+        x_TD,
+        Gate(activation="silu", computes_all=True),
+        hidden,
     )
     experts.expert_down(matrix, None, None, routed, hidden, parts_PTD[:K], is_by_output=True)
     experts.expert_down(matrix, None, None, routed, hidden, parts_PTD, is_by_output=False)

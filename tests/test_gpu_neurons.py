@@ -21,6 +21,7 @@ from gpu_matrices import (
 
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 
 pytestmark = pytest.mark.usefixtures("several_rows")
@@ -44,9 +45,11 @@ def hidden_bound(gate, gate_bias, up, up_bias, x, hidden):
 def assert_hidden(kernels, gate, up, x, activation, threshold, **options):
     """Compares the kernel with the reference; returns the kernel's output."""
     gate_bias, up_bias = options.get("gate_bias"), options.get("up_bias")
+    rule = Gate(
+        activation=activation, threshold=threshold, computes_all=options.get("is_dense", False)
+    )
     arguments = (
-        gate, gate_bias, up, up_bias, options.get("id_N"), options.get("named"), x, activation,
-        threshold, options.get("is_dense", False),
+        gate, gate_bias, up, up_bias, options.get("id_N"), options.get("named"), x, rule
     )  # fmt: skip
     out = torch.full((gate.num_rows,), NAN, device=device())
     got, want = both(kernels, "gate_up", out, *arguments)
@@ -96,7 +99,8 @@ def test_gate_up_of_nan_and_large_values(kernels):
         for is_dense in (False, True):
             got = torch.empty(6, device=device())
             want = got.clone()
-            arguments = (gate, None, up, None, None, None, x, activation, 0.1, is_dense)
+            rule = Gate(activation=activation, threshold=0.1, computes_all=is_dense)
+            arguments = (gate, None, up, None, None, None, x, rule)
             kernels.gate_up(*arguments, got)
             REFERENCE.gate_up(*arguments, want)
             assert got.isnan().tolist() == [True] + [False] * 5, activation
@@ -126,14 +130,16 @@ def test_rows_that_are_not_needed_are_not_read(kernels):
     gate.data[~is_named] = NAN
     up.data[~(is_named & fires)] = NAN
     got = torch.empty(16, device=device())
-    kernels.gate_up(gate, None, up, None, None, pack_bits(is_named), x, "relu", 0.0, False, got)
+    kernels.gate_up(
+        gate, None, up, None, None, pack_bits(is_named), x, Gate(activation="relu"), got
+    )
     assert torch.equal(got != 0, is_named & fires) and (is_named & fires).any()
 
 
 def test_without_named_neurons_the_result_is_zero(kernels):
     gate, got = make_matrix("q4_0_planar", 40, 32), torch.full((40,), NAN, device=device())
     named = torch.zeros(2, dtype=torch.int32, device=device())
-    kernels.gate_up(gate, None, gate, None, None, named, vector(32), "silu", 0.0, False, got)
+    kernels.gate_up(gate, None, gate, None, None, named, vector(32), Gate(activation="silu"), got)
     assert (got == 0).all()
 
 

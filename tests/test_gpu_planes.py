@@ -9,13 +9,13 @@ from test_gpu_tokens import ERRORS, is_right, rounded, values
 
 from hotsplit.model import planes as blocks
 from hotsplit.model.planes import MOST_PLANES
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.plane_kernels import (
     add_to_planes,
     correct_planes,
     predict_planes,
 )
 from hotsplit.runtime.ops.planes import CorrectPlanes, PredictPlanes, Router
-from hotsplit.runtime.weights.neuron_block import Gate
 
 triton = pytest.importorskip("triton")
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
@@ -88,14 +88,14 @@ def test_gates_are_cut_off_by_their_mean_and_deviation(dtype, cutoff):
     for count, number, is_gated in ((1, 70, False), (3, 2050, True)):
         gate_TN, up_TN = 2.0 * values(count, number) - 0.7, values(count, number, seed=1)
         up_TN = up_TN if is_gated else None
+        rule = Gate(activation="gelu_tanh", cutoff=cutoff)
         got, want = rounded(
-            "hidden_tokens", gate_TN, up_TN, None, "gelu_tanh", 0.0, False,
-            shape=(count, number), dtype=dtype, has_power=dtype == torch.float16, cutoff=cutoff,
+            "hidden_tokens", gate_TN, up_TN, None, rule, shape=(count, number), dtype=dtype,
+            has_power=dtype == torch.float16,
         )  # fmt: skip
         largest_T = want[0].abs().amax(dim=1)
         assert is_right(got[0], want[0], 4 * ERRORS[dtype], largest_T)
-        rule = Gate(activation="gelu_tanh", threshold=0.0, cutoff=cutoff)
-        hidden_TN = rule.hidden(rule.act(rule.cut(gate_TN))[0], up_TN)
+        hidden_TN = rule.hidden(rule.act(rule.prepare(gate_TN))[0], up_TN)
         if dtype == torch.float32:
             assert is_right(got[0], hidden_TN, 16 * EPS, largest_T)
             assert 0 < (hidden_TN != 0).double().mean() < (0.9 if cutoff < 0 else 0.2)

@@ -15,6 +15,7 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
@@ -24,7 +25,6 @@ from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Linear
-from hotsplit.runtime.weights.neuron_block import Gate
 
 BOUND = 3e-6
 ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
@@ -107,11 +107,11 @@ def test_gate_up(activation, is_gated, is_dense):
     x, ids = vector(64) * 0.3, torch.arange(0, 120, 3)
     is_named = torch.arange(120) % 2 == 0
     got = vector(40)
+    rule = Gate(activation=activation, threshold=0.15, computes_all=is_dense)
     reference.gate_up(
         gate, vector(40, 6), up if is_gated else None, vector(40, 7) if is_gated else None,
-        ids.int(), pack_bits(is_named), x, activation, 0.15, is_dense, got,
+        ids.int(), pack_bits(is_named), x, rule, got,
     )  # fmt: skip
-    rule = Gate(activation=activation, threshold=0.15, computes_all=is_dense)
     value, _ = rule.act(unpack(gate.data, "f16") @ x + vector(40, 6))
     upper = unpack(up.data, up.kind) @ x + vector(40, 7) if is_gated else None
     want = rule.hidden(value, upper) * is_named[ids]

@@ -22,6 +22,7 @@ from gpu_matrices import (
 )
 
 from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu import ranges
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
@@ -163,8 +164,8 @@ def test_gate_up(kernels, kind, num_rows):
     gate, up = (make_matrix(kind, 9, width, seed=seed) for seed in (0, 5))
     found = assert_rows_as_alone(
         kernels, "gate_up", is_exact=is_exact(kind), gate=gate, gate_bias_N=None, up=up,
-        up_bias_N=None, id_N=None, named_B=names(num_rows, 9), x_D=vectors(num_rows, width), activation="fatrelu",
-        threshold=0.2, is_dense=False, hidden_N=empty(num_rows, 9),
+        up_bias_N=None, id_N=None, named_B=names(num_rows, 9), x_D=vectors(num_rows, width), rule=Gate(activation="fatrelu", threshold=0.2),
+        hidden_N=empty(num_rows, 9),
     )  # fmt: skip
     is_open = found["hidden_N"] != 0
     assert (is_open.any(dim=0) & ~is_open.all(dim=0)).any()
@@ -178,7 +179,7 @@ def test_gate_up_with_ids_biases_and_types(kernels, activation, is_dense):
     assert_rows_as_alone(
         kernels, "gate_up", gate=gate, gate_bias_N=vector(13, 6), up=up, up_bias_N=vector(13, 7),
         id_N=ids, named_B=None if is_dense else names(4, 40, share=0.7), x_D=vectors(4, 64),
-        activation=activation, threshold=0.1, is_dense=is_dense, hidden_N=empty(4, 13),
+        rule=Gate(activation=activation, threshold=0.1, computes_all=is_dense), hidden_N=empty(4, 13),
     )  # fmt: skip
 
 

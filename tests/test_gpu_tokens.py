@@ -8,6 +8,7 @@ import torch
 from gpu_matrices import EPS, REFERENCE, device, heads_of
 
 triton = pytest.importorskip("triton")
+from hotsplit.runtime.kernels.gate import Gate  # noqa: E402
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 
 # Experts, which have another, are computed on the CPU.
@@ -84,8 +85,8 @@ def test_hidden_values(activation, dtype):
         named_TN = values(count, 2 * number, seed=2)[:, number:] > 0 if is_named else None
         has_power = dtype == torch.float16
         got, want = rounded(
-            "hidden_tokens", gate_TN, None if is_dense else up_TN, named_TN, activation, 0.05,
-            is_dense, shape=(count, number), dtype=dtype, has_power=has_power,
+            "hidden_tokens", gate_TN, None if is_dense else up_TN, named_TN,
+            Gate(activation=activation, threshold=0.05, computes_all=is_dense), shape=(count, number), dtype=dtype, has_power=has_power,
         )  # fmt: skip
         if has_power:
             assert torch.equal(got[1], want[1])

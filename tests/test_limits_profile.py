@@ -42,8 +42,8 @@ from hotsplit.profile.predictors.options import PredictorOptions
 from hotsplit.profile.stream import streaming
 from hotsplit.report.config import ReportConfig
 from hotsplit.report.report import report
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.step.workspace import workspace_bytes
-from hotsplit.runtime.weights.neuron_block import Gate
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.sparsify.run import sparsify
 

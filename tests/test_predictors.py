@@ -33,9 +33,9 @@ from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
 from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose
 from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.model.loader import load_predictors
 from hotsplit.runtime.weights.matrix import Matrix
-from hotsplit.runtime.weights.neuron_block import Gate
 
 RELU = Gate(activation="relu", threshold=0.0)
 WIDTH, NEURONS = 64, 96

@@ -20,7 +20,7 @@ from hotsplit.artifacts.profile_file import EDGES
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.profile.count.counting import Counter
-from hotsplit.runtime.weights.neuron_block import Gate
+from hotsplit.runtime.kernels.gate import Gate
 
 BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-relu"
 LINEAR = {"llama": "mlp.gate_proj", "opt": "fc1", "falcon": "mlp.dense_h_to_4h"}

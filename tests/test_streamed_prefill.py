@@ -22,13 +22,14 @@ from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.gpu_setup import cold_blocks, with_stream
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.stored import rows_together
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.prefill import cold_stream
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import ColdStream
 from hotsplit.runtime.weights.matrix import Linear, Matrix
-from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 CPU = torch.device("cpu")
 F, D = 96, 64

@@ -43,10 +43,11 @@ from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
-from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 from hotsplit.runtime.weights.resident import Residence
 
 CPU = torch.device("cpu")

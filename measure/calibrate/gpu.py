@@ -30,6 +30,7 @@ from hotsplit.measure.calibrate.step_costs import (
 from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, triton_kernels
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
@@ -116,13 +117,12 @@ def _neurons(
     hidden_N = torch.empty(count, device=device)
     parts_SD = torch.empty(down_parts(count, width), width, device=device)
     named_W = named_W.to(device)
-    up = block.up
+    up, always = block.up, Gate(activation="fatrelu", threshold=-math.inf)
     assert up is not None
 
     def run() -> None:
         kernels.gate_up(
-            block.gate.weight, None, up.weight, None, None, named_W, x_D, "fatrelu",
-            -math.inf, False, hidden_N,
+            block.gate.weight, None, up.weight, None, None, named_W, x_D, always, hidden_N
         )  # fmt: skip
         kernels.down(block.down, hidden_N, parts_SD, skips_zeros=True)
 

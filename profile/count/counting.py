@@ -19,7 +19,7 @@ from hotsplit.artifacts.profile_file import NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.native.library import count, tables
-from hotsplit.runtime.weights.neuron_block import Gate, above
+from hotsplit.runtime.kernels.gate import Gate, above
 
 _MAX_ADDED = 255  # ones that a uint8 can count
 # Tokens whose experts are recorded, of all processes together. With half as many, plans for 8 and 12

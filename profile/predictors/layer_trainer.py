@@ -37,8 +37,8 @@ from hotsplit.profile.predictors.selection import (
     bytes_per_token,
     choose,
 )
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.weights.matrix import Matrix
-from hotsplit.runtime.weights.neuron_block import Gate
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512

@@ -27,9 +27,9 @@ from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.moments import Start
 from hotsplit.profile.predictors.rounding import rounded, values_of
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Linear, Matrix
-from hotsplit.runtime.weights.neuron_block import Gate
 
 # Relative to a tensor's RMS; 0.003 and 0.03 are no better (docs/log/predictors.md).
 LEARNING_RATE = 0.01

@@ -20,7 +20,7 @@ from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.predictors.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
 from hotsplit.profile.predictors.options import PredictorFormat
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.weights.neuron_block import Gate
+from hotsplit.runtime.kernels.gate import Gate
 
 # The model is compared with its dense self on at most this many tokens, and one more if the last
 # window would otherwise have a single one.

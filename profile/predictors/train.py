@@ -34,8 +34,8 @@ from hotsplit.profile.predictors.layer_trainer import (
 from hotsplit.profile.predictors.low_rank import Batch
 from hotsplit.profile.predictors.selection import Examiner, Tally
 from hotsplit.profile.stream.streaming import LayerStream, StreamedLayer
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.model.layers import Layer
-from hotsplit.runtime.weights.neuron_block import Gate
 
 Finished = tuple[LayerPredictor, LayerQuality]
 Trained = tuple[Predictors, tuple[LayerQuality, ...]]

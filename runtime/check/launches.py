@@ -22,6 +22,7 @@ from hotsplit.model.spec import Attention, Norm, Route
 from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
@@ -41,7 +42,7 @@ from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.expert_block import ExpertBlock
-from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock, by_role
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
 # Kernels of prompts alone.
 PROMPTS = (
@@ -88,7 +89,7 @@ class Launch:
         # A factor of one is compiled out, and so is a cap of none.
         factors = {"embed": ("scale",), "add_norm": ("factor", "scale")}
         words += [name for name in factors.get(kernel, ()) if bound.arguments[name] != 1.0]
-        words += [name for name in ("cap", "cutoff") if bound.arguments.get(name) is not None]
+        words += ["cap"] if bound.arguments.get("cap") is not None else []
         words += ["strided"] if _is_norm_strided(kernel, bound.arguments) else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
         return cls(
@@ -128,7 +129,7 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
         size = f"[{'x'.join(map(str, dims))}]" if dims else ""
         aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
         return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
-    if isinstance(value, (Attention, Route)):
+    if isinstance(value, (Attention, Gate, Route)):
         return " ".join(
             filter(None, (_field_words(f.name, getattr(value, f.name)) for f in fields(value)))
         )
@@ -143,7 +144,7 @@ def _field_words(name: str, value: Any) -> str:
         return f"{value.pairing} {value.scaling.magnitude:g}"
     if isinstance(value, Norm):
         return value.kind
-    if name in ("reads", "writes", "biases"):
+    if name in ("reads", "writes", "biases", "threshold"):
         return ""
     return name if isinstance(value, float) else _words(name, value, None)
 
@@ -299,8 +300,8 @@ def _note_experts(kernels: Kernels, block: ExpertBlock, gate: Gate, device: torc
             kernels.multiply(part, bias_N, x_TD, power_T, _new(device, count), **given)
     number, dtype = min(len(block.id_F), _NEURONS), gpu_products.tile_dtype(block.down.kind)
     kernels.hidden_tokens(
-        _new(device, number), _new(device, number) if block.up else None, None, gate.activation,
-        gate.threshold, gate.computes_all, _new(device, number, dtype=dtype),
+        _new(device, number), _new(device, number) if block.up else None, None, gate,
+        _new(device, number, dtype=dtype),
         _new(device) if dtype == torch.float16 else None,
     )  # fmt: skip
 
@@ -344,8 +345,7 @@ def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device, *, is_on_
     named_TN = _new(device, number, dtype=torch.bool) if layer.ffn.predictor else None
     kernels.hidden_tokens(
         _new(device, number), _new(device, number) if block.up else None, named_TN,
-        gate.activation, gate.threshold, gate.computes_all, _new(device, number, dtype=dtype),
-        _new(device) if dtype == torch.float16 else None, gate.cutoff,
+        gate, _new(device, number, dtype=dtype), _new(device) if dtype == torch.float16 else None,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.state_slots import StateSlots
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.model.delta_loader import load_delta
 from hotsplit.runtime.model.expert_loader import ExpertLoader
 from hotsplit.runtime.model.layers import Layer, Weights, limited
@@ -39,7 +40,6 @@ from hotsplit.runtime.ops.position_wise import load_all
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
-from hotsplit.runtime.weights.neuron_block import Gate
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.store import CPU, Stores
 from hotsplit.runtime.weights.upload import Uploader
@@ -209,12 +209,10 @@ class Builder:
         return SharedExperts(ffn=ffn, gate=gate)
 
     def gate(self, index: int) -> Gate:
-        neurons = self.model.spec.layers[index].neurons
-        return Gate(
-            activation=neurons.activation,
+        return Gate.of(
+            self.model.spec.layers[index].neurons,
             threshold=self.model.threshold_L[index],
             computes_all=self.model.spec.computes_all(index, self.mode),
-            cutoff=neurons.cutoff,
         )
 
     def vector(self, name: str, device: torch.device, item: str = "attention") -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotsplit.model import per_layer as blocks_of
 from hotsplit.model.spec import Norm as NormSpec
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.neurons.native import ACTIVATIONS
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
@@ -22,7 +23,6 @@ from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
-from hotsplit.runtime.weights.neuron_block import Gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,7 @@ class PerLayer(Loaded):
         on.dot(self.gate, x_D, inner_P)
         on.launch(
             lambda: on.kernels.hidden_tokens(
-                inner_TP, own_TP, None, rule.activation, rule.threshold, rule.computes_all,
-                inner_TP, None,
+                inner_TP, own_TP, None, rule, inner_TP, None
             ),
             [inner_P, per_layer], [inner_P],
         )  # fmt: skip

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotsplit.model.blocks import PredictorKind
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.gpu_products import Factor
 from hotsplit.runtime.weights.matrix import Linear, side_by_side
-from hotsplit.runtime.weights.neuron_block import Gate
 
 _KINDS = ("linear", "relu", "gate")  # in the order of step.h's PredictorKind
 

@@ -365,13 +365,10 @@ class DeviceKernels(Launcher):
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
         assert isinstance(hot, NeuronBlock)
         hidden_N, parts_SD = b.first(b.hidden, len(hot.id_N)), b.sum_PD[1 : 1 + divided.num_parts]
-        if ffn.gate.cutoff is not None:
-            gate_F = b.first(b.hidden[hidden_N.numel() :], ffn.num_neurons)
-            of_neurons.launch_cut_neurons(self, hot, ffn.gate, x_D, gate_F, hidden_N, parts_SD)
-            return
+        rest = b.hidden[hidden_N.numel() :]
         of_neurons.launch_neurons(
             self, hot, ffn.gate, divided.hot_id_N, self.named(ffn) if are_named else None, x_D,
-            hidden_N, parts_SD,
+            hidden_N, parts_SD, b.first(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
         )  # fmt: skip
         if divided.hot_bits is not None:
             assert self.slot_kernels is not None

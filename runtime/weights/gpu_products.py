@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import file_kind
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs
 from hotsplit.runtime.kernels.gpu.launch import has_tensor_cores
 from hotsplit.runtime.kernels.stored import MOST_TOGETHER, StoredMatrix
@@ -154,6 +155,17 @@ def multiply_experts_down(
                 matrix, left, power_P, out_PD, is_added=False, bias_D=bias_N, **given,
                 tile_size=pairs.tile_size,
             )  # fmt: skip
+
+
+def hidden_values(
+    gate: Gate, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None, dtype: torch.dtype
+) -> "Factor":
+    """The hidden values of neurons, in one launch, as a factor of products in a type; those of neurons that
+    are not named are 0."""
+    out_TN, power_T = new_rounded(gate_TN, dtype)
+    with made_current(gate_TN.device):
+        kernels().hidden_tokens(gate_TN, up_TN, named_TN, gate, out_TN, power_T)
+    return Factor.of_rounded(out_TN, power_T)
 
 
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None) -> None:

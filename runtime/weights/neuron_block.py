@@ -1,4 +1,4 @@
-"""A block of neurons of a layer on one device, and their activation.
+"""A block of neurons of a layer on one device.
 
 Letters: T tokens, A active neurons, N neurons of a block, or slots, F neurons of a layer, C cold
 neurons."""
@@ -10,97 +10,12 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.spec import Activation
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 # "hot": the plan's hot neurons, and all neurons of undivided layers; "cold": on the CPU, while the
 # rest of the layer may be elsewhere.
 Role = Literal["hot", "cold"]
-SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of swiglu_oai
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gate:
-    """The activation of a layer; `threshold` as in model_file.ModelFile. `computes_all`: neurons that
-    do not fire are computed too, so that the thresholds of SiLU and GELU, and limits, which are
-    approximations, have no effect."""
-
-    activation: Activation
-    threshold: float
-    computes_all: bool = False
-    cutoff: float | None = None  # see model.spec.Neurons
-
-    def cut(self, gate_TF: Tensor) -> Tensor:
-        """What the cutoff leaves of the gates of all neurons of a layer."""
-        if self.cutoff is None:
-            return gate_TF
-        exact_TF = gate_TF.double()
-        deviation_T1, mean_T1 = torch.std_mean(exact_TF, dim=-1, correction=0, keepdim=True)
-        return F.relu(gate_TF - (mean_T1 + self.cutoff * deviation_T1).to(gate_TF.dtype))
-
-    def act(self, gate: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Applies the activation; returns (activated values, whether the neuron fires). Neurons
-        that do not fire give zero. A `limit` per neuron, for SiLU and GELU only, replaces the
-        threshold.
-
-        ReLU squared is that of Primer (So et al. 2021). The threshold of FATReLU is part of the model (ProSparse, arXiv 2402.13516), so it always
-        counts. NaN fires, so that it is not lost."""
-        value = self.before_threshold(gate)
-        if self.computes_all and self.activation in SMOOTH:
-            return value, torch.ones_like(value, dtype=torch.bool)
-        fires = self._fires(value) if limit is None else above(value, limit)
-        value = torch.where(fires, value, 0.0)  # a product would turn -inf into NaN
-        return value.square_() if self.activation == "relu2" else value, fires
-
-    def hidden_factor(
-        self, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None, dtype: torch.dtype
-    ) -> gpu_products.Factor:
-        """The hidden values on a GPU, in one launch, as a factor of products in a type; those of
-        neurons that are not named are 0."""
-        out_TN, power_T = gpu_products.new_rounded(gate_TN, dtype)
-        with gpu_products.made_current(gate_TN.device):
-            gpu_products.kernels().hidden_tokens(
-                gate_TN, up_TN, named_TN, self.activation, self.threshold, self.computes_all,
-                out_TN, power_T, self.cutoff,
-            )  # fmt: skip
-        return gpu_products.Factor.of_rounded(out_TN, power_T)
-
-    def before_threshold(self, gate: Tensor) -> Tensor:
-        """The value compared with a threshold: SiLU or GELU of the gate, else the gate."""
-        return self.smooth(gate) if self.activation in SMOOTH else gate
-
-    def _fires(self, value: Tensor) -> Tensor:
-        if self.activation in SMOOTH:
-            return ~(value.abs() <= self.threshold)
-        return ~(value <= self.opens_above)
-
-    @property
-    def opens_above(self) -> float:
-        """The gate value above which a ReLU neuron fires; SiLU and GELU compare their output."""
-        assert self.activation not in SMOOTH, self.activation
-        return self.threshold if self.activation == "fatrelu" else 0.0
-
-    def smooth(self, gate: Tensor) -> Tensor:
-        """SiLU or GELU, without a threshold."""
-        if self.activation == "silu":
-            return F.silu(gate)
-        if self.activation == "swiglu_oai":
-            gate = gate.clamp(max=SWIGLU_LIMIT)
-            return gate * (SWIGLU_ALPHA * gate).sigmoid()
-        return F.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-
-    def hidden(self, activated: Tensor, up: Tensor | None) -> Tensor:
-        """act(gate) * up; dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955), gpt-oss's
-        SwiGLU adds 1 to a clamped up (transformers, modeling_gpt_oss.py)."""
-        if up is None:
-            return activated
-        if self.activation == "swiglu_oai":
-            return activated * (up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0)
-        return activated * (F.relu(up) if self.activation == "drelu" else up)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +114,6 @@ def by_role(blocks: Sequence[B]) -> tuple[B | None, B | None]:
     found = {block.role: block for block in blocks}
     assert len(found) == len(blocks), [block.role for block in blocks]
     return found.get("hot"), found.get("cold")
-
-
-def above(value: Tensor, limit: Tensor) -> Tensor:
-    """True where a magnitude is above its limit or NaN."""
-    return ~(value.abs() <= limit)
 
 
 def rows_of_slots(hot_N: np.ndarray, num_neurons: int) -> np.ndarray:

@@ -5,7 +5,7 @@
 
 #include "row_sums.h"
 
-// The activation of a gate; the reference is Gate in neuron_block.py.
+// The activation of a gate; the reference is Gate in runtime/kernels/gate.py.
 struct Gate {
     int32_t activation;
     bool computes_all;  // silent neurons are computed, too

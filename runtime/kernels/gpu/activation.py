@@ -1,4 +1,4 @@
-"""Triton: activations of neurons, as in hotsplit.runtime.weights.neuron_block.Gate, and soft caps, in f32."""
+"""Triton: activations of neurons, as in hotsplit.runtime.kernels.gate.Gate, and soft caps, in f32."""
 
 import triton
 import triton.language as tl

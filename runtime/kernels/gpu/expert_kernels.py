@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hotsplit.model.route import Route
-from hotsplit.model.spec import Activation
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 
@@ -37,9 +37,7 @@ class ExpertGateUp(Protocol):
         place_E: Tensor | None,
         routed_2K: Tensor,
         x_D: Tensor,
-        activation: Activation,
-        threshold: float,
-        is_dense: bool,
+        rule: Gate,
         hidden_KF: Tensor,
     ) -> None:
         """The hidden values, as of GateUp, of each chosen expert: those of the F rows that begin at

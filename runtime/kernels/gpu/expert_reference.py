@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.route import Route
-from hotsplit.model.spec import Activation
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
 from hotsplit.runtime.kernels.stored import StoredMatrix
@@ -63,9 +63,7 @@ def expert_gate_up(
     place_E: Tensor | None,
     routed_2K: Tensor,
     x_D: Tensor,
-    activation: Activation,
-    threshold: float,
-    is_dense: bool,
+    rule: Gate,
     hidden_KF: Tensor,
 ) -> None:
     hidden_KF.zero_()
@@ -78,7 +76,7 @@ def expert_gate_up(
         reference.gate_up(
             _of_expert(gate, place, count), gate_bias_F,
             None if up is None else _of_expert(up, place, count), up_bias_F,
-            None, None, x_D, activation, threshold, is_dense, hidden_KF[number],
+            None, None, x_D, rule, hidden_KF[number],
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.model.spec import Activation
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.activation import activate, gated
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at
 from hotsplit.runtime.kernels.gpu.launch import (
@@ -210,11 +210,10 @@ def expert_gate_up(
     place_E: Tensor | None,
     routed_2K: Tensor,
     x_D: Tensor,
-    activation: Activation,
-    threshold: float,
-    is_dense: bool,
+    rule: Gate,
     hidden_KF: Tensor,
 ) -> None:
+    assert not rule.needs_all
     layout = Layout.of(gate)
     up_layout = layout if up is None else Layout.of(up)
     num_used, num_neurons = hidden_KF.shape[-2:]
@@ -232,7 +231,7 @@ def expert_gate_up(
         routed_2K,
         x_D,
         hidden_KF,
-        float(threshold),
+        float(rule.threshold),
         num_neurons,
         KIND=layout.kind,
         UP_KIND=up_layout.kind,
@@ -245,8 +244,8 @@ def expert_gate_up(
         UNITS=layout.units_of_tile(rows),
         UP_UNITS=up_layout.units_of_tile(rows),
         NUM_USED=num_used,
-        ACTIVATION=activation,
-        IS_DENSE=is_dense,
+        ACTIVATION=rule.activation,
+        IS_DENSE=rule.computes_all,
         num_warps=NUM_WARPS,
     )
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from hotsplit.model.blocks import PredictorKind
 from hotsplit.model.spec import Activation, Attention
 from hotsplit.model.weight_types import TYPES
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.delta_kernels import Convolve, DeltaRule, GateNorm
 from hotsplit.runtime.kernels.gpu.expert_kernels import ChooseExperts, ExpertDown, ExpertGateUp
 from hotsplit.runtime.kernels.gpu.launch import overlapping
@@ -194,16 +195,14 @@ class GateUp(Protocol):
         id_N: Tensor | None,
         named_B: Tensor | None,
         x_D: Tensor,
-        activation: Activation,
-        threshold: float,
-        is_dense: bool,
+        rule: Gate,
         hidden_N: Tensor,
     ) -> None:
         """hidden_j = act(gate_j x + bias) (up_j x + bias), as in
-        hotsplit.runtime.weights.neuron_block.Gate.
+        hotsplit.runtime.kernels.gate.Gate.
 
-        It is 0 for neurons that are not predicted and, unless `is_dense`, for those that do not
-        fire. With Triton, the rows of the former and the up rows of the latter are not read, unless
+        It is 0 for neurons that are not predicted and, unless `rule` computes all, for those that do
+        not fire. With Triton, the rows of the former and the up rows of the latter are not read, unless
         another row of the step needs them. `id_N`, int32: the neurons' ids in the layer, which
         index `named_B`; None: 0, 1, ..."""
 
@@ -283,16 +282,13 @@ class HiddenTokens(Protocol):
         gate_TN: Tensor,
         up_TN: Tensor | None,
         named_TN: Tensor | None,
-        activation: Activation,
-        threshold: float,
-        is_dense: bool,
+        rule: Gate,
         out_TN: Tensor,
         power_T: Tensor | None,
-        cutoff: float | None = None,
     ) -> None:
         """The hidden values of GateUp for any number of tokens, from the products with gate and up, of all
-        gates of a layer if there is a cutoff (model.spec.Neurons); `named_TN`: bool. Rounded and divided as
-        by RoundTokens. `out_TN` may be `gate_TN` without a cutoff, and `up_TN`."""
+        gates of a layer if `rule` needs them; `named_TN`: bool. Rounded and divided as by RoundTokens.
+        `out_TN` may be `up_TN`, and `gate_TN` unless all gates are needed."""
 
 
 @dataclass(frozen=True, kw_only=True)

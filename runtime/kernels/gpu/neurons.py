@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.model.spec import Activation
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.activation import activate, gated
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from hotsplit.runtime.kernels.gpu.launch import (
@@ -262,11 +262,10 @@ def gate_up(
     id_N: Tensor | None,
     named_B: Tensor | None,
     x_D: Tensor,
-    activation: Activation,
-    threshold: float,
-    is_dense: bool,
+    rule: Gate,
     hidden_N: Tensor,
 ) -> None:
+    assert not rule.needs_all
     layout = Layout.of(gate)
     up_layout = layout if up is None else Layout.of(up)
     # With four neurons per program, fewer programs would have no predicted one and exit early.
@@ -285,7 +284,7 @@ def gate_up(
         named_B,
         x_D,
         hidden_N,
-        float(threshold),
+        float(rule.threshold),
         gate.num_rows,
         None if named_B is None or x_D.dim() == 1 else named_B.stride(0),
         KIND=layout.kind,
@@ -298,8 +297,8 @@ def gate_up(
         ROWS=rows,
         UNITS=layout.units_of_tile(rows),
         UP_UNITS=up_layout.units_of_tile(rows),
-        ACTIVATION=activation,
-        IS_DENSE=is_dense,
+        ACTIVATION=rule.activation,
+        IS_DENSE=rule.computes_all,
         GROUP=groups.size,
         NUM_GROUPS=groups.count,
         **overlap_options(),

@@ -13,6 +13,7 @@ from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.spec import Activation, Attention, Norm, Rotary
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels import stored
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.ranges import range_of
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
 from hotsplit.runtime.kernels.stored import StoredMatrix
@@ -221,20 +222,18 @@ def gate_up(
     id_N: Tensor | None,
     named_B: Tensor | None,
     x_D: Tensor,
-    activation: Activation,
-    threshold: float,
-    is_dense: bool,
+    rule: Gate,
     hidden_N: Tensor,
 ) -> None:
-    value_N, fires_N = _activate(product(gate, gate_bias_N, x_D), activation, threshold)
-    if is_dense:
+    value_N, fires_N = _activate(product(gate, gate_bias_N, x_D), rule)
+    if rule.computes_all:
         fires_N = torch.ones_like(fires_N)
     if named_B is not None:
         bits_F = unpack_bits(named_B)
         fires_N = fires_N & (bits_F[: len(fires_N)] if id_N is None else bits_F[id_N.long()])
     if up is not None:
         up_N = product(up, up_bias_N, x_D)
-        value_N = value_N * _factor(up_N, activation)
+        value_N = value_N * _factor(up_N, rule.activation)
     hidden_N.copy_(torch.where(fires_N, value_N, 0.0))
 
 
@@ -281,21 +280,18 @@ def hidden_tokens(
     gate_TN: Tensor,
     up_TN: Tensor | None,
     named_TN: Tensor | None,
-    activation: Activation,
-    threshold: float,
-    is_dense: bool,
+    rule: Gate,
     out_TN: Tensor,
     power_T: Tensor | None,
-    cutoff: float | None = None,
 ) -> None:
     gate_TN = gate_TN.double()
-    if cutoff is not None:
+    if rule.cutoff is not None:
         deviation_T1, mean_T1 = torch.std_mean(gate_TN, dim=1, correction=0, keepdim=True)
-        gate_TN = (gate_TN - mean_T1 - cutoff * deviation_T1).relu()
-    value_TN, fires_TN = _activate(gate_TN, activation, threshold)
+        gate_TN = (gate_TN - mean_T1 - rule.cutoff * deviation_T1).relu()
+    value_TN, fires_TN = _activate(gate_TN, rule)
     if up_TN is not None:
-        value_TN = value_TN * _factor(up_TN, activation)
-    if not is_dense:
+        value_TN = value_TN * _factor(up_TN, rule.activation)
+    if not rule.computes_all:
         value_TN = torch.where(fires_TN, value_TN, 0.0)
     if named_TN is not None:
         value_TN = torch.where(named_TN, value_TN, 0.0)
@@ -356,14 +352,14 @@ def _centred(x_HW: Tensor, norm: Norm) -> Tensor:
     return x_HW if norm.kind == "rms" else x_HW - x_HW.mean(dim=-1, keepdim=True)
 
 
-def _activate(gate_N: Tensor, activation: Activation, threshold: float) -> tuple[Tensor, Tensor]:
+def _activate(gate_N: Tensor, rule: Gate) -> tuple[Tensor, Tensor]:
     """(value, whether it fires)."""
-    if activation in SMOOTH:
-        value_N = _smooth(gate_N, activation)
-        return value_N, ~(value_N.abs() <= threshold)
-    fires_N = ~(gate_N <= (threshold if activation == "fatrelu" else 0.0))
+    if rule.activation in SMOOTH:
+        value_N = _smooth(gate_N, rule.activation)
+        return value_N, ~(value_N.abs() <= rule.threshold)
+    fires_N = ~(gate_N <= (rule.threshold if rule.activation == "fatrelu" else 0.0))
     value_N = torch.where(fires_N, gate_N, 0.0)
-    return value_N**2 if activation == "relu2" else value_N, fires_N
+    return value_N**2 if rule.activation == "relu2" else value_N, fires_N
 
 
 def _factor(up: Tensor, activation: Activation) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.model.spec import Activation
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.activation import activate, gated, relu
 from hotsplit.runtime.kernels.gpu.launch import power_of_2
 from hotsplit.runtime.kernels.gpu.norm import normed
@@ -194,12 +194,9 @@ def hidden_tokens(
     gate_TN: Tensor,
     up_TN: Tensor | None,
     named_TN: Tensor | None,
-    activation: Activation,
-    threshold: float,
-    is_dense: bool,
+    rule: Gate,
     out_TN: Tensor,
     power_T: Tensor | None,
-    cutoff: float | None = None,
 ) -> None:
     for each in (gate_TN, up_TN, out_TN):
         assert each is None or each.is_contiguous(), each.stride()
@@ -208,14 +205,14 @@ def hidden_tokens(
         gate_TN,
         up_TN,
         named_TN,
-        float(threshold),
+        float(rule.threshold),
         out_TN,
         power_T,
-        None if cutoff is None else float(cutoff),
+        None if rule.cutoff is None else float(rule.cutoff),
         gate_TN.shape[1],
         0 if named_TN is None else named_TN.stride(0),
-        ACTIVATION=activation,
-        IS_DENSE=is_dense,
+        ACTIVATION=rule.activation,
+        IS_DENSE=rule.computes_all,
         COLUMNS=_COLUMNS,
         num_warps=_WARPS,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.neurons.native import (
     ExpertsStruct,
     SharedWorkspace,
@@ -23,7 +24,6 @@ from hotsplit.runtime.ops.neurons.native import (
 from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.ops.structs import MAX_ROWS, Structs
 from hotsplit.runtime.weights.expert_block import ExpertBlock
-from hotsplit.runtime.weights.neuron_block import Gate
 
 
 class ChosenStruct(Structure):

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from hotsplit.costs.pass_parts import expert_part_pairs
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE, Pairs, Part, pairs_of
 from hotsplit.runtime.ops.neurons.streams import ColdExpertStream
 from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.gpu_products import Factor
-from hotsplit.runtime.weights.neuron_block import Gate, by_role
+from hotsplit.runtime.weights.neuron_block import by_role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def run_experts(
     if up is not None:
         up_PF = gpu_products.multiply_experts(up.weight, up.bias_N, x, pairs, num_neurons)
     dtype = gpu_products.tile_dtype(down.weight.kind)
-    hidden = gate.hidden_factor(gate_PF, up_PF, None, dtype)
+    hidden = gpu_products.hidden_values(gate, gate_PF, up_PF, None, dtype)
     del gate_PF, up_PF
     gpu_products.multiply_experts_down(
         down.weight, down.bias_N, hidden, pairs, weight_P, y_PD, is_by_output=block.is_by_output

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.costs.pass_parts import gpu_part_neurons, part_neurons
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.neurons.native import add_neurons
 from hotsplit.runtime.ops.neurons.streams import ColdExpertStream, ColdNeurons
 from hotsplit.runtime.ops.observers import Observers
@@ -32,7 +33,7 @@ from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.gpu_products import Factor
 from hotsplit.runtime.weights.matrix import Linear
-from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 # If several tokens need more than this share of a block's neurons, all rows are used: selecting
 # some would copy the tokens' values for them.
@@ -163,7 +164,7 @@ class FeedForward:
         else:
             position = named_TN[0].nonzero().flatten()
             rows = block.rows(position)
-        gate_A = self._cut(block, _dot(block.gate, x_D, rows))
+        gate_A = self._prepared(_dot(block.gate, x_D, rows))
         limit_A = block.gate_limit(position)
         activated_A, fires_A = self.gate.act(gate_A, limit=limit_A)
         open_A = fires_A.nonzero().flatten()
@@ -186,9 +187,9 @@ class FeedForward:
         return BlockResult(y_TD=y_TD)
 
     def _is_streamed(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
-        """True if the block is streamed to a GPU; not in pieces of neurons if a cutoff takes all gates."""
+        """True if the block is streamed to a GPU; not in pieces of neurons if all gates are needed."""
         is_long = num_tokens >= cold.least_tokens
-        return is_long and self.gate.cutoff is None and cold.has(self.layer, block)
+        return is_long and not self.gate.needs_all and cold.has(self.layer, block)
 
     def _streamed(
         self, cold: ColdNeurons, x: Tensor | Factor, named_TF: Tensor | None
@@ -219,7 +220,7 @@ class FeedForward:
             self.traffic.add(add_neurons(y_TD, block, self.gate, x_TD, named_TN))
             return
         count, size = len(block.id_N), part_neurons(x_TD.shape[1], len(x_TD))
-        size = size if self.gate.cutoff is None else count
+        size = count if self.gate.needs_all else size
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]
@@ -237,7 +238,7 @@ class FeedForward:
         would synchronise with the device; None: to zeros."""
         assert block.gate_limit_N is None
         count, size = len(block.id_N), gpu_part_neurons(len(x))
-        if self.gate.cutoff is not None:
+        if self.gate.needs_all:
             assert count == self.num_neurons, (count, self.num_neurons)
             size = count
         for start in range(0, count, size):
@@ -247,7 +248,7 @@ class FeedForward:
             up_TN = None if part.up is None else _product(part.up, x, part.row_N)
             named = None if named_TN is None else named_TN[:, start:stop]
             dtype = gpu_products.tile_dtype(part.down.kind)
-            hidden = self.gate.hidden_factor(gate_TN, up_TN, named, dtype)
+            hidden = gpu_products.hidden_values(self.gate, gate_TN, up_TN, named, dtype)
             del gate_TN, up_TN  # before the sum is allocated
             self._count(part, stop - start, stop - start)
             y_TD = part.down.add_many(y_TD, hidden, part.row_N)
@@ -262,7 +263,7 @@ class FeedForward:
             position = self._chosen(part, named_TN)
             if position is not None:
                 rows, named_TN = part.rows(position), named_TN[:, position]
-        gate_TA = self._cut(part, _product(part.gate, x_TD, rows))
+        gate_TA = self._prepared(_product(part.gate, x_TD, rows))
         num_gates = gate_TA.shape[1]
         limit_A = part.gate_limit(position)
         hidden_TA, _ = self.gate.act(gate_TA, limit=limit_A)
@@ -286,7 +287,7 @@ class FeedForward:
     def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Any number of tokens, keeping all values for observers: reads every row of the block
         once."""
-        gate_TN = self._cut(block, _product(block.gate, x_TD, block.row_N))
+        gate_TN = self._prepared(_product(block.gate, x_TD, block.row_N))
         up_TN = None if block.up is None else _product(block.up, x_TD, block.row_N)
         hidden_TN = self._hidden(block, gate_TN, up_TN, named_TN)
         if named_TN is not None:
@@ -297,7 +298,7 @@ class FeedForward:
 
     def _by_output(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Any number of tokens and all neurons, `down` stored by outputs: three products."""
-        gate_TF = self._cut(block, block.gate.apply(x_TD))
+        gate_TF = self._prepared(block.gate.apply(x_TD))
         up_TF = None if block.up is None else block.up.apply(x_TD)
         hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
         up_bytes = 0 if block.up is None else block.up.weight.num_bytes
@@ -316,11 +317,11 @@ class FeedForward:
             hidden_TN = hidden_TN * named_TN
         return hidden_TN
 
-    def _cut(self, block: NeuronBlock, gate_TN: Tensor) -> Tensor:
-        """The gates that a cutoff, which takes all gates of the layer, leaves."""
-        if self.gate.cutoff is not None:
+    def _prepared(self, gate_TN: Tensor) -> Tensor:
+        """What the activation takes, from products with gates."""
+        if self.gate.needs_all:
             assert gate_TN.shape[-1] == self.num_neurons, gate_TN.shape
-        return self.gate.cut(gate_TN)
+        return self.gate.prepare(gate_TN)
 
     def _count(self, block: NeuronBlock, num_gates: int, num_fired: int) -> None:
         self.traffic.gate += num_gates * block.gate.weight.row_bytes

@@ -6,11 +6,12 @@ words of F bits, S partial sums. Steps of several rows have an axis for them."""
 from torch import Tensor
 
 from hotsplit.model.spec import Route
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.matrix import Linear
-from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 # A gate of shared experts is a router of one expert.
 _OUTPUT_GATE = Route(num_experts=1, num_used=1, gating="sigmoid", renormalises=False)
@@ -18,12 +19,17 @@ _OUTPUT_GATE = Route(num_experts=1, num_used=1, gating="sigmoid", renormalises=F
 
 def launch_neurons(
     on: Launcher, block: NeuronBlock, gate: Gate, id_N: Tensor | None, named_W: Tensor | None,
-    x_D: Tensor, hidden_N: Tensor, parts_SD: Tensor,
+    x_D: Tensor, hidden_N: Tensor, parts_SD: Tensor, gate_N: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes the hidden values of a block's neurons, and partial sums of its output. `id_N`: their
-    ids in the layer; None: all, in order. `named_W`: only these are computed; None: all."""
+    ids in the layer; None: all, in order. `named_W`: only these are computed; None: all. `gate_N`: memory
+    for the gates, if all of the layer are needed before the first activation."""
     down = block.down
-    _launch_hidden(on, block, gate, id_N, named_W, x_D, hidden_N)
+    if gate_N is None:
+        _launch_hidden(on, block, gate, id_N, named_W, x_D, hidden_N)
+    else:
+        assert named_W is None
+        _launch_hidden_after_gates(on, block, gate, x_D, gate_N, hidden_N)
     on.launch(
         lambda: on.kernels.down(down, hidden_N, parts_SD, skips_zeros=not gate.computes_all),
         [down.data, hidden_N],
@@ -31,29 +37,19 @@ def launch_neurons(
     )
 
 
-def launch_cut_neurons(
-    on: Launcher, block: NeuronBlock, gate: Gate, x_D: Tensor, gate_F: Tensor, hidden_F: Tensor,
-    parts_SD: Tensor,
-) -> None:  # fmt: skip
-    """Writes the hidden values of all neurons of a layer with a cutoff, and partial sums of its output.
-    `gate_F`: memory for the gates, which must all be known before one is cut off."""
-    up, down = block.up, block.down
+def _launch_hidden_after_gates(
+    on: Launcher, block: NeuronBlock, gate: Gate, x_D: Tensor, gate_F: Tensor, hidden_F: Tensor
+) -> None:
+    up = block.up
     gate_TF, hidden_TF = (each.view(-1, each.shape[-1]) for each in (gate_F, hidden_F))
     up_TF = None if up is None else hidden_TF
     on.dot(block.gate, x_D, gate_F)
     if up is not None:
         on.dot(up, x_D, hidden_F)
     on.launch(
-        lambda: on.kernels.hidden_tokens(
-            gate_TF, up_TF, None, gate.activation, gate.threshold, gate.computes_all, hidden_TF,
-            None, gate.cutoff,
-        ),
-        [gate_F, up_TF], [hidden_F],
-    )  # fmt: skip
-    on.launch(
-        lambda: on.kernels.down(down, hidden_F, parts_SD, skips_zeros=not gate.computes_all),
-        [down.data, hidden_F],
-        [parts_SD],
+        lambda: on.kernels.hidden_tokens(gate_TF, up_TF, None, gate, hidden_TF, None),
+        [gate_F, up_TF],
+        [hidden_F],
     )
 
 
@@ -65,8 +61,7 @@ def _launch_hidden(
     weight, bias_N = block.gate.weight, block.gate.bias_N
     on.launch(
         lambda: on.kernels.gate_up(
-            weight, bias_N, up_weight, up_bias_N, id_N, named_W, x_D, gate.activation,
-            gate.threshold, gate.computes_all, hidden_N,
+            weight, bias_N, up_weight, up_bias_N, id_N, named_W, x_D, gate, hidden_N
         ),
         [weight.data, bias_N, up_weight.data if up_weight else None, up_bias_N, id_N, named_W, x_D],
         [hidden_N],
@@ -84,8 +79,7 @@ def launch_experts(
     up_weight, up_bias_N = (None, None) if up is None else (up.weight, up.bias_N)
     on.launch(
         lambda: on.kernels.expert_gate_up(
-            own.weight, own.bias_N, up_weight, up_bias_N, place_E, routed, x_D, gate.activation,
-            gate.threshold, gate.computes_all, hidden_KF,
+            own.weight, own.bias_N, up_weight, up_bias_N, place_E, routed, x_D, gate, hidden_KF
         ),
         [own.weight.data, own.bias_N, up_weight.data if up_weight else None, up_bias_N, place_E,
          routed, x_D],

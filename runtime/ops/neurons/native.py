@@ -18,9 +18,10 @@ from torch import Tensor
 
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs
 from hotsplit.runtime.weights.expert_block import ExpertBlock
-from hotsplit.runtime.weights.neuron_block import Gate, NeuronBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 # In the order of step.h's enum.
 ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai")

@@ -1,0 +1,98 @@
+"""How the products of gates become activations, and which neurons are silent. What is between a layer's
+spec and a kernel hands a `Gate` on whole.
+
+Letters: T tokens, N neurons of a block, F neurons of a layer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hotsplit.model.neurons import SMOOTH, Activation, Neurons
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of swiglu_oai
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """The activation of a layer; `threshold` as in model_file.ModelFile. `computes_all`: neurons that
+    do not fire are computed too, so that the thresholds of SiLU and GELU, and limits, which are
+    approximations, have no effect."""
+
+    activation: Activation
+    threshold: float = 0.0
+    computes_all: bool = False
+    cutoff: float | None = None  # see model.neurons.Neurons
+
+    @classmethod
+    def of(cls, neurons: Neurons, *, threshold: float, computes_all: bool) -> "Gate":
+        return cls(
+            activation=neurons.activation, cutoff=neurons.cutoff, threshold=threshold,
+            computes_all=computes_all,
+        )  # fmt: skip
+
+    @property
+    def needs_all(self) -> bool:
+        """True if `prepare` needs all gates of the layer at once."""
+        return self.cutoff is not None
+
+    def prepare(self, gate_TF: Tensor) -> Tensor:
+        """What the activation takes, from the products: if `needs_all`, of all neurons of a layer."""
+        if self.cutoff is None:
+            return gate_TF
+        exact_TF = gate_TF.double()
+        deviation_T1, mean_T1 = torch.std_mean(exact_TF, dim=-1, correction=0, keepdim=True)
+        return F.relu(gate_TF - (mean_T1 + self.cutoff * deviation_T1).to(gate_TF.dtype))
+
+    def act(self, gate: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Applies the activation; returns (activated values, whether the neuron fires). Neurons
+        that do not fire give zero. A `limit` per neuron, for SiLU and GELU only, replaces the
+        threshold.
+
+        ReLU squared is that of Primer (So et al. 2021). The threshold of FATReLU is part of the model (ProSparse, arXiv 2402.13516), so it always
+        counts. NaN fires, so that it is not lost."""
+        value = self.before_threshold(gate)
+        if self.computes_all and self.activation in SMOOTH:
+            return value, torch.ones_like(value, dtype=torch.bool)
+        fires = self._fires(value) if limit is None else above(value, limit)
+        value = torch.where(fires, value, 0.0)  # a product would turn -inf into NaN
+        return value.square_() if self.activation == "relu2" else value, fires
+
+    def before_threshold(self, gate: Tensor) -> Tensor:
+        """The value compared with a threshold: SiLU or GELU of the gate, else the gate."""
+        return self.smooth(gate) if self.activation in SMOOTH else gate
+
+    def _fires(self, value: Tensor) -> Tensor:
+        if self.activation in SMOOTH:
+            return ~(value.abs() <= self.threshold)
+        return ~(value <= self.opens_above)
+
+    @property
+    def opens_above(self) -> float:
+        """The gate value above which a ReLU neuron fires; SiLU and GELU compare their output."""
+        assert self.activation not in SMOOTH, self.activation
+        return self.threshold if self.activation == "fatrelu" else 0.0
+
+    def smooth(self, gate: Tensor) -> Tensor:
+        """SiLU or GELU, without a threshold."""
+        if self.activation == "silu":
+            return F.silu(gate)
+        if self.activation == "swiglu_oai":
+            gate = gate.clamp(max=SWIGLU_LIMIT)
+            return gate * (SWIGLU_ALPHA * gate).sigmoid()
+        return F.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+    def hidden(self, activated: Tensor, up: Tensor | None) -> Tensor:
+        """act(gate) * up; dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955), gpt-oss's
+        SwiGLU adds 1 to a clamped up (transformers, modeling_gpt_oss.py)."""
+        if up is None:
+            return activated
+        if self.activation == "swiglu_oai":
+            return activated * (up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0)
+        return activated * (F.relu(up) if self.activation == "drelu" else up)
+
+
+def above(value: Tensor, limit: Tensor) -> Tensor:
+    """True where a magnitude is above its limit or NaN."""
+    return ~(value.abs() <= limit)
