@@ -17,7 +17,7 @@ from math import gcd
 
 import numpy as np
 
-from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, joined
+from hotsplit.solver.multi_gpu import Groups, Pipeline, PipelinePlacement, joined
 from hotsplit.solver.problem import Placement, Problem, held_bytes, of_counts
 
 Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending and disjoint
@@ -25,24 +25,25 @@ Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending an
 
 @dataclass(frozen=True, kw_only=True)
 class _Class:
-    """Items of one size: the neurons of `layers`, or their dense blocks, or (without layers) the
-    head."""
+    """Items of one size: the neurons of `layers`, or dense blocks, each of one layer or of a group of
+    them, or the head."""
 
     size: int
     counts: Intervals
     layers: tuple[int, ...] = ()
-    is_neurons: bool = False
+    blocks: tuple[tuple[int, ...], ...] = ()
 
 
-def fullest(run: Problem, room_bytes: int) -> Placement:
-    """The placement with the most bytes up to `room_bytes`, workspace excluded."""
-    classes = list(_classes(run))
+def fullest(run: Problem, room_bytes: int, together: Groups = ()) -> Placement:
+    """The placement with the most bytes up to `room_bytes`, workspace excluded; dense blocks of the
+    groups `together` are there all or none."""
+    classes = list(_classes(run, together))
     return _placement(run, classes, _counts_below(classes, max(0, room_bytes)))
 
 
-def emptiest(run: Problem, need_bytes: int) -> Placement | None:
+def emptiest(run: Problem, need_bytes: int, together: Groups = ()) -> Placement | None:
     """The placement with the fewest bytes that are at least `need_bytes`; None if all have less."""
-    classes = list(_classes(run))
+    classes = list(_classes(run, together))
     spare = sum(c.size * c.counts[-1][1] for c in classes) - need_bytes
     if spare < 0:
         return None
@@ -72,7 +73,7 @@ def fullest_plan(pipeline: Pipeline) -> PipelinePlacement:
         for key in keys:
             if key not in known:
                 run = pipeline.run(*key)
-                known[key] = fullest(run, run.room_bytes)
+                known[key] = fullest(run, run.room_bytes, pipeline.together)
         held = sum(held_bytes(pipeline.run(*key), known[key]) for key in keys)
         if held > best_bytes:
             best_bytes, best = held, joined(pipeline, np.array(cut), [known[k] for k in keys])
@@ -92,9 +93,9 @@ def least_room(pipeline: Pipeline, gpu: int) -> int | None:
         others = 0
         for other in set(range(pipeline.num_gpus)) - {gpu}:
             run = pipeline.run(other, cut[other], cut[other + 1])
-            others += held_bytes(run, fullest(run, run.room_bytes))
+            others += held_bytes(run, fullest(run, run.room_bytes, pipeline.together))
         run = pipeline.run(gpu, cut[gpu], cut[gpu + 1])
-        found = emptiest(run, max(1, pipeline.need_bytes - others))
+        found = emptiest(run, max(1, pipeline.need_bytes - others), pipeline.together)
         if found is not None and (best is None or held_bytes(run, found) < best):
             best = held_bytes(run, found)
     return best
@@ -116,19 +117,22 @@ def _most(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray]:
     return cut_CK, np.minimum(np.diff(until_I[cut_CK], axis=1), room_K)
 
 
-def _classes(run: Problem) -> Iterator[_Class]:
+def _classes(run: Problem, together: Groups) -> Iterator[_Class]:
     """The items of a run, by size; items of zero bytes are left out."""
     if run.head_bytes:
         yield _Class(size=run.head_bytes, counts=[(0, 1)])
-    for size in sorted(set(run.dense_bytes_L.tolist()) - {0}):
-        layers = tuple(np.flatnonzero(run.dense_bytes_L == size).tolist())
-        yield _Class(size=size, counts=[(0, len(layers))], layers=layers)
+    alone = set(range(run.num_layers)).difference(*together)
+    blocks = [*together, *((layer,) for layer in sorted(alone))]
+    sizes = [int(run.dense_bytes_L[list(block)].sum()) for block in blocks]
+    for size in sorted({*sizes} - {0}):
+        alike = tuple(block for block, own in zip(blocks, sizes, strict=True) if own == size)
+        yield _Class(size=size, counts=[(0, len(alike))], blocks=alike)
     for size in sorted(set(run.neuron_bytes_L.tolist()) - {0}):
         layers = tuple(np.flatnonzero(run.neuron_bytes_L == size).tolist())
         layers = tuple(sorted(layers, key=lambda layer: int(run.min_hot_L[layer])))
         least = np.cumsum(np.maximum(1, run.min_hot_L[list(layers)])).tolist()
         counts = [(low, (i + 1) * run.num_neurons) for i, low in enumerate(least)]
-        yield _Class(size=size, counts=_union([(0, 0), *counts]), layers=layers, is_neurons=True)
+        yield _Class(size=size, counts=_union([(0, 0), *counts]), layers=layers)
 
 
 def _union(intervals: Intervals) -> Intervals:
@@ -194,10 +198,10 @@ def _placement(run: Problem, classes: list[_Class], counts: list[int]) -> Placem
     num_hot_L, dense_L = np.zeros(run.num_layers, np.int64), np.zeros(run.num_layers, bool)
     head = False
     for c, count in zip(classes, counts, strict=True):
-        if c.is_neurons:
+        if c.layers:
             num_hot_L[list(c.layers)] = _spread(run, c.layers, count)
-        elif c.layers:
-            dense_L[list(c.layers[:count])] = True
+        elif c.blocks:
+            dense_L[[layer for block in c.blocks[:count] for layer in block]] = True
         else:
             head = bool(count)
     return of_counts(run, num_hot_L, dense_L, head)

@@ -27,7 +27,7 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.assumed import profile_for
-from hotsplit.solver.multi_gpu import Pipeline
+from hotsplit.solver.multi_gpu import Groups, Pipeline
 from hotsplit.solver.problem_builder import build_problem
 
 # Computes the bytes that a device needs besides weights and KV cache, for a model, a context, a mode, a
@@ -85,7 +85,7 @@ class Inputs:
         )  # fmt: skip
 
     @property
-    def _together(self) -> tuple[tuple[int, ...], ...]:
+    def _together(self) -> Groups:
         """The groups of layers that a plan does not divide. Raises HotsplitError for several GPUs."""
         groups = layers_together(self.model.spec, keys_on_host=self.kv_offload is not None)
         if groups and len(self.budgets) > 1:

@@ -46,6 +46,8 @@ from hotsplit.solver.problem import (
 )
 
 NUM_REWARDS = 60
+Groups = tuple[tuple[int, ...], ...]  # the numbers of their layers
+
 MAX_CUTS = 3_000_000  # most rows of cuts to compare; 4 GPUs and 80 layers have 95,284
 
 
@@ -57,7 +59,7 @@ class Pipeline:
 
     problems: tuple[Problem, ...]
     need_bytes: int
-    together: tuple[tuple[int, ...], ...] = ()
+    together: Groups = ()
 
     @property
     def model(self) -> Problem:

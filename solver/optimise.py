@@ -12,6 +12,7 @@ program's own is only compared with it, since it depends on HiGHS's tolerances."
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -71,18 +72,13 @@ def find_plan(
 
     None if no plan fits all memories."""
 
-    def find(undivided: Pipeline, most_s: float) -> Answer | None:
-        return _find(undivided, time_limit_s=time_limit_s, known=known, beat_s=most_s)
-
-    return find_undivided(pipeline, find, beat_s)
+    if pipeline.together and pipeline.need_bytes > 0:  # few undivided plans may hold that
+        known = [*known, *_refined_plan(pipeline, fullest_plan(pipeline))]
+    return find_undivided(pipeline, partial(_find, time_limit_s, known), beat_s)
 
 
 def _find(
-    pipeline: Pipeline,
-    *,
-    time_limit_s: float,
-    known: Sequence[PipelinePlacement],
-    beat_s: float,
+    time_limit_s: float, known: Sequence[PipelinePlacement], pipeline: Pipeline, beat_s: float
 ) -> Answer | None:
     """`find_plan` without groups of layers."""
     nothing = cpu_only_plan(pipeline)

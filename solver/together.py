@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from hotsplit.solver.answer import Answer, answer_of
-from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, cpu_only_plan, plan_seconds
+from hotsplit.solver.multi_gpu import (
+    Groups,
+    Pipeline,
+    PipelinePlacement,
+    cpu_only_plan,
+    plan_seconds,
+)
 from hotsplit.solver.problem import Problem
 
 # Finds a plan of a pipeline without groups; may stop if no plan takes less than so many seconds.
@@ -44,7 +50,7 @@ def find_undivided(pipeline: Pipeline, find: Find, beat_s: float) -> Answer | No
 class _Sides:
     """A choice of sides, as a problem of its own."""
 
-    groups: Sequence[tuple[int, ...]]
+    groups: Groups
     on_gpu: Sequence[bool]
 
     def within(self, problem: Problem, most_s: float) -> Problem:

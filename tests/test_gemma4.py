@@ -2,6 +2,7 @@
 kernels, keys in main memory, files of llama.cpp's converter."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -34,10 +35,11 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.workspace import workspace_bytes
+from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.inputs import Inputs, load_inputs
-from hotsplit.solver.multi_gpu import plan_is_feasible, plan_seconds, with_one_home
+from hotsplit.solver.mode_choice import find, obvious_plans
+from hotsplit.solver.multi_gpu import plan_is_feasible
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.problem import of_counts
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BOUND = 1e-5
@@ -205,26 +207,30 @@ def test_a_plan_that_divides_such_layers_is_refused(tmp_path, shared):
 
 
 def test_solve_keeps_such_layers_together(tmp_path, shared):
-    """No other placement that keeps them together is faster; that of single neurons is free."""
+    """Every plan does, also the obvious ones; and memories that a refusal names hold such a plan."""
     inputs = make_inputs(tmp_path, shared, 0.3)
     pipeline = inputs.pipeline()
     assert pipeline.together == ((0, 2), (1, 3, 4))
-    answer = find_plan(pipeline, time_limit_s=0.1)
+    answer = find_plan(pipeline, time_limit_s=0)
     assert plan_is_feasible(pipeline, answer.plan)
-    free = find_plan(dataclasses.replace(pipeline, together=()), time_limit_s=0.1)
-    assert free.bound_s <= answer.objective_s
-    random, number, tried = np.random.default_rng(1), pipeline.model.num_neurons, 0
-    while tried < 100:
-        dense_L = np.zeros(5, bool)
-        for group in pipeline.together:
-            dense_L[list(group)] = random.random() < 0.5
-        num_hot_L = random.integers(0, number + 1, 5) * (random.random(5) < 0.5)
-        placement = of_counts(pipeline.model, num_hot_L, dense_L, random.random() < 0.5)
-        plan = with_one_home(placement)
-        if plan_is_feasible(pipeline, plan):
-            tried += 1
-            assert plan_seconds(pipeline, plan) >= answer.bound_s * (1 - 1e-9)
-            assert plan_seconds(pipeline, plan) >= answer.objective_s * (1 - 1e-3)
+    obvious = obvious_plans(inputs)["whole layers"]
+    assert obvious.placement.dense_L.tolist() == [False] * 4 + [True]
+    assert not plan_is_feasible(pipeline, obvious)
+    assert plan_is_feasible(dataclasses.replace(pipeline, together=()), obvious)
+    with pytest.raises(HotsplitError, match="the smallest that works is") as caught:
+        find(dataclasses.replace(inputs, host_budget=inputs.always_on_host), time_limit_s=0)
+    least = int(
+        re.search(r"([\d,]+) bytes\) of main memory", str(caught.value))[1].replace(",", "")
+    )
+    for host_budget in (least - 1, least):
+        tight = dataclasses.replace(inputs, host_budget=host_budget).pipeline()
+        assert plan_is_feasible(tight, fullest_plan(tight)) == (host_budget == least)
+    machine = dataclasses.replace(inputs.machine, gpus=inputs.machine.gpus * 2)
+    two = dataclasses.replace(inputs, machine=machine, budgets=inputs.budgets * 2)
+    with pytest.raises(
+        HotsplitError, match="2 GPUs, but layers that share keys and values are planned"
+    ):
+        two.pipeline()
 
 
 def make_inputs(tmp_path, model, share) -> Inputs:
