@@ -20,7 +20,7 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.files.json_file import parse_object, read_object, read_text
 from hotsplit.files.typed import one_line, shown
 from hotsplit.model.tensors import Layout
-from hotsplit.tokens.tokenizer_kinds import GIVE
+from hotsplit.tokens.tokenizer_kinds import BYTE_LEVEL, GIVE
 from hotsplit.tokens.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
 
 ID_KEYS = {
@@ -75,7 +75,7 @@ def tokenizer_keys(
             notes.append(f"{path}: tokens {vocab_size} and up ({surplus}) are not in the model")
     if layout == "stock" and Keys.Tokenizer.MODEL not in keys:
         raise HotsplitError(f"{notes[0]}; the stock layout needs one; use the sparse layout")
-    with_merges = keys.get(Keys.Tokenizer.MODEL) == "gpt2"
+    with_merges = keys.get(Keys.Tokenizer.MODEL) == BYTE_LEVEL
     ends, left_out = _special_ids(folder, vocab_size)
     special = _special_keys(folder, vocab_size, with_merges, text is not None)
     templates, more = template_keys(folder)

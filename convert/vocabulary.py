@@ -15,6 +15,7 @@ from gguf import Keys, TokenType
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import Value
 from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
+from hotsplit.tokens.tokenizer_kinds import BY_SCORES, BYTE_LEVEL
 
 Json = Mapping[str, object]
 
@@ -66,7 +67,7 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
     kind = byte_level_kind(tokenizer)
     if kind is not None:
         return {
-            Keys.Tokenizer.MODEL: "gpt2",
+            Keys.Tokenizer.MODEL: BYTE_LEVEL,
             Keys.Tokenizer.PRE: kind.name,
             Keys.Tokenizer.LIST: tokens,
             Keys.Tokenizer.TOKEN_TYPE: types,
@@ -75,7 +76,7 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
     if adds_space is None:
         return None
     return {
-        Keys.Tokenizer.MODEL: "llama",
+        Keys.Tokenizer.MODEL: BY_SCORES,
         Keys.Tokenizer.PRE: "default",
         Keys.Tokenizer.LIST: tokens,
         Keys.Tokenizer.SCORES: _scores(model, tokens),

@@ -119,7 +119,7 @@ def install(model: nn.Module, rule: Rule, dtype: torch.dtype) -> list[FeedForwar
         if not all(isinstance(part, nn.Linear) for part in parts) or not hasattr(mlp, "act_fn"):
             raise HotsplitError(
                 f"{type(model).__name__}: layer {index} has no gate, up and down projections of its"
-                " own; wanted a model such as Llama, Mistral, Qwen2 or Qwen3"
+                " own; wanted a model with layers as Llama's"
             )
         layer.mlp = FeedForward(mlp, index, rule, dtype)
         found.append(layer.mlp)

@@ -1,13 +1,177 @@
-"""Families in the documents: each is in the READMEs' tables of models."""
+"""Families and operations by the files of the product whose code names them: at most six each.
+
+Run as a program, it writes the tables of docs/adding-a-family.md."""
 
 import re
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from hotsplit.families.table import FAMILIES
+from hotsplit.families.table import ARCHITECTURES, FAMILIES
 
 ROOT = Path(__file__).parent.parent
+PRODUCT = ("src", "convert", "profile", "measure", "solver", "sparsify", "runtime", "serve",
+           "report", "run")  # fmt: skip
+GUIDE = ROOT / "docs" / "adding-a-family.md"
+MOST_FILES = 6
+# By a family's title, the patterns of what code names it by, whatever the case: its classes of checkpoints,
+# llama.cpp's names of its graph, its module and its title, and what no other family has.
+FAMILY_WORDS = {
+    "Llama": ("LlamaForCausalLM", r'(?<!", )"llama"', r"llama\.(GRAPH|LLAMA)\b"),  # no tokenizer
+    "ProSparse": ("ProSparse", "SparseLlama"),
+    "Arcee": ("arcee",),
+    "Mistral": (r"\bmistral(?!3)", "MistralForCausalLM", "Mistral3For"),
+    "Ministral": ("ministral", "mistral3"),
+    "Bamboo": ("bamboo",),
+    "Qwen 2": ("Qwen 2(?! MoE)", "qwen2For", '"qwen2"', r"qwen\.QWEN2"),
+    "Qwen 3": (r"Qwen 3(?!\.| MoE)", "qwen3For", '"qwen3"', r"qwen\.QWEN3"),
+    "OPT": (r"\bOPT\b(?!imi)", "OPTFor", "OPT_NORM", '"opt"'),
+    "Falcon": ("falcon", "RWForCausalLM"),
+    "Phi-3 and 4-mini": (
+        r"\bphi-?3", r"\bphi\b(?!-)", "longrope", "has_contexts", "rope_factors_(short|long)",
+    ),
+    "Nemotron": ("nemotron",),
+    "StarCoder 2": (r"starcoder\b", "starcoder ?2"),
+    "Command R": (r"Command R\b", "command_r", "command-r", "CohereFor", r"\bcohere\b"),
+    "Cohere 2": (r"Cohere ?2(?!moe)", r"\bcohere\b"),
+    "Gemma 2": ("gemma ?2", '"gemma"', r"\bgemma\."),
+    "Gemma 3": ("gemma ?3(?!n)", '"gemma"', r"\bgemma\."),
+    "Gemma 3n": ("gemma ?3n",),
+    "Gemma 4": ("gemma ?4", "proportional", "layer_output_scale"),
+    "SmolLM3": ("smollm",),
+    "Mixtral": ("mixtral",),
+    "OLMo 2": (r"\bolmo\b", "olmo ?2"),
+    "OLMo 3": (r"\bolmo\b", "olmo ?3"),
+    "OLMoE": ("olmoe",),
+    "Qwen 2 MoE": ("Qwen2Moe", "Qwen 2 MoE", r"mixtures\.QWEN2"),
+    "Qwen 3 MoE": ("Qwen3Moe", "Qwen 3 MoE", r"mixtures\.QWEN3"),
+    "Granite": (r"granite\b(?!-)", "GraniteFor", "granite(moe)?hybrid"),
+    "Granite MoE": ("granite ?moe",),
+    "GLM-4.5": (r"glm-4\.5", "glm4_?moe", r"\bglm\."),
+    "GLM-4": (r"GLM-4(?!\.)", "glm_dense", "GlmFor", "Glm4For", '"glm4"', r"chatglm\b",
+              "gates_apart", "gates_joined"),
+    "gpt-oss": ("gpt.?oss",),
+    "SmallThinker": ("SmallThinker",),
+    "Qwen3-Next": ("qwen3.?next",),
+    "Qwen 3.5 and 3.6": (r"Qwen 3\.[56]", "qwen3_5(?!_?moe)", "qwen35(?!moe)"),
+    "Qwen 3.5 and 3.6 MoE": (r"Qwen 3\.5 and 3\.6 MoE", "qwen3_5_?moe", "qwen35moe"),
+}  # fmt: skip
+_PYTHON = re.compile(
+    r'^[ \t]*"""(?:.|\n)*?"""'  # a docstring
+    r"""|("{3}(?:.|\n)*?"{3}|'(?:[^'\n\\]|\\.)*'|"(?:[^"\n\\]|\\.)*")|#.*""",
+    re.MULTILINE,
+)
+_CPP = re.compile(r'("(?:[^"\n\\]|\\.)*")|//.*|/\*(?:.|\n)*?\*/')
+
+
+def without_comments(name: str, text: str) -> str:
+    """The code of a file, with strings, but without comments and docstrings."""
+    pattern = _PYTHON if name.endswith(".py") else _CPP
+    return pattern.sub(lambda found: found[1] or "", text)
+
+
+@cache
+def product() -> dict[str, str]:
+    """The code of each file of the product."""
+    files = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.*"))]
+    named = {p.relative_to(ROOT).as_posix(): p for p in files if p.suffix in (".py", ".cpp", ".h")}
+    return {name: without_comments(name, path.read_text()) for name, path in named.items()}
+
+
+def first_letters(pattern: str) -> str:
+    """Letters that every match of a pattern has, in lower case: those that it begins with."""
+    found = re.match(r'[\w "-]*', re.sub(r"^\(\?<!.*?\)|^\\b", "", pattern))[0]
+    is_last_optional = pattern[pattern.index(found) + len(found) :].startswith("?")
+    return found.lower()[:-1] if is_last_optional else found.lower()
+
+
+@cache
+def in_small_letters() -> dict[str, str]:
+    return {name: text.lower() for name, text in product().items()}
+
+
+@cache
+def files_with_letters(letters: str) -> list[str]:
+    return [name for name, text in in_small_letters().items() if letters in text]
+
+
+@cache
+def files_with(*patterns: str) -> list[str]:
+    """The files of the product whose code has one of the words, whatever its case."""
+    found = {name for p in patterns for name in files_with_letters(first_letters(p))}
+    return having(patterns, {name: product()[name] for name in sorted(found)})
+
+
+def having(patterns: Iterable[str], code: Mapping[str, str]) -> list[str]:
+    words = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
+    return [name for name, text in code.items() if any(word.search(text) for word in words)]
+
+
+def modules_of(title: str) -> set[str]:
+    """The files that each family of this title has: its module, and the table."""
+    (own,) = files_with(f'title="{re.escape(title)}",')
+    return {own, "src/hotsplit/families/table.py"}
+
+
+def table_of(head: str, rows: Iterable[tuple[str, list[str], set[str]]]) -> str:
+    """A table of (name, files, those that need no mention)."""
+    lines = [head, re.sub(r"[^|]+", "---", head)]
+    for name, files, known in rows:
+        others = ", ".join(f.removeprefix("src/hotsplit/") for f in files if f not in known)
+        lines.append(f"| {name} | {len(files)} | {others} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def families_table() -> str:
+    rows = [(t, files_with(*words), modules_of(t)) for t, words in FAMILY_WORDS.items()]
+    return table_of("| family | files | beside its module and families/table.py |", rows)
+
+
+TABLES = (families_table,)
+
+
+def test_every_family_is_named_in_at_most_six_files():
+    counts = {title: len(files_with(*words)) for title, words in FAMILY_WORDS.items()}
+    assert {title: count for title, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_the_words_are_those_of_all_families():
+    """Their own names, in their own files."""
+    assert set(FAMILY_WORDS) == {family.title for family in FAMILIES.values()}
+    # Tests have some of their own.
+    architectures = [name for name in ARCHITECTURES if files_with(f'"{name}"')]
+    names = {f'"{name}"': FAMILY_WORDS[family.title] for name, family in FAMILIES.items()}
+    names |= {f'"{name}"': sum(FAMILY_WORDS.values(), ()) for name in architectures}
+    assert not [name for name, words in names.items() if not having(words, {"a": name})]
+    for title, words in FAMILY_WORDS.items():
+        assert modules_of(title) <= set(files_with(*words)), title
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_the_guide_has_the_counts(table):
+    assert table() in GUIDE.read_text(), f"run {Path(__file__).relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize(
+    "pattern, letters",
+    [(r"\bphi-?3", "phi"), ("Gemma ?4", "gemma"), (r"Qwen 3\.5", "qwen 3"), (r'(?<!x )"llama"', '"llama"')],
+)  # fmt: skip
+def test_a_quick_search_finds_what_a_pattern_does(pattern, letters):
+    assert first_letters(pattern) == letters
+
+
+def test_a_file_too_many_is_found():
+    code = {f"run/{name}.py": "x = 'arcee'" for name in "abcdefg"} | {"run/h.py": "x = 'other'"}
+    assert len(having(FAMILY_WORDS["Arcee"], code)) == MOST_FILES + 1
+
+
+def test_comments_and_docstrings_do_not_count():
+    text = '"""Arcee."""\nx = "# arcee"  # Arcee\ny = \'\'\n\ndef f():\n    """As Arcee.\n\n    Arcee."""\n'
+    assert re.findall("(?i)arcee", without_comments("a.py", text)) == ["arcee"]
+    text = '/* Arcee\n Arcee */ int x;  // Arcee\nconst char* s = "//arcee"; // Arcee'
+    assert re.findall("(?i)arcee", without_comments("a.cpp", text)) == ["arcee"]
 
 
 def names_in(text: str) -> set[str]:
@@ -42,3 +206,16 @@ def test_a_family_that_a_readme_lacks_is_named(change):
     text = (ROOT / "README.md").read_text().replace(*change)
     (missing,) = set(missing_families(text))
     assert change[0] in missing
+
+
+def write_tables() -> None:
+    """Puts the tables into the guide, each in place of the one with the same head."""
+    text = GUIDE.read_text()
+    for table in TABLES:
+        head = re.escape(table().partition("\n")[0])
+        text = re.sub(head + r"(\n\|.*)*", lambda _, table=table: table(), text)
+    GUIDE.write_text(text)
+
+
+if __name__ == "__main__":
+    write_tables()

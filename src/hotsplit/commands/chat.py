@@ -40,6 +40,7 @@ from hotsplit.commands.terminal.terminal import (
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.generate.options import GenerationOptions
+from hotsplit.runtime.text.built_in_templates import BUILT_IN
 
 if TYPE_CHECKING:
     from hotsplit.runtime.generate.chat import Conversation
@@ -69,8 +70,8 @@ A message that begins with / is written with //."""
 @click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
               help="The same, from a file.")  # fmt: skip
 @click.option("--chat-template", "template", metavar="NAME|FILE",
-              help="Instead of the model's own: chatml, llama2, llama3, mistral, gemma, zephyr, a"
-              " template that the model names, or a Jinja file.")  # fmt: skip
+              help=f"Instead of the model's own: {', '.join(BUILT_IN)}, a template that the model"
+              " names, or a Jinja file.")  # fmt: skip
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
               help='Variables for the template, e.g. {"enable_thinking": false}.')  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,

@@ -17,9 +17,9 @@ class SentencePieceKind:
 
 
 # By tokenizer.ggml.model.
-BYTE_LEVEL = "gpt2"
+BYTE_LEVEL, BY_SCORES = "gpt2", "llama"
 SENTENCEPIECE_KINDS = {
-    "llama": SentencePieceKind(),
+    BY_SCORES: SentencePieceKind(),
     # llama.cpp begins its texts, too: the first files say false.
     "gemma4": SentencePieceKind(has_merges=True, always_begins=True),
 }
