@@ -385,12 +385,11 @@ def _predictor(read: KeyReader, num_layers: int) -> PredictorInfo | None:
             f"{read.path}: predictors of ranks {list(rank_L)} and input_layer_offset {offset};"
             " wanted counts, and an offset of 0 or 1; convert them again"
         )
-    has_density = prefix + "density" in read.keys
-    density_L = read.floats(prefix + "density", num_layers) if has_density else ()
+    name = prefix + "density"
+    density_L = read.floats(name, num_layers) if name in read.keys else ()
     if not all(0 <= density <= 1 for density in density_L):
         raise HotsplitError(
-            f"{read.path}: key {prefix + 'density'!r} is not all shares from 0 to 1; train the"
-            " predictors again"
+            f"{read.path}: key {name!r} is not all shares from 0 to 1; train the predictors again"
         )
     return PredictorInfo(
         kind=cast(PredictorKind, read.choice(prefix + "kind", PredictorKind, "")),
