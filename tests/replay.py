@@ -55,6 +55,7 @@ class Replay:
             weights.spec.most_neurons,
             weights.head.weight.num_rows,
             is_pinned=False,
+            value_sizes=weights.spec.value_sizes,
         )
         parts = NativeParts.of(weights, program, host)
         operations = [
@@ -165,7 +166,8 @@ INPUTS = ("token_T", "position_T", "sequence_T", "table_SN")
 
 def written(host: HostBuffers) -> list[Tensor]:
     """The host's buffers, without the inputs of a step."""
-    return [t for name, t in vars(host).items() if isinstance(t, Tensor) and name not in INPUTS]
+    own = [t for name, t in vars(host).items() if isinstance(t, Tensor) and name not in INPUTS]
+    return [*own, *host.own.values()]
 
 
 def holds(tensor: Tensor, address: int) -> bool:

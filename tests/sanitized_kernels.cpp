@@ -3,6 +3,7 @@
 // workspace). Compiled by test_sanitizers.py with the address and undefined-behaviour sanitizers,
 // which end the program on an error.
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -13,6 +14,10 @@
 #include "../runtime/kernels/cpu/row_copies.h"
 #include "../runtime/kernels/cpu/key_selection.h"
 #include "../runtime/kernels/cpu/step.h"
+// Operations whose weights the driver makes.
+#include "../runtime/kernels/cpu/low_rank.cpp"
+#include "../runtime/kernels/cpu/per_layer.cpp"
+#include "../runtime/kernels/cpu/planes.cpp"
 
 namespace {
 
@@ -556,6 +561,114 @@ bool deltas(int32_t kind, int64_t M) {
            is_refused(&HsRow::writes, 3) && is_refused(&HsRow::writes, SLOTS);
 }
 
+// Operations that are in files of their own, in a model without layers' cores: all planes from the embedding, and
+// layers' own inputs; in a layer planes are predicted, and corrected by a product of low rank and by what its own
+// input makes; then one hidden state.
+struct OwnOperations {
+    static constexpr int64_t D = 256, P = 3, R = 5, L = 2, SIZE = 32, RANK = 64, V = 33;
+    enum : int32_t { X = VALUE_X, ACTIVE = VALUE_OWN, INPUTS, OUT, NONE = VALUE_NONE };
+    HsMatrix ends[2][P - 1];
+    HsPlaneEnds begin, end;
+    HsLayerInputs inputs;
+    HsPredictPlanes predict;
+    HsCorrectPlanes correct;
+    HsAddToPlanes add = {P};
+    HsLowRank low_rank;
+    HsPerLayer per_layer;
+    HsLayer layer = {};
+    HsStep step = {};
+    int32_t one_block[1] = {0};
+    HsTable table = {one_block, 1, 1, R, 1, 0};
+    std::vector<HsOp> ops;
+
+    explicit OwnOperations(int32_t kind) {
+        for (auto& end : ends)
+            for (HsMatrix& m : end) m = matrix(kind, D, D, false);
+        begin = {ends[0], P}, end = {ends[1], P};
+        inputs = {matrix(kind, V, L * SIZE, false), matrix(kind, L * SIZE, D, false), norm(SIZE, false),
+                  SIZE};
+        predict = {{norm(D, false), matrix(kind, P, D, false)}, floats(P * P * P)};
+        correct = {predict.router, floats(P * P), floats(D)};
+        low_rank = {matrix(kind, RANK, D, false), matrix(kind, D, RANK, false)};
+        per_layer = {matrix(kind, SIZE, D, false), matrix(kind, D, SIZE, false), ACTIVATION_SILU, 1};
+        layer.attention.num_heads = layer.attention.num_kv_heads = layer.attention.head_width = 32;
+        layer.attention.key = layer.attention.value = bytes(1), layer.attention.rotary = -1;
+        step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
+        step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = 1;
+        step.x_size = P * D, step.own_size[0] = D, step.own_size[1] = L * SIZE, step.own_size[2] = D;
+        step.context_length = step.max_rows = R, step.table = &table, step.num_tables = 1;
+        step.embedding_scale = 3.0f, step.key_kind = step.value_kind = KIND_F16;
+        ops = {
+            {OP_EMBED, 1, 0, NONE, NONE, ACTIVE},
+            own("layer inputs", 1, {ACTIVE, NONE}, {INPUTS, NONE}, &inputs),
+            own("begin planes", 1, {ACTIVE, NONE}, {X, NONE}, &begin),
+            own("predict planes", 0, {X, NONE}, {ACTIVE, X}, &predict),
+            own("low rank", 0, {ACTIVE, NONE}, {OUT, NONE}, &low_rank),
+            {OP_ADD, 0, 0, ACTIVE, OUT, ACTIVE},
+            own("correct planes", 0, {ACTIVE, X}, {ACTIVE, X}, &correct),
+            own("per layer", 0, {ACTIVE, INPUTS}, {OUT, NONE}, &per_layer),
+            own("add to planes", 0, {X, OUT}, {X, NONE}, &add),
+            own("end planes", 1, {X, NONE}, {ACTIVE, NONE}, &end),
+            {OP_HEAD_NORM, 1, 0, ACTIVE, NONE, VALUE_ATTN_IN},
+            {OP_HEAD, 1, 0, VALUE_ATTN_IN, NONE, NONE},
+        };
+        step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
+    }
+
+    static HsOp own(const char* kind, int32_t layer, std::array<int32_t, 2> in,
+                    std::array<int32_t, 2> out, const void* weights) {
+        return {
+            hs_operation_kind(kind), layer, 0, in[0], in[1], out[0], 1.0f, 1.0f, NONE, out[1], weights};
+    }
+
+    bool is_refused() const { return hs_step_bytes(&step) < 0; }
+
+    // True if the step is refused with another number in this place.
+    template <class Number>
+    bool refuses(Number& place, Number wrong) {
+        std::swap(place, wrong);
+        const bool found = is_refused();
+        std::swap(place, wrong);
+        return found;
+    }
+};
+
+// True if a step of several rows gives each the bits of a step of its own, and if wrong values, sizes and
+// weights are refused.
+bool own_operations(int32_t kind) {
+    using O = OwnOperations;
+    O own(kind);
+    const int64_t size = hs_step_bytes(&own.step);
+    if (size < 0) return false;
+    own.step.workspace = aligned(size);
+    float *logits = floats(O::R * O::V), *together = floats(O::R * O::V);
+    HsRow rows[O::R];
+    for (int64_t t = 0; t < O::R; ++t) {
+        rows[t] = {t, t, 0, 1, -1, 0};
+        if (hs_step(&own.step, &rows[t], 1, logits + t * O::V)) return false;
+    }
+    if (hs_step(&own.step, rows, O::R, together)) return false;
+    if (std::memcmp(together, logits, O::R * O::V * sizeof(float))) return false;
+    own.inputs.table.num_rows = 3;
+    if (hs_step(&own.step, rows, O::R, together) != STATUS_INDEX_OUT_OF_RANGE) return false;
+    for (int64_t* place :
+         {&own.step.x_size, &own.step.own_size[0], &own.step.own_size[1],
+          &own.predict.router.matrix.num_rows, &own.begin.num_planes, &own.end.num_planes,
+          &own.add.num_planes, &own.low_rank.left.num_rows, &own.inputs.size})
+        for (int64_t wrong : {int64_t{-1}, *place + 1})
+            if (!own.refuses(*place, wrong)) return false;
+    for (HsOp& op : own.ops) {
+        if (op.kind < NUM_OP_KINDS) continue;
+        for (int32_t HsOp::* field :
+             {&HsOp::kind, &HsOp::layer, &HsOp::in, &HsOp::in_2, &HsOp::in_3, &HsOp::out, &HsOp::out_2})
+            for (int32_t wrong : {-1, 100, static_cast<int32_t>(VALUE_NAMED)})
+                if (!own.refuses(op.*field, wrong)) return false;
+        if (!own.refuses(op.weights, static_cast<const void*>(nullptr))) return false;
+    }
+    return own.refuses(own.per_layer.index, static_cast<int32_t>(O::L)) && !own.is_refused() &&
+           hs_operation_kind("no such operation") == -1;
+}
+
 // A model of one layer whose tokens read selected keys, in a cache for two sequences.
 struct Selecting {
     static constexpr int64_t D = 32, F = 5, H = 4, K = 2, V = 7, ROWS = 9;
@@ -738,7 +851,7 @@ const std::vector<Step> FEW_STEPS = {{true, false, true, 0},
 bool level(const std::vector<Step>& which) {
     for (int32_t kind : {KIND_F32, KIND_Q8_0, KIND_Q4_K_TILED})
         for (int64_t M : {20, 32})
-            if (!deltas(kind, M)) return false;
+            if (!deltas(kind, M) || !own_operations(kind)) return false;
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         const int64_t values = block_values(kind);
         for (int64_t D : {32, 96, 128, 160, 512, 576, 768})

@@ -347,4 +347,4 @@ def test_observers_see_native_layers(model_path):
     assert len(native) == 4 * len(layers) and native.keys() == torches.keys()
     for key, values in native.items():
         assert rel_error(values, torches[key]) < 1e-5
-    assert NativeLayers.build({0: layers[0]}) is not None and layers[0].delta is not None
+    assert NativeLayers.build({0: layers[0]}, {}) is not None and layers[0].delta is not None

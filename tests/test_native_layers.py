@@ -302,7 +302,7 @@ def test_positions_without_a_block_are_refused(tmp_path):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
         live = engine._live
-        layers = NativeLayers.build(dict(enumerate(live.weights.layers)))
+        layers = NativeLayers.build(dict(enumerate(live.weights.layers)), {})
         rest = {"slots": None, "predictor_input_TD": None, "beside": {}}
         rest["observers"] = live.observers
         x_TD = torch.zeros(2, model.spec.hidden_size)

@@ -18,6 +18,7 @@ SOURCES = {
     "probe": [],
     "thread_pool": [],
     "neurons": [],
+    "operation": [],
     "step": [],
     "row_copies": [],
     "step_server": [],

@@ -1,7 +1,7 @@
 """Structs that Python mirrors have the names, places and sizes that C++ gives their fields.
 
 A mirror is a subclass of ctypes.Structure in the runtime. C++'s layouts are those of a program that is
-made from the headers' declarations."""
+made from the declarations of headers and of operations' files."""
 
 import ast
 import ctypes
@@ -36,10 +36,17 @@ ROWS = {"CacheSwap": SWAP, "HsCopy": np.dtype([(n, "i8") for n in ("from", "to",
 Layout = list[tuple[str | None, int, int]]
 
 
+def of_operations() -> str:
+    """The structs of weights of operations that are in files of their own."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(KERNELS.glob("*.cpp"))]
+    own = [text for text in texts if '#include "operation.h"' in text]
+    return "\n".join(found[0] for text in own for found in STRUCT.finditer(text))
+
+
 def declared() -> dict[str, list[str]]:
-    """The structs of the headers, with the names of their fields in order."""
+    """The structs, with the names of their fields in order."""
     text = "\n".join(header.read_text(encoding="utf-8") for header in HEADERS)
-    return {name: fields_in(body) for name, body in STRUCT.findall(text)}
+    return {name: fields_in(body) for name, body in STRUCT.findall(text + of_operations())}
 
 
 def fields_in(body: str) -> list[str]:
@@ -59,7 +66,7 @@ def layouts_in_cpp() -> dict[str, Layout]:
     prints = "".join(f'std::printf("%s %zu %zu\\n", {line});\n' for line in lines)
     with TemporaryDirectory() as folder:
         source, program = Path(folder) / "layouts.cpp", Path(folder) / "layouts"
-        head = f"#include <cstddef>\n#include <cstdio>\n{includes}"
+        head = f"#include <cstddef>\n#include <cstdio>\n{includes}{of_operations()}\n"
         source.write_text(f"{head}int main() {{\n{prints}}}\n", encoding="utf-8")
         compiled(source, program.with_suffix(".o"))
         subprocess.run(["g++", program.with_suffix(".o"), "-o", program], check=True)
@@ -115,11 +122,11 @@ def test_fields_are_at_their_places(name):
 
 
 def changed(mirror: type[ctypes.Structure], how: str) -> type[ctypes.Structure]:
-    """The mirror with a mistake, if the struct allows it."""
+    """The mirror with a mistake."""
     fields = list(mirror._fields_)
-    (first, kind), (second, other) = fields[:2]
+    first, kind = fields[0]
     if how == "swapped":
-        fields[:2] = [(second, other), (first, kind)]
+        fields[:2] = fields[1::-1]
     elif how == "renamed":
         fields[0] = (f"{first}_2", kind)
     elif how == "missing":
@@ -131,8 +138,15 @@ def changed(mirror: type[ctypes.Structure], how: str) -> type[ctypes.Structure]:
     return type(mirror.__name__, (ctypes.Structure,), {"_fields_": fields})
 
 
-@pytest.mark.parametrize("how", ["swapped", "renamed", "missing", "added", "narrower"])
-@pytest.mark.parametrize("name", MIRRORS)
+MISTAKES = [
+    (name, how)
+    for name, mirror in MIRRORS.items()
+    for how in ("swapped", "renamed", "missing", "added", "narrower")
+    if how != "swapped" or len(mirror._fields_) > 1
+]
+
+
+@pytest.mark.parametrize("name, how", MISTAKES)
 def test_a_wrong_mirror_is_rejected(name, how):
     assert layout_of(changed(MIRRORS[name], how)) != layouts_in_cpp()[name]
 

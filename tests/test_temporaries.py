@@ -179,7 +179,10 @@ def test_a_native_step_is_counted_as_for_loaded_weights(seed):
     num_sequences = choose.choice([1, 3])
     for is_divided in (False, True):
         hot = random_hot(model, choose, [0.5] if is_divided else [1])
-        weights, builder = host_weights(model, mode, context, hot, num_sequences), StepBuilder()
+        weights, builder = (
+            host_weights(model, mode, context, hot, num_sequences),
+            StepBuilder(model.spec.value_sizes),
+        )
         loaded = library.step_bytes(builder.without_workspace(weights))
         found = step_bytes(
             hollow_builder(model, mode, is_divided=is_divided), context, num_sequences

@@ -356,7 +356,7 @@ class StreamedLayer:
             return None
         if self._native is None:
             layers = {self.index: self.layer}
-            self._native = NativeLayers.build(layers)
+            self._native = NativeLayers.build(layers, stream.model.spec.value_sizes)
         return self._native
 
     def close(self) -> None:

@@ -71,6 +71,11 @@ class Weights:
     states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
 
     @property
+    def outer(self) -> Mapping[str, Loaded]:
+        """Operations outside the layers, by kind."""
+        return {**self.first, **self.last}
+
+    @property
     def embedding_scale(self) -> float:
         return self.spec.embedding_scale
 

@@ -20,6 +20,10 @@ from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
 
 
+class LowRankStruct(Structure):
+    _fields_ = [("left", MatrixStruct), ("right", MatrixStruct)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Loaded):
     block: Block
@@ -36,6 +40,9 @@ class LowRank(Loaded):
             self.on_bytes(self.left.num_bytes + self.right.num_bytes)
         return (self.right.apply(self.left.apply(x_TD)),)
 
+    def struct(self, structs: Structs) -> LowRankStruct:
+        return LowRankStruct(left=structs.linear(self.left), right=structs.linear(self.right))
+
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
@@ -51,14 +58,3 @@ def load(
     for block in blocks:
         left, right = (load.linear(in_layer(layer, name), device) for name in (LEFT, RIGHT))
         yield LowRank(block=block, left=left, right=right, on_bytes=load.count_attention)
-
-
-class LowRankStruct(Structure):
-    _fields_ = [("left", MatrixStruct), ("right", MatrixStruct)]
-
-
-def low_rank_struct(structs: Structs, low_rank: Loaded | None) -> LowRankStruct:
-    if low_rank is None:
-        return LowRankStruct()
-    assert isinstance(low_rank, LowRank)
-    return LowRankStruct(left=structs.linear(low_rank.left), right=structs.linear(low_rank.right))

@@ -4,7 +4,7 @@ and as a GPU's kernels. The formulas are in model/per_layer.py.
 Letters: T tokens, D model width, L layers, P values of a layer's input, I of all, V vocabulary."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, c_int32, c_int64
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -23,6 +23,16 @@ from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
+
+
+class LayerInputsStruct(Structure):
+    _fields_ = [("table", MatrixStruct), ("projection", MatrixStruct), ("norm", NormStruct),
+                ("size", c_int64)]  # fmt: skip
+
+
+class PerLayerStruct(Structure):
+    _fields_ = [("gate", MatrixStruct), ("output", MatrixStruct), ("activation", c_int32),
+                ("index", c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,14 @@ class LayerInputs(Loaded):
         row_TLP = row_TI.unflatten(1, (-1, size)) * math.sqrt(size)
         sum_TLP = (self.norm.apply(own_TLP) + row_TLP) * math.sqrt(0.5)
         return (sum_TLP.transpose(0, 1).contiguous(),)
+
+    def struct(self, structs: Structs) -> LayerInputsStruct:
+        return LayerInputsStruct(
+            table=structs.matrix(self.table),
+            projection=structs.linear(self.projection),
+            norm=norm_struct(structs, self.norm),
+            size=self.block.size,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +99,14 @@ class PerLayer(Loaded):
         own_TP = per_layer_LTP[self.index].to(x_TD.device)
         activated_TP, _ = self.rule.act(self.gate.apply(x_TD))
         return (self.output.apply(self.rule.hidden(activated_TP, own_TP)),)
+
+    def struct(self, structs: Structs) -> PerLayerStruct:
+        return PerLayerStruct(
+            gate=structs.linear(self.gate),
+            output=structs.linear(self.output),
+            activation=ACTIVATIONS.index(self.rule.activation),
+            index=self.index,
+        )
 
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
@@ -128,45 +154,3 @@ def load(
             rule=Gate(activation=block.activation, threshold=0.0, computes_all=True),
             on_bytes=load.count_attention,
         )
-
-
-class LayerInputsStruct(Structure):
-    _fields_ = [("table", MatrixStruct), ("projection", MatrixStruct), ("norm", NormStruct),
-                ("size", c_int64)]  # fmt: skip
-
-
-class PerLayerStruct(Structure):
-    _fields_ = [("gate", MatrixStruct), ("output", MatrixStruct), ("activation", c_int32),
-                ("index", c_int32)]  # fmt: skip
-
-
-def inputs_struct(structs: Structs, first: Mapping[str, Loaded]) -> LayerInputsStruct:
-    inputs = first.get("layer inputs")
-    if inputs is None:
-        return LayerInputsStruct()
-    assert isinstance(inputs, LayerInputs)
-    return LayerInputsStruct(
-        table=structs.matrix(inputs.table),
-        projection=structs.linear(inputs.projection),
-        norm=norm_struct(structs, inputs.norm),
-        size=inputs.block.size,
-    )
-
-
-def per_layer_struct(structs: Structs, own: Mapping[str, Loaded]) -> PerLayerStruct:
-    layer = own.get("per layer")
-    if layer is None:
-        return PerLayerStruct()
-    assert isinstance(layer, PerLayer)
-    return PerLayerStruct(
-        gate=structs.linear(layer.gate),
-        output=structs.linear(layer.output),
-        activation=ACTIVATIONS.index(layer.rule.activation),
-        index=layer.index,
-    )
-
-
-def inputs_size(own_L: Iterable[Mapping[str, Loaded]]) -> int:
-    """Values of a token's inputs, those of all layers; 0 if these layers have none."""
-    found = (own.get("per layer") for own in own_L)
-    return max((x.num_inputs * x.block.size for x in found if isinstance(x, PerLayer)), default=0)

@@ -3,7 +3,7 @@ model/planes.py has the formulas.
 
 Letters: T tokens, P planes, D hidden size, X = P D."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,26 @@ from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
+
+
+class PlaneRouterStruct(Structure):
+    _fields_ = [("norm", NormStruct), ("matrix", MatrixStruct)]
+
+
+class PredictPlanesStruct(Structure):
+    _fields_ = [("router", PlaneRouterStruct), ("mix", c_void_p)]
+
+
+class CorrectPlanesStruct(Structure):
+    _fields_ = [("router", PlaneRouterStruct), ("mix", c_void_p), ("scale", c_void_p)]
+
+
+class AddToPlanesStruct(Structure):
+    _fields_ = [("num_planes", c_int64)]
+
+
+class PlaneEndsStruct(Structure):
+    _fields_ = [("other", POINTER(MatrixStruct)), ("num_planes", c_int64)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +61,11 @@ class Router:
         if not gpu_products.is_gpu(x_TD.device):
             self.on_bytes(self.matrix.num_bytes)
         return torch.tanh(self.matrix.apply(self.norm.apply(x_TD) / x_TD.shape[1]))
+
+    def struct(self, structs: Structs) -> PlaneRouterStruct:
+        return PlaneRouterStruct(
+            norm=norm_struct(structs, self.norm), matrix=structs.linear(self.matrix)
+        )
 
     def launch(self, on: Launcher, x_D: Tensor, scratch: Tensor) -> Tensor:
         """What it chooses, in `scratch`."""
@@ -77,6 +102,10 @@ class PredictPlanes(OfPlanes):
         found_TPD = x_TPD + mix_TPP @ x_TPD
         return found_TPD[:, 0].contiguous(), found_TPD.flatten(1)
 
+    def struct(self, structs: Structs) -> PredictPlanesStruct:
+        router, mix = self.router.struct(structs), structs.vector(self.mix_QP)
+        return PredictPlanesStruct(router=router, mix=mix)
+
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
@@ -106,6 +135,10 @@ class CorrectPlanes(OfPlanes):
         found_TPD = x_TPD + share_TP[:, :, None] * (active_TD - x_TPD[:, 0])[:, None]
         return found_TPD[:, 0] * self.scale_D, found_TPD.flatten(1)
 
+    def struct(self, structs: Structs) -> CorrectPlanesStruct:
+        mix, scale = map(structs.vector, (self.mix_PP, self.scale_D))
+        return CorrectPlanesStruct(router=self.router.struct(structs), mix=mix, scale=scale)
+
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
@@ -128,6 +161,9 @@ class AddToPlanes(OfPlanes):
         x_TPD, more_TD = self._apart(x_TX), gpu_products.as_tensor(more)
         return (torch.cat([x_TPD[:, :1], x_TPD[:, 1:] + more_TD[:, None]], dim=1).flatten(1),)
 
+    def struct(self, structs: Structs) -> AddToPlanesStruct:
+        return AddToPlanesStruct(num_planes=self.block.num_planes)
+
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
@@ -136,27 +172,26 @@ class AddToPlanes(OfPlanes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeginPlanes(OfPlanes):
+class PlaneEnds(OfPlanes):
     matrices: tuple[Linear, ...]  # [D, D] each, of all planes but the first
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.matrices
 
+    def struct(self, structs: Structs) -> PlaneEndsStruct:
+        other = structs.array(MatrixStruct, map(structs.linear, self.matrices))
+        return PlaneEndsStruct(other=other, num_planes=self.block.num_planes)
+
+
+class BeginPlanes(PlaneEnds):
     def forward(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         """The planes [T, X]."""
         others = [like(x_TD, matrix.apply(x_TD)) for matrix in self.matrices]
         return (torch.cat([x_TD, *others], dim=1),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndPlanes(OfPlanes):
-    matrices: tuple[Linear, ...]
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.matrices
-
+class EndPlanes(PlaneEnds):
     def forward(self, x_TX: Tensor) -> tuple[Tensor, ...]:
         """The hidden state [T, D]."""
         first_TD, *others = x_TX.chunk(self.block.num_planes, dim=1)
@@ -203,40 +238,3 @@ def load(
                 matrices = tuple(load.linear(in_layer(layer, name), device) for name in names)
                 is_first = isinstance(block, blocks_of.BeginPlanes)
                 yield (BeginPlanes if is_first else EndPlanes)(block=block, matrices=matrices)
-
-
-class PlanesStruct(Structure):
-    _fields_ = [("norm", NormStruct), ("router", MatrixStruct), ("predict", c_void_p),
-                ("correct", c_void_p), ("scale", c_void_p)]  # fmt: skip
-
-
-class PlaneEndsStruct(Structure):
-    _fields_ = [("begin", POINTER(MatrixStruct)), ("end", POINTER(MatrixStruct)),
-                ("num_planes", c_int64)]  # fmt: skip
-
-
-def planes_struct(structs: Structs, own: Mapping[str, Loaded]) -> PlanesStruct:
-    predict, correct = own.get("predict planes"), own.get("correct planes")
-    if predict is None:
-        return PlanesStruct()
-    assert isinstance(predict, PredictPlanes) and isinstance(correct, CorrectPlanes)
-    return PlanesStruct(
-        norm=norm_struct(structs, predict.router.norm),
-        router=structs.linear(predict.router.matrix),
-        predict=structs.vector(predict.mix_QP),
-        correct=structs.vector(correct.mix_PP),
-        scale=structs.vector(correct.scale_D),
-    )
-
-
-def ends_struct(
-    structs: Structs, first: Mapping[str, Loaded], last: Mapping[str, Loaded]
-) -> PlaneEndsStruct:
-    if "begin planes" not in first:
-        return PlaneEndsStruct(num_planes=1)
-    begin, end = (
-        structs.array(MatrixStruct, map(structs.linear, each.linears))
-        for each in (first["begin planes"], last["end planes"])
-    )
-    num_planes = first["begin planes"].block.num_planes
-    return PlaneEndsStruct(begin=begin, end=end, num_planes=num_planes)

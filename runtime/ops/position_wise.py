@@ -7,6 +7,7 @@ for the blocks that name it of one layer or, without one, outside the layers, in
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from ctypes import Structure
 from importlib import import_module
 from math import prod
 from typing import Any, Self
@@ -17,6 +18,7 @@ from torch import Tensor
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.reader import Reader
+from hotsplit.runtime.ops.structs import Structs
 from hotsplit.runtime.weights.matrix import Linear
 
 
@@ -34,6 +36,10 @@ class Loaded(ABC):
     def forward(self, *read: Any) -> tuple[Tensor, ...]:
         """Its outputs, f32 [T, size] each, from its inputs, in the order of the block; the definition. A
         GPU's inputs may be sums and norms that are not computed yet (see gpu_products.Factor)."""
+
+    @abstractmethod
+    def struct(self, structs: Structs) -> Structure:
+        """Its weights for C++, as the struct that mirrors that of its C++ file."""
 
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor

@@ -1,10 +1,10 @@
 """What the structs of all operations share: matrices, memory, and pointers at a model's tensors.
 
-Each operation mirrors its own struct of kernels/cpu/step.h field by field, beside its reference in
+Each operation mirrors its own struct of kernels/cpu/step.h, or of its own file there, field by field, beside its reference in
 torch. They point at the tensors of the model, which `Structs.kept` keeps alive."""
 
 from collections.abc import Iterable
-from ctypes import Array, Structure, c_int32, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, c_int32, c_int64, c_void_p
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +41,11 @@ class Structs:
         found = (kind * len(each))(*each)
         self.kept.append(found)
         return found
+
+    def address(self, struct: Structure) -> int:
+        """Where a struct is, which is kept alive."""
+        self.kept.append(struct)
+        return addressof(struct)
 
     def workspace(self, num_bytes: int) -> int:
         if num_bytes < 0:

@@ -262,7 +262,9 @@ class Decoder:
         """Layers whose tensors observers see; None if the model does not support them."""
         if not isinstance(self.native, NativeStep):
             return None
-        return NativeLayers.build(dict(enumerate(self.weights.layers)))
+        return NativeLayers.build(
+            dict(enumerate(self.weights.layers)), self.weights.spec.value_sizes
+        )
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits f32 [T, V] on the CPU."""

@@ -56,9 +56,10 @@ def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> 
     """Workspace bytes of a native step; 0 if the kernels do not cover it, or are not built."""
     if not library.is_available():
         return 0
-    builder = StepBuilder()  # keeps the structs' memory alive
+    weights = hollow.weights()
     try:
-        step = builder.without_workspace(hollow.weights())
+        builder = StepBuilder(weights.spec.value_sizes)  # keeps the structs' memory alive
+        step = builder.without_workspace(weights)
     except NotNative:
         return 0
     length = context_length if num_sequences == 1 else BLOCK_LENGTH

@@ -66,7 +66,7 @@ class HostMixers:
         """The operations, or the reason why the kernels do not support one of them."""
         if not library.is_available():
             return "the C++ kernels are not built"
-        builder = StepBuilder()
+        builder = StepBuilder({})
         layers = {index: weights.layers[index] for index in ways}
         buffers: dict[str, Tensor] = {}
         values: dict[int, tuple[str, int, str, int]] = {}

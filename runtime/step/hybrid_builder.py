@@ -93,8 +93,7 @@ class _Builder:
             width, spec.most_named, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
             tables=weights.cache.tables if has_cache else (),
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
-            num_used=spec.most_used, has_states=spec.has_states, num_inputs=spec.value_sizes.get("per_layer", 0),
-            num_planes=spec.x_size // spec.hidden_size,
+            num_used=spec.most_used, has_states=spec.has_states, value_sizes=spec.value_sizes,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]

@@ -22,7 +22,7 @@ from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative
 from hotsplit.runtime.step.forms import host_place, roles_of
-from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
+from hotsplit.runtime.step.native_ops import OpStruct
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import (
     RowStruct,
@@ -54,7 +54,7 @@ class NativeLayers:
     x_TD: Tensor
     attn_in_TD: Tensor
     ffn_in_2TD: Tensor
-    per_layer: Tensor  # the inputs that layers have of their own, flat
+    own: Mapping[str, Tensor]  # the values of position-wise operations, flat
     routed_TR: Tensor  # numbers of experts, and their weights; a layer's own rows are [2 K]
     num_used: Mapping[int, int]  # K, by layer; 0 without a router
     mixed: Mapping[int, str]  # the input of attention or of the delta net, by layer
@@ -67,24 +67,27 @@ class NativeLayers:
     _place: tuple[int, int, int, StateRun | None] | None = None
 
     @classmethod
-    def build(cls, layers: Mapping[int, Layer]) -> "NativeLayers | None":
-        """None if the native operations do not support one of the layers."""
+    def build(
+        cls, layers: Mapping[int, Layer], value_sizes: Mapping[str, int]
+    ) -> "NativeLayers | None":
+        """None if the native operations do not support one of the layers. `value_sizes`: those of the
+        model's spec."""
         is_supported = library.is_available() and all(map(_is_supported, layers.values()))
         if not is_supported:
             return None
         try:
-            return cls._build(layers)
+            return cls._build(layers, value_sizes)
         except NotNative:
             return None
 
     @classmethod
-    def _build(cls, layers: Mapping[int, Layer]) -> "NativeLayers":
-        builder, all_layers = StepBuilder(), tuple(layers.values())
+    def _build(cls, layers: Mapping[int, Layer], value_sizes: Mapping[str, int]) -> "NativeLayers":
+        builder, all_layers = StepBuilder(value_sizes), tuple(layers.values())
         (width,) = {layer.mixer.output.num_outputs for layer in all_layers}
         structs = [builder.layer(layer) for layer in layers.values()]
         step = builder.frame_of(all_layers, structs, width=width)
         step.max_rows = min(MAX_ROWS, step.context_length)
-        x_TD = torch.zeros(step.max_rows, width * step.ends.num_planes)
+        x_TD = torch.zeros(step.max_rows, step.x_size or width)
         attn_in_TD, ffn_in_2TD = (
             torch.zeros(step.max_rows, width),
             torch.zeros(2, step.max_rows, width),
@@ -93,12 +96,11 @@ class NativeLayers:
             i: layer.router.spec.num_used if layer.router else 0 for i, layer in layers.items()
         }
         routed_TR = torch.zeros(step.max_rows, 2 * max(num_used.values()))
-        per_layer = torch.zeros(step.max_rows * step.layer_inputs_size)
+        own_values = {n: torch.zeros(step.max_rows * v) for n, v in builder.values.own.items()}
         shared = {"x": x_TD, "attn_in": attn_in_TD, "ffn_in.0": ffn_in_2TD[0],
-                  "ffn_in.1": ffn_in_2TD[1], "routed": routed_TR,
-                  "per_layer": per_layer}  # fmt: skip
-        for name, values in shared.items():
-            step.vector[VALUES.index(name)] = values.data_ptr()
+                  "ffn_in.1": ffn_in_2TD[1], "routed": routed_TR}  # fmt: skip
+        for name, values in (shared | own_values).items():
+            step.vector[builder.values.number(name)] = values.data_ptr()
         ops: list[OpStruct] = []
         ranges: dict[int, tuple[int, int]] = {}
         mixed: dict[int, str] = {}
@@ -107,7 +109,7 @@ class NativeLayers:
             own = list(layer_ops(index, layer.spec, host_place(roles_of(layer))))
             (mixer,) = (op for op in own if op.kind in ("attention", "delta"))
             mixed[index] = name_of(mixer.reads[0])
-            ops += chain.from_iterable(native_ops(own, layers))
+            ops += chain.from_iterable(builder.lowered(own, layers, {}))
             ranges[index] = (begin, len(ops))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
@@ -119,7 +121,7 @@ class NativeLayers:
         return cls(
             step=step, ranges=ranges, tables=tuple(builder.tables.each),
             x_TD=x_TD, attn_in_TD=attn_in_TD, ffn_in_2TD=ffn_in_2TD, routed_TR=routed_TR,
-            per_layer=per_layer,
+            own=own_values,
             num_used=num_used, mixed=mixed,
             widths=widths,
             seen={name: torch.empty(step.max_rows * size) for name, size in most.items()},
@@ -145,8 +147,8 @@ class NativeLayers:
         self.x_TD[:T].copy_(x_TD)
         if predictor_input_TD is not None:
             self._ffn_in(index - 1)[:T].copy_(predictor_input_TD)
-        if (own_LTP := beside.get("per_layer")) is not None:
-            self.per_layer[: own_LTP.numel()].copy_(own_LTP.flatten())
+        for name, values in beside.items():
+            self.own[name][: values.numel()].copy_(values.flatten())
         wanted = [name for name in self.widths[index] if observers.want(name, index)]
         for name, place in _WITHIN.items():
             setattr(self.step, place, self.seen[name].data_ptr() if name in wanted else None)

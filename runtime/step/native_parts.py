@@ -6,7 +6,7 @@ They share a few buffers (`HostBuffers`), whose reads and writes the step progra
 
 Letters: T rows of a step, D model width, F neurons of a layer, W words of F bits, V vocabulary, S
 sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone, R values
-of a router's result, I values of layers' own inputs."""
+of a router's result."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, Array, Structure, addressof, c_int64, c_void_p, pointer
@@ -23,9 +23,8 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.norm import norm_struct
-from hotsplit.runtime.ops.planes import ends_struct
 from hotsplit.runtime.ops.structs import NotNative
-from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops, overwritten
+from hotsplit.runtime.step.native_ops import OpStruct, overwritten
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
 from hotsplit.runtime.step.program import Op, name_of
 
@@ -48,9 +47,8 @@ class HostBuffers:
     run_T3: Tensor  # int32, runs of rows and the slots of their states: see DeviceBuffers
     writes_T: Tensor  # int32
     tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those that a GPU reads
-    x_TD: Tensor  # of all planes
-    active_TD: Tensor  # the active plane, if there are several
-    per_layer_TI: Tensor  # of a step of T rows, [L, T, P]
+    x_TD: Tensor  # with as many values as the hidden state has
+    own: Mapping[str, Tensor]  # the values of position-wise operations, by name
     ffn_in_2TD: Tensor
     named_TW: Tensor  # int32
     ffn_out_TD: Tensor
@@ -79,16 +77,15 @@ class HostBuffers:
         attended: tuple[int, int] = (0, 0),
         num_used: int = 0,
         has_states: bool = False,
-        num_inputs: int = 0,
-        num_planes: int = 1,
+        value_sizes: Mapping[str, int] | None = None,
     ) -> "HostBuffers":
-        """Allocates the buffers. `num_used`: the most experts of a token; `num_inputs`: I. `tables`: the block tables of a
-        cache on GPUs; `attended`: Q and H, if the host attends for a GPU."""
+        """Allocates the buffers. `num_used`: the most experts of a token; `value_sizes`: those of the model's
+        spec. `tables`: the block tables of a cache on GPUs; `attended`: Q and H, if the host attends for a GPU."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
 
-        rows = max_rows
+        rows, sizes = max_rows, value_sizes or {}
         structs = (RowStruct * rows)(
             *[RowStruct(has_logits=True, source=-1, reads=-1, writes=-1) for _ in range(rows)]
         )
@@ -103,9 +100,8 @@ class HostBuffers:
                 for table in tables
                 if not table.is_whole
             },
-            x_TD=zeros(rows, width * num_planes),
-            active_TD=zeros(rows, width * (num_planes > 1)),
-            per_layer_TI=zeros(rows, num_inputs),
+            x_TD=zeros(rows, sizes.get("x", width)),
+            own={name: zeros(rows, size) for name, size in sizes.items() if name != "x"},
             ffn_in_2TD=zeros(2, rows, width),
             named_TW=zeros(rows, -(-num_neurons // 32), dtype=torch.int32),
             ffn_out_TD=zeros(rows, width),
@@ -128,6 +124,7 @@ class HostBuffers:
         changes: dict[str, Any] = {name: getattr(self, name)[:num_rows] for name in _OF_STEP}
         changes |= {name: first(getattr(self, name), num_rows) for name in _OF_ROWS}
         changes["ffn_in_2TD"] = first(self.ffn_in_2TD, num_rows, axis=1)
+        changes["own"] = {name: first(values, num_rows) for name, values in self.own.items()}
         return replace(self, **changes)
 
     def value(self, name: str) -> Tensor | None:
@@ -136,6 +133,8 @@ class HostBuffers:
         base, _, number = name.partition(".")
         if base == "ffn_in":
             return self.ffn_in_2TD[int(number)]
+        if name in self.own:
+            return self.own[name]
         found: Tensor | None = next(
             (getattr(self, each) for each in _SHARED if each.rpartition("_")[0] == base), None
         )
@@ -143,8 +142,8 @@ class HostBuffers:
 
 
 _OF_STEP = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
-_OF_ROWS = ("x_TD", "active_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "routed_TR",
-            "qkv_TQ", "heads_TH", "per_layer_TI")  # fmt: skip
+_OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "routed_TR",
+            "qkv_TQ", "heads_TH")  # fmt: skip
 _SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))
 
 
@@ -176,7 +175,7 @@ class NativeParts:
         not support the model."""
         if not library.is_available():
             raise NotNative("the C++ kernels are not built")
-        builder = StepBuilder()
+        builder = StepBuilder(weights.spec.value_sizes)
         with_neurons = {op.layer for op in ops if op.kind == "neurons"}
         projected = {op.layer for op in ops if op.kind == "attend"}  # by a GPU
         indices = sorted({op.layer for op in ops if op.layer is not None})
@@ -191,18 +190,16 @@ class NativeParts:
         kinds = {op.kind for op in ops}
         if "embed" in kinds:
             step.embedding = builder.matrix(weights.embedding)
-        if "end planes" in kinds:
-            step.ends = ends_struct(builder, weights.first, weights.last)
         if "head" in kinds:
             step.head = builder.linear(weights.head)
             step.output_norm = norm_struct(builder, weights.output_norm)
-        for number, name in enumerate(VALUES):
+        for number, name in enumerate(builder.values.names):
             shared = host.value(name)
             step.vector[number] = None if shared is None else shared.data_ptr()
         ranges: dict[Op, tuple[int, int]] = {}
         structs: list[OpStruct] = []
         of_step = {index: weights.layers[index] for index in indices}
-        for op, lowered in zip(ops, native_ops(ops, of_step), strict=True):
+        for op, lowered in zip(ops, builder.lowered(ops, of_step, weights.outer), strict=True):
             ranges[op] = (len(structs), len(structs) + len(lowered))
             structs += lowered
         builder.ops(step, structs)

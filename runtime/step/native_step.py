@@ -2,7 +2,7 @@
 
 Models that it does not support run layer by layer in decoder.py; `build` returns the reason."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Array, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,6 @@ from hotsplit.runtime.ops.attention.native import (
 )
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
 from hotsplit.runtime.ops.delta.native import DeltaStruct, delta_struct
-from hotsplit.runtime.ops.low_rank import LowRankStruct, low_rank_struct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import (
     FeedForwardStruct,
@@ -33,21 +32,14 @@ from hotsplit.runtime.ops.neurons.native import (
     mixture_struct,
 )
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
-from hotsplit.runtime.ops.per_layer import (
-    LayerInputsStruct,
-    PerLayerStruct,
-    inputs_size,
-    inputs_struct,
-    per_layer_struct,
-)
-from hotsplit.runtime.ops.planes import PlaneEndsStruct, PlanesStruct, ends_struct, planes_struct
+from hotsplit.runtime.ops.position_wise import Loaded
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
-from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
-from hotsplit.runtime.step.program import step_program
+from hotsplit.runtime.step.native_ops import NUM_OWN, NUM_VALUES, OpStruct, StepValues, native_ops
+from hotsplit.runtime.step.program import Op, step_program
 
 _MOST_POSITIONS = (1 << 31) - 1  # of a step
 
@@ -57,16 +49,13 @@ class LayerStruct(Structure):
                 ("attention", AttentionStruct), ("delta", DeltaStruct),
                 ("predictor", PredictorStruct),
                 ("feed_forward", FeedForwardStruct), ("route", RouteStruct),
-                ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct),
-                ("per_layer", PerLayerStruct),
-                ("planes", PlanesStruct), ("low_rank", LowRankStruct)]  # fmt: skip
+                ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct)]  # fmt: skip
 
 
 class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
-                ("layer_inputs", LayerInputsStruct),
-                ("output_norm", NormStruct), ("ends", PlaneEndsStruct), ("layer", POINTER(LayerStruct)),
-                ("op", POINTER(OpStruct)), ("vector", c_void_p * len(VALUES)),
+                ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
+                ("op", POINTER(OpStruct)), ("vector", c_void_p * NUM_VALUES),
                 ("table", POINTER(TableStruct)), ("select", SelectStruct), ("rotary", POINTER(RotaryStruct)),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
                 ("seen_heads", c_void_p), ("seen_predicted", c_void_p), ("seen_gate", c_void_p),
@@ -74,7 +63,7 @@ class StepStruct(Structure):
                 ("num_layers", c_int64), ("num_ops", c_int64), ("num_rotaries", c_int64),
                 ("num_tables", c_int64),
                 ("width", c_int64), ("context_length", c_int64), ("num_neurons", c_int64),
-                ("max_rows", c_int64), ("layer_inputs_size", c_int64),
+                ("max_rows", c_int64), ("x_size", c_int64), ("own_size", c_int64 * NUM_OWN),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
                 ("key_kind", c_int32), ("value_kind", c_int32),
@@ -157,7 +146,7 @@ def build(
     if not library.is_available():
         return "the C++ kernels are not built"
     try:
-        return StepBuilder().step(weights, traffic, neuron_cache)
+        return StepBuilder(weights.spec.value_sizes).step(weights, traffic, neuron_cache)
     except NotNative as reason:
         return str(reason)
 
@@ -185,9 +174,11 @@ def _most_neurons(layer: Layer) -> int:
 class StepBuilder(Structs):
     """Builds the structs of a step and its layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, value_sizes: Mapping[str, int]) -> None:
+        """`value_sizes`: those of the model's spec."""
         super().__init__()
         self.rotaries, self.tables = Rotaries(), Tables()  # of the layers so far
+        self.values = StepValues(value_sizes)
 
     def step(
         self, weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
@@ -208,14 +199,24 @@ class StepBuilder(Structs):
         layers = [self.layer(layer) for layer in weights.layers]
         step = self.frame(weights, layers)
         program = step_program(host_form(weights))
-        lowered = native_ops(program, dict(enumerate(weights.layers)))
+        lowered = self.lowered(program, dict(enumerate(weights.layers)), weights.outer)
         self.ops(step, [struct for structs in lowered for struct in structs])
         step.max_rows = min(MAX_ROWS, step.context_length * self.tables.each[0].num_sequences)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = norm_struct(self, weights.output_norm)
-        step.ends = ends_struct(self, weights.first, weights.last)
         return step
+
+    def lowered(
+        self, ops: Sequence[Op], layers: Mapping[int, Layer], outer: Mapping[str, Loaded]
+    ) -> list[list[OpStruct]]:
+        """The native operations for each of `ops`. `outer`: position-wise operations outside the layers."""
+
+        def weights(op: Op) -> int:
+            own = outer if op.layer is None else layers[op.layer].own
+            return self.address(own[op.kind].struct(self))
+
+        return list(native_ops(ops, layers, self.values, weights))
 
     def ops(self, step: StepStruct, structs: Sequence[OpStruct]) -> None:
         step.op, step.num_ops = self.array(OpStruct, structs), len(structs)
@@ -225,7 +226,6 @@ class StepBuilder(Structs):
         step = self.frame_of(weights.layers, layer_structs, width=weights.embedding.width)
         step.embedding_scale = weights.embedding_scale
         step.logit_cap = weights.spec.logit_cap or 0.0
-        step.layer_inputs = inputs_struct(self, weights.first)
         if weights.positions is not None:
             step.positions = self.matrix(weights.positions)
         return step
@@ -239,10 +239,9 @@ class StepBuilder(Structs):
         attending = [layer.attention for layer in layers if layer.delta is None]
         for table in [a.cache.table for a in attending] or [BlockTable(1, _MOST_POSITIONS)]:
             self.tables.index(table)
-        predicts = (layer.own.get("predict planes") for layer in layers)
-        num_planes = {1 if each is None else each.block.num_planes for each in predicts}
         return StepStruct(
-            ends=PlaneEndsStruct(num_planes=max(num_planes)),
+            x_size=self.values.x_size,
+            own_size=self.values.own_size,
             layer=self.array(LayerStruct, layer_structs),
             rotary=self.rotaries.structs(self),
             num_layers=len(layer_structs),
@@ -253,7 +252,6 @@ class StepBuilder(Structs):
             num_tables=len(self.tables.each),
             select=select_struct(self, types.selection, self.rotaries),
             context_length=self.tables.each[0].context_length,
-            layer_inputs_size=inputs_size(layer.own for layer in layers),
             max_rows=1,
             key_kind=library.kind_code(types.key.kind),
             value_kind=library.kind_code(types.value.kind),
@@ -271,11 +269,8 @@ class StepBuilder(Structs):
             if layer.delta
             else attention_struct(self, layer.attention, self.rotaries, self.tables, projects=True),
             delta=delta_struct(self, layer.delta),
-            planes=planes_struct(self, layer.own),
-            low_rank=low_rank_struct(self, layer.own.get("low rank")),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
-            per_layer=per_layer_struct(self, layer.own),
             feed_forward=mixture_struct(self, ffn.gate, ffn.experts)
             if ffn.experts and has_neurons
             else feed_forward_struct(

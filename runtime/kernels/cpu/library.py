@@ -253,6 +253,12 @@ def kind_code(kind: str) -> int:
     return _LAYOUTS[kind].code
 
 
+def operation_kind(kind: str) -> int:
+    """The number of an operation that is in a file of its own (operation.h), by its kind in the step program; -1
+    if there is none."""
+    return int(_built().hs_operation_kind(kind.encode()))
+
+
 def step_bytes(step: ctypes.Structure) -> int:
     """Workspace bytes of a step described by native_step.py; -1 if it is inconsistent."""
     return int(_built().hs_step_bytes(ctypes.addressof(step)))

@@ -38,6 +38,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hs_set_prefetch_distance": (None, (_SIZE,)),
     "hs_evict": (None, (_POINTER, _SIZE)),
     # step.h
+    "hs_operation_kind": (_INT, (_NAME,)),
     "hs_step_bytes": (_SIZE, (_POINTER,)),
     "hs_step": (_STATUS, (_POINTER, _POINTER, _SIZE, _POINTER)),
     "hs_part": (None, (_POINTER,)),

@@ -1,5 +1,5 @@
-// Runs a step of some rows, see step.h: the operations that step/program.py declares. runtime/ops has
-// their references; results are equal up to rounding.
+// Runs a step of some rows, see step.h: the operations that step/program.py declares. Those of operation.h are in
+// files of their own. runtime/ops has their references; results are equal up to rounding.
 #include "step.h"
 
 #include <algorithm>
@@ -7,26 +7,21 @@
 #include "attention.h"
 #include "delta.h"
 #include "experts.h"
-#include "planes.h"
+#include "operation.h"
 #include "step_clock.h"
 
 namespace {
 
-// The most values between two matrices of a predictor, or of what a layer makes of its own input.
+// The most values between two matrices of a predictor.
 int64_t largest_rank(const HsStep& step) {
     int64_t rank = 0;
     for (int64_t i = 0; i < step.num_layers; ++i)
-        rank = std::max({rank, step.layer[i].predictor.down.num_rows,
-                         step.layer[i].per_layer.gate.num_rows, step.layer[i].low_rank.left.num_rows});
+        rank = std::max(rank, step.layer[i].predictor.down.num_rows);
     return rank;
 }
 
-int64_t num_planes(const HsStep& step) { return std::max<int64_t>(1, step.ends.num_planes); }
-
 uint32_t forms_of(const HsStep& step) {
-    uint32_t forms = form_bit(step.head) | form_bit(step.layer_inputs.projection);
-    for (int64_t i = 0; step.ends.begin && i < num_planes(step) - 1; ++i)
-        forms |= form_bit(step.ends.begin[i]) | form_bit(step.ends.end[i]);
+    uint32_t forms = form_bit(step.head);
     for (int64_t i = 0; i < step.num_layers; ++i) {
         const HsLayer& l = step.layer[i];
         for (const HsMatrix& m : l.attention.input) forms |= form_bit(m);
@@ -34,8 +29,6 @@ uint32_t forms_of(const HsStep& step) {
         forms |= form_bit(l.attention.output) | form_bit(l.delta.output) | form_bit(l.predictor.down) |
                  form_bit(l.predictor.up);
         forms |= form_bit(l.route.router) | form_bit(l.shared_gate);
-        forms |= form_bit(l.per_layer.gate) | form_bit(l.per_layer.output);
-        forms |= form_bit(l.planes.router) | form_bit(l.low_rank.left) | form_bit(l.low_rank.right);
         for (const HsFeedForward* f : {&l.feed_forward, &l.shared}) {
             for (int64_t b = 0; b < f->num_blocks; ++b)
                 forms |= forms_of(f->experts ? f->experts[b].first : f->block[b]);
@@ -102,8 +95,9 @@ int64_t size_of(const HsStep& s, int32_t value) {
     if (value == VALUE_QKV) return most(s, qkv_size);
     if (value == VALUE_NAMED) return s.num_neurons;
     if (value == VALUE_ROUTED) return 2 * most_used(s);
-    if (value == VALUE_PER_LAYER) return s.layer_inputs_size;
-    if (value == VALUE_X) return num_planes(s) * s.width;
+    if (value == VALUE_X && s.x_size) return s.x_size;
+    if (value == VALUE_NONE) return 0;
+    if (value >= VALUE_OWN) return s.own_size[value - VALUE_OWN];
     return value == VALUE_HEADS ? most(s, heads_size) : s.width;
 }
 
@@ -114,12 +108,42 @@ int64_t most_pairs(const HsStep& s) {
 // Operations whose input is multiplied by matrices, and those that process each row separately.
 bool is_product(const HsOp& op) {
     return op.kind == OP_ATTENTION || op.kind == OP_DELTA || op.kind == OP_PREDICT ||
-           op.kind == OP_NEURONS || op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD ||
-           op.kind == OP_LAYER_INPUTS || op.kind == OP_PER_LAYER || op.kind == OP_LOW_RANK ||
-           op.kind == OP_BEGIN_PLANES;
+           op.kind == OP_NEURONS || op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD;
 }
 bool is_of_rows(const HsOp& op) {
     return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
+}
+
+std::array<int32_t, MOST_READ> read_by(const HsOp& op) { return {op.in, op.in_2, op.in_3}; }
+std::array<int32_t, MOST_WRITTEN> written_by(const HsOp& op) { return {op.out, op.out_2}; }
+
+// The values that a step uses, and the packed forms of each that products read.
+struct UsedValues {
+    explicit UsedValues(const HsStep& step) {
+        const uint32_t all = forms_of(step);
+        for (const HsOp* op = step.op; op < step.op + step.num_ops; ++op) {
+            const Operation* own = operation(op->kind);
+            const auto reads = read_by(*op);
+            for (int i = 0; i < MOST_READ; ++i) {
+                is_used[reads[i]] = true;
+                if (own && i < own->num_read) forms[reads[i]] |= own->forms(op->weights, i);
+            }
+            for (int32_t value : written_by(*op)) is_used[value] = true;
+            if (is_product(*op)) forms[op->in] |= all;
+        }
+    }
+
+    bool is_used[NUM_VALUES + 1] = {};
+    uint32_t forms[NUM_VALUES + 1] = {};
+};
+
+// The most memory that an operation of operation.h needs.
+int64_t most_scratch(const HsStep& step) {
+    int64_t found = 0;
+    for (const HsOp* op = step.op; op < step.op + step.num_ops; ++op)
+        if (const Operation* own = operation(op->kind))
+            found = std::max(found, own->scratch_bytes(op->weights, step.max_rows));
+    return found;
 }
 
 struct Work {
@@ -131,7 +155,11 @@ struct Work {
           attention(step, arena) {
         const int64_t D = step.width, R = step.max_rows;
         const uint32_t forms = forms_of(step);
-        for (int32_t value = 0; value < NUM_VALUES; ++value) take(step, value, forms);
+        const UsedValues used(step);
+        for (int32_t value = 0; value < NUM_VALUES; ++value)
+            if (used.is_used[value])
+                vector[value] =
+                    arena.operand(size_of(step, value), R, used.forms[value], step.vector[value]);
         learned = arena.take<float>(step.positions.data ? R * D : 0);
         const int64_t heads = std::max(most(step, heads_size), most_of_delta(step, delta_outputs));
         heads_out = arena.operand(heads, R, forms);
@@ -147,25 +175,7 @@ struct Work {
         logits = arena.take<float>(R * E);
         choice = arena.take<float>(R * E);
         shared_gate = arena.take<float>(E ? R : 0);
-        const int64_t own = step.layer_inputs.table.data ? step.layer_inputs_size : 0;
-        projected = arena.take<float>(R * own);
-        of_token = arena.take<float>(R * own);
-        const bool has_planes = num_planes(step) > 1;
-        plane = arena.operand(has_planes ? D : 0, R, has_planes ? forms : 0);
-        of_plane = arena.take<float>(has_planes ? R * D : 0);
-        plane_choice = arena.take<float>(has_planes ? R * MOST_PLANES : 0);
-    }
-
-    // Allocates a value that an operation uses.
-    void take(const HsStep& step, int32_t value, uint32_t forms) {
-        bool is_used = false, is_multiplied = false;
-        for (const HsOp* op = step.op; op < step.op + step.num_ops; ++op) {
-            is_used |= op->in == value || op->in_2 == value || op->out == value;
-            is_multiplied |= is_product(*op) && op->in == value;
-        }
-        if (is_used)
-            vector[value] = arena.operand(size_of(step, value), step.max_rows,
-                                          is_multiplied ? forms : 0, step.vector[value]);
+        scratch = arena.used();
     }
 
     Arena arena;
@@ -179,46 +189,11 @@ struct Work {
     float* learned;                  // positions
     float *logits, *choice;          // [max_rows, E] of a router
     float* shared_gate;              // [max_rows]
-    float *projected, *of_token;     // [max_rows, L P] summands of layers' own inputs
-    Operand plane;                   // one plane of each row, and what a router of planes reads
-    float* of_plane;                 // [max_rows, D] its product
-    float* plane_choice;             // [max_rows, P]
+    int64_t scratch;                 // where the memory of operations of operation.h begins, the last
     Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
 
-// y [T, stride] = W x + bias of T rows, for up to four matrices with concatenated outputs.
-void multiply(const HsMatrix* matrix, int count, Operand& x, int64_t T, float* y, int64_t stride) {
-    Input input[4];
-    int64_t first[5] = {0}, bytes = 0;
-    for (int m = 0; m < count; ++m) {
-        input[m] = x.as(matrix[m].kind, T);
-        first[m + 1] = first[m] + matrix[m].num_rows;
-        bytes += num_bytes(matrix[m]);
-    }
-    split(bytes * T, first[count], T == 1 ? TILE_ROWS : 32, 16, [&](int64_t begin, int64_t end) {
-        for (int m = 0; m < count; ++m) {
-            const HsMatrix& w = matrix[m];
-            const int64_t a0 = std::max<int64_t>(begin - first[m], 0);
-            const int64_t a1 = std::min(end - first[m], w.num_rows);
-            if (a0 >= a1) continue;
-            float* out = y + first[m];
-            Rows rows = rows_of(w);
-            if (m + 1 < count && a1 == w.num_rows) rows.after = matrix[m + 1].data;
-            kernels().dot_rows[w.kind](rows, input[m], out, stride, a0, a1);
-            for (int64_t t = 0; w.bias && t < T; ++t)
-                for (int64_t a = a0; a < a1; ++a) out[t * stride + a] += w.bias[a];
-        }
-    });
-}
-
 void add(float* x, const float* y, int64_t n) { kernels().add_to(x, y, n); }
-
-void apply(const HsNorm& norm, const float* x, int64_t n, float* y) {
-    if (norm.bias)
-        kernels().layer_norm(x, norm.weight, norm.bias, norm.epsilon, n, y);
-    else
-        kernels().rms_norm(x, norm.weight, norm.epsilon, n, y);
-}
 
 class Step {
   public:
@@ -239,8 +214,11 @@ class Step {
              int64_t end) {
         w.attention.place(row, count);
         T = w.attention.num_rows();
-        for (int64_t t = num_wanted = 0; t < T; ++t)
-            if (row[w.attention.number(t)].has_logits) wanted[num_wanted++] = t;
+        for (int64_t t = num_wanted = 0; t < T; ++t) {
+            const HsRow& own = row[w.attention.number(t)];
+            token[t] = own.token;
+            if (own.has_logits) wanted[num_wanted++] = t;
+        }
         for (int64_t i = begin, next; i < end; i = next) {
             const HsOp& op = s.op[i];
             clock.layer(op.layer);
@@ -259,11 +237,12 @@ class Step {
     }
 
     void run(const HsOp& op, const HsRow* row, float* logits, uint32_t* named) {
+        if (const Operation* own = operation(op.kind)) return run(*own, op);
         Operand &in = w.vector[op.in], &out = w.vector[op.out];
         out.changed();
         switch (op.kind) {
             case OP_EMBED:
-                rows(4 * D, [&](int64_t t) { embed(row[w.attention.number(t)].token, t, out.row(t)); });
+                rows(4 * D, [&](int64_t t) { embed(token[t], t, out.row(t)); });
                 return clock.ended(TIMED_OTHER);
             case OP_ATTENTION:
                 return attention(s.layer[op.layer].attention, in, out.f32);
@@ -287,28 +266,6 @@ class Step {
                 return route(s.layer[op.layer].route, in, out.f32);
             case OP_SHARED:
                 return shared(s.layer[op.layer], in, out.f32);
-            case OP_LAYER_INPUTS:
-                return layer_inputs(row, in, out.f32);
-            case OP_PER_LAYER:
-                return per_layer(s.layer[op.layer].per_layer, in, out.f32);
-            case OP_LOW_RANK:
-                return low_rank(s.layer[op.layer].low_rank, in, out.f32);
-            case OP_BEGIN_PLANES:
-                return begin_planes(in, out);
-            case OP_PREDICT_PLANES:
-                in.changed();
-                return predict(s.layer[op.layer].planes, in, out);
-            case OP_CORRECT_PLANES:
-                w.vector[op.in_2].changed();
-                return correct(s.layer[op.layer].planes, w.vector[op.in_2], in);
-            case OP_ADD_TO_PLANES:
-                rows(P() * D, [&](int64_t t) {
-                    for (int64_t i = 1; i < P(); ++i)
-                        add(out.row(t) + i * D, w.vector[op.in_2].row(t), D);
-                });
-                return clock.ended(TIMED_OTHER);
-            case OP_END_PLANES:
-                return end_planes(in, out);
             case OP_HEAD_NORM:
                 for (int64_t t = 0; t < num_wanted; ++t) output_norm(in.row(wanted[t]), out.row(t));
                 return clock.ended(TIMED_OTHER);
@@ -317,6 +274,17 @@ class Step {
                 if (s.logit_cap > 0.0f) cap(logits, num_wanted * s.head.num_rows);
                 return clock.ended(TIMED_HEAD);
         }
+    }
+
+    void run(const Operation& own, const HsOp& op) {
+        int64_t* bytes = op.layer < s.num_layers ? &s.attention_bytes : nullptr;
+        OperationCall call = {T,  s.max_rows, token.data(), bytes, Arena(s.workspace + w.scratch),
+                              {}, {}};
+        for (int i = 0; i < own.num_read; ++i) call.read[i] = &w.vector[read_by(op)[i]];
+        for (int i = 0; i < own.num_written; ++i) call.written[i] = &w.vector[written_by(op)[i]];
+        own.run(op.weights, call);
+        for (int i = 0; i < own.num_written; ++i) call.written[i]->changed();
+        clock.ended(TIMED_OTHER);
     }
 
     void cap(float* logits, int64_t n) {
@@ -335,13 +303,9 @@ class Step {
         for (int64_t d = 0; d < D; ++d) out[d] = op.scale * (out[d] + op.factor * by[d]);
     }
 
-    // Calls body(t) for each row, on all threads if they touch many values.
     template <class Body>
     void rows(int64_t values, const Body& body) {
-        if (T == 1) return body(0);
-        split(T * values * 4, T, 1, 4, [&](int64_t t0, int64_t t1) {
-            for (int64_t t = t0; t < t1; ++t) body(t);
-        });
+        for_rows(T, values, body);
     }
 
     void embed(int64_t token, int64_t t, float* out) {
@@ -352,11 +316,6 @@ class Step {
         float* learned = w.learned + t * D;
         unpack_row(s.positions, w.attention.position(t), learned);
         add(out, learned, D);
-    }
-
-    void unpack_row(const HsMatrix& m, int64_t row, float* y) {
-        const int32_t index = static_cast<int32_t>(row);  // a tied embedding may be tiled
-        kernels().unpack_rows[m.kind]({m.data, m.stride, m.num_columns, &index, 1}, y, 0, 1);
     }
 
     // Cosines and sines of the positions in a layer's rotary embedding, computed once per call.
@@ -580,111 +539,6 @@ class Step {
         count(read, TIMED_NEURONS);
     }
 
-    // (norm(D^-1/2 projection) + sqrt(P) row of the token) / sqrt(2), for each layer.
-    void layer_inputs(const HsRow* row, Operand& input, float* out) {
-        const HsLayerInputs& l = s.layer_inputs;
-        const int64_t size = s.layer_inputs_size, P = l.size, L = size / P;
-        const float shrink = 1.0f / std::sqrt(static_cast<float>(D));
-        const float grow = std::sqrt(static_cast<float>(P)), half = std::sqrt(0.5f);
-        multiply(&l.projection, 1, input, T, w.projected, size);
-        rows(8 * size, [&](int64_t t) {
-            float *own = w.projected + t * size, *token = w.of_token + t * size;
-            unpack_row(l.table, row[w.attention.number(t)].token, token);
-            for (int64_t i = 0; i < size; ++i) own[i] *= shrink;
-            for (int64_t i = 0; i < L; ++i) {
-                float* y = out + (i * T + t) * P;
-                apply(l.norm, own + i * P, P, y);
-                for (int64_t p = 0; p < P; ++p) y[p] = half * (y[p] + grow * token[i * P + p]);
-            }
-        });
-        clock.ended(TIMED_OTHER);
-    }
-
-    int64_t P() const { return num_planes(s); }
-
-    void low_rank(const HsLowRank& l, Operand& input, float* out) {
-        w.inner.size = l.left.num_rows;
-        w.inner.changed();
-        project(&l.left, 1, input, w.inner.f32, l.left.num_rows);
-        project(&l.right, 1, w.inner, out, D);
-        clock.ended(TIMED_OTHER);
-    }
-
-    // The router's choice of planes, by the first D values of each row of `x`.
-    void choose_planes(const HsPlanes& l, const Operand& x) {
-        w.plane.changed();
-        rows(D, [&](int64_t t) {
-            float* y = w.plane.row(t);
-            apply(l.norm, x.row(t), D, y);
-            for (int64_t d = 0; d < D; ++d) y[d] /= static_cast<float>(D);
-        });
-        project(&l.router, 1, w.plane, w.plane_choice, P());
-        for (float* c = w.plane_choice; c < w.plane_choice + T * P(); ++c) *c = std::tanh(*c);
-    }
-
-    void predict(const HsPlanes& l, Operand& x, Operand& active) {
-        choose_planes(l, x);
-        rows(2 * P() * D, [&](int64_t t) {
-            predict_planes(l, P(), D, w.plane_choice + t * P(), x.row(t), active.row(t));
-        });
-        clock.ended(TIMED_OTHER);
-    }
-
-    void per_layer(const HsPerLayer& l, Operand& input, float* out) {
-        const int64_t P = l.gate.num_rows;
-        const Gate gate = {l.activation, true, 0.0f};
-        Operand& inner = w.inner;
-        inner.size = P;
-        inner.changed();
-        project(&l.gate, 1, input, inner.f32, P);
-        float* own = w.vector[VALUE_PER_LAYER].f32 + l.index * T * P;
-        rows(16 * P, [&](int64_t t) {
-            float* y = inner.row(t);
-            gate.smooth(y, P);
-            for (int64_t p = 0; p < P; ++p) gate.act(y[p], 0.0f), y[p] *= own[t * P + p];
-        });
-        project(&l.output, 1, inner, out, D);
-        clock.ended(TIMED_OTHER);
-    }
-
-    void correct(const HsPlanes& l, Operand& x, Operand& active) {
-        choose_planes(l, active);
-        active.changed();
-        rows(2 * P() * D, [&](int64_t t) {
-            correct_planes(l, P(), D, w.plane_choice + t * P(), x.row(t), active.row(t));
-        });
-        clock.ended(TIMED_OTHER);
-    }
-
-    void begin_planes(Operand& embedded, Operand& x) {
-        rows(D, [&](int64_t t) { std::copy_n(embedded.row(t), D, x.row(t)); });
-        for (int64_t i = 1; i < P(); ++i) {
-            multiply(&s.ends.begin[i - 1], 1, embedded, T, w.of_plane, D);
-            rows(4 * D, [&](int64_t t) {
-                const float *y = w.of_plane + t * D, factor = like(embedded.row(t), y, D);
-                for (int64_t d = 0; d < D; ++d) x.row(t)[i * D + d] = factor * y[d];
-            });
-        }
-        clock.ended(TIMED_OTHER);
-    }
-
-    void end_planes(const Operand& x, Operand& out) {
-        rows(D, [&](int64_t t) { std::copy_n(x.row(t), D, out.row(t)); });
-        for (int64_t i = 1; i < P(); ++i) {
-            w.plane.changed();
-            rows(D, [&](int64_t t) { std::copy_n(x.row(t) + i * D, D, w.plane.row(t)); });
-            multiply(&s.ends.end[i - 1], 1, w.plane, T, w.of_plane, D);
-            rows(4 * D, [&](int64_t t) {
-                const float *y = w.of_plane + t * D, factor = like(x.row(t), y, D);
-                for (int64_t d = 0; d < D; ++d) out.row(t)[d] += factor * y[d];
-            });
-        }
-        rows(D, [&](int64_t t) {
-            for (float* y = out.row(t); y < out.row(t) + D; ++y) *y /= static_cast<float>(P());
-        });
-        clock.ended(TIMED_OTHER);
-    }
-
     // Adds the bytes that a block of neurons needed to the step's, and ends the timed part.
     void count(NeuronBytes& read, Timed part) {
         s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
@@ -723,8 +577,9 @@ class Step {
     StepClock clock;
     Work w;
     const int64_t D;
-    int64_t T = 1;                         // computed rows of this step
-    std::array<int64_t, MAX_ROWS> wanted;  // those with logits
+    int64_t T = 1;  // computed rows of this step
+    std::array<int64_t, MAX_ROWS> token;
+    std::array<int64_t, MAX_ROWS> wanted;  // rows with logits
     int64_t num_wanted = 0;
     std::array<bool, MAX_ROTARIES> is_turned = {};
     Fired fired = {};  // of the layer whose neurons are being run
@@ -799,68 +654,55 @@ bool fits_experts(const HsLayer& l, const HsStep& s) {
     return true;
 }
 
-// True for a layer without an input of its own, or whose input is one of VALUE_PER_LAYER.
-bool fits(const HsPerLayer& l, const HsStep& s) {
-    if (!l.gate.data) return true;
-    const int64_t P = l.gate.num_rows;
-    return P > 0 && fits(l.gate, P, s.width) && fits(l.output, s.width, P) && l.index >= 0 &&
-           s.layer_inputs_size % P == 0 && l.index < s.layer_inputs_size / P && l.activation >= 0 &&
-           l.activation < NUM_ACTIVATIONS && l.activation != ACTIVATION_DRELU &&
-           l.activation != ACTIVATION_SWIGLU_OAI;
-}
-
-bool fits(const HsLayerInputs& l, const HsStep& s) {
-    if (!l.table.data) return !l.projection.data;
-    const int64_t size = s.layer_inputs_size;
-    return size > 0 && l.size > 0 && size % l.size == 0 && has_shape(l.table, l.table.num_rows, size) &&
-           fits(l.projection, size, s.width) && l.norm.weight && !l.norm.bias;
-}
-
-bool fits(const HsPlanes& l, const HsStep& s) {
-    if (!l.router.data) return num_planes(s) == 1;
-    return fits(l.router, num_planes(s), s.width) && l.norm.weight && l.predict && l.correct && l.scale;
-}
-
-bool fits(const HsLowRank& l, const HsStep& s) {
-    return !l.left.data ||
-           (fits(l.left, l.left.num_rows, s.width) && fits(l.right, s.width, l.left.num_rows));
-}
-
-bool fits(const HsPlaneEnds& e, int64_t width) {
-    if (e.num_planes < 0 || e.num_planes > MOST_PLANES || !e.begin != !e.end) return false;
-    for (int64_t i = 0; e.begin && i < e.num_planes - 1; ++i)
-        if (!fits(e.begin[i], width, width) || !fits(e.end[i], width, width)) return false;
-    return true;
-}
-
 bool fits(const HsLayer& l, const HsStep& s) {
     return (is_delta(l) ? fits(l.delta, s) : fits(l.attention, s)) && fits(l.feed_forward, s) &&
            fits(l.shared, s) && fits_experts(l, s) &&
-           (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) && fits(l.per_layer, s) &&
-           fits(l.predictor, l.feed_forward.num_neurons, s) && fits(l.planes, s) &&
-           fits(l.low_rank, s) && !(l.feed_forward.cuts && l.predictor.up.data) && !l.shared.cuts;
+           (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) &&
+           fits(l.predictor, l.feed_forward.num_neurons, s) &&
+           !(l.feed_forward.cuts && l.predictor.up.data) && !l.shared.cuts;
 }
 
 // True if this block of a layer can compute only some of its neurons.
 bool takes_names(const HsBlock& block) { return !block.is_by_output && has_sums(block.down); }
 
+// True if `count` values of an operation are vectors of their own sizes, and the others absent.
+template <size_t N>
+bool fit(const std::array<int32_t, N>& value, int count, const HsStep& s, int64_t* size) {
+    for (size_t i = 0; i < N; ++i) {
+        if (value[i] < 0 || value[i] > VALUE_NONE) return false;
+        if ((static_cast<int>(i) < count) != (value[i] != VALUE_NONE)) return false;
+        if (value[i] >= VALUE_QKV && value[i] <= VALUE_ROUTED) return false;
+        size[i] = size_of(s, value[i]);
+    }
+    return true;
+}
+
+bool fits(const Operation& own, const HsOp& op, const HsStep& s) {
+    const auto read = read_by(op);
+    const auto written = written_by(op);
+    OperationValues values = {};
+    std::copy(read.begin(), read.end(), values.read);
+    std::copy(written.begin(), written.end(), values.written);
+    return op.layer >= 0 && op.layer <= s.num_layers && fit(read, own.num_read, s, values.read_size) &&
+           fit(written, own.num_written, s, values.written_size) && own.accepts(op.weights, values);
+}
+
 bool fits(const HsOp& op, const HsStep& s) {
+    if (const Operation* own = operation(op.kind)) return fits(*own, op, s);
+    if (op.in_3 != VALUE_NONE || op.out_2 != VALUE_NONE) return false;
     for (int32_t value : {op.in, op.in_2, op.out}) {
         if (value < 0 || value > VALUE_NONE) return false;
+        const bool has_own_size = value == VALUE_X || (value >= VALUE_OWN && value < VALUE_NONE);
+        if (has_own_size && size_of(s, value) != s.width) return false;
         if ((value == VALUE_QKV || value == VALUE_HEADS) && op.kind != OP_ATTEND) return false;
     }
     if (op.in == VALUE_ROUTED || (op.in_2 == VALUE_ROUTED && op.kind != OP_NEURONS) ||
         (op.out == VALUE_ROUTED) != (op.kind == OP_ROUTE))
         return false;
-    if (op.in == VALUE_PER_LAYER || (op.in_2 == VALUE_PER_LAYER) != (op.kind == OP_PER_LAYER) ||
-        (op.out == VALUE_PER_LAYER) != (op.kind == OP_LAYER_INPUTS))
-        return false;
     if (op.in == VALUE_NAMED || (op.in_2 == VALUE_NAMED && op.kind != OP_NEURONS) ||
         (op.out == VALUE_NAMED) != (op.kind == OP_PREDICT))
         return false;
-    const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD ||
-                            op.kind == OP_LAYER_INPUTS || op.kind == OP_BEGIN_PLANES ||
-                            op.kind == OP_END_PLANES;
+    const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD;
     if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers))
         return false;
     const HsLayer* l = s.layer + op.layer;
@@ -883,22 +725,6 @@ bool fits(const HsOp& op, const HsStep& s) {
             return l->route.router.data;
         case OP_SHARED:
             return l->shared.num_blocks == 1;
-        case OP_LAYER_INPUTS:
-            return s.layer_inputs.table.data;
-        case OP_PER_LAYER:
-            return l->per_layer.gate.data;
-        case OP_LOW_RANK:
-            return l->low_rank.left.data && op.in != VALUE_X && op.out != VALUE_X;
-        case OP_BEGIN_PLANES:
-            return s.ends.begin && op.in != VALUE_X && op.out == VALUE_X;
-        case OP_END_PLANES:
-            return s.ends.end && op.in == VALUE_X && op.out != VALUE_X;
-        case OP_PREDICT_PLANES:
-            return l->planes.router.data && op.in == VALUE_X && op.out != VALUE_X;
-        case OP_CORRECT_PLANES:
-            return l->planes.router.data && op.in_2 == VALUE_X && op.in == op.out && op.in != VALUE_X;
-        case OP_ADD_TO_PLANES:
-            return op.in == VALUE_X && op.out == VALUE_X && op.in_2 != VALUE_X && op.in_2 != VALUE_NONE;
         case OP_NEURONS:
             if (op.part < 0 || op.part >= l->feed_forward.num_blocks) return false;
             if ((op.in_2 == VALUE_ROUTED) != (l->feed_forward.experts != nullptr)) return false;
@@ -941,7 +767,10 @@ bool fits(const HsStep& s) {
     for (int64_t size : {s.width, s.num_neurons, s.context_length})
         if (size < 1 || size > INT32_MAX) return false;
     if (s.max_rows < 1 || s.max_rows > MAX_ROWS) return false;
-    if (s.num_tables < 1 || !s.table || !fits(s.ends, s.width)) return false;
+    if (s.num_tables < 1 || !s.table) return false;
+    if (s.x_size < 0 || s.x_size > INT32_MAX) return false;
+    for (int64_t size : s.own_size)
+        if (size < 0 || size > INT32_MAX) return false;
     for (const HsTable* t = s.table; t < s.table + s.num_tables; ++t)
         if (!fits(*t, s.context_length) || t->num_sequences != s.table->num_sequences) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
@@ -961,7 +790,7 @@ bool fits(const HsStep& s) {
         if (!fits(s.layer[i], s)) return false;
     for (int64_t i = 0; i < s.num_ops; ++i)
         if (!fits(s.op[i], s)) return false;
-    return fits(s.layer_inputs, s) && fits(s.select, s);
+    return fits(s.select, s);
 }
 
 }  // namespace
@@ -969,7 +798,7 @@ bool fits(const HsStep& s) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT int64_t hs_step_bytes(const HsStep* step) {
-    return fits(*step) ? Work(*step, nullptr).arena.used() : -1;
+    return fits(*step) ? Work(*step, nullptr).arena.used() + most_scratch(*step) : -1;
 }
 
 EXPORT void hs_part(void* data) {
@@ -1018,7 +847,9 @@ int32_t check_rows(const HsStep& s, const HsRow* row, int64_t count) {
     const int64_t slots = num_slots(s);
     if (slots && !slots_fit(row, count, slots)) return STATUS_BAD_ARGUMENT;
     int64_t num_tokens = s.embedding.num_rows, num_computed = 0;
-    if (s.layer_inputs.table.data) num_tokens = std::min(num_tokens, s.layer_inputs.table.num_rows);
+    for (const HsOp* op = s.op; op < s.op + s.num_ops; ++op)
+        if (const Operation* own = op->layer == s.num_layers ? operation(op->kind) : nullptr)
+            num_tokens = std::min(num_tokens, own->num_tokens(op->weights));
     const HsRow* last = nullptr;          // the last computed row
     std::array<int32_t, MAX_ROWS> begun;  // the sequences seen so far
     int64_t num_begun = 0;

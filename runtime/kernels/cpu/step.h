@@ -1,5 +1,5 @@
 // A step of a whole model in one call, for one token or several. runtime/ops and runtime/step mirror
-// these structs field by field; a test compares them.
+// these structs, and those of operations' files, field by field; a test compares them.
 //
 // Letters: T tokens, D model width, F neurons of a layer, N of a block, V vocabulary, H heads, K key-value
 // heads, W head width. Layers may differ in F, H, K and W: a buffer that they share has room for the
@@ -182,40 +182,6 @@ struct HsFeedForward {
     int32_t unused;
 };
 
-// The inputs that layers have of their own, and what a layer makes of its; model/per_layer.py has the
-// formulas. Letters: L layers, P values of an input.
-struct HsLayerInputs {
-    HsMatrix table,
-        projection;  // [V, L P], [L P, D]; absent: they are computed elsewhere, or there are none
-    HsNorm norm;     // [P]
-    int64_t size;    // P
-};
-struct HsPerLayer {
-    HsMatrix gate, output;  // [P, D], [D, P]; absent: the layer has no input of its own
-    int32_t activation;
-    int32_t index;  // of its input in VALUE_PER_LAYER
-};
-
-// What a layer has for the planes of the hidden state; model/planes.py has the formulas. Letters: P planes.
-struct HsPlanes {
-    HsNorm norm;           // of the router
-    HsMatrix router;       // [P, D]; absent: there is one plane
-    const float* predict;  // [P P, P]
-    const float* correct;  // [P, P]
-    const float* scale;    // [D]
-};
-
-// A product of low rank: [R, D], then [D, R].
-struct HsLowRank {
-    HsMatrix left, right;
-};
-
-// What begins and ends the planes: [P - 1] matrices [D, D] each, or null if that is done elsewhere.
-struct HsPlaneEnds {
-    const HsMatrix *begin, *end;
-    int64_t num_planes;  // P; 0 counts as 1
-};
-
 struct HsLayer {
     const HsNorm* norm;  // [num_norms] of the hidden size, which OP_NORM has the index of
     int64_t num_norms;
@@ -226,9 +192,6 @@ struct HsLayer {
     HsRoute route;
     HsFeedForward shared;  // experts that fire for every row; without blocks: none
     HsMatrix shared_gate;  // [1, D], their output is multiplied by sigmoid(shared_gate . in); or absent
-    HsPerLayer per_layer;
-    HsPlanes planes;
-    HsLowRank low_rank;
 };
 
 // The operations of a step, in order, lowered from the program that step/program.py declares. Adjacent
@@ -249,18 +212,12 @@ enum OpKind : int32_t {
     OP_ROUTE,   // out = VALUE_ROUTED, the experts that the router chooses from in
     OP_SHARED,  // out = the shared experts of in
     OP_DELTA,   // out = the gated delta net of in; moves the state from slot to slot
-    OP_LAYER_INPUTS,    // out = VALUE_PER_LAYER, of the tokens and in, their embeddings
-    OP_PER_LAYER,       // out = what the layer makes of in and in_2 = VALUE_PER_LAYER
-    OP_LOW_RANK,        // out = the product of low rank of in
-    OP_BEGIN_PLANES,    // out = VALUE_X, all planes, from the embedding in
-    OP_PREDICT_PLANES,  // estimates all planes of in = VALUE_X in place; out = the first
-    OP_CORRECT_PLANES,  // corrects all planes of in_2 = VALUE_X in place by in; out = the first, scaled
-    OP_ADD_TO_PLANES,   // adds in_2 to all planes of out = in = VALUE_X but the first
-    OP_END_PLANES,      // out = one hidden state of in = VALUE_X
+    // Operations of operation.h follow, with the numbers of hs_operation_kind.
     NUM_OP_KINDS
 };
+constexpr int32_t NUM_OWN = 8;  // values that only operations of operation.h have
 enum Value : int32_t {
-    VALUE_X,  // the hidden state, [P D]
+    VALUE_X,  // the hidden state, of HsStep's x_size
     VALUE_ATTN_IN,
     VALUE_FFN_IN,  // two, alternating by layer: a predictor may read the previous layer's
     VALUE_FFN_IN_2,
@@ -273,10 +230,8 @@ enum Value : int32_t {
     VALUE_NAMED,   // [F] scores; a neuron is named if its score is above the predictor's threshold
     VALUE_ROUTED,  // [2 K] experts, as numbers, and their weights
     VALUE_SHARED_OUT,
-    VALUE_PER_LAYER,  // [L, T, P] of the T rows of this step
-    VALUE_ACTIVE,     // the active plane
-    VALUE_LOW_RANK,
-    VALUE_NONE,  // no vector
+    VALUE_OWN,                         // those of HsStep's own_size, from here on
+    VALUE_NONE = VALUE_OWN + NUM_OWN,  // no vector
     NUM_VALUES = VALUE_NONE
 };
 struct HsOp {
@@ -284,13 +239,14 @@ struct HsOp {
     int32_t part;
     int32_t in, in_2, out;              // values
     float factor = 1.0f, scale = 1.0f;  // of in_2 and of the whole sum in OP_ADD
+    // Of operations of operation.h alone: further values, and the struct of their weights.
+    int32_t in_3 = VALUE_NONE, out_2 = VALUE_NONE;
+    const void* weights = nullptr;
 };
 
 struct HsStep {
     HsMatrix embedding, positions, head;
-    HsLayerInputs layer_inputs;
     HsNorm output_norm;
-    HsPlaneEnds ends;
     const HsLayer* layer;
     const HsOp* op;
     // [max_rows, D or the value's own size] values that are shared with other devices. Null: in the
@@ -315,10 +271,11 @@ struct HsStep {
     int64_t num_layers, num_ops, num_rotaries, num_tables, width, context_length;
     int64_t num_neurons;        // of the layer with most
     int64_t max_rows;           // 1 .. MAX_ROWS
-    int64_t layer_inputs_size;  // L P; 0: no layer has an input of its own
+    int64_t x_size;             // floats per token of VALUE_X; 0: D
+    int64_t own_size[NUM_OWN];  // of VALUE_OWN and those after it; 0: there is none
     // Bytes of the weight rows that all steps so far needed, see NeuronBytes.
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;
-    int64_t attention_bytes;  // of query, key, value and output projection
+    int64_t attention_bytes;  // of projections, and of operations of operation.h in layers
     int32_t key_kind, value_kind, is_key_rotated, is_value_rotated;  // of the cache
     float embedding_scale;  // multiplies the rows of the embedding
     float logit_cap;        // c: a logit l counts as c tanh(l / c); 0: as it is
@@ -381,6 +338,9 @@ struct HsChosen {
 };
 
 extern "C" {
+// The number of an operation that is in a file of its own (operation.h), by its kind in the step program; -1 if
+// there is none.
+int32_t hs_operation_kind(const char* kind);
 // The workspace bytes of a step, or -1 if sizes, kinds, pointers or operations are inconsistent.
 int64_t hs_step_bytes(const HsStep* step);
 // Appends the keys and values of `count` rows to the cache and writes logits [rows that have them, V].
