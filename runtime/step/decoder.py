@@ -4,8 +4,9 @@ Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from itertools import chain, groupby
+from operator import add
 from typing import Any
 
 import torch
@@ -374,7 +375,7 @@ def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers:
         assert layer.shared is not None
         return layer.shared.forward(as_tensor(read[0]), observers)
     first = _state(read[0]) if is_lazy else read[0]
-    others = as_tensor(read[1]) if len(read) == 2 else as_tensor(read[1]) + as_tensor(read[2])
+    others = reduce(add, map(as_tensor, read[1:]))
     total = first + (others if op.factor == 1.0 else op.factor * others)
     scale = op.times * (layer.scales[op.part] if op.part else 1.0)
     total = total if scale == 1.0 else as_tensor(total).mul_(scale)

@@ -26,14 +26,14 @@ from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.batch import LogitsMemory
-from hotsplit.runtime.step.forms import placed_form
-from hotsplit.runtime.step.hybrid_device import (
-    DeviceBuffers,
-    DeviceKernels,
+from hotsplit.runtime.step.divided_layer import (
     DividedLayer,
     hot_sizes,
+    output_rows,
     shared_parts,
 )
+from hotsplit.runtime.step.forms import placed_form
+from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels
 from hotsplit.runtime.step.hybrid_expert_cache import HybridExpertCache
 from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache, HybridNeuronCache
 from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
@@ -95,6 +95,7 @@ class _Builder:
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
             num_used=spec.most_used, has_states=spec.has_states, value_sizes=spec.value_sizes,
         )  # fmt: skip
+        self.own_rows_L = output_rows(spec)
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
         room.allocate()
@@ -137,6 +138,7 @@ class _Builder:
             num_parts=down_parts(len(hot.id_N), hot.down.width) if hot else 0,
             named_W=named_W,
             hot_bits=hot_bits,
+            own_rows=self.own_rows_L[index],
         )
 
     def _divide_experts(self, index: int, layer: Layer, room: SharedWorkspace) -> DividedLayer:
@@ -155,7 +157,7 @@ class _Builder:
             index=index, layer=layer, hot=hot, hot_id_N=None, cold=native,
             num_parts=0 if hot is None else self._hot_sizes(layer, hot)[1],
             num_shared=self._num_shared(layer) if is_on_gpu else 0, named_W=self.host.named_TW,
-            routed_R=routed_R,
+            routed_R=routed_R, own_rows=self.own_rows_L[index],
         )  # fmt: skip
 
     def step(self) -> HybridStep:

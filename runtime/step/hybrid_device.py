@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import LayerSpec, ModelSpec
+from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
+from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend
@@ -29,12 +29,12 @@ from hotsplit.runtime.ops.delta.gpu import launch_delta
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.embed import launch_embed
 from hotsplit.runtime.ops.neurons import gpu as of_neurons
-from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
-from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.position_wise import Loaded
 from hotsplit.runtime.ops.predict import launch_predict
 from hotsplit.runtime.ops.route import launch_route
+from hotsplit.runtime.ops.structs import NotNative
+from hotsplit.runtime.step.divided_layer import DividedLayer, output_rows, own_sizes
 from hotsplit.runtime.step.native_parts import beginning, first
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.matrix import Matrix
@@ -43,71 +43,10 @@ from hotsplit.runtime.weights.neuron_block import NeuronBlock
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DividedLayer:
-    """A layer's neurons or experts divided by device; `hot_id_N` is None if all neurons are hot, or
-    none."""
-
-    index: int
-    layer: Layer
-    hot: NeuronBlock | ExpertBlock | None
-    hot_id_N: Tensor | None  # int32
-    cold: NativeNeurons | NativeExperts | None
-    num_parts: int  # S, the partial sums of the hot neurons, or of the outputs of all hot experts
-    num_shared: int = 0  # partial sums of shared experts
-    named_W: Tensor  # bits of the predicted neurons on the host, int32 [F / 32 rounded up] per row
-    # With a neuron cache and no predictor, int32 on the device: the slot of each neuron, and the
-    # bits of the hot neurons that fired, which a step writes.
-    hot_bits: tuple[Tensor, Tensor] | None = None
-    # With a neuron cache of experts: where the host gets the router's result of this layer, which
-    # others do not overwrite.
-    routed_R: Tensor | None = None
-
-    def rows(self, name: str) -> tuple[int, int]:
-        """The range of an output's rows in DeviceBuffers.sum_PD; the summands of a sum are
-        adjacent."""
-        end = 1 + self.num_parts
-        if name in ("attn_out", "per_layer_out"):  # the latter after the former's last use
-            return 0, 1
-        if name == "laurel_out":  # before the neurons
-            return 1, 2
-        if name == "hot_out" or (name == "ffn_out" and self.hot is not None):
-            return 1, end
-        if name == "bias":
-            return end, end + 1
-        if name == "shared_out":  # after the experts', wherever they are
-            begin = end + (self.hot is None)
-            return begin, begin + self.num_shared
-        assert name == "ffn_out", name  # the CPU's alone, copied
-        return end, end + 1
-
-
-def hot_sizes(
-    layer: LayerSpec, num_hot: int, width: int, *, is_by_output: bool = False
-) -> tuple[int, int]:
-    """(hidden values of a row, partial sums) of the neurons or experts of a layer that are on a GPU.
-    `is_by_output`: experts have a row of `down` for each output."""
-    if not num_hot:
-        return 0, 0
-    if layer.route is None:  # and the gates, if all are needed
-        return num_hot * (1 + layer.neurons.needs_all_gates), down_parts(num_hot, width)
-    used, own = layer.route.num_used, layer.neurons.of_expert
-    return used * own, used * expert_parts(used, own, width, is_by_output=is_by_output)
-
-
-def shared_parts(layer: LayerSpec, width: int, *, is_by_output: bool) -> int:
-    """Partial sums of the shared experts of a layer on a GPU; 0 without any."""
-    if layer.shared is None:
-        return 0
-    return 1 if is_by_output else down_parts(layer.shared.number, width)
-
-
-OUTPUTS = ("attn_out", "per_layer_out", "laurel_out", "hot_out", "ffn_out", "bias", "shared_out")
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
     "head_in": "attn_input_D", "route_in": "attn_input_D", "logits": "logits_V",
-    "per_layer": "per_layer_I", "active": "active_D",
 }  # fmt: skip
 _REAL = torch.float32
 
@@ -125,21 +64,22 @@ class DeviceBuffers:
     run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta_kernels); as many as rows at most
     writes_T: Tensor  # int32, the slot that takes the state after a row
     tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those of a cache in blocks on the GPU
-    x_D: Tensor  # the hidden state, of all planes
-    active_D: Tensor  # the active plane, if there are several
-    per_layer_I: Tensor  # layers' own inputs, [L, T, P] of a step of T rows
+    x_D: Tensor  # the hidden state
+    own: Mapping[str, Tensor]  # values of position-wise operations that are in no row of sum_PD
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
     qkv: Tensor  # flat, room for the input projections of the layer with most
     heads: Tensor  # flat, room for [H W], or a delta net's outputs
-    scratch: Tensor  # of attention, or inputs of the recurrence of a delta net
-    inner: Tensor  # of predictors, routers and layers' own inputs, flat
+    scratch: (
+        Tensor  # of attention and position-wise operations, or inputs of a delta net's recurrence
+    )
+    inner: Tensor  # of predictors and routers, flat
     routed: Tensor  # experts, as numbers, and their weights, flat
     shared_2: Tensor  # 0 and the weight of shared experts
     named_W: Tensor  # int32 [F / 32 rounded up]
     hidden: Tensor  # of hot neurons, or of the chosen experts, flat
     # Attention's output; partial sums of hot neurons, or outputs of hot experts; bias, or sum of cold
-    # ones; output of shared experts.
+    # ones; output of shared experts. For position-wise operations see divided_layer.py.
     sum_PD: Tensor
     logits_V: Tensor
 
@@ -163,13 +103,15 @@ class DeviceBuffers:
         shared = [layer.shared for layer in spec.layers if layer.shared is not None]
         most_hidden = max([0, *(h for h, _ in hot_sizes_L), *(each.number for each in shared)])
         most_parts = max([parts for _, parts in hot_sizes_L], default=0)
-        own = [b.scratch(width) for x in spec.layers for b in x.position_wise]
-        inner = max([spec.most_rank, *own, *routers])
+        inner = max([spec.most_rank, *routers])
         if has_cache:
             length = tables[0].context_length
             scratch = max(attend_scratch(length, a.num_heads, a.head_dim) for a in spec.attentions)
         mixed = [layer.delta.mixed_size for layer in spec.layers if layer.delta is not None]
-        scratch = max([scratch, *mixed])
+        own = [block.scratch(width) for layer in spec.layers for block in layer.position_wise]
+        scratch = max([scratch, *mixed, *own])
+        last_rows = [row for rows in output_rows(spec) for row in rows.values()]
+        num_sums = max([1 + most_parts + most_shared, *last_rows]) + 1
 
         def take_rows(size: int, dtype: torch.dtype = _REAL) -> Tensor:
             return take((max_rows, size), dtype)
@@ -188,8 +130,7 @@ class DeviceBuffers:
                 if has_cache and not table.is_whole
             },
             x_D=take_rows(spec.x_size),
-            active_D=take_rows(spec.value_sizes.get("active", 0)),
-            per_layer_I=take_rows(spec.value_sizes.get("per_layer", 0)),
+            own={name: take_rows(size) for name, size in own_sizes(spec).items()},
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
             qkv=take((max_rows * spec.most_qkv_size,), _REAL),
@@ -200,7 +141,7 @@ class DeviceBuffers:
             shared_2=take_rows(2 * any(block.has_output_gate for block in shared)),
             named_W=take_rows(-(-spec.most_named // 32), torch.int32),
             hidden=take((max_rows * most_hidden,), _REAL),
-            sum_PD=take((1 + most_parts + 1 + most_shared, max_rows, width), _REAL),
+            sum_PD=take((num_sums, max_rows, width), _REAL),
             logits_V=take_rows(spec.vocab_size if has_head else 0),
         )
 
@@ -210,6 +151,10 @@ class DeviceBuffers:
         for name in _VECTORS:
             values = getattr(self, name)
             changes[name] = self.first(values, values.shape[-1], num_rows=num_rows)
+        changes["own"] = {
+            name: self.first(values, values.shape[-1], num_rows=num_rows)
+            for name, values in self.own.items()
+        }
         parts, width = self.sum_PD.shape[0], self.sum_PD.shape[-1]
         shape = (parts, width) if num_rows == 1 else (parts, num_rows, width)
         changes["sum_PD"] = self.sum_PD.flatten()[: prod(shape)].view(shape)
@@ -222,7 +167,7 @@ class DeviceBuffers:
 
 
 _LISTS = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
-_VECTORS = ("x_D", "active_D", "per_layer_I", "attn_input_D", "named_W", "logits_V", "shared_2")
+_VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V", "shared_2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +189,8 @@ class DeviceKernels(Launcher):
             return found
         if base == "shared_in":  # attention's output is not read any more
             return b.sum_PD[0]
+        if base in b.own and not (divided and divided.has_rows(base)):
+            return b.own[base]
         assert divided is not None, name
         if base == "named":
             return self.named(divided.layer.ffn)
@@ -256,17 +203,14 @@ class DeviceKernels(Launcher):
     def sums(
         self, names: Sequence[str], divided: DividedLayer, summed: Sequence[str] = ()
     ) -> Tensor:
-        """The rows of `sum_PD` that hold these outputs of a layer, [P, D]; they must be adjacent.
-        Of those in `summed`, partial sums have been added up in the first row."""
-        ranges = [divided.rows(name) for name in names]
-        ends = [
-            begin + 1 if name in summed else end
-            for name, (begin, end) in zip(names, ranges, strict=True)
-        ]
-        begin, end = ranges[0][0], ends[-1]
-        count = sum(stop - start for (start, _), stop in zip(ranges, ends, strict=True))
-        assert count == end - begin, (names, begin, end)
-        return self.buffers.sum_PD[begin:end]
+        """The rows of `sum_PD` that hold these outputs of a layer, [P, D]. Of those in `summed`, partial sums
+        have been added up in the first row.
+
+        Raises NotNative if they are not adjacent."""
+        rows = divided.summands(names, summed)
+        if rows is None:
+            raise NotNative(f"a sum of {', '.join(names)} is not supported on a GPU")
+        return self.buffers.sum_PD[rows.start : rows.stop]
 
     def attended(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """The layer's input projections and the outputs of its heads, at the beginning of their
@@ -307,7 +251,7 @@ class DeviceKernels(Launcher):
 
     def position_wise(self, own: Loaded, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Runs a position-wise operation of a layer."""
-        own.launch(self, read, written, self.buffers.inner)
+        own.launch(self, read, written, self.buffers.scratch)
 
     def inputs(self, layer: Layer, x_D: Tensor) -> None:
         self.project(layer.mixer.inputs, x_D, self.attended(layer)[0])
@@ -352,10 +296,16 @@ class DeviceKernels(Launcher):
         """Writes the partial sums of a layer's shared experts to sum_PD."""
         b, shared = self.buffers, divided.layer.shared
         assert shared is not None
-        begin, end = divided.rows("shared_out")
+        rows = divided.rows("shared_out")
         hidden_F = b.first(b.hidden, shared.ffn.num_neurons)
         of_neurons.launch_shared(
-            self, shared, x_D, hidden_F, b.first(b.inner, 1), b.shared_2, b.sum_PD[begin:end]
+            self,
+            shared,
+            x_D,
+            hidden_F,
+            b.first(b.inner, 1),
+            b.shared_2,
+            b.sum_PD[rows.start : rows.stop],
         )
 
     def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.norm import launch_add_norm
-from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
+from hotsplit.runtime.step.divided_layer import DividedLayer
+from hotsplit.runtime.step.hybrid_device import DeviceKernels
 from hotsplit.runtime.step.native_ops import overwritten, scale_of
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of
@@ -125,26 +126,21 @@ class Lowering:
             has_named = any(op.kind == "predict" for op in ops)
             named_W = self.divided[layer].named_W if has_named else None
         node = self.parts.node(ops, named_W)
-        reads = {value: None for op in ops for value in op.reads}
-        writes = {value: None for op in ops for value in (*op.writes, *overwritten(op))}
+        reads = tuple(dict.fromkeys(value for op in ops for value in op.reads))
+        writes = tuple(dict.fromkeys(v for op in ops for v in (*op.writes, *overwritten(op))))
         self.found.append(
-            Submission(
-                name="host",
-                home=ops[0].home,
-                reads=tuple(reads),
-                writes=tuple(writes),
-                work=node,
-            )
+            Submission(name="host", home=ops[0].home, reads=reads, writes=writes, work=node)
         )
 
     def _add(self, op: Op) -> None:
         """Defers a sum until it is read. A sum that adds to a deferred one is merged with it."""
         base, *terms = (self.away.pop(value, value) for value in op.reads)
         assert op.layer is not None
-        before = self.pending.pop(base, None)
-        if before is not None:
-            assert op.writes == (base,) and before.factor == op.factor and before.scale == 1.0, op
+        before = self.pending.get(base)
+        if before is not None and self._are_one(before, op, terms):
             base, terms = before.base, [*before.terms, *terms]
+        elif before is not None:
+            self._settle(before)
         self.pending[op.writes[0]] = _Sum(
             target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factor=op.factor,
             scale=op.times * scale_of(op, self.weights.layers),
@@ -152,31 +148,53 @@ class Lowering:
 
     def _settle_before(self, op: Op) -> None:
         """Submits the deferred sums that an operation needs but is not fused with."""
-        for target, pending in list(self.pending.items()):
-            takes_it = op.kind in ("add", "norm") and op.reads[0] == target
-            if takes_it or not pending.is_touched_by(op):
+        for pending in list(self.pending.values()):
+            takes_it = op.kind in ("add", "norm") and op.reads[0] == pending.target
+            if takes_it or not (pending.is_touched_by(op) or self._overwrites_rows(op, pending)):
                 continue
-            del self.pending[target]
-            device = device_of(target)
-            x_D, sum_PD, term_D = self._summands(pending.reads, pending.layer)
-            target_D = self._tensor(target, pending.layer)
-            self.summed.add(target)
-            self.found.append(
-                Submission(
-                    name="add",
-                    home=device,
-                    reads=pending.reads,
-                    writes=(target,),
-                    work=partial(
-                        launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D,
-                        term_D, factor=self._factor(pending), scale=pending.scale,
-                    ),
-                )
-            )  # fmt: skip
+            self._settle(pending)
+
+    def _settle(self, pending: _Sum) -> None:
+        """Submits a deferred sum."""
+        target, device = pending.target, device_of(pending.target)
+        del self.pending[target]
+        x_D, sum_PD, term_D = self._summands(pending.reads, pending.layer)
+        target_D = self._tensor(target, pending.layer)
+        self.summed.add(target)
+        self.found.append(
+            Submission(
+                name="add",
+                home=device,
+                reads=pending.reads,
+                writes=(target,),
+                work=partial(
+                    launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D,
+                    term_D, factor=self._factor(pending), scale=pending.scale,
+                ),
+            )
+        )  # fmt: skip
+
+    def _are_one(self, pending: _Sum, op: Op, terms: Sequence[str]) -> bool:
+        """True if a deferred sum can take the terms of one that adds to it."""
+        kinds = (pending.layer, pending.factor, pending.scale, (pending.target,))
+        if kinds != (op.layer, op.factor, 1.0, op.writes):
+            return False
+        values = [v for v in (*pending.terms, *terms) if device_of(v) != HOST]
+        summed = self.summed.intersection(values)
+        divided = self.divided[pending.layer]
+        return divided.summands(map(name_of, values), map(name_of, summed)) is not None
+
+    def _overwrites_rows(self, op: Op, pending: _Sum) -> bool:
+        """True if an operation writes rows that a sum reads, as other values."""
+        if op.layer is None:
+            return False
+        written = self.divided[op.layer].rows_of(op.writes)
+        return not written.isdisjoint(self.divided[pending.layer].rows_of(pending.reads))
 
     def _factor(self, pending: _Sum) -> float:
         """The factor of what is added to the first of `_summands`."""
-        assert pending.factor == 1.0 or name_of(pending.base) not in OUTPUTS, pending
+        is_row = self.divided[pending.layer].has_rows(name_of(pending.base))
+        assert pending.factor == 1.0 or not is_row, pending
         return pending.factor
 
     def _norm(self, op: Op, later: Sequence[Op]) -> None:
@@ -206,20 +224,12 @@ class Lowering:
                 reads=reads,
                 writes=(*writes, *copies),
                 work=partial(
-                    launch_add_norm,
-                    self.devices[op.device],
-                    x_D,
-                    sum_PD,
-                    norm,
-                    out_D,
-                    kept_D,
-                    term_D,
-                    copy_D,
-                    factor=1.0 if pending is None else self._factor(pending),
+                    launch_add_norm, self.devices[op.device], x_D, sum_PD, norm, out_D, kept_D, term_D,
+                    copy_D, factor=1.0 if pending is None else self._factor(pending),
                     scale=1.0 if pending is None else pending.scale,
                 ),
             )
-        )
+        )  # fmt: skip
 
     def _name(self, op: Op, later: Sequence[Op]) -> None:
         """Submits a GPU's predictor or router, which also writes to the host if its result is copied
@@ -244,11 +254,8 @@ class Lowering:
             if other.is_beside and (other.reads, other.writes) == ((value,), (target,)):
                 self.copied.add(other)
                 return (target,)
-            if value in other.writes or target in (
-                *other.reads,
-                *other.writes,
-                *overwritten(other),
-            ):
+            used = (*other.reads, *other.writes, *overwritten(other))
+            if value in other.writes or target in used:
                 break
         return ()
 
@@ -262,7 +269,7 @@ class Lowering:
             if device_of(value) == HOST:
                 term_D = self._tensor(value, layer)
         first, *others = [value for value in values if device_of(value) != HOST]
-        if name_of(first) in OUTPUTS:
+        if layer is not None and self.divided[layer].has_rows(name_of(first)):
             rows_PD = self._rows([first, *others], layer)
             return rows_PD[0], rows_PD[1:] if len(rows_PD) > 1 else None, term_D
         return self._tensor(first, layer), self._rows(others, layer) if others else None, term_D
@@ -325,11 +332,9 @@ class Lowering:
             return partial(self._place, device)
         target_D, source_D = (self._tensor(value, op.layer) for value in (target, source))
         if device_of(source) != HOST and name_of(source) in ("ffn_out", "hot_out"):
-            rows_PD = self._rows([source], op.layer)
-            if len(rows_PD) > 1:
-                return partial(
-                    launch_add_norm, device, rows_PD[0], rows_PD[1:], None, None, target_D
-                )
+            first_D, *more = rows_PD = self._rows([source], op.layer)
+            if more:
+                return partial(launch_add_norm, device, first_D, rows_PD[1:], None, None, target_D)
         return partial(device.main.copy, target_D, source_D)
 
     def _place(self, device: DeviceKernels) -> None:

@@ -22,8 +22,9 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.step.decoder import plain_ops
+from hotsplit.runtime.step.divided_layer import hot_sizes, shared_parts
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
-from hotsplit.runtime.step.hybrid_device import DeviceBuffers, hot_sizes, shared_parts
+from hotsplit.runtime.step.hybrid_device import DeviceBuffers
 from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.program import name_of
 from hotsplit.runtime.step.scratch import SCRATCH, kept_norm, written

@@ -1,0 +1,137 @@
+"""A position-wise operation that no file of the product names, at several places of a layer: on a GPU it gives what
+torch gives, and memory is counted for it."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from models import make_model, make_sizes
+from reference import rel_error
+from test_hybrid_step import steps
+from test_runtime import make_split
+
+from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.spec import Add, ModelSpec, Neurons
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.kernels.gpu.own_kernels import own_kernel
+from hotsplit.runtime.model.loader import load_weights
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.ops.position_wise import Loaded, in_layer
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.plain_backend import plain_backend
+
+CPU, IDS = torch.device("cpu"), [1, 5, 2, 3]
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling(PositionWise):
+    """y = w * x, with w [D]; `name`: of w."""
+
+    room: ClassVar[str] = "scaling"
+    num_kernels: ClassVar[int] = 1
+    kind: str = "scaling"
+    reads: str
+    writes: str
+
+    def part(self) -> str:
+        return self.kind
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.reads,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.writes,)
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        return {f"{self.kind}.weight": (hidden_size,)}
+
+
+@own_kernel("", reads=("x_D",), writes=("y_D",))
+def scale(weight_D: torch.Tensor, x_D: torch.Tensor, y_D: torch.Tensor) -> None:
+    y_D.copy_(weight_D.double() * x_D.double())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedScaling(Loaded):
+    block: Scaling
+    weight_D: torch.Tensor
+
+    def forward(self, x):
+        return (self.weight_D * (x if isinstance(x, torch.Tensor) else x.values()),)
+
+    def launch(self, on, read, written, scratch):
+        ((x_D,), (y_D,)) = read, written
+        kernel = on.kernels.own(scale)
+        on.launch(lambda: kernel(self.weight_D, x_D, y_D), [self.weight_D, x_D], [y_D])
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    module = ModuleType("hotsplit.runtime.ops.scaling")
+    module.load = lambda load, blocks, layer, device: [
+        LoadedScaling(
+            block=block, weight_D=load.vector(in_layer(layer, f"{block.kind}.weight"), device)
+        )
+        for block in blocks
+    ]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def scaling(reads: str, writes: str) -> Scaling:
+    return Scaling(kind=f"scaling_{writes}", reads=reads, writes=writes)
+
+
+def spec_with(before: list, between: list, after: list) -> ModelSpec:
+    """Layers of two residual sums, with more blocks before the first one, before the neurons, and at the end;
+    blocks before the first sum are terms of it."""
+    base = make_model(sizes=make_sizes(num_layers=2, num_neurons=96)).spec
+    norm, attention, first, second, neurons, last = base.layers[0].blocks
+    assert isinstance(neurons, Neurons)
+    summed = replace(first, terms=(*first.terms, *(b.writes for b in before)))
+    blocks = (norm, *before, attention, summed, second, *between, neurons, last, *after)
+    return base.with_layers([replace(base.layers[0], blocks=blocks)] * 2)
+
+
+def assert_same(spec: ModelSpec) -> None:
+    """A hybrid step's logits are those of torch."""
+    model = replace(make_model(spec=spec), threshold_L=(0.02,) * 2)
+    everything = [np.arange(96)] * 2
+    for hot in (everything, [np.arange(5, 60), np.arange(0)]):
+        split = make_split(model, hot)
+        placement = Placement.of_split(split, (CPU,))
+        weights = load_weights(model, placement, "exact", 32, notice=print)
+        plain = Decoder(weights=weights, observers=Observers(), native="none")
+        want = plain.logits(plain.forward(torch.tensor(IDS), 0))
+        backend = plain_backend(reference_kernels())
+        step = hybrid_builder.build(weights, placement, Traffic(), backend)
+        assert rel_error(steps(step, IDS), want) < 1e-5
+
+
+PLACES: Mapping[str, tuple] = {
+    "one before": ([scaling("attn_in", "a")], [], []),
+    "two before": ([scaling("attn_in", "a"), scaling("a", "b")], [], []),
+    "two after": ([], [], [scaling("x", "a"), scaling("a", "b"), Add(terms=("x", "a", "b"))]),
+    "of the sum that an operation overwrites": (
+        [scaling("attn_in", "a")], [scaling("ffn_in", "b"), Add(terms=("x", "b"))], []
+    ),
+    "across the neurons": (
+        [], [scaling("ffn_in", "a")], [scaling("a", "b"), Add(terms=("x", "b"))]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_operation_at_any_place_of_a_layer(place):
+    assert_same(spec_with(*PLACES[place]))
