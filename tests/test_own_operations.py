@@ -10,13 +10,18 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from allocations import pool_peaks
 from models import make_model, make_sizes
 from reference import rel_error
+from test_device_memory import allocate_as_on_cuda
 from test_hybrid_step import steps
 from test_runtime import make_split
+from test_temporaries import gpu_weights, host_weights
 
+from hotsplit.families.gemma3n import Numbers, gemma3n_spec
 from hotsplit.model.position_wise import PositionWise
-from hotsplit.model.spec import Add, ModelSpec, Neurons
+from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
+from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.gpu.own_kernels import own_kernel
@@ -25,11 +30,14 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.position_wise import Loaded, in_layer
-from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step import hybrid_builder, scratch
 from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.weights import gpu_products
 
 CPU, IDS = torch.device("cpu"), [1, 5, 2, 3]
+ROTARY = Rotary(theta=1e4, pairing="halves")
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
 
@@ -135,3 +143,42 @@ PLACES: Mapping[str, tuple] = {
 @pytest.mark.parametrize("place", PLACES)
 def test_an_operation_at_any_place_of_a_layer(place):
     assert_same(spec_with(*PLACES[place]))
+
+
+NUMBERS = Numbers(
+    num_planes=4, rank=32, rotaries=(ROTARY, ROTARY), window=8, activation="gelu_tanh", logit_cap=None,
+    inputs=32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["unwatched", "gpu", "gpu, tiles"])
+def test_what_operations_take_is_within_a_bound(way, monkeypatch):
+    """Those of Gemma 3n, which has one of each kind, in layers and outside."""
+    tokens, sizes = 200, make_sizes(width=128, context_length=200)
+    spec = gemma3n_spec([sizes] * 2, [False] * 2, [None] * 2, [None] * 2, NUMBERS)
+    model, hot = make_model(spec=spec, kind="q8_0"), [range(96)] * 2
+    if way == "unwatched":
+        weights = host_weights(model, "exact", tokens, hot, 1)
+        outer = [*weights.first.values(), *weights.last.values()]
+    else:
+        monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
+        monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: way == "gpu")
+        allocate_as_on_cuda(monkeypatch)
+        weights, outer = gpu_weights(model, "exact", tokens, hot, 1), []
+    p = Pass(model=model, mode="exact", num_tokens=tokens, context_length=tokens, way=way)
+    values = {name: torch.randn(tokens, size) for name, size in spec.value_sizes.items()}
+    values |= {"attn_in": values["active"], "token": torch.arange(tokens) % 50}
+    values["per_layer"] = values["per_layer"].view(2, tokens, -1)
+
+    def peak_of(own: Loaded) -> PoolBytes:
+        read = [values[name] for name in own.block.inputs]
+        return pool_peaks(torch.inference_mode()(lambda: own.forward(*read)))
+
+    for own in weights.layers[1].own.values():
+        peak, bound = peak_of(own), scratch.own(p, own.block, 1)
+        if way == "unwatched":  # main memory has no pools
+            peak, bound = (PoolBytes(large=each.total) for each in (peak, bound))
+        assert peak.small <= bound.small and peak.large <= bound.large, own.block
+        assert bound.total < 8 * peak.total, own.block
+    most = max((peak_of(own).total for own in outer), default=0)
+    assert not outer or most <= scratch.outside(p).total < 4 * most

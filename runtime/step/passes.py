@@ -82,7 +82,8 @@ class Pass:
         return self.rounded(kind, width) + self.tile(kind, width, num_rows)
 
     @property
-    def layer_inputs(self) -> PoolBytes:
-        """What layers have of their own, of all layers; 0 without."""
-        size = self.spec.value_sizes.get("per_layer", 0)
-        return self.floats(size) if size else PoolBytes()
+    def beside(self) -> PoolBytes:
+        """The values of operations before the layers that layers read beside the hidden state; on the CPU."""
+        made = {name for block in self.spec.first for name in block.outputs} - {"x"}
+        sizes = (self.spec.value_sizes[name] for name in sorted(made))
+        return PoolBytes() if self.is_on_gpu else sum(map(self.floats, sizes), PoolBytes())

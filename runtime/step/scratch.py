@@ -12,10 +12,8 @@ import torch
 from hotsplit.costs import part_bytes, pass_parts
 from hotsplit.costs.cache_layout import cache_layout
 from hotsplit.costs.part_bytes import FLOAT_BYTES
-from hotsplit.model.low_rank import LEFT, RIGHT, LowRank
 from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.per_layer import GATE, OUTPUT, PerLayer
-from hotsplit.model.planes import ROUTER
+from hotsplit.model.position_wise import TOKEN, PositionWise
 from hotsplit.model.spec import Attention, DeltaNet, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
@@ -36,14 +34,26 @@ def written(p: Pass, index: int, op: Op, held: PoolBytes) -> dict[str, PoolBytes
     width = p.floats(p.spec.hidden_size)
     if op.kind == "predict":  # a byte for each
         return {name: p.tensor(p.num_tokens * p.spec.layers[index].neurons.number)}
-    is_wide = p.spec.x_size > p.spec.hidden_size
-    x = {"x": p.floats(p.spec.x_size)} if "x" in map(name_of, op.writes) else {}
-    if not p.is_on_gpu or (x and is_wide):
-        return {name: width, **x}
+    if (block := _own_block(p, index, op)) is not None:
+        sizes = block.values(p.spec.hidden_size).items()
+        return {name: p.floats(size) for name, size in sizes}
+    if not p.is_on_gpu:
+        return {name: width}
     if op.kind == "norm":
         summed = {read: width} if read == "x" and held.total else {}
         return {**summed, name: _norm(p, index)}
     return {name: width * 2 if op.kind == "add" and held.total else width}
+
+
+def taken(p: Pass, index: int, op: Op) -> PoolBytes:
+    """What an operation of a layer takes while it runs."""
+    block = _own_block(p, index, op)
+    return SCRATCH[op.kind](p, index) if block is None else own(p, block, index)
+
+
+def _own_block(p: Pass, index: int, op: Op) -> PositionWise | None:
+    """The block of a position-wise operation; None for others."""
+    return next((b for b in p.spec.layers[index].position_wise if b.kind == op.kind), None)
 
 
 def _norm(p: Pass, index: int) -> PoolBytes:
@@ -254,37 +264,34 @@ def shared(p: Pass, index: int) -> PoolBytes:
     return p.floats(5 * spec.number + 3 * width) + p.tensor(tile)
 
 
-def per_layer(p: Pass, index: int) -> PoolBytes:
-    """The layer's input, gates, activated and multiplied, masks of them, and the output."""
-    width = p.spec.hidden_size
-    block = next(b for b in p.spec.layers[index].blocks if isinstance(b, PerLayer))
-    found = p.floats(block.size) * 5 + p.tensor(p.num_tokens * block.size) * 2 + p.floats(width)
-    if p.is_on_gpu:
-        found += p.product(p.kind(f"blk.{index}.{GATE}"), width, block.size)
-        found += p.product(p.kind(f"blk.{index}.{OUTPUT}"), block.size, width)
+def own(p: Pass, block: PositionWise, index: int) -> PoolBytes:
+    """An operation of a layer: its outputs, as they are made of the values that they replace; products of its
+    matrices, as they are activated and multiplied; and what a GPU needs beside."""
+    width, sizes = p.spec.hidden_size, block.values(p.spec.hidden_size).values()
+    found = p.floats(block.scratch(width)) + sum((p.floats(x) * 3 for x in sizes), PoolBytes())
+    for name, shape in block.shapes(width).items():
+        if len(shape) == 1:
+            continue
+        rows, columns = shape
+        found += p.floats(rows) * (0 if rows == width else 6)
+        if p.is_on_gpu:
+            kind = p.model.tensors[f"blk.{index}.{name}"].kind
+            found += p.product(kind, columns, rows)
     return found
 
 
-def planes(p: Pass, index: int) -> PoolBytes:
-    """The router's input, the planes, what changes them, and their sum."""
-    width, number = p.spec.hidden_size, p.spec.x_size // p.spec.hidden_size
-    found = p.floats(width) * (2 + 3 * number)
-    if p.is_on_gpu:
-        choice, mix = p.floats(number) * 3, p.floats(number**2)
-        found += p.floats(width) + p.product(p.kind(f"blk.{index}.{ROUTER}"), width, number)
-        found += choice + mix
-    return found
-
-
-def low_rank(p: Pass, index: int) -> PoolBytes:
-    """The product with the first matrix, and that with the second."""
-    width = p.spec.hidden_size
-    found = p.floats(width) * 2
-    if p.is_on_gpu:
-        rank = next(b.rank for b in p.spec.layers[index].blocks if isinstance(b, LowRank))
-        found += p.floats(rank) + p.product(p.kind(f"blk.{index}.{LEFT}"), width, rank)
-        found += p.product(p.kind(f"blk.{index}.{RIGHT}"), rank, width)
-    return found
+def outside(p: Pass) -> PoolBytes:
+    """Operations before the layers or after them, one after the other, and what they leave to layers; on the
+    CPU."""
+    width, most = p.spec.hidden_size, PoolBytes()
+    for blocks in (p.spec.first, p.spec.last):
+        kept = p.floats(width)
+        for block in blocks:
+            read = (p.spec.value_sizes.get(x, width) for x in block.inputs if x != TOKEN)
+            made = block.values(width)
+            most |= kept + p.floats(6 * sum(made.values()) + 3 * sum(read))
+            kept += p.floats(sum(size for name, size in made.items() if name != "x"))
+    return most
 
 
 def neurons(p: Pass, index: int) -> PoolBytes:
@@ -366,7 +373,5 @@ SCRATCH: dict[Kind, Callable[[Pass, int], PoolBytes]] = {
     "norm": lambda p, index: p.floats(p.spec.hidden_size) * 2 + p.floats(1),
     "add": lambda p, index: p.floats(p.spec.hidden_size),
     "attention": attention, "delta": delta, "predict": predict, "neurons": neurons, "route": route,
-    "shared": shared, "per layer": per_layer,
-    "low rank": low_rank,
-    "predict planes": planes, "correct planes": planes, "add to planes": planes,
+    "shared": shared,
 }  # fmt: skip

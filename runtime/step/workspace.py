@@ -27,7 +27,7 @@ from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers
 from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.program import name_of
-from hotsplit.runtime.step.scratch import SCRATCH, kept_norm, written
+from hotsplit.runtime.step.scratch import kept_norm, outside, taken, written
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
@@ -53,21 +53,17 @@ def pass_pools(p: Pass) -> PoolBytes:
     tables = PoolBytes() if p.is_on_gpu else tables
     # An embedding's rows as stored, unpacked, scaled, with positions.
     embedding = p.model.tensors["token_embd.weight"].kind
-    own = PoolBytes() if p.is_on_gpu else p.layer_inputs
-    most = width * (4 if embedding in FLOATS else 6) | width + _head(p) | width + own * 6
-    num_planes = spec.x_size // spec.hidden_size
-    if num_planes > 1:  # as they begin and end
-        most |= width * (2 + 3 * num_planes)
+    most = width * (4 if embedding in FLOATS else 6) | width + _head(p)
+    most |= PoolBytes() if p.is_on_gpu else outside(p)
     for index in _distinct_layers(p):
         layer = spec.layers[index]
         # The caller holds the layer's input, and the previous layer's if the predictor reads it.
         has_before = bool(index and layer.predict and layer.predict.input_layer_offset)
-        inputs = width * num_planes
+        inputs = p.floats(spec.x_size) + p.beside
         inputs += width + kept_norm(p, index - 1) if has_before else PoolBytes()
         alive = {"x": PoolBytes()}
         for op, last in zip(*plain_ops(index, layer), strict=True):
-            taken = SCRATCH[op.kind](p, index)
-            most |= tables + inputs + own + sum(alive.values(), PoolBytes()) + taken
+            most |= tables + inputs + sum(alive.values(), PoolBytes()) + taken(p, index, op)
             held = alive.get(name_of(op.reads[0]), PoolBytes())
             alive = {name: size for name, size in alive.items() if name not in last}
             alive |= written(p, index, op, held)
@@ -134,7 +130,7 @@ def workspace_bytes(
         most = max(most, step_bytes(builder, context_length, num_sequences))
     if gpu_budget_bytes:
         longest = replace(watched, num_tokens=min(PREFILL_CHUNK, context_length))
-        most = max(most, (longest.layer_inputs * 6).total)  # of passes on the GPU
+        most = max(most, outside(longest).total)  # of passes on the GPU
         free = max(0, LEAST_BUDGET_BYTES - gpu_budget_bytes)
         most = max(most, gpu_bytes(model, context_length, mode, num_sequences) - free)
     return -(-most // ROUNDED_TO) * ROUNDED_TO
