@@ -9,7 +9,13 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import context_words
 from hotsplit.costs.default_mode import choose_mode, loss_line
-from hotsplit.costs.part_bytes import all_neuron_bytes, inputs_read, placed_units
+from hotsplit.costs.part_bytes import (
+    all_neuron_bytes,
+    block_read,
+    entries_of,
+    outside_of,
+    placed_units,
+)
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs
@@ -43,7 +49,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     scaling = for_context(model, split.context_length).spec.rope_scaling
     if scaling.has_contexts:
         notes.append(f"rotary embeddings: {scaling.words}")
-    notes += _transposed_notes(model) + _input_notes(model) + _context_notes(inputs, split)
+    notes += _transposed_notes(model) + _table_notes(model) + _context_notes(inputs, split)
     notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)
     if unused > 0:
@@ -82,15 +88,18 @@ def _transposed_notes(model: ModelFile) -> list[str]:
     ]
 
 
-def _input_notes(model: ModelFile) -> list[str]:
-    """What the host holds for layers that have inputs of their own."""
-    if not model.spec.first:
-        return []
-    held = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("per_layer_"))
-    return [
-        f"the embeddings of layers, {format_bytes(held)}, stay in main memory: a token reads"
-        f" {format_bytes(inputs_read(model))} of them"
-    ]
+def _table_notes(model: ModelFile) -> list[str]:
+    """What the host holds for operations outside the layers of which a token reads a row."""
+    notes = []
+    for block in outside_of(model):
+        if not block.tables:
+            continue
+        held = sum(entry.num_bytes for entry in entries_of(model, block).values())
+        notes.append(
+            f"{block.words}, {format_bytes(held)}, stay in main memory: a token reads"
+            f" {format_bytes(block_read(model, block))} of them"
+        )
+    return notes
 
 
 def _context_notes(inputs: Inputs, split: Split) -> list[str]:

@@ -18,19 +18,18 @@ from hotsplit.costs.part_bytes import (
     FLOAT_BYTES,
     LayerBytes,
     down_kind,
-    ends_bytes,
     head_bytes,
-    inputs_read,
     is_dense,
     is_predictor,
     kv_read,
     layer_bytes,
     layer_tensors,
+    outside_kind,
+    outside_read,
     read_share,
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
-from hotsplit.model.per_layer import PROJECTION
 from hotsplit.model.spec import Attention, ModelSpec
 from hotsplit.solver.problem import Problem
 from hotsplit.solver.units import ExpertUnits, NeuronUnits
@@ -206,9 +205,8 @@ def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
 def token_seconds(model: ModelFile, machine: Machine) -> float:
     """The fixed seconds of a token on the CPU, those of its logits, and of what is outside the layers there."""
     total = machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
-    if model.spec.first:
-        num_bytes = inputs_read(model) + ends_bytes(model)
-        total += num_bytes / machine.cpu_rate(model.tensors[f"{PROJECTION}.weight"].kind)
+    if num_bytes := outside_read(model):
+        total += num_bytes / machine.cpu_rate(outside_kind(model))
     return total
 
 

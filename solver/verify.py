@@ -26,8 +26,6 @@ from hotsplit.costs.part_bytes import (
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import computes_all, runs_predictors
-from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
-from hotsplit.model.planes import BEGIN, END
 
 # For a sum taken in another order: f64 with up to millions of terms of one sign.
 TOLERANCE = 1e-9
@@ -117,7 +115,7 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
     home = split.home or (0,) * (len(split.hot) + 1)
     vocab = model.spec.vocab_size
     total = machine.costs.token_s.median + vocab * machine.costs.logit_s.median
-    total += _own_input_seconds(model, machine) + _use_seconds(split, machine, home)
+    total += _outside_seconds(model, machine) + _use_seconds(split, machine, home)
     if split.head_on_gpu:
         gpu = machine.gpus[home[-1]]
         total += _kernels_seconds(gpu, HEAD_KERNELS, head_bytes(model))
@@ -277,16 +275,15 @@ def _shares(
     return np.minimum(1.0, fired_F * named_per_fired), fired_F
 
 
-def _own_input_seconds(model: ModelFile, machine: Machine) -> float:
-    """Seconds of what the CPU computes for layers that have inputs of their own."""
-    if not model.spec.first:
-        return 0.0
-    table, *others = (model.tensors[f"{name}.weight"] for name in (TABLE, PROJECTION, INPUT_NORM))
-    num_bytes = table.num_bytes / table.shape[0] + sum(entry.num_bytes for entry in others)
-    num_bytes += sum(
-        e.num_bytes for n, e in model.tensors.items() if n.startswith((f"{BEGIN}.", f"{END}."))
-    )
-    return num_bytes / machine.cpu_rate(others[0].kind)
+def _outside_seconds(model: ModelFile, machine: Machine) -> float:
+    """Seconds of operations outside the layers, on the CPU; of a table, a token reads a row."""
+    spec, num_bytes, kinds = model.spec, 0.0, list[str]()
+    for block in (*spec.first, *spec.last):
+        for name, shape in block.shapes(spec.hidden_size).items():
+            entry, is_table = model.tensors[name], name in spec.tables
+            num_bytes += entry.num_bytes / (shape[0] if is_table else 1)
+            kinds += [entry.kind] if len(shape) > 1 and not is_table else []
+    return num_bytes / machine.cpu_rate((*kinds, "f32")[0]) if num_bytes else 0.0
 
 
 def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import ends_bytes, head_bytes
+from hotsplit.costs.part_bytes import head_bytes, outside_read
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import row_bytes
 from hotsplit.measure.advise.advise import (
@@ -119,4 +119,4 @@ def _bytes_per_token(engine: Engine, ids_T: Tensor) -> float:
         engine._step(token, position)
     read = sum(count - before[part] for part, count in asdict(engine.traffic).items())
     norms = sum(e.num_bytes for n, e in engine.model.tensors.items() if n.startswith("output_norm"))
-    return read / len(ids) + head_bytes(engine.model) + ends_bytes(engine.model) - norms
+    return read / len(ids) + head_bytes(engine.model) + outside_read(engine.model) - norms

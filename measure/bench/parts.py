@@ -14,13 +14,12 @@ from torch import Tensor
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import (
-    ends_bytes,
     head_bytes,
-    inputs_read,
     is_dense,
     is_predictor,
     layer_bytes,
     layer_tensors,
+    outside_read,
     state_bytes,
 )
 from hotsplit.model.modes import computes_all, runs_predictors
@@ -162,8 +161,8 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
     found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
     if positions := model.tensors.get("position_embd.weight"):
         found[OTHER, "cpu"] += positions.row_bytes
-    if model.spec.first:
-        found[OTHER, "cpu"] += inputs_read(model) + ends_bytes(model)
+    if read := outside_read(model):
+        found[OTHER, "cpu"] += read
 
 
 def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:

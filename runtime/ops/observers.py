@@ -26,7 +26,7 @@ NAMES = {
     "ffn_hidden": "[T, F] act(gate) * up, input of the down projection",
     "ffn_shared_hidden": "[T, F] ffn_hidden of the experts that all tokens share",
     "ffn_out": "[T, D] output of the feed-forward layer",
-    "layer_out": "[T, D] hidden state after the layer; [T, P D] if it has P planes",
+    "layer_out": "[T, D] hidden state after the layer, or wider, if operations widen it",
     "output_norm": "[T, D] input of the head, only of the tokens whose logits are wanted",
     "logits": "[T, V] logits, only of the tokens for which they are wanted",
 }

@@ -10,12 +10,12 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.cache_bytes import is_cached
 from hotsplit.costs.part_bytes import (
-    ends_bytes,
+    block_read,
     head_bytes,
-    inputs_read,
     is_dense,
     layer_bytes,
     layer_tensors,
+    outside_of,
     placed_units,
     stored_neuron_bytes,
 )
@@ -31,7 +31,6 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
     rows = [model.tensors[name] for name in ("token_embd.weight", "position_embd.weight")
             if name in model.tensors]  # fmt: skip
     head = model.tensors[model.head_name].num_bytes
-    ends = ends_bytes(model)
     parts_L = [_part_bytes(model, index, hot) for index, hot in enumerate(num_hot)]
     for index in by_output:
         parts_L[index]["all"] = stored_neuron_bytes(model, index)
@@ -43,9 +42,7 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
             "embedding": sum(entry.row_bytes for entry in rows),
             "head": head,
             "output_norm": head_bytes(model) - head,
-            "begin_planes": ends // 2,
-            "end_planes": ends // 2,
-            "layer_inputs": inputs_read(model),
+            **{block.part(): block_read(model, block) for block in outside_of(model)},
         },
     )
 

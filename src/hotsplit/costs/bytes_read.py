@@ -5,7 +5,7 @@ The solver's verifier has its own (solver/verify.py)."""
 from collections.abc import Sequence
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import ends_bytes, head_bytes, inputs_read, layer_bytes
+from hotsplit.costs.part_bytes import head_bytes, layer_bytes, outside_read
 
 
 def neurons_read(
@@ -31,7 +31,7 @@ def bytes_read(
     `has_predictor`: predictors are run too."""
     count = model.spec.num_layers
     shares = zip(named_L or (None,) * count, fired_L or (None,) * count, strict=True)
-    total = float(head_bytes(model) + inputs_read(model) + ends_bytes(model))
+    total = float(head_bytes(model) + outside_read(model))
     for layer, (named, fired) in enumerate(shares):
         sizes = layer_bytes(model, layer)
         total += sizes.attention + neurons_read(model, layer, named, fired)

@@ -12,8 +12,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, type_of
-from hotsplit.model.per_layer import INPUT_NORM, PROJECTION, TABLE
-from hotsplit.model.planes import BEGIN, END
+from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
@@ -241,28 +240,44 @@ def head_bytes(model: ModelFile) -> int:
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """Bytes of learned positions, of what layers' own inputs are made of, of what begins and ends planes of the
-    hidden state, and of the embedding matrix unless it is also the head."""
+    """Bytes of learned positions, of operations outside the layers, and of the embedding matrix unless it is
+    also the head."""
     positions = model.tensors.get("position_embd.weight")
     tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
-    inputs = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("per_layer_"))
-    return tokens + inputs + ends_bytes(model) + (positions.num_bytes if positions else 0)
-
-
-def ends_bytes(model: ModelFile) -> int:
-    """Bytes of what begins and ends planes of the hidden state, which the host reads for each token."""
-    return sum(
-        e.num_bytes for n, e in model.tensors.items() if n.startswith((f"{BEGIN}.", f"{END}."))
+    outside = sum(
+        entry.num_bytes for b in outside_of(model) for entry in entries_of(model, b).values()
     )
+    return tokens + outside + (positions.num_bytes if positions else 0)
 
 
-def inputs_read(model: ModelFile) -> int:
-    """Bytes that the host reads for a token's inputs of all layers: a row of their table, the projection
-    of the embedding and the norm; 0 without."""
-    if not model.spec.first:
-        return 0
-    table, *others = (model.tensors[f"{name}.weight"] for name in (TABLE, PROJECTION, INPUT_NORM))
-    return table.row_bytes + sum(entry.num_bytes for entry in others)
+def outside_of(model: ModelFile) -> tuple[PositionWise, ...]:
+    """The operations outside the layers, which the host runs."""
+    return *model.spec.first, *model.spec.last
+
+
+def entries_of(model: ModelFile, block: PositionWise) -> dict[str, TensorEntry]:
+    """The tensors of such an operation, by name."""
+    return {name: model.tensors[name] for name in block.shapes(model.spec.hidden_size)}
+
+
+def block_read(model: ModelFile, block: PositionWise) -> int:
+    """Bytes of such an operation's tensors that the host reads for a token: of a table, a row."""
+    entries = entries_of(model, block).items()
+    return sum(e.row_bytes if name in block.tables else e.num_bytes for name, e in entries)
+
+
+def outside_read(model: ModelFile) -> int:
+    """Bytes that the host reads for a token outside the layers, beside the embedding's row and the head."""
+    return sum(block_read(model, block) for block in outside_of(model))
+
+
+def outside_kind(model: ModelFile) -> str:
+    """The type of the first matrix that the host multiplies by outside the layers: all counts with its
+    rate."""
+    entries = (
+        e for b in outside_of(model) for n, e in entries_of(model, b).items() if n not in b.tables
+    )
+    return next((entry.kind for entry in entries if len(entry.shape) > 1), "f32")
 
 
 def most_units(spec: ModelSpec) -> int:

@@ -29,6 +29,7 @@ class LayerInputs(PositionWise):
     kind: ClassVar[str] = "layer inputs"
     room: ClassVar[str] = "per_layer"
     tables: ClassVar[tuple[str, ...]] = (f"{TABLE}.weight",)
+    words: ClassVar[str] = "the embeddings of layers"
     unquantised: ClassVar[tuple[str, ...]] = (f"{PROJECTION}.weight",)
     size: int  # P
     epsilon: float  # of the norm

@@ -15,13 +15,14 @@ TOKEN = "token"  # the token itself, as a value that an operation outside the la
 class PositionWise:
     """The base of such blocks, which are frozen dataclasses. `kind`: its name in the step program; `room`:
     its module in runtime/ops; `num_kernels`: those that a GPU launches for it; `tables`: of its tensors,
-    those of which a token reads one row; `unquantised`: matrices that llama.cpp's
-    quantiser leaves in 16 or 32 bits."""
+    those of which a token reads one row, which notes on memory call `words`; `unquantised`: matrices that
+    llama.cpp's quantiser leaves in 16 or 32 bits."""
 
     kind: ClassVar[str]
     room: ClassVar[str]
     num_kernels: ClassVar[int] = 0
     tables: ClassVar[tuple[str, ...]] = ()
+    words: ClassVar[str] = ""
     unquantised: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
