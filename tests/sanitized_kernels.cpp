@@ -185,7 +185,7 @@ bool neurons(const HsBlock& whole, int32_t activation, int64_t D, int64_t F) {
         n.block = whole, n.block.id = ids;
         n.x = floats(T * D), n.y = floats(T * D), n.fired = words(T * W);
         n.width = D, n.num_neurons = F, n.num_tokens = n.max_tokens = T;
-        n.activation = activation;
+        n.gate.activation = activation;
         const int64_t size = hs_neurons_bytes(&n);
         if (size < 0) return false;
         n.workspace = aligned(size);
@@ -340,7 +340,7 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     attention.key = bytes(C * K * W * 2), attention.value = bytes(C * K * W * 2);
     if (is_named && rank) layer.predictor.down = matrix(kind, rank, D, false);
     if (is_named) layer.predictor.up = matrix(kind, F, rank ? rank : D, true);
-    feed_forward.down_bias = floats(D), feed_forward.computes_all = computes_all;
+    feed_forward.down_bias = floats(D), feed_forward.gate.computes_all = computes_all;
     HsBlock block = {};
     block.gate = matrix(kind, F, D, true), block.down = matrix(summed(kind), F, D, false);
     if (is_grouped(kind)) block.down.data = weights(kind, F, D), block.down.kind = kind;
@@ -359,9 +359,9 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     attention.window = computes_all || is_named ? 0 : 7;
     if (computes_all && !is_named)
         attention.num_own = 1, attention.input[2] = {}, attention.value_norm = norm(W, false);
-    feed_forward.activation = !is_gated    ? ACTIVATION_RELU
-                              : rank == 32 ? ACTIVATION_GELU_TANH
-                                           : ACTIVATION_SILU;
+    feed_forward.gate.activation = !is_gated    ? ACTIVATION_RELU
+                                   : rank == 32 ? ACTIVATION_GELU_TANH
+                                                : ACTIVATION_SILU;
     step.layer = &layer, step.num_layers = 1, step.rotary = &rotary, step.num_rotaries = 1;
     step.width = D, step.num_neurons = F, step.context_length = C, step.max_rows = R;
     const int32_t one_block[] = {0};
@@ -396,7 +396,7 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     if (std::memcmp(fired_together + (R - 1) * num_words, fired, num_words * 4)) return false;
     if (computes_all && !is_named && !are_all(fired, F)) return false;
     for (const HsBlock& each : {block, interleaved(block)})
-        if (!computes_all && !neurons(each, feed_forward.activation, D, F)) return false;
+        if (!computes_all && !neurons(each, feed_forward.gate.activation, D, F)) return false;
     const HsRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
     rows[1].position += 1;
     return hs_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
@@ -438,8 +438,8 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
     const HsExperts own = experts(kind, is_by_output, D, F, E);
     HsFeedForward& feed_forward = layer.feed_forward;
     feed_forward.experts = &own, feed_forward.num_blocks = 1, feed_forward.num_neurons = F;
-    feed_forward.computes_all = computes_all;
-    feed_forward.activation = computes_all ? ACTIVATION_SWIGLU_OAI : ACTIVATION_RELU;
+    feed_forward.gate.computes_all = computes_all;
+    feed_forward.gate.activation = computes_all ? ACTIVATION_SWIGLU_OAI : ACTIVATION_RELU;
     layer.route = {
         matrix(KIND_F32, E, D, true), floats(E), floats(E), 2, 3, 2, GATING_SIGMOID, 1, 1.5f, 0};
     const HsExperts one = experts(kind, is_by_output, D, F, 1);
@@ -699,7 +699,7 @@ struct Selecting {
         attention.num_heads = H, attention.num_kv_heads = K, attention.head_width = W;
         attention.num_own = 2;
         attention.scores.scale = 1.0f / std::sqrt(static_cast<float>(W));
-        feed_forward.activation = ACTIVATION_RELU;
+        feed_forward.gate.activation = ACTIVATION_RELU;
         step.context_length = C, step.max_rows = ROWS, step.embedding_scale = 1.0f;
         step.key_kind = step.value_kind = cache_kind;
         ops = operations(step), step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());

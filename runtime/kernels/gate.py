@@ -1,8 +1,9 @@
-"""How the products of gates become activations, and which neurons are silent. What is between a layer's
-spec and a kernel hands a `Gate` on whole.
+"""How the products of gates become activations, and which neurons are silent: in torch, and as numbers for
+C++ (gate.h). What is between a layer's spec and a kernel hands a `Gate` on whole.
 
 Letters: T tokens, N neurons of a block, F neurons of a layer."""
 
+from ctypes import Structure, c_float, c_int32
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,13 @@ from torch.nn import functional as F
 from hotsplit.model.neurons import SMOOTH, Activation, Neurons
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of swiglu_oai
+# In the order of the enum in kernels.h.
+ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai")
+
+
+class GateStruct(Structure):
+    _fields_ = [("activation", c_int32), ("computes_all", c_int32), ("threshold", c_float),
+                ("cutoff", c_float), ("cuts", c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,13 @@ class Gate:
         return cls(
             activation=neurons.activation, cutoff=neurons.cutoff, threshold=threshold,
             computes_all=computes_all,
+        )  # fmt: skip
+
+    @property
+    def struct(self) -> GateStruct:
+        return GateStruct(
+            activation=ACTIVATIONS.index(self.activation), computes_all=self.computes_all,
+            threshold=self.threshold, cutoff=self.cutoff or 0.0, cuts=self.cutoff is not None,
         )  # fmt: skip
 
     @property

@@ -11,14 +11,13 @@ from hotsplit.costs.part_bytes import down_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gate import GateStruct
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.native import (
     NeuronsStruct,
-    activation_fields,
     block_struct,
-    cutoff_fields,
     experts_struct,
 )
 from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative, Structs
@@ -78,7 +77,7 @@ def chosen_bytes(hollow: Builder, index: int, max_tokens: int) -> int:
     structs, (block, *_) = Structs(), hollow.expert_loader(index).experts()
     struct = ChosenStruct(
         experts=experts_struct(structs, block), width=hollow.spec.hidden_size,
-        num_used=route.num_used, max_tokens=max_tokens, computes_all=block.is_by_output,
+        num_used=route.num_used, max_tokens=max_tokens, gate=GateStruct(computes_all=block.is_by_output),
     )  # fmt: skip
     return max(0, library.chosen_bytes(struct))
 
@@ -94,6 +93,6 @@ def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> 
     block = block_struct(structs, replace(part, is_whole=True))
     struct = NeuronsStruct(
         block=block, width=width, num_neurons=block.num_neurons, max_tokens=max_tokens,
-        **activation_fields(gate), **cutoff_fields(gate),
+        gate=gate.struct,
     )  # fmt: skip
     return max(0, library.neurons_bytes(struct))

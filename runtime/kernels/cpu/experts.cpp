@@ -20,8 +20,9 @@ struct Room {
 
 bool fits(const HsChosen& c) {
     if (c.width < 1 || c.width > INT32_MAX || c.max_tokens < 1 || c.max_tokens > MAX_ROWS) return false;
-    if (c.activation < 0 || c.activation >= NUM_ACTIVATIONS) return false;
-    return fits(c.experts, c.num_used, c.width, c.computes_all);
+    const Gate gate{c.gate};
+    if (!gate.is_valid() || gate.needs_all()) return false;
+    return fits(c.experts, c.num_used, c.width, gate.computes_all);
 }
 
 }  // namespace
@@ -37,7 +38,7 @@ EXPORT void hs_chosen(void* data) {
     Room room(c, c.workspace);
     const int64_t T = c.num_tokens;
     std::memcpy(room.x.f32, c.x, T * c.width * sizeof(float));
-    const Gate gate = {c.activation, c.computes_all != 0, c.threshold};
+    const Gate gate{c.gate};
     NeuronBytes read;
     room.experts.run(c.experts, gate, c.routed, c.num_used, room.x, T, c.y, read);
     c.gate_bytes += read.gate, c.up_bytes += read.up, c.down_bytes += read.down;

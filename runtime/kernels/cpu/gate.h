@@ -1,23 +1,31 @@
-// Decides whether neurons fire, lists those that are predicted to, and keeps bits of those that do.
-// The reference is feed_forward.py.
+// How the products of gates become activations, and which neurons are silent. The reference is Gate in
+// runtime/kernels/gate.py.
 #pragma once
 #include <cmath>
 
-#include "row_sums.h"
+#include "dispatch.h"
 
-// The activation of a gate; the reference is Gate in runtime/kernels/gate.py.
-struct Gate {
+struct HsGate {
     int32_t activation;
-    bool computes_all;  // silent neurons are computed, too
+    int32_t computes_all;  // silent neurons too, if they are named or none are; else those that fire
     float threshold;
+    // k: the activation takes max(0, g - m - k s) of a gate g; m, s: mean and standard deviation of all
+    // gates of the row. Only with `cuts`.
     float cutoff = 0.0f;
-    bool cuts = false;
+    int32_t cuts = 0;
+};
 
+struct Gate : HsGate {
     bool is_smooth() const { return activation >= ACTIVATION_SILU; }
+
+    bool is_valid() const { return activation >= 0 && activation < NUM_ACTIVATIONS; }
+
+    // True if prepare() is to be called with all gates of a layer, which then has one block of all neurons.
+    bool needs_all() const { return cuts; }
 
     // Leaves of the n gates of a layer what is above the cutoff; NaN stays. The sums of each eighth value
     // are apart, so that they are vectors.
-    void cut(float* gate, int64_t n) const {
+    void prepare(float* gate, int64_t n) const {
         const double mean = sum_of(gate, n, [](double x) { return x; }) / static_cast<double>(n);
         const double squares = sum_of(gate, n, [=](double x) { return (x - mean) * (x - mean); });
         const double deviation = std::sqrt(squares / static_cast<double>(n));
@@ -84,64 +92,4 @@ struct Gate {
 
     // The gate above which a neuron with ReLU or a variant fires.
     float least() const { return activation == ACTIVATION_FATRELU ? threshold : 0.0f; }
-};
-
-// Limits of a block's neurons, by position in the block.
-struct NeuronLimits {
-    NeuronLimits(const HsBlock& block, const Gate& gate)
-        : threshold(gate.threshold), gate(block.gate_limit) {}
-
-    float of_gate(int64_t p) const { return gate ? gate[p] : threshold; }
-    // Bit i says whether the smooth gate at position p + i fires, for i < n <= 64.
-    uint64_t open_gates(const float* value, int64_t p, int64_t n) const {
-        if (gate) return kernels().beyond(value, n, gate + p);
-        float same[64];
-        std::fill_n(same, n, threshold);
-        return kernels().beyond(value, n, same);
-    }
-
-    const float threshold;
-    const float* const gate;  // or null
-};
-
-// The predicted neurons of a layer, given by bits, or by scores above a threshold or NaN.
-struct Named {
-    const uint32_t* bits;  // or null
-    const float* score;
-    float threshold;
-
-    bool has(int64_t j) const { return bits ? bits[j / 32] >> (j % 32) & 1 : !(score[j] <= threshold); }
-
-    // Bit i says whether neuron j + i is predicted, for i < n <= 64. j % 32 == 0.
-    uint64_t which(int64_t j, int64_t n) const {
-        if (!bits) return kernels().above(score + j, n, threshold);
-        const uint64_t word = bits[j / 32] | static_cast<uint64_t>(n > 32 ? bits[j / 32 + 1] : 0) << 32;
-        return word & ~0ull >> (64 - n);
-    }
-
-    // Writes the predicted neurons below n to `chosen` [n], ascending; returns their number.
-    int64_t list(int64_t n, int32_t* chosen) const {
-        if (!bits) return kernels().choose(score, n, threshold, chosen);
-        int64_t count = 0;
-        for (int64_t first = 0; first < n; first += 32) {
-            const uint32_t outside = n - first < 32 ? ~0u << (n - first) : 0;
-            for (uint32_t left = bits[first / 32] & ~outside; left; left &= left - 1)
-                chosen[count++] = static_cast<int32_t>(first + __builtin_ctz(left));
-        }
-        return count;
-    }
-};
-
-// Memory for one bit per neuron of the layer, [T, stride] words; null: bits are not wanted.
-struct Fired {
-    uint32_t* bits = nullptr;
-    int64_t stride = 0;
-
-    void set(int64_t t, int64_t j) const { bits[t * stride + j / 32] |= 1u << j % 32; }
-};
-
-// Weight bytes of the rows that any token needs, each counted once. For one token, exactly these
-// are read; several tokens may read further rows of the same groups (see neurons.h).
-struct NeuronBytes {
-    int64_t gate = 0, up = 0, down = 0;
 };

@@ -7,8 +7,8 @@ struct Room {
     Room(const HsNeurons& n, uint8_t* memory)
         : arena(memory),
           x(arena.operand(n.width, n.max_tokens, forms_of(n.block))),
-          neurons(arena, n.width, n.block.num_neurons, n.max_tokens, by_output_forms(n.block), n.cuts) {
-    }
+          neurons(arena, n.width, n.block.num_neurons, n.max_tokens, by_output_forms(n.block),
+                  Gate{n.gate}.needs_all()) {}
 
     Arena arena;
     Operand x;
@@ -19,9 +19,10 @@ bool fits(const HsNeurons& n) {
     if (n.width < 1 || n.width > INT32_MAX || n.num_neurons < 1 || n.num_neurons > INT32_MAX)
         return false;
     if (n.max_tokens < 1 || n.max_tokens > MAX_ROWS) return false;
-    if (n.activation < 0 || n.activation >= NUM_ACTIVATIONS) return false;
-    if (n.cuts && (n.named || !takes_cutoff(n.block, n.num_neurons))) return false;
-    return fits(n.block, n.width, n.num_neurons, n.block.up.data != nullptr, n.computes_all);
+    const Gate gate{n.gate};
+    if (!gate.is_valid()) return false;
+    if (gate.needs_all() && (n.named || !has_all(n.block, n.num_neurons))) return false;
+    return fits(n.block, n.width, n.num_neurons, n.block.up.data != nullptr, gate.computes_all);
 }
 
 }  // namespace
@@ -37,7 +38,7 @@ EXPORT void hs_neurons(void* data) {
     Room room(n, n.workspace);
     const int64_t T = n.num_tokens, words = (n.num_neurons + 31) / 32;
     std::memcpy(room.x.f32, n.x, T * n.width * sizeof(float));
-    const Gate gate = {n.activation, n.computes_all != 0, n.threshold, n.cutoff, n.cuts != 0};
+    const Gate gate{n.gate};
     Named named[MAX_ROWS];
     for (int64_t t = 0; n.named && t < T; ++t) named[t] = {n.named + t * words, nullptr, 0.0f};
     NeuronBytes read;

@@ -11,10 +11,10 @@
 class Neurons {
   public:
     // Allocates for blocks of up to F neurons of width D, and up to T tokens. `forms`: the packed forms of hidden
-    // values for `down` by outputs (by_output_forms). `cuts`: some gates are cut off.
-    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T, uint32_t forms, bool cuts)
+    // values for `down` by outputs (by_output_forms). `needs_all`: Gate::needs_all() of a layer.
+    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T, uint32_t forms, bool needs_all)
         : D(D), sums_(arena, D, T) {
-        cut_room_ = arena.take<float>(cuts ? T * F : 0);
+        all_gates_ = arena.take<float>(needs_all ? T * F : 0);
         position_ = arena.take<int32_t>(F);
         candidate_ = arena.take<int32_t>(F);
         gate_ = arena.take<float>(F);
@@ -36,12 +36,12 @@ class Neurons {
     void run(const HsBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}, const Seen& seen = {}) {
         seen_ = seen;
-        cut_ = nullptr;
-        if (gate.cuts) {
-            HsBlock cut = block;
-            cut.gate.bias = nullptr;  // added here
-            cut_ = cut_gates(block, gate, x, T);
-            return run_block(cut, gate, named, x, T, out, read, fired);
+        known_ = nullptr;
+        if (gate.needs_all()) {
+            HsBlock rest = block;
+            rest.gate.bias = nullptr;  // added here
+            known_ = prepare_gates(block, gate, x, T);
+            return run_block(rest, gate, named, x, T, out, read, fired);
         }
         run_block(block, gate, named, x, T, out, read, fired);
     }
@@ -57,19 +57,19 @@ class Neurons {
         run_one(block, gate, position_, list(block, *named, position_), x, out, read, fired);
     }
 
-    // The gates [T, N] of all neurons, as their cutoff leaves them. A cutoff needs all of them first.
-    const float* cut_gates(const HsBlock& block, const Gate& gate, Operand& x, int64_t T) {
+    // What the activation takes [T, N] of the gates of all neurons, which it needs first.
+    const float* prepare_gates(const HsBlock& block, const Gate& gate, Operand& x, int64_t T) {
         const int64_t N = block.num_neurons;
         const Input gate_x = x.as(block.gate.kind, T);
         split(T * num_bytes(block.gate), N, T == 1 ? TILE_ROWS : 32, 16, [&](int64_t a0, int64_t a1) {
-            kernels().dot_rows[block.gate.kind](::rows_of(block.gate), gate_x, cut_room_, N, a0, a1);
+            kernels().dot_rows[block.gate.kind](::rows_of(block.gate), gate_x, all_gates_, N, a0, a1);
             for (int64_t t = 0; block.gate.bias && t < T; ++t)
-                for (int64_t a = a0; a < a1; ++a) cut_room_[t * N + a] += block.gate.bias[a];
+                for (int64_t a = a0; a < a1; ++a) all_gates_[t * N + a] += block.gate.bias[a];
         });
         split(T * N * 8, T, 1, 4, [&](int64_t t0, int64_t t1) {
-            for (int64_t t = t0; t < t1; ++t) gate.cut(cut_room_ + t * N, N);
+            for (int64_t t = t0; t < t1; ++t) gate.prepare(all_gates_ + t * N, N);
         });
-        return cut_room_;
+        return all_gates_;
     }
 
     // Numbers of rows that any token needs; dot_groups() and the sums may read further rows of the group.
@@ -98,9 +98,9 @@ class Neurons {
               [&](int64_t a0, int64_t a1) {
             Rows rows = ::rows_of(block.gate);
             if (block.up.data) rows.after = block.up.data + a0 * block.up.stride;
-            for (int64_t t = 0; cut_ && t < T; ++t)
-                std::copy(cut_ + t * N + a0, cut_ + t * N + a1, hidden_.value + t * N + a0);
-            if (!cut_) kernels().dot_rows[block.gate.kind](rows, gate_x, hidden_.value, N, a0, a1);
+            for (int64_t t = 0; known_ && t < T; ++t)
+                std::copy(known_ + t * N + a0, known_ + t * N + a1, hidden_.value + t * N + a0);
+            if (!known_) kernels().dot_rows[block.gate.kind](rows, gate_x, hidden_.value, N, a0, a1);
             if (block.up.data)
                 kernels().dot_rows[block.up.kind](::rows_of(block.up), up_x, up_many_, N, a0, a1);
             for (int64_t t = 0; t < T; ++t)
@@ -137,7 +137,7 @@ class Neurons {
                                     sums_.part,
                                     chunk,
                                     seen_,
-                                    cut_};
+                                    known_};
         split(T * N * row_bytes(block.gate), chunks, 1, MAX_CHUNKS,
               [&](int64_t c0, int64_t c1) { whole.run(c0, c1); });
         auto join = [&](int64_t t, int64_t d0, int64_t d1) {
@@ -169,7 +169,7 @@ class Neurons {
         const Input gate_x = x.as(block.gate.kind, 1);
         const Input up_x = block.up.data ? x.as(block.up.kind, 1) : gate_x;
         const TokenRoom room = {gate_,          up_,        hidden_.value, open_,
-                                open_position_, sums_.part, chunk,         cut_};
+                                open_position_, sums_.part, chunk,         known_};
         Opened opened[MAX_CHUNKS] = {};
         split(count * row_bytes(block.gate), chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
             opened[c0] = OneToken(block, gate, gate_x, up_x, room, all).run(c0, c1);
@@ -280,12 +280,12 @@ class Neurons {
                     named ? names(block, named[t], p0, count) : ~0ull >> (SUM_ROWS - count);
             num_read_[g].gate = __builtin_popcountll(any);
         }
-        for (int64_t g = g0; cut_ && g < g1; ++g) {
+        for (int64_t g = g0; known_ && g < g1; ++g) {
             const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
             for (int64_t t = 0; t < T; ++t)
-                std::copy_n(cut_ + t * block.num_neurons + p0, count, hidden_.values(g, t));
+                std::copy_n(known_ + t * block.num_neurons + p0, count, hidden_.values(g, t));
         }
-        if (!cut_) dot_groups(block.gate, block, gate_x, T, g0, g1, needed, hidden_.value);
+        if (!known_) dot_groups(block.gate, block, gate_x, T, g0, g1, needed, hidden_.value);
         for (int64_t g = g0; g < g1; ++g) open_group(block, gate, T, g, needed.bits[g - g0]);
         if (block.up.data) dot_groups(block.up, block, up_x, T, g0, g1, needed, up_many_);
         for (int64_t g = g0; g < g1; ++g) finish_group(block, gate, T, g, needed.bits[g - g0]);
@@ -361,8 +361,8 @@ class Neurons {
     Operand hidden_x_;     // the same memory
     int32_t *position_, *candidate_, *open_, *open_position_;
     float *gate_, *up_, *up_many_ = nullptr;
-    float* cut_room_;
-    const float* cut_ = nullptr;
+    float* all_gates_;
+    const float* known_ = nullptr;
     NumRead* num_read_ = nullptr;
     Seen seen_ = {};
 };
@@ -372,17 +372,16 @@ inline uint32_t by_output_forms(const HsBlock& block) {
     return block.is_by_output ? form_bit(block.down) : 0;
 }
 
-// True if this block of a layer of F neurons may have a cutoff: it has all of them, in order.
-inline bool takes_cutoff(const HsBlock& block, int64_t F) {
+// True if this block has all F neurons of a layer, in order.
+inline bool has_all(const HsBlock& block, int64_t F) {
     return !block.row && !block.id && block.num_neurons == F;
 }
 
 // True if this is a valid block of a layer of F neurons of width D.
 inline bool fits(const HsBlock& block, int64_t D, int64_t F, bool is_gated, bool computes_all) {
     if (block.is_by_output)
-        return computes_all && !block.row && !block.id && block.num_neurons == F &&
-               is_gated == (block.up.data != nullptr) && fits(block.gate, F, D) &&
-               fits(block.down, D, F) && (!is_gated || fits(block.up, F, D));
+        return computes_all && has_all(block, F) && is_gated == (block.up.data != nullptr) &&
+               fits(block.gate, F, D) && fits(block.down, D, F) && (!is_gated || fits(block.up, F, D));
     const int64_t rows = block.down.num_rows;
     const bool is_whole = computes_all && !block.row;
     if (!has_sums(block.down) && !(is_whole && is_grouped(block.down.kind))) return false;

@@ -2,7 +2,7 @@
 // neurons, then of the next, while rows that come later are prefetched. Gates that are not interleaved
 // with up and down are read first.
 #pragma once
-#include "gate.h"
+#include "firing.h"
 
 // Candidate neurons of a block, ascending.
 struct Candidates {
@@ -25,7 +25,7 @@ struct TokenRoom {
     int32_t *open, *position;  // their rows and positions
     float* sum;                // [chunks, D]
     int64_t chunk;             // positions of a chunk, whole groups
-    const float* cut;          // gates above their cutoff, by candidate; null: they are multiplied
+    const float* known;        // prepared gates, by candidate; null: they are multiplied
 };
 
 // The neurons of a few chunks that fire are room.open[begin .. end-1], of which those from `pending` on
@@ -52,7 +52,7 @@ class OneToken {
         const int64_t a0 = all.begin(c0 * room.chunk), a1 = all.begin(c1 * room.chunk);
         open = {a0, a0, a0};
         std::fill_n(room.sum + c0 * D(), (c1 - c0) * D(), 0.0f);
-        if (room.cut)
+        if (room.known)
             run_after_gates(a0, a1);
         else if (is_together && block.up.data)
             run_together(a0, a1);
@@ -124,8 +124,8 @@ class OneToken {
     // Runs candidates a0 .. a1-1 of a block whose gates are contiguous: reads all their gates first.
     void run_after_gates(int64_t a0, int64_t a1) {
         Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
-        if (room.cut)
-            std::copy(room.cut + a0, room.cut + a1, room.gate + a0);
+        if (room.known)
+            std::copy(room.known + a0, room.known + a1, room.gate + a0);
         else if (a0 < a1)
             kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
         const int64_t first = open.end, fired = act(a0, a1, first);

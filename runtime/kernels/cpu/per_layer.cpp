@@ -89,7 +89,7 @@ class PerLayer final : public OperationOf<HsPerLayer, PerLayerRoom> {
 
     void compute(const HsPerLayer& l, PerLayerRoom& room, const OperationCall& call) const override {
         const int64_t P = l.gate.num_rows;
-        const Gate gate = {l.activation, true, 0.0f};
+        const Gate gate{{l.activation, true, 0.0f}};
         const float* own = call.read[1]->f32 + l.index * call.num_rows * P;
         call.multiply(l.gate, *call.read[0], room.inner.f32);
         call.rows(16 * P, [&](int64_t t) {

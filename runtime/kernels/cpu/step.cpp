@@ -46,9 +46,11 @@ uint32_t by_output_forms(const HsStep& step) {
     return forms;
 }
 
-bool cuts(const HsStep& step) {
+// True if a layer with neurons needs all of its gates.
+bool needs_all_gates(const HsFeedForward& f) { return f.num_blocks && Gate{f.gate}.needs_all(); }
+bool needs_all_gates(const HsStep& step) {
     return std::any_of(step.layer, step.layer + step.num_layers,
-                       [](const HsLayer& l) { return l.feed_forward.cuts != 0; });
+                       [](const HsLayer& l) { return needs_all_gates(l.feed_forward); });
 }
 
 int64_t most_experts(const HsStep& step) {
@@ -150,7 +152,7 @@ struct Work {
     Work(const HsStep& step, uint8_t* memory)
         : arena(memory),
           neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step),
-                  cuts(step)),
+                  needs_all_gates(step)),
           experts(arena, ExpertSizes(step), step.width, step.max_rows, neurons),
           attention(step, arena) {
         const int64_t D = step.width, R = step.max_rows;
@@ -492,7 +494,7 @@ class Step {
         const HsBlock& block = f.block[op.part];
         const bool are_named = op.in_2 == VALUE_NAMED, is_first = op.part == 0;
         if (is_first) fired = fired_of(op.layer, are_named);
-        const Gate gate = {f.activation, f.computes_all != 0, f.threshold, f.cutoff, f.cuts != 0};
+        const Gate gate{f.gate};
         Named named[MAX_ROWS];
         for (int64_t t = 0; are_named && t < T; ++t)
             named[t] = {nullptr, w.named + t * f.num_neurons, l.predictor.threshold};
@@ -516,7 +518,7 @@ class Step {
     void experts(const HsOp& op, Operand& input, float* out) {
         const HsLayer& l = s.layer[op.layer];
         const HsFeedForward& f = l.feed_forward;
-        const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
+        const Gate gate{f.gate};
         NeuronBytes read;
         w.experts.run(f.experts[op.part], gate, w.vector[VALUE_ROUTED].f32, l.route.num_used, input, T,
                       out, read, {s.seen_gate, s.seen_hidden, f.num_neurons, nullptr});
@@ -525,7 +527,7 @@ class Step {
 
     void shared(const HsLayer& l, Operand& input, float* out) {
         const HsFeedForward& f = l.shared;
-        const Gate gate = {f.activation, f.computes_all != 0, f.threshold};
+        const Gate gate{f.gate};
         NeuronBytes read;
         w.neurons.run(f.block[0], gate, nullptr, input, T, out, read, {},
                       {nullptr, s.seen_shared, f.num_neurons, nullptr});
@@ -565,7 +567,7 @@ class Step {
         multiply(&p.up, 1, *inner, T, w.named, F);
         s.predictor_bytes += num_bytes(p.up);
         if (p.kind != PREDICTOR_GATE) return;
-        const Gate gate = {l.feed_forward.activation, false, 0.0f};
+        const Gate gate{{l.feed_forward.gate.activation, false, 0.0f}};
         rows(16 * F, [&](int64_t t) {
             float* score = w.named + t * F;
             gate.smooth(score, F);
@@ -633,11 +635,12 @@ bool fits(const HsPredictor& p, int64_t num_neurons, const HsStep& s) {
 
 bool fits(const HsFeedForward& f, const HsStep& s) {
     if (f.num_neurons < (f.num_blocks > 0) || f.num_neurons > s.num_neurons) return false;
-    if (f.activation < 0 || f.activation >= NUM_ACTIVATIONS) return false;
-    if (f.cuts && (f.experts || f.num_blocks != 1 || !takes_cutoff(*f.block, f.num_neurons)))
+    if (!Gate{f.gate}.is_valid()) return false;
+    if (needs_all_gates(f) && (f.experts || f.num_blocks != 1 || !has_all(*f.block, f.num_neurons)))
         return false;
     for (int64_t b = 0; b < f.num_blocks && !f.experts; ++b)
-        if (!fits(f.block[b], s.width, f.num_neurons, f.block[0].up.data != nullptr, f.computes_all))
+        if (!fits(f.block[b], s.width, f.num_neurons, f.block[0].up.data != nullptr,
+                  f.gate.computes_all))
             return false;
     return true;
 }
@@ -649,7 +652,7 @@ bool fits_experts(const HsLayer& l, const HsStep& s) {
     if (!l.route.router.data || !fits(l.route, s.width) || s.fired) return false;
     for (const HsExperts* e = f.experts; e < f.experts + f.num_blocks; ++e)
         if (f.num_neurons != e->first.num_neurons || e->num_experts != l.route.router.num_rows ||
-            !fits(*e, l.route.num_used, s.width, f.computes_all))
+            !fits(*e, l.route.num_used, s.width, f.gate.computes_all))
             return false;
     return true;
 }
@@ -659,7 +662,7 @@ bool fits(const HsLayer& l, const HsStep& s) {
            fits(l.shared, s) && fits_experts(l, s) &&
            (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) &&
            fits(l.predictor, l.feed_forward.num_neurons, s) &&
-           !(l.feed_forward.cuts && l.predictor.up.data) && !l.shared.cuts;
+           !(needs_all_gates(l.feed_forward) && l.predictor.up.data) && !needs_all_gates(l.shared);
 }
 
 // True if this block of a layer can compute only some of its neurons.

@@ -7,6 +7,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "gate.h"
 #include "kernels.h"
 
 // Maximum computed rows of a step.
@@ -172,13 +173,7 @@ struct HsFeedForward {
     int64_t num_blocks;
     int64_t
         num_neurons;  // F, of an expert if there are experts; 0: only the heads of the layer are used
-    int32_t activation;
-    int32_t computes_all;  // silent neurons too, if they are named or none are; else those that fire
-    float threshold;
-    // k: the activation takes max(0, g - m - k s) of a gate g; m, s: mean and standard deviation of all
-    // gates of the row. Only with `cuts`, in a layer with one block of all neurons.
-    float cutoff;
-    int32_t cuts;
+    HsGate gate;
     int32_t unused;
 };
 
@@ -317,9 +312,7 @@ struct HsNeurons {
     int64_t num_tokens, max_tokens;  // T, 1 .. max_tokens; the workspace is for max_tokens
     // of rows that all calls so far needed, see NeuronBytes
     int64_t gate_bytes, up_bytes, down_bytes;
-    int32_t activation, computes_all;
-    float threshold, cutoff;  // see HsFeedForward
-    int32_t cuts;
+    HsGate gate;
 };
 
 // The experts of a layer that are stored here, for T tokens: the CPU's part of a divided layer.
@@ -333,8 +326,7 @@ struct HsChosen {
     int64_t num_tokens, max_tokens;  // T, 1 .. max_tokens; the workspace is for max_tokens
     // of rows that all calls so far needed, see NeuronBytes
     int64_t gate_bytes, up_bytes, down_bytes;
-    int32_t activation, computes_all;
-    float threshold;
+    HsGate gate;
 };
 
 extern "C" {

@@ -1,7 +1,7 @@
 // The feed-forward of all neurons with contiguous matrices, for one token or a few: a thread reads its
 // part of gate, then of up, then of down, and meanwhile prefetches the beginning of the next part.
 #pragma once
-#include "gate.h"
+#include "firing.h"
 
 // Where values of a layer's neurons are kept for observers, [T, stride]; null: they are not kept.
 struct Seen {
@@ -55,7 +55,7 @@ struct WholeNeurons {
     float* part;               // [chunks, T, D]
     int64_t chunk;             // neurons of a chunk
     Seen seen;
-    const float* cut;  // [T, N] gates that are above their cutoffs; null: they are multiplied
+    const float* known;  // [T, N] prepared gates; null: they are multiplied
 
     static bool takes(const HsBlock& block, const Gate& gate) {
         auto is_run = [](const HsMatrix& m) { return !m.data || m.stride == row_bytes(m); };
@@ -68,10 +68,10 @@ struct WholeNeurons {
         const int64_t a0 = c0 * chunk, a1 = std::min(c1 * chunk, block.num_neurons);
         const bool has_up = block.up.data;
         const uint8_t* down = is_grouped(block.down.kind) ? row(block.down, a0) : nullptr;
-        for (int64_t t = 0; cut && t < T; ++t)
-            std::copy(cut + t * block.num_neurons + a0, cut + t * block.num_neurons + a1,
+        for (int64_t t = 0; known && t < T; ++t)
+            std::copy(known + t * block.num_neurons + a0, known + t * block.num_neurons + a1,
                       hidden + t * stride + a0);
-        if (!cut) multiply(block.gate, gate_x, a0, a1, hidden, has_up ? row(block.up, a0) : down);
+        if (!known) multiply(block.gate, gate_x, a0, a1, hidden, has_up ? row(block.up, a0) : down);
         if (has_up) multiply(block.up, up_x, a0, a1, up_value, down);
         for (int64_t t = 0; t < T; ++t)
             activate_whole(block, gate, t, a0, a1, hidden + t * stride, up_value + t * stride, seen);

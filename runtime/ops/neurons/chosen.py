@@ -5,7 +5,7 @@ feed_forward.py.
 
 Letters: T tokens, K experts of a token, D model width."""
 
-from ctypes import Structure, addressof, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, addressof, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gate import Gate
+from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.neurons.native import (
     ExpertsStruct,
     SharedWorkspace,
-    activation_fields,
     experts_struct,
 )
 from hotsplit.runtime.ops.route import Routed
@@ -31,7 +30,7 @@ class ChosenStruct(Structure):
                 ("workspace", c_void_p), ("width", c_int64), ("num_used", c_int64),
                 ("num_tokens", c_int64), ("max_tokens", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
-                ("activation", c_int32), ("computes_all", c_int32), ("threshold", c_float)]  # fmt: skip
+                ("gate", GateStruct)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class NativeExperts:
             num_used=num_used,
             num_tokens=1,
             max_tokens=1 if x_D.dim() == 1 else len(x_D),
-            **activation_fields(gate),
+            gate=gate.struct,
         )
         room.add(struct, library.chosen_bytes)
         return cls(struct=struct, reads=(x_D, routed), y_D=y_D, kept=(*structs.kept, room))
@@ -91,7 +90,7 @@ def experts_on_cpu(
     y_TD = torch.from_numpy(np.empty(x_TD.shape, np.float32))
     struct = ChosenStruct(
         experts=experts_struct(structs, block), width=block.width, num_used=routed.id_TK.shape[1],
-        max_tokens=num_tokens, **activation_fields(gate),
+        max_tokens=num_tokens, gate=gate.struct,
     )  # fmt: skip
     struct.workspace = structs.workspace(library.chosen_bytes(struct))
     for start in range(0, len(x_TD), num_tokens):

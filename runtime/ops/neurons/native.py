@@ -9,7 +9,7 @@ feed_forward.py.
 Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits."""
 
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, addressof, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,10 @@ from torch import Tensor
 
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gate import Gate
+from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
-
-# In the order of step.h's enum.
-ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
 class BlockStruct(Structure):
@@ -43,9 +40,7 @@ class FeedForwardStruct(Structure):
 
     _fields_ = [("down_bias", c_void_p), ("block", POINTER(BlockStruct)),
                 ("experts", POINTER(ExpertsStruct)), ("num_blocks", c_int64),
-                ("num_neurons", c_int64), ("activation", c_int32), ("computes_all", c_int32),
-                ("threshold", c_float), ("cutoff", c_float), ("cuts", c_int32),
-                ("unused", c_int32)]  # fmt: skip
+                ("num_neurons", c_int64), ("gate", GateStruct), ("unused", c_int32)]  # fmt: skip
 
 
 def block_struct(structs: Structs, block: NeuronBlock) -> BlockStruct:
@@ -71,8 +66,7 @@ def feed_forward_struct(
         block=structs.array(BlockStruct, [block_struct(structs, block) for block in blocks]),
         num_blocks=len(blocks),
         num_neurons=num_neurons,
-        **activation_fields(gate),
-        **(cutoff_fields(gate) if blocks else {}),
+        gate=gate.struct,
     )
 
 
@@ -100,20 +94,8 @@ def mixture_struct(
         experts=structs.array(ExpertsStruct, [experts_struct(structs, each) for each in blocks]),
         num_blocks=len(blocks),
         num_neurons=len(blocks[0].id_F),
-        **activation_fields(gate),
+        gate=gate.struct,
     )
-
-
-def activation_fields(gate: Gate) -> dict[str, Any]:
-    return {
-        "activation": ACTIVATIONS.index(gate.activation),
-        "computes_all": gate.computes_all,
-        "threshold": gate.threshold,
-    }
-
-
-def cutoff_fields(gate: Gate) -> dict[str, Any]:
-    return {"cutoff": gate.cutoff or 0.0, "cuts": gate.cutoff is not None}
 
 
 class NeuronsStruct(Structure):
@@ -121,8 +103,7 @@ class NeuronsStruct(Structure):
                 ("fired", c_void_p), ("workspace", c_void_p), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_tokens", c_int64), ("max_tokens", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
-                ("activation", c_int32), ("computes_all", c_int32), ("threshold", c_float),
-                ("cutoff", c_float), ("cuts", c_int32)]  # fmt: skip
+                ("gate", GateStruct)]  # fmt: skip
 
 
 class SharedWorkspace:
@@ -198,8 +179,7 @@ class NativeNeurons:
             num_neurons=num_neurons,
             num_tokens=1,
             max_tokens=1 if x_D.dim() == 1 else len(x_D),
-            **activation_fields(gate),
-            **cutoff_fields(gate),
+            gate=gate.struct,
         )
         if room is None:
             struct.workspace = structs.workspace(library.neurons_bytes(struct))
@@ -250,8 +230,7 @@ def add_neurons(
         width=block.width,
         num_neurons=len(block.id_N),
         max_tokens=num_tokens,
-        **activation_fields(gate),
-        **cutoff_fields(gate),
+        gate=gate.struct,
     )
     struct.workspace = structs.workspace(library.neurons_bytes(struct))
     sum_TD = torch.empty_like(x_TD)
