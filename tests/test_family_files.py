@@ -58,6 +58,10 @@ FAMILY_WORDS = {
     "Qwen 3.5 and 3.6": (r"Qwen 3\.[56]", "qwen3_5(?!_?moe)", "qwen35(?!moe)"),
     "Qwen 3.5 and 3.6 MoE": (r"Qwen 3\.5 and 3\.6 MoE", "qwen3_5_?moe", "qwen35moe"),
 }  # fmt: skip
+# Likewise by an operation's name.
+OPERATION_WORDS = {
+    "gates cut off by their mean and deviation (Gemma 3n)": ("cutoff", "activation_sparsity"),
+}
 _PYTHON = re.compile(
     r'^[ \t]*"""(?:.|\n)*?"""'  # a docstring
     r"""|("{3}(?:.|\n)*?"{3}|'(?:[^'\n\\]|\\.)*'|"(?:[^"\n\\]|\\.)*")|#.*""",
@@ -129,12 +133,22 @@ def families_table() -> str:
     return table_of("| family | files | beside its module and families/table.py |", rows)
 
 
-TABLES = (families_table,)
+def operations_table() -> str:
+    rows = [
+        (name, [file.removeprefix("runtime/") for file in files_with(*words)], set())
+        for name, words in OPERATION_WORDS.items()
+    ]
+    return table_of("| operation | files | in runtime/ or src/hotsplit/ |", rows)
 
 
-def test_every_family_is_named_in_at_most_six_files():
-    counts = {title: len(files_with(*words)) for title, words in FAMILY_WORDS.items()}
-    assert {title: count for title, count in counts.items() if count > MOST_FILES} == {}
+TABLES = (families_table, operations_table)
+
+
+@pytest.mark.parametrize("words_of", [FAMILY_WORDS, OPERATION_WORDS], ids=["family", "operation"])
+def test_each_is_named_in_at_most_six_files(words_of):
+    counts = {name: len(files_with(*words)) for name, words in words_of.items()}
+    assert all(counts.values())
+    assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
 
 
 def test_the_words_are_those_of_all_families():

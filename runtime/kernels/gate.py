@@ -19,7 +19,7 @@ ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh",
 
 class GateStruct(Structure):
     _fields_ = [("activation", c_int32), ("computes_all", c_int32), ("threshold", c_float),
-                ("cutoff", c_float), ("cuts", c_int32)]  # fmt: skip
+                ("cutoff", c_float), ("has_cutoff", c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Gate:
     def struct(self) -> GateStruct:
         return GateStruct(
             activation=ACTIVATIONS.index(self.activation), computes_all=self.computes_all,
-            threshold=self.threshold, cutoff=self.cutoff or 0.0, cuts=self.cutoff is not None,
+            threshold=self.threshold, cutoff=self.cutoff or 0.0, has_cutoff=self.cutoff is not None,
         )  # fmt: skip
 
     @property

@@ -10,9 +10,9 @@ struct HsGate {
     int32_t computes_all;  // silent neurons too, if they are named or none are; else those that fire
     float threshold;
     // k: the activation takes max(0, g - m - k s) of a gate g; m, s: mean and standard deviation of all
-    // gates of the row. Only with `cuts`.
+    // gates of the row. Only with `has_cutoff`.
     float cutoff = 0.0f;
-    int32_t cuts = 0;
+    int32_t has_cutoff = 0;
 };
 
 struct Gate : HsGate {
@@ -21,7 +21,7 @@ struct Gate : HsGate {
     bool is_valid() const { return activation >= 0 && activation < NUM_ACTIVATIONS; }
 
     // True if prepare() is to be called with all gates of a layer, which then has one block of all neurons.
-    bool needs_all() const { return cuts; }
+    bool needs_all() const { return has_cutoff; }
 
     // Leaves of the n gates of a layer what is above the cutoff; NaN stays. The sums of each eighth value
     // are apart, so that they are vectors.
