@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model import per_layer as blocks_of
+from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.runtime.kernels.gate import ACTIVATIONS, Gate
 from hotsplit.runtime.ops.device import Launcher

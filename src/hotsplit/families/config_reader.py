@@ -14,13 +14,15 @@ from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES
 from hotsplit.families.rope_scalings import USUAL_KINDS, Parameters, kind_of
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.files.typed import shown
+from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, Rotary
 
 # transformers' names, and a model file's.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-GATED = {name: name for name in ("relu", "relu2", "fatrelu", "drelu", "silu")} | GELUS
-UNGATED = {name: name for name in ("relu", "relu2", "fatrelu", "silu")} | GELUS
+_ALIKE = [name for name in ACTIVATIONS if name not in (*GELUS.values(), "swiglu_oai")]
+GATED = {name: name for name in _ALIKE} | GELUS
+UNGATED = {name: name for name in _ALIKE if name != "drelu"} | GELUS  # that needs two matrices
 
 
 class ConfigReader:

@@ -3,11 +3,13 @@
 Letters: F neurons of the layer."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Activation = Literal[
     "relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"
 ]  # fmt: skip
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)  # in the order of kernels.h's enum
+ACTIVATION_WORDS = {"relu2": "ReLU squared", "silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU"}
 # What the names of the tensors of neurons end with: of a layer's own, of its experts, of experts
 # that always fire.
 Suffix = Literal["", "_exps", "_shexp"]
