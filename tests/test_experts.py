@@ -23,7 +23,7 @@ from hotsplit.costs.part_bytes import head_bytes, layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.measure.evaluate.quality import ShareCounter, mean_bytes
-from hotsplit.model.spec import Route
+from hotsplit.model.route import CHOICE_BIAS, Route
 from hotsplit.model.tensors import in_layout, is_down
 from hotsplit.profile.count import counting
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routing_of
@@ -121,7 +121,8 @@ def router_of(spec: Route, seed: int, width: int = 24) -> tuple[Router, dict[str
     parts = {name: torch.from_numpy(values) for name, values in own.items()}
     matrix = Matrix(data=torch.from_numpy(weight_ED), kind="f32", width=width)
     linear = Linear(weight=matrix, bias_N=parts.get("bias_E"))
-    router = Router(spec=spec, linear=linear, choice_bias_E=parts.get("choice_bias_E"))
+    vectors = {CHOICE_BIAS: parts["choice_bias_E"]} if spec.has_choice_bias else {}
+    router = Router(spec=spec, linear=linear, vectors=vectors)
     return router, {"weight_ED": weight_ED, **own}
 
 

@@ -12,8 +12,9 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, release
+from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Neurons
-from hotsplit.model.tensors import CHOICE_BIAS, OUTPUT_GATE, OWN_SCALES, ROUTER, in_layout
+from hotsplit.model.tensors import OUTPUT_GATE, in_layout
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.model.layers import Layer
@@ -54,8 +55,7 @@ class ExpertLoader:
         return Router(
             spec=spec,
             linear=Linear(weight=weight, bias_N=self._vector(f"{ROUTER}.bias")),
-            choice_bias_E=self._vector(CHOICE_BIAS),
-            scale_E=self._vector(OWN_SCALES),
+            vectors={name: self._own_vector(name) for name in spec.vectors},
         )
 
     def experts(self) -> tuple[ExpertBlock, ...]:
@@ -199,9 +199,11 @@ class ExpertLoader:
         return self.model.entry(self.layer, name)
 
     def _vector(self, name: str) -> torch.Tensor | None:
-        entry = self.model.tensors.get(f"blk.{self.layer}.{name}")
-        if entry is None:
-            return None
+        is_there = f"blk.{self.layer}.{name}" in self.model.tensors
+        return self._own_vector(name) if is_there else None
+
+    def _own_vector(self, name: str) -> torch.Tensor:
+        entry = self.model.tensors[f"blk.{self.layer}.{name}"]
         return self.stores.on(self.device).vector(vector_of(entry, CPU), "attention")
 
 
@@ -243,8 +245,7 @@ def check_routers(model: ModelFile, layers: Sequence[Layer]) -> None:
         if layer.router is None:
             continue
         weight, bias_E = layer.router.linear.weight.data, layer.router.linear.bias_N
-        parts = {f"{ROUTER}.weight": weight, f"{ROUTER}.bias": bias_E,
-                 CHOICE_BIAS: layer.router.choice_bias_E, OWN_SCALES: layer.router.scale_E}  # fmt: skip
+        parts = {f"{ROUTER}.weight": weight, f"{ROUTER}.bias": bias_E, **layer.router.vectors}
         for name, values in parts.items():
             if values is not None and not bool(torch.isfinite(values.float()).all()):
                 raise HotsplitError(

@@ -3,6 +3,7 @@ as a GPU's kernels.
 
 Letters: T tokens, D hidden size, E experts, K experts of a token, G groups."""
 
+from collections.abc import Mapping
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import Route
+from hotsplit.model.route import CHOICE_BIAS, OWN_SCALES, Route
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.matrix import Linear
@@ -32,12 +33,20 @@ class Routed:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """`spec` has the formula. In f32; of equal scores the lower index is chosen."""
+    """`spec` has the formula. In f32; of equal scores the lower index is chosen. `vectors`: its tensors of a
+    number for each expert, by the names that `spec` gives."""
 
     spec: Route
     linear: Linear
-    choice_bias_E: Tensor | None
-    scale_E: Tensor | None = None
+    vectors: Mapping[str, Tensor]
+
+    @property
+    def choice_bias_E(self) -> Tensor | None:
+        return self.vectors.get(CHOICE_BIAS)
+
+    @property
+    def scale_E(self) -> Tensor | None:
+        return self.vectors.get(OWN_SCALES)
 
     def forward(self, x_TD: Tensor) -> Routed:
         spec, logit_TE = self.spec, self.linear.apply(x_TD)

@@ -50,8 +50,8 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
 from hotsplit.model.per_layer import PerLayer
+from hotsplit.model.route import OWN_SCALES, ROUTER
 from hotsplit.model.spec import Activation, ModelSpec, Neurons, Rotary, Route
-from hotsplit.model.tensors import OWN_SCALES, ROUTER
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader

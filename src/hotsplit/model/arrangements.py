@@ -5,6 +5,7 @@ from typing import Any
 
 from hotsplit.model.blocks import NormKind
 from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -15,7 +16,6 @@ from hotsplit.model.spec import (
     Norm,
     Route,
 )
-from hotsplit.model.tensors import ROUTER
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from hotsplit.model.position_wise import Shapes
+
+# Its tensors' names, which are llama.cpp's: of the matrix and its bias, of what is added for the choice alone,
+# and of the experts' own scales.
+ROUTER, CHOICE_BIAS, OWN_SCALES = "ffn_gate_inp", "exp_probs_b.bias", "ffn_down_exps.scale"
 Gating = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
 
@@ -33,3 +38,15 @@ class Route:
     num_used_groups: int = 1
     reads: str = "ffn_in"
     writes: str = "routed"
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The names of its vectors beside the bias, with a number for each expert."""
+        has = {CHOICE_BIAS: self.has_choice_bias, OWN_SCALES: self.has_own_scales}
+        return tuple(name for name, is_there in has.items() if is_there)
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        """The shapes of its tensors, by name within the layer."""
+        bias = (f"{ROUTER}.bias",) if self.has_bias else ()
+        vectors = dict.fromkeys((*bias, *self.vectors), (self.num_experts,))
+        return {f"{ROUTER}.weight": (self.num_experts, hidden_size), **vectors}

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from hotsplit.model.position_wise import PositionWise, Shapes
+from hotsplit.model.route import ROUTER, Route
 from hotsplit.model.spec import (
     Add,
     Attention,
@@ -17,14 +18,12 @@ from hotsplit.model.spec import (
     Neurons,
     Norm,
     Predict,
-    Route,
 )
 
 Layout = Literal["sparse", "stock"]
 SINKS = "attn_sinks.weight"
 CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
-OWN_SCALES = "ffn_down_exps.scale"
-ROUTER, CHOICE_BIAS, OUTPUT_GATE = "ffn_gate_inp", "exp_probs_b.bias", "ffn_gate_inp_shexp.weight"
+OUTPUT_GATE = "ffn_gate_inp_shexp.weight"
 
 
 def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
@@ -40,11 +39,9 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
                 shapes |= _delta(block, spec.hidden_size)
             case Neurons():
                 shapes |= _neurons(block, spec.hidden_size, layout)
-            case Route():
-                shapes |= _route(block, spec.hidden_size)
             case Predict():
                 shapes |= _predict(block, spec.hidden_size, layer.neurons.number)
-            case PositionWise():
+            case Route() | PositionWise():
                 shapes |= block.shapes(spec.hidden_size)
             case Add():
                 shapes |= {f"{block.scale}.weight": (1,)} if block.scale else {}
@@ -155,13 +152,6 @@ def _delta(block: DeltaNet, hidden_size: int) -> Shapes:
         DECAY_BIAS: (block.num_value_heads,),
         f"{DELTA_NORM}.weight": (block.value_head_dim,),
     }
-
-
-def _route(block: Route, hidden_size: int) -> Shapes:
-    shapes: Shapes = {f"{ROUTER}.weight": (block.num_experts, hidden_size)}
-    one = {f"{ROUTER}.bias": block.has_bias, CHOICE_BIAS: block.has_choice_bias,
-           OWN_SCALES: block.has_own_scales}  # fmt: skip
-    return shapes | {name: (block.num_experts,) for name, is_there in one.items() if is_there}
 
 
 def _neurons(block: Neurons, hidden_size: int, layout: Layout) -> Shapes:
