@@ -32,9 +32,6 @@ class Layer:
     router: Router | None = None  # with one, the layer has experts
     shared: SharedExperts | None = None
     own: Mapping[str, Loaded] = field(default_factory=dict)  # position-wise operations, by kind
-    scales: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of sums, by the names of their tensors
 
     @property
     def attention(self) -> Attention:

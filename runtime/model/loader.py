@@ -5,7 +5,7 @@ A device's store (`runtime.weights.store`) decides where its weights are kept;
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode, computes_all
-from hotsplit.model.spec import KEY_NORM, QUERY_NORM, Add, ModelSpec
+from hotsplit.model.spec import KEY_NORM, QUERY_NORM, ModelSpec
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
@@ -101,8 +101,14 @@ class Builder:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's spec, with predictors only if they are run."""
-        return self.model.spec.in_mode(self.mode)
+        """The model's spec, with predictors only if they are run, and with the numbers of its sums."""
+        spec = self.model.spec.in_mode(self.mode)
+        return spec.with_layers(
+            [layer.with_numbers(partial(self._number, i)) for i, layer in enumerate(spec.layers)]
+        )
+
+    def _number(self, layer: int, name: str) -> float:
+        return float(vector_of(self.model.tensors[f"blk.{layer}.{name}"], CPU))
 
     @cached_property
     def tables(self) -> dict[int | None, BlockTable]:
@@ -179,13 +185,6 @@ class Builder:
             router=experts.router(),
             shared=self.shared(experts),
             own=load_all(self, spec.position_wise, index, device),
-            scales={
-                add.scale: float(
-                    vector_of(self.model.tensors[f"blk.{index}.{add.scale}.weight"], CPU)
-                )
-                for add in spec.blocks
-                if isinstance(add, Add) and add.scale
-            },
         )
         return limited(layer, self.model.limits.layers[index])
 

@@ -377,8 +377,7 @@ def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers:
     first = _state(read[0]) if is_lazy else read[0]
     others = reduce(add, map(as_tensor, read[1:]))
     total = first + (others if op.factor == 1.0 else op.factor * others)
-    scale = op.times * (layer.scales[op.part] if op.part else 1.0)
-    total = total if scale == 1.0 else as_tensor(total).mul_(scale)
+    total = total if op.times == 1.0 else as_tensor(total).mul_(op.times)
     return _state(total) if is_lazy else total
 
 

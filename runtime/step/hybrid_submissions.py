@@ -18,7 +18,7 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.divided_layer import DividedLayer
 from hotsplit.runtime.step.hybrid_device import DeviceKernels
-from hotsplit.runtime.step.native_ops import overwritten, scale_of
+from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of
 from hotsplit.runtime.step.value_order import edges, is_added, is_read
@@ -143,7 +143,7 @@ class Lowering:
             self._settle(before)
         self.pending[op.writes[0]] = _Sum(
             target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factor=op.factor,
-            scale=op.times * scale_of(op, self.weights.layers),
+            scale=op.times,
         )  # fmt: skip
 
     def _settle_before(self, op: Op) -> None:

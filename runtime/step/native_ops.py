@@ -95,8 +95,7 @@ def native_ops(
         out = written[0]
         layer = len(row_L) if op.layer is None else row_L[op.layer]
         if op.kind == "add":
-            scale = op.times * scale_of(op, layers)
-            yield list(_sum(values, layer, names, out, op.factor, scale))
+            yield list(_sum(values, layer, names, out, op.factor, op.times))
         elif op.kind == "norm" and op.layer is None:
             yield [values.op("head norm", layer, names[0], out=out)]
         elif op.kind == "norm":
@@ -140,14 +139,6 @@ def overwritten(op: Op) -> tuple[str, ...]:
     if op.kind == "attend":
         return op.reads[:1]
     return op.reads[1:2] if op.kind == "add" and len(op.reads) > 2 else ()
-
-
-def scale_of(op: Op, layers: Mapping[int, Layer] | Sequence[Layer]) -> float:
-    """The factor of all of a sum."""
-    if not op.part:
-        return 1.0
-    assert op.layer is not None, op
-    return layers[op.layer].scales[op.part]
 
 
 def _sum(

@@ -69,8 +69,7 @@ def device_of(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operation. `part` names the weights that it reads, as in `LayerPlace.weight_bytes`; of a sum,
-    the factor of all of it (`Add.scale`)."""
+    """One operation. `part` names the weights that it reads, as in `LayerPlace.weight_bytes`."""
 
     kind: Kind
     layer: int | None  # None: outside the layers
@@ -167,7 +166,7 @@ class _LayerWriter:
                 yield from self._neurons(block)
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
-                op = self._op("add", terms, [self._value(block.writes)], block.scale)
+                op = self._op("add", terms, [self._value(block.writes)])
                 yield replace(op, factor=block.factor, times=block.times)
             case PositionWise():
                 names = block.inputs, block.outputs

@@ -2,8 +2,11 @@
 
 Letters: D hidden size, F neurons of a layer, R predictor rank."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from hotsplit.model.position_wise import Shapes
 
 PredictorKind = Literal["linear", "relu", "gate"]
 NormKind = Literal["rms", "layer", "layer_without_bias"]
@@ -41,11 +44,20 @@ class Predict:
 
 @dataclass(frozen=True, kw_only=True)
 class Add:
-    """writes = times * scale * (the first term + factor * the sum of the others). `scale`: the name of its
-    tensor, of one number; without a name it is 1."""
+    """writes = times * (the first term + factor * the sum of the others). `scale`: the name of a tensor of one
+    number, which the loader multiplies `times` by."""
 
     terms: tuple[str, ...]
     writes: str = "x"
     factor: float = 1.0
     times: float = 1.0
     scale: str = ""
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        """The shape of its tensor, by name within the layer."""
+        return {f"{self.scale}.weight": (1,)} if self.scale else {}
+
+    def with_numbers(self, number_of: Callable[[str], float]) -> "Add":
+        """The sum with the number of its tensor, by the name within the layer."""
+        found = [number_of(name) for name in self.shapes(0)]
+        return replace(self, times=self.times * found[0]) if found else self

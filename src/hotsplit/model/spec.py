@@ -12,7 +12,7 @@ Letters: D hidden size, F neurons of a layer, E experts, H heads, K key-value he
 predictor rank."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -200,6 +200,11 @@ class LayerSpec:
                 blocks.append(predict)
             if not isinstance(block, Predict):
                 blocks.append(block)
+        return replace(self, blocks=tuple(blocks))
+
+    def with_numbers(self, number_of: Callable[[str], float]) -> "LayerSpec":
+        """The layer with the numbers of its sums, by the names of their tensors."""
+        blocks = (b.with_numbers(number_of) if isinstance(b, Add) else b for b in self.blocks)
         return replace(self, blocks=tuple(blocks))
 
     def with_attention(self, **numbers: Any) -> "LayerSpec":

@@ -41,10 +41,8 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
                 shapes |= _neurons(block, spec.hidden_size, layout)
             case Predict():
                 shapes |= _predict(block, spec.hidden_size, layer.neurons.number)
-            case Route() | PositionWise():
+            case Route() | Add() | PositionWise():
                 shapes |= block.shapes(spec.hidden_size)
-            case Add():
-                shapes |= {f"{block.scale}.weight": (1,)} if block.scale else {}
     return dict(sorted(shapes.items(), key=lambda item: item[0].endswith(".bias")))
 
 
