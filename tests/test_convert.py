@@ -367,7 +367,7 @@ CONFIGS = {
     "num_hidden_layers is 0": {"num_hidden_layers": 0},
     "num_attention_heads is 4.5": {"num_attention_heads": 4.5},
     "rms_norm_eps": {"rms_norm_eps": None},
-    "3 key heads": {"num_key_value_heads": 3},
+    "num_attention_heads is 4, num_key_value_heads 3, head_dim 16": {"num_key_value_heads": 3},
     "tie_word_embeddings is 1": {"tie_word_embeddings": 1},
     "wanted [64, 161] by config.json": {"intermediate_size": 161},
     "no rule for tensor 'model.layers.2.": {"num_hidden_layers": 2},

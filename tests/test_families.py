@@ -632,6 +632,9 @@ def test_a_phi3_of_llama_cpp_is_a_llama(tmp_path, case):
         del tensors["rope_factors_short.weight"]
         with pytest.raises(HotsplitError, match="no tensor 'rope_factors_short.weight' for"):
             ModelFile.of(path, keys, tensors)
+        kind = {"phi3.rope.scaling.type": "dynamic"}
+        with pytest.raises(HotsplitError, match="rope.scaling.type is 'dynamic'"):
+            ModelFile.of(path, keys | kind, tensors)
         tensors["blk.1.ffn_up.weight"] = array_entry(np.zeros((319, 64)), "f32")
         with pytest.raises(HotsplitError, match="no tensor 'blk.1.ffn_gate.weight'"):
             ModelFile.of(path, keys, tensors)
@@ -783,6 +786,14 @@ REFUSED = {
         {"attn_logit_softcapping": 20.0},
     ),
     "sliding_window_pattern is 4, wanted 2": ("gemma2", {"sliding_window_pattern": 4}),
+    "rope_parameters.partial_rotary_factor is None": (
+        "glm4",
+        {"rope_parameters": HALF | {"partial_rotary_factor": None}},
+    ),
+    "rope_parameters.rope_theta is None": (
+        "glm4",
+        {"rope_parameters": HALF | {"rope_theta": None}},
+    ),
     "partial_rotary_factor is 0.3: 7 of 24 values": (
         "glm4",
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}},

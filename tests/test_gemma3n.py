@@ -225,7 +225,7 @@ REFUSED = {
     "attention_bias is True": {"attention_bias": True},
     "intermediate_size is .*, wanted a number or 4 of them": {"intermediate_size": [96]},
     "activation_sparsity_pattern is .*, wanted 4 shares": {"activation_sparsity_pattern": [1.0] * 4},
-    "the last 3 of 4 layers read the keys and values": {"num_kv_shared_layers": 3},
+    "num_kv_shared_layers is 3: the last 3 of 4 layers read the keys and values": {"num_kv_shared_layers": 3},
 }  # fmt: skip
 
 

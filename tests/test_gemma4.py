@@ -163,6 +163,9 @@ def test_layers_without_one_to_share_with_are_refused(model):
     with pytest.raises(HotsplitError, match="the last 2 of 3 layers read the keys and") as caught:
         shared = {"gemma4.attention.shared_kv_layers": np.uint32(2)}
         ModelFile.of(model.path, keys | shared, tensors)
+    for name, words in (("rope.freq_base_swa", "is -1"), ("attention.key_length_swa", "is -1")):
+        with pytest.raises(HotsplitError, match=f"gemma4.{name}'? {words}"):
+            ModelFile.of(model.path, keys | {f"gemma4.{name}": np.int32(-1)}, tensors)
     assert "\n" not in str(caught.value)
 
 

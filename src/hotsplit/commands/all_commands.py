@@ -179,7 +179,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.option("--machine", type=FILE, required=True,
               help="Made by hotsplit calibrate; or a card by its data sheet, beside a typical processor,"
                    " e.g. rtx-4060-8gb.")  # fmt: skip
-@click.option("-vb", "--vram-budget", "budgets", type=SIZE, multiple=True,
+@click.option("-vb", "--vram", "--vram-budget", "budgets", type=SIZE, multiple=True,
               help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
                    " the CPU alone.")  # fmt: skip
 @click.option("--host-budget", "host_budget_bytes", type=SIZE,

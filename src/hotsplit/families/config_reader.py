@@ -53,6 +53,10 @@ class ConfigReader:
             )
         return number
 
+    def positive_or(self, key: str, default: float) -> float:
+        """A positive number; `default` replaces only a missing key: transformers computes with null."""
+        return self.positive(key, None if key in self.values else default)
+
     def count(self, key: str, default: int | None = None) -> int:
         value = self.positive(key, default)
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
@@ -135,13 +139,14 @@ class ConfigReader:
         """(heads, key-value heads, width of a head); `kv_heads` is given if its key is not the
         usual one."""
         heads, width = self.count(heads_key), self.count("hidden_size")
+        kv_words = "the number of key heads" if kv_heads else "num_key_value_heads"
         kv_heads = kv_heads or self.count("num_key_value_heads", heads)
         head_width = self.count("head_dim", max(1, width // heads))
         is_even = self.values.get("head_dim") is not None or width % heads == 0
         if not is_even or heads % kv_heads or head_width % 2:
             raise HotsplitError(
-                f"{self.path}: {heads} heads and {kv_heads} key heads of width {head_width} do not"
-                f" fit a model of width {width}; wanted whole groups of heads of even width"
+                f"{self.path}: {heads_key} is {heads}, {kv_words} {kv_heads}, head_dim {head_width} and"
+                f" hidden_size {width}; wanted whole groups of heads of even width"
             )
         return heads, kv_heads, head_width
 
@@ -184,7 +189,7 @@ class ConfigReader:
         elif not kind.reads_share:
             for reader in (self, rope):
                 reader.refuse("partial_rotary_factor", 1.0, 1)
-        theta = rope.positive("rope_theta", self.positive("rope_theta", default_theta))
+        theta = rope.positive_or("rope_theta", self.positive("rope_theta", default_theta))
         found = kind.read(
             Parameters(
                 whole=self,
@@ -213,7 +218,7 @@ class ConfigReader:
     def _rotated(self, rope: "ConfigReader", head_dim: int, default: float) -> int | None:
         """The number of values of a head that rotate; None for all."""
         key = "partial_rotary_factor"
-        share = rope.positive(key, self.positive(key, default))
+        share = rope.positive_or(key, self.positive(key, default))
         count = int(head_dim * share)
         if share > 1 or count % 2 or not count:
             raise HotsplitError(

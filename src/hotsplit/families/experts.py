@@ -152,20 +152,24 @@ def experts_of_keys(
             f"{read.path}: key '{name}.expert_gating_func' is {func}, wanted one of"
             f" {', '.join(map(str, GATINGS))}: this router is not supported"
         )
-    norm_key, length = f"{name}.expert_weights_norm", read.whole("expert_feed_forward_length", 0)
+    norm_key, scale_key = f"{name}.expert_weights_norm", f"{name}.expert_weights_scale"
     route = Route(
         num_experts=count,
         num_used=read.whole("expert_used_count"),
         gating=GATINGS[func],
         renormalises=read.flag(norm_key) if norm_key in read.keys else renormalises,
-        scale=read.number(f"{name}.expert_weights_scale", 0.0) or 1.0,  # 0 is none, as in llama.cpp
+        scale=read.positive(scale_key) if read.keys.get(scale_key) else 1.0,  # as in llama.cpp
         has_bias=f"{last}ffn_gate_inp.bias" in tensors,
         has_choice_bias=f"{last}exp_probs_b.bias" in tensors,
         num_groups=read.whole("expert_group_count", 1) or 1,
         num_used_groups=read.whole("expert_group_used_count", 1) or 1,
         reads=reads,
     )
-    length = length or default_length or read.count("feed_forward_length")
+    length = (
+        read.whole("expert_feed_forward_length", 0)
+        or default_length
+        or read.count("feed_forward_length")
+    )
     shared = read.whole("expert_shared_feed_forward_length", 0)
     shared = shared or length * read.whole("expert_shared_count", 0)
     experts = Experts(

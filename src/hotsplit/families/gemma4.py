@@ -67,8 +67,8 @@ ROPE = {
 _SCALES = {"scale": f"{ROUTER}.scale", "per_expert_scale": OWN_SCALES}
 _DENSE = re.compile(r"(\.ffn_(?:gate|up|down))\.")
 # Keys of a GGUF of which layers with a window have their own.
-_OF_WINDOWS = ("attention.key_length", "attention.value_length", "rope.dimension_count",
-               "rope.freq_base")  # fmt: skip
+THETA = "rope.freq_base"
+_OF_WINDOWS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,10 +239,11 @@ def _feed_forward(
 def of_keys(read: "KeyReader") -> ModelSpec:
     num_layers, name = read.count("block_count"), read.graph.name
     is_local_L = read.layers_with_window(num_layers, PERIOD)
-    own: dict[str, Value] = {f"{name}.rope.freq_base": np.float32(LOCAL_THETA)}
+    theta = np.float32(read.positive(f"{name}.{THETA}_swa", LOCAL_THETA))
+    own: dict[str, Value] = {f"{name}.{THETA}": theta}
     for key in _OF_WINDOWS:
         if f"{name}.{key}_swa" in read.keys:
-            own[f"{name}.{key}"] = read.keys[f"{name}.{key}_swa"]
+            own[f"{name}.{key}"] = np.uint32(read.count(f"{key}_swa"))
     heads, sources_L = [], sources_of_keys(read, is_local_L)
     for index, (is_local, source) in enumerate(zip(is_local_L, sources_L, strict=True)):
         own_read = read.of_layer(index, num_layers, own if is_local else {})
@@ -319,7 +320,7 @@ GRAPH = Architecture(
     keys=keys,
     known_keys=(
         *KEYS, LOGIT_CAP, INPUTS, SHARED, "attention.sliding_window", "attention.sliding_window_pattern",
-        *(f"{key}_swa" for key in _OF_WINDOWS),
+        *(f"{key}_swa" for key in (*_OF_WINDOWS, THETA)),
     ),
     options=(f"{SCALE}.weight",),
     stock_activations=("gelu_tanh",),

@@ -248,21 +248,23 @@ class KeyReader:
         is_whole = rotated == head_dim or (
             is_partly_rotated and rotated < head_dim and rotated % 2 == 0
         )
-        same_value_width = count("attention.value_length", head_dim) == head_dim
-        if not is_whole or not same_value_width:
+        value_width = count("attention.value_length", head_dim)
+        if not is_whole or value_width != head_dim:
             raise HotsplitError(
-                f"{self.path}: rotary embeddings over a part of a head, or values of another width"
-                " than keys, are not supported"
+                f"{self.path}: attention.key_length is {head_dim}, attention.value_length {value_width}"
+                f" and rope.dimension_count {rotated}: rotary embeddings over a part of a head, or"
+                " values of another width than keys, are not supported"
             )
         if self.keys.get(f"{name}.attention.causal", True) is not True:
             raise HotsplitError(
                 f"{self.path}: attention.causal is not true: bidirectional attention is not"
                 " supported"
             )
-        if heads % count("attention.head_count_kv", heads) or head_dim % 2:
+        kv_heads = count("attention.head_count_kv", heads)
+        if heads % kv_heads or head_dim % 2:
             raise HotsplitError(
-                f"{self.path}: {heads} heads do not divide into"
-                f" {count('attention.head_count_kv', heads)} groups of even width"
+                f"{self.path}: attention.head_count is {heads}, attention.head_count_kv {kv_heads} and"
+                f" attention.key_length {head_dim}; wanted whole groups of heads of even width"
             )
         if count("block_count") > len(self.tensors):
             raise HotsplitError(
@@ -275,7 +277,7 @@ class KeyReader:
             hidden_size=hidden_size,
             num_neurons=count("feed_forward_length", self._of_expert()),
             num_heads=heads,
-            num_kv_heads=count("attention.head_count_kv", heads),
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=embedding.shape[0] if embedding else count("vocab_size"),
             context_length=count("context_length"),

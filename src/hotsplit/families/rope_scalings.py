@@ -169,7 +169,7 @@ def _proportional(p: Parameters) -> ScalingOfConfig:
     conversion/gemma.py (transformers, modeling_rope_utils.py)."""
     p.own.refuse("factor", 1.0, 1)
     key, num_pairs = "partial_rotary_factor", p.sizes.head_dim // 2
-    count = int((share := p.own.positive(key, 1.0)) * p.sizes.head_dim // 2)
+    count = int((share := p.own.positive_or(key, 1.0)) * p.sizes.head_dim // 2)
     if not 1 <= count <= num_pairs:
         raise p.error(f"{key} is {share:g}: {count} of {num_pairs} pairs of a head cannot rotate")
     divisors = np.repeat(np.array([1.0, 1e30], np.float32), [count, num_pairs - count])
@@ -198,14 +198,14 @@ def scaling_of_keys(read: "KeyReader") -> RopeScaling:
     linear scaling by its factor, or by 1 without one."""
     prefix = f"{read.graph.name}.{_PREFIX}"
     kind = read.keys.get(prefix + "type")
+    if kind not in (None, *KINDS, "longrope"):
+        raise HotsplitError(
+            f"{read.path}: {prefix}type is {shown(kind)}, wanted {', '.join(KINDS)}: this kind of rotary"
+            " embedding is not supported"
+        )
     if LONG in read.tensors or kind == "longrope":  # llama.cpp's converter writes no type
         factor, length = read.positive(prefix + "attn_factor", 1.0), _original_length(read)
         return RopeScaling(kind="longrope", attn_factor=factor, original_length=length)
-    if kind not in (None, *KINDS):
-        raise HotsplitError(
-            f"{read.path}: this kind of rotary embedding is not supported"
-            f" (scaling {shown(kind)}, wanted {', '.join(KINDS)})"
-        )
     if kind == "yarn":
         return _yarn_of_keys(read, prefix)
     for name in ("attn_factor", "yarn_attn_factor"):

@@ -2,7 +2,6 @@
 and as keys."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,11 +22,12 @@ Sources = Sequence[int | None]  # of each layer: that whose keys and values it r
 
 
 def sources_of_config(read: ConfigReader, is_local_L: Sequence[bool]) -> Sources:
-    return _sources(read.path, is_local_L, read.whole("num_kv_shared_layers"))
+    key = "num_kv_shared_layers"
+    return _sources(f"{read.path}: {key}", is_local_L, read.whole(key))
 
 
 def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Sources:
-    return _sources(read.path, is_local_L, read.whole(SHARED, 0))
+    return _sources(f"{read.path}: {SHARED}", is_local_L, read.whole(SHARED, 0))
 
 
 def shared_keys(spec: ModelSpec) -> dict[str, Value]:
@@ -62,16 +62,16 @@ def _sharing(spec: ModelSpec) -> dict[int, int]:
     return {layer: source for layer, source in sources if source is not None}
 
 
-def _sources(path: Path, is_local_L: Sequence[bool], num_shared: int) -> Sources:
+def _sources(key: str, is_local_L: Sequence[bool], num_shared: int) -> Sources:
     """The last layer of its kind, with a window or without, that has keys and values of its own, for each
     of the last `num_shared` layers.
 
-    Raises HotsplitError if there is none."""
+    Raises HotsplitError, which begins with the file and its `key`, if there is none."""
     num_own = len(is_local_L) - num_shared
     last = {is_local: layer for layer, is_local in enumerate(is_local_L[: max(0, num_own)])}
     if not {*is_local_L} <= {*last}:
         raise HotsplitError(
-            f"{path}: the last {num_shared} of {len(is_local_L)} layers read the keys and values of earlier"
-            " ones, but of those with a window or of those without, none is before them"
+            f"{key} is {num_shared}: the last {num_shared} of {len(is_local_L)} layers read the keys and"
+            " values of earlier ones, but of those with a window or of those without, none is before them"
         )
     return [None if layer < num_own else last[kind] for layer, kind in enumerate(is_local_L)]
