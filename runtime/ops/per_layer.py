@@ -15,7 +15,7 @@ from torch import Tensor
 from hotsplit.model import per_layer as blocks_of
 from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.spec import Norm as NormSpec
-from hotsplit.runtime.kernels.gate import ACTIVATIONS, Gate
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
