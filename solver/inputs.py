@@ -22,7 +22,6 @@ from hotsplit.costs.part_bytes import (
 from hotsplit.costs.state_bytes import slots_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
-from hotsplit.model.together import layers_together
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
@@ -87,7 +86,7 @@ class Inputs:
     @property
     def _together(self) -> Groups:
         """The groups of layers that a plan does not divide. Raises HotsplitError for several GPUs."""
-        groups = layers_together(self.model.spec, keys_on_host=self.kv_offload is not None)
+        groups = self.model.spec.together(keys_on_host=self.kv_offload is not None)
         if groups and len(self.budgets) > 1:
             raise HotsplitError(
                 f"{self.paths[0]}: {len(self.budgets)} GPUs, but layers that {groups[0].reason} are planned"

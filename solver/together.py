@@ -1,4 +1,4 @@
-"""Plans of models with layers that must be together (`hotsplit.model.together`): the dense blocks of such a
+"""Plans of models with layers that must be together (`ModelSpec.together`): the dense blocks of such a
 group are all on the GPU or all on the CPU.
 
 There are few groups, so every choice of their sides is a problem of its own: blocks that are to stay on the CPU

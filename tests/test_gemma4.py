@@ -26,7 +26,6 @@ from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernel
 from hotsplit.costs.part_bytes import bytes_on_one_side, kv_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Add
-from hotsplit.model.together import layers_together
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -185,7 +184,7 @@ def plan_of(tmp_path, model, dense_on_gpu, **options):
 
 def test_layers_share_keys_on_either_device(tmp_path, shared):
     assert shared.spec.storing == (0, 1)
-    assert [group.layers for group in layers_together(shared.spec)] == [(0, 2), (1, 3, 4)]
+    assert [group.layers for group in shared.spec.together()] == [(0, 2), (1, 3, 4)]
     assert [layer.neurons.number for layer in shared.spec.layers] == [160, 160, 320, 320, 320]
     with Engine.load(shared.path, mode="dense") as engine:
         want = engine.logits(IDS)

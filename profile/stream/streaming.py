@@ -29,7 +29,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import LayerSpec
-from hotsplit.model.together import layers_together
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.candidates import Choices
@@ -85,7 +84,7 @@ def plan_stream(
     room = room_of(device, max_memory_bytes)
     if needs.whole_bytes <= room.num_bytes:
         return None
-    if groups := layers_together(model.spec):
+    if groups := model.spec.together():
         size = format_bytes(room.taken_bytes + needs.whole_bytes)
         why = f"layers that {groups[0].reason} are not profiled one at a time"
         raise HotsplitError(f"{model.path}: {room.says}, {size} are needed: {why}; give that much")

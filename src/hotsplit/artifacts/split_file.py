@@ -36,8 +36,7 @@ from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.prompt_rates import PromptRates
 
 VERSION = 4
-# 3 has no neuron cache; the bytes in 2 include predictors in mode exact too.
-OLDER = (2, 3)
+OLDER = (2, 3)  # 3 has no neuron cache; the bytes in 2 include predictors in mode exact too
 _PREFIX = "hotsplit.split."
 UNKNOWN = "unknown"
 
@@ -288,7 +287,8 @@ class Split:
         ):
             raise HotsplitError(f"{path}: names layers, neurons or experts missing in {model.path}")
         refuse_divided(path, model.spec, self.hot)
-        refuse_apart(path, model.spec, () if self.kv_offload else self.dense_on_gpu, self.home)
+        groups = model.spec.together(keys_on_host=self.kv_offload is not None)
+        refuse_apart(path, groups, self.dense_on_gpu, self.home)
         num_experts = max(layer.neurons.num_experts for layer in layers)
         if self.num_experts and self.num_experts != num_experts:
             raise HotsplitError(

@@ -24,6 +24,7 @@ from hotsplit.model.neurons import Activation, Neurons
 from hotsplit.model.position_wise import TOKEN, PositionWise
 from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
 from hotsplit.model.route import Route
+from hotsplit.model.together import Together
 
 # Of the hidden states of a text: their mean, the first token's or the last one's (sentence-transformers).
 Pooling = Literal["mean", "cls", "last"]
@@ -277,6 +278,19 @@ class ModelSpec:
         """The layers that store keys and values."""
         attends_L = (layer.attention for layer in self.layers)
         return tuple(i for i, attention in enumerate(attends_L) if attention and attention.num_own)
+
+    def together(self, *, keys_on_host: bool = False) -> tuple[Together, ...]:
+        """The groups of layers, two at least, that a plan must not divide. `keys_on_host`: main memory has
+        the keys and values of all layers."""
+        groups: dict[int, list[int]] = {}  # by the layer that stores their keys and values
+        for index, layer in enumerate(self.layers):
+            if layer.attention is not None and not keys_on_host:
+                groups.setdefault(layer.attention.cache_of(index), []).append(index)
+        return tuple(
+            Together(layers=tuple(layers), reason="share keys and values")
+            for layers in groups.values()
+            if len(layers) > 1
+        )
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
