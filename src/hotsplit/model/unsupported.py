@@ -77,7 +77,6 @@ _BY_KEY = {
     "attn_logit_softcapping": _CAPPED_SCORES,
     "final_logit_softcapping": _CAPPED,
     "embedding_length_per_layer_input": "embeddings of layers (Gemma's E-models) are not computed",
-    "attention.shared_kv_layers": "keys and values of earlier layers (Gemma's E-models) are not used",
     "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
