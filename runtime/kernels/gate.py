@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotsplit.model.neurons import SMOOTH, Activation, Neurons
+from hotsplit.model.neurons import ACTIVATIONS, SMOOTH, Activation, Neurons
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of swiglu_oai
-# In the order of the enum in kernels.h.
-ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
 class GateStruct(Structure):
