@@ -26,6 +26,7 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from hotsplit.files.gguf_file import row_bytes
+from hotsplit.model.attention import HeadVector
 from hotsplit.model.route import Route
 from hotsplit.model.weight_types import TYPES, file_kind
 from hotsplit.runtime.kernels.gate import Gate
@@ -182,7 +183,8 @@ def launch_the_rest() -> None:
             )
             keys, table = keys.transpose(1, 2), torch.zeros(1, 9, dtype=torch.int32)
             cap = 50.0 if width == HEAD_WIDTH else None
-            spec = heads_of(8, 2, width, window=512, score_cap=cap)
+            sinks = HeadVector("attn_sinks.weight")
+            spec = heads_of(8, 2, width, window=512, score_cap=cap, head_sinks=sinks)
             kernels.attend_tokens(
                 query,
                 keys,
@@ -192,7 +194,7 @@ def launch_the_rest() -> None:
                 query.clone(),
                 table[0],
                 table,
-                sink_H=x[:8],
+                vectors={"head_sinks": x[:8]},
             )
     launch_delta()
     routed = torch.empty(16)

@@ -25,7 +25,7 @@ from hotsplit.families.sizes import Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
 from hotsplit.model.blocks import PredictorKind
-from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling
+from hotsplit.model.rope import NO_SCALING, RopeScaling
 from hotsplit.model.spec import (
     Activation,
     Attention,
@@ -170,7 +170,7 @@ def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
         attention = replace(
             layer.attention, **heads[index % 4], rotary=rotaries[index % 3],
             window=(window, None, 2 * window)[index % 3], scale=(None, 0.35, 0.2)[index % 3],
-            growth=(None, QueryGrowth(factor=0.4, length=7), None)[index % 3],
+            growth=(None, 0.4, None)[index % 3], growth_length=(None, 7, None)[index % 3],
             score_cap=(0.6, None, 0.4)[index % 3],
         )  # fmt: skip
         if index % 4 == 1:

@@ -101,7 +101,7 @@ def _linear(x, w, name: str, biases):
 
 
 def _attention(x, block: Attention, w, factors):
-    assert block.growth is None and block.score_cap is None, block
+    assert not block.growth and block.score_cap is None, block
     assert not block.norms_by_head and not block.is_fused, block
     heads = {"attn_q": block.num_heads, "attn_k": block.num_kv_heads}
     heads |= {} if block.values_are_keys else {"attn_v": block.num_kv_heads}
@@ -121,7 +121,7 @@ def _attention(x, block: Attention, w, factors):
     out = np.zeros_like(q)
     for head in range(block.num_heads):
         group = head * block.num_kv_heads // block.num_heads
-        sink = [w("attn_sinks.weight")[head]] if block.has_sinks else []
+        sink = [w("attn_sinks.weight")[head]] if block.head_sinks else []
         for t in range(len(x)):
             seen = slice(0 if block.window is None else max(0, t + 1 - block.window), t + 1)
             scores = np.append(k[seen, group] @ q[t, head] * block.score_scale, sink)

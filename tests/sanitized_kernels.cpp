@@ -294,7 +294,7 @@ bool refuses_operations(const HsStep& step) {
 bool pages(HsStep step, HsLayer layer, const float* want) {
     constexpr int64_t LENGTH = 32;
     const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
-    const int64_t size = 3 * N * LENGTH * layer.attention.num_kv_heads * layer.attention.head_width * 2;
+    const int64_t size = 3 * N * LENGTH * layer.attention.num_kv_heads * layer.attention.head_dim * 2;
     layer.attention.key = bytes(size), layer.attention.value = bytes(size);
     step.layer = &layer;
     std::vector<int32_t> block(3 * N);
@@ -353,12 +353,12 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
     step.output_norm = norm(D, false);
     const HsRotary rotary = {frequency, 1.0, W, 0, 0};
-    attention.num_heads = H, attention.num_kv_heads = K, attention.head_width = W;
+    attention.num_heads = H, attention.num_kv_heads = K, attention.head_dim = W;
     attention.num_own = 2;
     attention.scores.scale = 1.0f / std::sqrt(static_cast<float>(W));
     attention.window = computes_all || is_named ? 0 : 7;
     if (computes_all && !is_named)
-        attention.num_own = 1, attention.input[2] = {}, attention.value_norm = norm(W, false);
+        attention.num_own = 1, attention.input[2] = {}, attention.norms_values = 1;
     feed_forward.gate.activation = !is_gated    ? ACTIVATION_RELU
                                    : rank == 32 ? ACTIVATION_GELU_TANH
                                                 : ACTIVATION_SILU;
@@ -433,8 +433,8 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
     for (HsMatrix& m : attention.input) m = matrix(kind, H * padded, D, true);
     attention.output = matrix(kind, D, H * padded, true);
     attention.key = bytes(R * H * padded * 2), attention.value = bytes(R * H * padded * 2);
-    attention.num_heads = attention.num_kv_heads = H, attention.head_width = padded;
-    attention.num_own = 2, attention.scores.scale = 0.2f, attention.sink = floats(H);
+    attention.num_heads = attention.num_kv_heads = H, attention.head_dim = padded;
+    attention.num_own = 2, attention.scores.scale = 0.2f, attention.scores.head_sinks = floats(H);
     const HsExperts own = experts(kind, is_by_output, D, F, E);
     HsFeedForward& feed_forward = layer.feed_forward;
     feed_forward.experts = &own, feed_forward.num_blocks = 1, feed_forward.num_neurons = F;
@@ -516,7 +516,7 @@ bool deltas(int32_t kind, int64_t M) {
     for (int m : {1, 2}) attention.input[m] = matrix(kind, W, D, true);
     attention.output = matrix(block_values(kind) > 32 ? KIND_F32 : kind, D, H * W, true);
     attention.key = bytes(R * W * 2), attention.value = bytes(R * W * 2), attention.is_gated = 1;
-    attention.num_heads = H, attention.num_kv_heads = 1, attention.head_width = W;
+    attention.num_heads = H, attention.num_kv_heads = 1, attention.head_dim = W;
     attention.num_own = 2, attention.scores.scale = 0.2f, attention.rotary = -1;
     HsStep step = {};
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
@@ -696,7 +696,7 @@ struct Selecting {
         rotary = {frequency, 1.0, W, 0, 0};
         step.output_norm = norm(D, false), step.rotary = &rotary, step.num_rotaries = 1;
         step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = F;
-        attention.num_heads = H, attention.num_kv_heads = K, attention.head_width = W;
+        attention.num_heads = H, attention.num_kv_heads = K, attention.head_dim = W;
         attention.num_own = 2;
         attention.scores.scale = 1.0f / std::sqrt(static_cast<float>(W));
         feed_forward.gate.activation = ACTIVATION_RELU;
@@ -709,7 +709,7 @@ struct Selecting {
     void cap() {
         const HsSelect& rule = step.select;
         const int64_t count =
-            (rule.sinks + rule.top + rule.window + rule.block) * layer.attention.head_width / 2;
+            (rule.sinks + rule.top + rule.window + rule.block) * layer.attention.head_dim / 2;
         step.select.cos = floats(count, 0.9f), step.select.sin = floats(count, 0.1f);
     }
 
@@ -717,7 +717,7 @@ struct Selecting {
     // tables are filled with the byte `fill`; 255 makes unwritten keys, values, units and factors
     // NaN. False if hs_step_bytes() refuses the step.
     bool keep(int64_t length, int fill) {
-        const int64_t W = layer.attention.head_width, N = (step.context_length + length - 1) / length;
+        const int64_t W = layer.attention.head_dim, N = (step.context_length + length - 1) / length;
         const HsSelect& rule = step.select;
         const int64_t heads = 2 * N * K;
         const int64_t tables = rule.block ? heads * ((length + rule.block - 1) / rule.block) : 0;

@@ -20,8 +20,8 @@ from test_hybrid_experts import PLANS, made_plan, stock
 from hotsplit import Engine
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.attention import HeadVector
 from hotsplit.model.spec import Attention
-from hotsplit.model.tensors import SINKS
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.device.device_memory import kept_budget
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
@@ -70,9 +70,10 @@ def test_plans_on_a_device_give_the_cpus_logits(plan, layout, capsys):
 def test_sinks_on_a_device_give_the_cpus_logits():
     """Like those of gpt-oss, in steps and in prompts."""
     model = stock(kind="q8_0", num_neurons=32)
-    spec, chance = changed(model.bare_spec, Attention, has_sinks=True), np.random.default_rng(0)
+    own, chance = HeadVector("attn_sinks.weight"), np.random.default_rng(0)
+    spec = changed(model.bare_spec, Attention, head_sinks=own)
     sinks = {
-        f"blk.{n}.{SINKS}": array_entry(chance.standard_normal(layer.attention.num_heads), "f32")
+        f"blk.{n}.{own.name}": array_entry(chance.standard_normal(layer.attention.num_heads), "f32")
         for n, layer in enumerate(spec.layers)
     }
     model = dataclasses.replace(model, bare_spec=spec, tensors=model.tensors | sinks)

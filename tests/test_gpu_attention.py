@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_matrices import EPS, NAN, REFERENCE, assert_close, device, heads_of, rounding, vector
 
-from hotsplit.model.rope import QueryGrowth
+from hotsplit.model.attention import HeadVector
 from hotsplit.runtime.kernels.gpu import ranges
 
 # ---- sums and norms ------------------------------------------------------------------------
@@ -157,8 +157,8 @@ def test_heads_with_norms_of_their_own_and_growing_queries(kernels, norm, growth
     the position."""
     found, rows = [], 3
     steady = heads_of(width=width, is_adjacent=True, norm=norm, norms_by_head=True)
-    factor, length = growth or (0.0, 1)
-    spec = replace(steady, growth=QueryGrowth(factor=factor, length=length) if growth else None)
+    factor, length = growth or (None, None)
+    spec = replace(steady, growth=factor, growth_length=length)
     for which in (kernels, REFERENCE):
         qkv = vector(rows * 8 * width).view(rows, -1) + 0.5  # not of mean 0
         cache, at = (
@@ -292,8 +292,9 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
     at = torch.tensor([position], device=device())
     which.attend(
         qkv, cache[:, 0], cache[:, 1], at,
-        heads_of(*heads, width, scale=scale, window=window, score_cap=cap), scratch, out,
-        sink_H=None if sink is None else sink + vector(num_heads, 5),
+        heads_of(*heads, width, scale=scale, window=window, score_cap=cap,
+                 head_sinks=None if sink is None else HeadVector("sinks")), scratch, out,
+        vectors={} if sink is None else {"head_sinks": sink + vector(num_heads, 5)},
     )  # fmt: skip
     return out
 

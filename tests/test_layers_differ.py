@@ -107,9 +107,9 @@ def logits_ref(model, ids):
                 for heads, name in ((query, "q"), (key, "k"))
             )
         query, key = turned(query, a.rotary), turned(key, a.rotary)
-        if a.growth:
-            steps = np.arange(len(ids)) // a.growth.length
-            query = query * (1 + a.growth.factor * np.log(1 + steps))[:, None, None]
+        if a.growth_length:
+            steps = np.arange(len(ids)) // a.growth_length
+            query = query * (1 + a.growth * np.log(1 + steps))[:, None, None]
         heads = attend_ref(query, key, value, a.score_scale, a.window, a.score_cap)
         x = x + heads @ w("attn_output").T
         y = norm(x, named, layer.norms["ffn_norm"])

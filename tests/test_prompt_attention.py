@@ -11,6 +11,7 @@ from gpu_matrices import NAN, REFERENCE, device, heads_of, rounding
 from ptx import Fault
 from ptx.kernels import PtxKernels
 
+from hotsplit.model.attention import HeadVector
 from hotsplit.runtime.kernels.gpu import torch_kernels
 
 pytest.importorskip("triton")
@@ -67,13 +68,14 @@ class Case:
         if self.is_paged:  # block n of the text is row table[1, n] of the cache
             table = torch.tensor([[0, 0, 0, 0], [2, 4, 1, 3]], dtype=torch.int32, device=device())
             sequence = torch.ones(len(query_THW), dtype=torch.int32, device=device())
-        sink = self.values(self.heads[0], seed=4) * 2 if self.has_sinks else None
+        vectors = {"head_sinks": self.values(self.heads[0], seed=4) * 2} if self.has_sinks else {}
         size = 2 * (self.heads[0] + self.heads[1]) * self.width
         gated = self.values(self.tokens, size, seed=5)[rows][number_T] if self.has_gates else None
         kernels.attend_tokens(
             query_THW, self.cache(2), self.cache(3), position_T,
-            heads_of(*self.heads, self.width, window=self.window, score_cap=self.cap), out,
-            sequence, table, sink_H=sink, gated_TQ=gated,
+            heads_of(*self.heads, self.width, window=self.window, score_cap=self.cap,
+                     head_sinks=HeadVector("sinks") if vectors else None), out,
+            sequence, table, vectors=vectors, gated_TQ=gated,
         )  # fmt: skip
         return out[: len(query)]
 

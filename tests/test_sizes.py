@@ -14,8 +14,7 @@ LONG = {
     "solver/problem_builder.py:build_problem",  # straight text: one number after the other
     # Kernels.
     "runtime/kernels/cpu/library.py",
-    "runtime/kernels/gpu/attention.py",
-    "runtime/kernels/gpu/attention.py:_rotate_append",
+    "runtime/kernels/gpu/heads.py:_rotate_append",
     "runtime/kernels/gpu/attention.py:_attend_part",
     "runtime/kernels/gpu/attention.py:attend",
     "runtime/kernels/gpu/delta.py:_convolve",

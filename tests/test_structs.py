@@ -23,7 +23,19 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 RUNTIME = Path(__file__).parent.parent / "runtime"
 CACHE = "neuron_cache.native.library"
 HEADERS = (
-    *(KERNELS / f"{name}.h" for name in ("kernels", "gate", "step", "row_copies", "step_server")),
+    *(
+        KERNELS / f"{name}.h"
+        for name in (
+            "scores",
+            "tensors",
+            "heads",
+            "kernels",
+            "gate",
+            "step",
+            "row_copies",
+            "step_server",
+        )  # fmt: skip
+    ),
     RUNTIME / "neuron_cache" / "native" / "policy.h",
 )
 STRUCT = re.compile(r"^struct (Hs\w+|Cache\w+|NeuronCache) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.model.attention import Heads, HeadVector
 from hotsplit.model.rope import Rotary
 from hotsplit.model.spec import Attention, Norm, Route
 from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
@@ -52,6 +53,7 @@ SLOTS = ("conv_SJC", "state_SVNM")
 _PARAMETERS = {name: inspect.signature(getattr(reference_kernels(), name)) for name in NAMES}
 _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
           torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}  # fmt: skip
+_COMPILED = {each.name for each in fields(Heads)}
 _WIDE_LOAD = 16  # bytes; pointers with a smaller alignment make another variant
 _UNPACKED_ROWS = 64
 _NEURONS = 3000  # hidden values of a check, at most: more than a chunk
@@ -129,6 +131,8 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
         size = f"[{'x'.join(map(str, dims))}]" if dims else ""
         aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
         return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
+    if isinstance(value, Mapping):
+        return " ".join(_words(key, each, None) for key, each in value.items())
     if isinstance(value, (Attention, Gate, Route)):
         return " ".join(
             filter(None, (_field_words(f.name, getattr(value, f.name)) for f in fields(value)))
@@ -144,8 +148,10 @@ def _field_words(name: str, value: Any) -> str:
         return f"{value.pairing} {value.scaling.magnitude:g}"
     if isinstance(value, Norm):
         return value.kind
-    if name in ("reads", "writes", "biases", "threshold"):
+    if isinstance(value, HeadVector) or name in ("reads", "writes", "biases", "threshold"):
         return ""
+    if isinstance(value, float) and name in _COMPILED:
+        return f"{name} {value:g}"
     return name if isinstance(value, float) else _words(name, value, None)
 
 

@@ -1,9 +1,11 @@
-"""A weight matrix in the type of its file or in a layout made from it, as kernels on CPU and GPU
-read it.
+"""A weight matrix in the type of its file or in a layout made from it, and vectors, as kernels on CPU and
+GPU read them.
 
 Letters: N rows, D row width, A chosen rows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from hotsplit.runtime.kernels.grouped import GROUP_ROWS, from_grouped
 from hotsplit.runtime.kernels.planar import from_planar
 from hotsplit.runtime.kernels.tiled import TILE_ROWS, from_tiled
 
+# The vectors of a block beside its matrices, by the names of the spec's fields.
+Vectors = Mapping[str, Tensor]
+NO_VECTORS: Vectors = MappingProxyType({})
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Rows that a form interleaves; a matrix in it has a multiple of them.
 ROWS_TOGETHER: dict[Form, int] = {"planar": 1, "tiled": TILE_ROWS, "grouped": GROUP_ROWS}

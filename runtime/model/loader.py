@@ -14,12 +14,12 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.attention import KEY_NORM, QUERY_NORM
 from hotsplit.model.modes import Mode, computes_all
-from hotsplit.model.spec import KEY_NORM, QUERY_NORM, ModelSpec
 from hotsplit.model.spec import Attention as AttentionSpec
+from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
-from hotsplit.model.tensors import SINKS
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -289,7 +289,10 @@ class Builder:
             output=self.linear(f"blk.{index}.attn_output", device),
             query_norm=norms.get(QUERY_NORM),
             key_norm=norms.get(KEY_NORM),
-            sink_H=self.vector(f"blk.{index}.{SINKS}", attends_on),
+            vectors={
+                name: vector_of(self.model.tensors[f"blk.{index}.{vector.name}"], attends_on)
+                for name, vector in block.vectors.items()
+            },
             cache=self.cache(block.cache_of(index)),
             rotary=self.rotary(block, attends_on),
             on_bytes=self.count_attention,

@@ -4,13 +4,16 @@ Each operation mirrors its own struct of kernels/cpu/step.h, or of its own file 
 torch. They point at the tensors of the model, which `Structs.kept` keeps alive."""
 
 from collections.abc import Iterable
-from ctypes import Array, Structure, addressof, c_int32, c_int64, c_void_p
-from typing import Any, TypeVar
+from ctypes import Array, Structure, addressof, c_float, c_int32, c_int64, c_void_p
+from dataclasses import fields
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from hotsplit.model.attention import HeadVector
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.stored import Vectors
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 _ALIGNMENT = 64
@@ -23,6 +26,18 @@ class MatrixStruct(Structure):
     _fields_ = [("data", c_void_p), ("bias", c_void_p), ("num_rows", c_int64),
                 ("num_columns", c_int64), ("stride", c_int64), ("kind", c_int32),
                 ("unused", c_int32)]  # fmt: skip
+
+
+_IN_C = {int: c_int64, float: c_float, bool: c_int32, HeadVector: c_void_p}
+
+
+def fields_of(group: type) -> list[tuple[str, Any]]:
+    """The fields of a struct with the numbers, flags and vectors of a dataclass, in its order."""
+    found = []
+    for name, hint in get_type_hints(group).items():
+        (kind,) = {*(get_args(hint) or (hint,))} - {type(None)}
+        found.append((name, _IN_C[kind]))
+    return found
 
 
 class NotNative(Exception):
@@ -69,6 +84,12 @@ class Structs:
             stride=matrix.stride_bytes,
             kind=library.kind_code(matrix.kind),
         )
+
+    def numbers(self, group: type, spec: Any, vectors: Vectors) -> dict[str, Any]:
+        """The values of `fields_of` a group of a block's spec; of a spec's None they are 0."""
+        own = [name for name, kind in fields_of(group) if kind is c_void_p]
+        found = {field.name: getattr(spec, field.name) or 0 for field in fields(group)}
+        return found | {name: self.vector(vectors.get(name)) for name in own}
 
     def indices(self, index_N: Tensor) -> int:
         return self.pointer(index_N.to(torch.int32), torch.int32)

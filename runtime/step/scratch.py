@@ -93,7 +93,7 @@ def attention(p: Pass, index: int) -> PoolBytes:
         after += p.product(p.kind(f"blk.{index}.attn_output"), a.query_size, width)
         return _projected(p, index) | qkv + rounded + _attend(p, a) | after + rounded
     normed = query + key if a.head_norm else PoolBytes()
-    values = key if a.norms_values else PoolBytes()
+    values = p.floats(a.normed_value_size)
     turned = qkv + normed + values + (query * 2 | query + key * 2 | p.floats(a.head_dim) * 4)
     kept = values + (query + key if a.rotary else normed)
     return gates + (_projected(p, index) | turned | qkv + kept + _attend(p, a) | after)

@@ -2,7 +2,7 @@
 current stream of the current device, with the memory that it reads and writes."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -112,11 +112,14 @@ def on_device(name: str, tensor: Tensor) -> Tensor:
 def _tensors(name: str, value: object) -> Iterator[Tensor]:
     if isinstance(value, StoredMatrix):
         value = value.data
-    if isinstance(value, Tensor):
-        yield on_device(name, value)
+    for each in value.values() if isinstance(value, Mapping) else (value,):
+        if isinstance(each, Tensor):
+            yield on_device(name, each)
 
 
 def _borrowed(value: Any) -> Any:
     if isinstance(value, StoredMatrix):
         return StoredMatrix(data=_borrowed(value.data), kind=value.kind, width=value.width)
+    if isinstance(value, Mapping):
+        return {name: borrowed(each) for name, each in value.items()}
     return borrowed(value) if isinstance(value, Tensor) else value

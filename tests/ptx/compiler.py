@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,14 +123,22 @@ def _answer(devices: AbsentDevices, source: Source, arch, arguments, options) ->
         sys.path.insert(0, source.folder)
     function = getattr(importlib.import_module(f"{source.package}.{source.module}"), source.name)
     kernel = function.run(*arguments, grid=(1,), warmup=True, **options)
-    signature = kernel.src.signature
     return Compiled(
         ptx=kernel.asm["ptx"],
-        parameters=tuple(name for name, kind in signature.items() if kind != "constexpr"),
+        parameters=tuple(_parameters(kernel.src.signature)),
         argument_names=tuple(function.arg_names),
         num_warps=kernel.metadata.num_warps,
         shared_bytes=kernel.metadata.shared,
     )
+
+
+def _parameters(signature: dict) -> Iterator[str]:
+    """The names of what is passed to compiled code; of a tuple `x` they are `x.0`, `x.1` and so on."""
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            yield from _parameters({f"{name}.{i}": part for i, part in enumerate(kind)})
+        elif kind != "constexpr":
+            yield name
 
 
 def main() -> None:

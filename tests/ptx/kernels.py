@@ -24,7 +24,7 @@ from ptx.memory import Memory
 PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = (
-    "rows", "tiles", "norm", "attention", "predictor", "neurons", "products", "tokens",
+    "rows", "tiles", "norm", "heads", "attention", "predictor", "neurons", "products", "tokens",
     "prompt_attention", "routing", "experts", "delta", "planes",
 )  # fmt: skip
 SLOT_MODULE = "slot_kernels"
@@ -118,7 +118,10 @@ class PtxLaunch:
         text = compiled.ptx
         if self.owner.edit is not None:
             text = self.owner.edit(self.source.name, text)
-        given = dict(zip(compiled.argument_names, arguments, strict=False))
+        given = {}
+        for argument, value in zip(compiled.argument_names, arguments, strict=False):
+            parts = enumerate(value) if isinstance(value, tuple) else ()
+            given |= {argument: value} | {f"{argument}.{i}": part for i, part in parts}
         given["launch_pdl"] = options.get("launch_pdl", False)
         self._execute(text, compiled, grid, given)
 
@@ -157,6 +160,8 @@ class PtxLaunch:
 def _as_compiled(argument):
     """A stand-in with all that compiled code depends on: Triton specialises for types, for 1 and
     for multiples of 16."""
+    if isinstance(argument, tuple):
+        return type(argument)(*map(_as_compiled, argument))
     if isinstance(argument, torch.Tensor):
         return Pointer(argument.dtype, argument.data_ptr() % 16 == 0)
     if isinstance(argument, int) and not isinstance(argument, bool) and argument != 1:

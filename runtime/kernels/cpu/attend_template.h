@@ -126,7 +126,7 @@ void weigh_keys(const AttendPart& a) {
         const int64_t from = a.from ? a.from[q] : 0;
         float* score = a.score + q * room;
         for (int64_t c = 0; c < from; ++c) score[c] = 0.0f;
-        if (a.scores.cap > 0.0f) soft_cap(score + from, a.count[q] - from, a.scores.cap);
+        finish_scores(a.scores, score + from, a.count[q] - from, soft_cap);
         weigh(score + from, a.count[q] - from, room - from, a.top[q], a.total[q]);
     }
 }

@@ -51,12 +51,12 @@ class Attention {
 
     // Sets the layer of the following calls.
     void use(const HsAttention& l) {
-        W = l.head_width, H = l.num_heads, K = l.num_kv_heads, G = H / K, padded = padded_head(W);
+        W = l.head_dim, H = l.num_heads, K = l.num_kv_heads, G = H / K, padded = padded_head(W);
         key_bytes = cache_row_bytes(s.key_kind, W), value_bytes = cache_row_bytes(s.value_kind, W);
         chunk_rows = std::max<int64_t>(1, SHARING_QUERIES / G);
         window = l.window ? std::min(l.window, s.context_length) : s.context_length;
         table = s.table + l.table;
-        sink = l.sink;
+        scores = l.scores;
         selector.use(l);
     }
 
@@ -349,11 +349,7 @@ class Attention {
             sum += share * total[at(p)];
             for (int64_t i = 0; i < W; ++i) out[i] += share * mixed[at(p) * padded + i];
         }
-        if (sink) {  // the largest score need not be a key's
-            const float top = std::max(largest, sink[head]), share = std::exp(largest - top);
-            for (int64_t i = 0; i < W; ++i) out[i] *= share;
-            sum = sum * share + std::exp(sink[head] - top);
-        }
+        finish_sums(scores, head, largest, out, W, sum);
         for (int64_t i = 0; i < W; ++i) out[i] /= sum;
         if (s.is_value_rotated) turn_by_hadamard(out, W);
         if (gate) kernels().gate_by(out, gate + (t * H + head) * W, W);
@@ -363,7 +359,8 @@ class Attention {
     int64_t W = 0, H = 0, K = 0, G = 0, padded = 0, key_bytes = 0, value_bytes = 0, chunk_rows = 0;
     int64_t window = 0;
     const HsTable* table = nullptr;
-    const float *sink = nullptr, *gate = nullptr;
+    HsScores scores = {};
+    const float* gate = nullptr;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // most parts of a row in this batch
     float *query, *far_query, *top, *total, *mixed;
     Selector selector;

@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "prefetch_queue.h"
+#include "scores.h"
 
 constexpr int64_t TILE_ROWS = 16, GROUP_ROWS = 64;
 
@@ -241,11 +242,6 @@ using OrderSums = void(float* y, int64_t d0, int64_t d1);
 using UnpackRows = void(const Rows& rows, float* out, int64_t a0, int64_t a1);
 // Fills x.packed from x.f32, for the vectors in use. Block kinds: D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
-// What becomes of a product of a query with a key.
-struct HsScores {
-    float scale;
-    float cap;  // c: a scaled score s counts as c tanh(s / c); 0: as it is
-};
 // Queries that share a key-value head, over n positions of the cache; each attends to the first
 // `count`.
 struct AttendPart {

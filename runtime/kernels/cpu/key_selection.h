@@ -46,7 +46,7 @@ class Selector {
 
     // Sets the layer of the following calls.
     void use(const HsAttention& l) {
-        W = l.head_width, Wp = select_width(W), Ws = summary_width(rule, W);
+        W = l.head_dim, Wp = select_width(W), Ws = summary_width(rule, W);
         K = l.num_kv_heads, G = l.num_heads / K, scale = l.scores.scale;
     }
 

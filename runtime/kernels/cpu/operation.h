@@ -27,13 +27,6 @@ void for_rows(int64_t T, int64_t values, const Body& body) {
 // y [T, stride] = W x + bias of T rows, for up to four matrices with concatenated outputs.
 void multiply(const HsMatrix* matrix, int count, Operand& x, int64_t T, float* y, int64_t stride);
 
-inline void apply(const HsNorm& norm, const float* x, int64_t n, float* y) {
-    if (norm.bias)
-        kernels().layer_norm(x, norm.weight, norm.bias, norm.epsilon, n, y);
-    else
-        kernels().rms_norm(x, norm.weight, norm.epsilon, n, y);
-}
-
 inline void unpack_row(const HsMatrix& m, int64_t row, float* y) {
     const int32_t index = static_cast<int32_t>(row);  // a tied embedding may be tiled
     kernels().unpack_rows[m.kind]({m.data, m.stride, m.num_columns, &index, 1}, y, 0, 1);

@@ -66,17 +66,6 @@ int64_t most_used(const HsStep& step) {
     return found;
 }
 
-int64_t heads_size(const HsAttention& a) { return a.num_heads * a.head_width; }
-int64_t gates_size(const HsAttention& a) { return a.is_gated ? heads_size(a) : 0; }
-// Heads of keys that a layer writes to its cache, and as many of values.
-int64_t own_heads(const HsAttention& a) { return a.num_own ? a.num_kv_heads : 0; }
-int64_t qkv_size(const HsAttention& a) {
-    return heads_size(a) + gates_size(a) + a.num_own * a.num_kv_heads * a.head_width;
-}
-int64_t raw_keys_size(const HsAttention& a) {
-    return a.num_own == 1 ? a.num_kv_heads * a.head_width : 0;
-}
-
 // The largest size(attention) of a layer.
 template <class Size>
 int64_t most(const HsStep& s, const Size& size) {
@@ -104,7 +93,7 @@ int64_t size_of(const HsStep& s, int32_t value) {
 }
 
 int64_t most_pairs(const HsStep& s) {
-    return most(s, [](const HsAttention& a) { return a.head_width; }) / 2;
+    return most(s, [](const HsAttention& a) { return a.head_dim; }) / 2;
 }
 
 // Operations whose input is multiplied by matrices, and those that process each row separately.
@@ -410,75 +399,32 @@ class Step {
         if (s.seen_heads) std::copy_n(w.heads_out.f32, T * w.heads_out.size, s.seen_heads);
     }
 
-    // Norms and rotates queries and keys of qkv [T, (H + 2 K) W] in place (and values, if they have a norm
-    // or the cache stores them rotated), appends keys and values, and attends. With gates, rows of qkv have
-    // (2 H + 2 K) W values; if values are keys, (H + K) W; if they are another layer's, H W.
+    // Prepares the projections of each row in place, appends keys and values, and attends.
     void attend(const HsAttention& l, float* qkv, Operand& heads) {
-        const int64_t W = l.head_width, H = l.num_heads, K = own_heads(l), num_values = qkv_size(l);
+        const int64_t num_values = qkv_size(l);
         w.attention.use(l);
         heads.size = heads_size(l);
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
-            if (l.is_gated) take_gates(l, values, w.gates + t * H * W);
-            float* own = values + (H + K) * W;
-            if (l.num_own == 1)
-                own = std::copy_n(values + H * W, K * W, w.raw_keys + t * K * W) - K * W;
-            norm_heads(l, values);
-            for (int64_t k = 0; l.value_norm.weight && k < K; ++k)
-                apply(l.value_norm, own + k * W, W, own + k * W);
-            if (is_rotated(l)) rotate_heads(l, t, values);
-            if (l.growth_length) grow_queries(l, w.attention.position(t), values);
-            for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
-            for (int64_t k = 0; s.is_value_rotated && k < K; ++k) turn_by_hadamard(own + k * W, W);
-            if (K) w.attention.append(l, t, values + H * W, own);
+            const float* own = prepare_heads(l, row_of_heads(l, t), values);
+            if (l.num_own) w.attention.append(l, t, values + heads_size(l), own);
         });
-        if (K) w.attention.summarise(l);
+        if (l.num_own) w.attention.summarise(l);
         w.attention.run(l, qkv, num_values, l.is_gated ? w.gates : nullptr, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
     }
 
-    // Moves each head's gates to `gates` [H, W], and the queries, keys and values of the row together.
-    static void take_gates(const HsAttention& l, float* values, float* gates) {
-        const int64_t W = l.head_width, H = l.num_heads;
-        for (int64_t h = 0; h < H; ++h) {
-            std::copy_n(values + (2 * h + 1) * W, W, gates + h * W);
-            std::copy_n(values + 2 * h * W, h ? W : 0, values + h * W);
-        }
-        std::copy_n(values + 2 * H * W, l.num_own * l.num_kv_heads * W, values + H * W);
-    }
-
-    // Rotates the queries and keys of a row in place, or the first values of each head.
-    void rotate_heads(const HsAttention& l, int64_t t, float* values) {
-        const HsRotary& rotary = s.rotary[l.rotary];
-        const int64_t W = l.head_width, first = turn_at(l, t);
-        const int64_t heads = l.num_heads + own_heads(l);
-        const int64_t together = rotary.head_width == W ? heads : 1;
-        for (int64_t h = 0; h < heads; h += together)
-            kernels().rotate(values + h * W, together, w.cos + first, w.sin + first, rotary.head_width,
-                             rotary.is_adjacent);
-    }
-
-    // Norms the queries and keys of a row in place.
-    void norm_heads(const HsAttention& l, float* values) {
-        const int64_t W = l.head_width, H = l.num_heads, K = own_heads(l);
-        if (!l.query_norm.weight) return;
-        if (l.norms_all_heads) {
-            apply(l.query_norm, values, H * W, values);
-            if (K) apply(l.key_norm, values + H * W, K * W, values + H * W);
-            return;
-        }
-        for (int64_t h = 0; h < H + K; ++h) {
-            HsNorm norm = h < H ? l.query_norm : l.key_norm;
-            if (l.norms_by_head) norm.weight += (h < H ? h : h - H) * W;
-            apply(norm, values + h * W, W, values + h * W);
-        }
-    }
-
-    static void grow_queries(const HsAttention& l, int64_t position, float* values) {
-        const double steps = static_cast<double>(position / l.growth_length);
-        const float factor = static_cast<float>(1.0 + l.growth * std::log1p(steps));
-        for (float* x = values; x < values + heads_size(l); ++x) *x *= factor;
+    RowOfHeads row_of_heads(const HsAttention& l, int64_t t) const {
+        const int64_t first = is_rotated(l) ? turn_at(l, t) : 0;
+        return {w.attention.position(t),
+                is_rotated(l) ? s.rotary + l.rotary : nullptr,
+                w.cos + first,
+                w.sin + first,
+                s.is_key_rotated != 0,
+                s.is_value_rotated != 0,
+                w.gates + t * gates_size(l),
+                w.raw_keys + t * raw_keys_size(l)};
     }
 
     // Multiplies x by attention's matrices, y [T, stride].
@@ -590,21 +536,20 @@ class Step {
 bool fits(const HsRotary& r) { return r.frequency && r.head_width > 0 && r.head_width % 2 == 0; }
 
 bool fits(const HsAttention& l, const HsStep& s) {
-    for (int64_t size : {l.num_heads, l.num_kv_heads, l.head_width})
+    for (int64_t size : {l.num_heads, l.num_kv_heads, l.head_dim})
         if (size < 1 || size > INT32_MAX) return false;
     if (l.num_heads % l.num_kv_heads || l.num_heads / l.num_kv_heads > MAX_SHARED_HEADS) return false;
-    if (l.head_width > MAX_HEAD_WIDTH || l.window < 0) return false;
+    if (l.head_dim > MAX_HEAD_WIDTH || l.window < 0) return false;
     if (l.table < 0 || l.table >= s.num_tables) return false;
     const int64_t kept = s.table[l.table].window;
     if (kept && (!l.window || l.window > kept)) return false;
-    if (l.num_own < 0 || l.num_own > 2) return false;
-    if (l.num_own && l.query_norm.weight && !l.key_norm.weight) return false;
+    if (!heads_fit(l)) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
-        if (l.head_width % block_values(kind)) return false;
+        if (l.head_dim % block_values(kind)) return false;
     if (l.rotary >= s.num_rotaries) return false;
     const int64_t rotated = l.rotary < 0 ? 0 : s.rotary[l.rotary].head_width;
-    if (rotated > l.head_width || (s.select.cos && rotated != l.head_width)) return false;
-    const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_width;
+    if (rotated > l.head_dim || (s.select.cos && rotated != l.head_dim)) return false;
+    const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_dim;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? qkv_size(l) : q, kv, kv};
     for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 1 + l.num_own); ++m)

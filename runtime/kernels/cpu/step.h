@@ -8,7 +8,9 @@
 #include <stdint.h>
 
 #include "gate.h"
+#include "heads.h"
 #include "kernels.h"
+#include "tensors.h"
 
 // Maximum computed rows of a step.
 constexpr int64_t MAX_ROWS = 128;
@@ -36,28 +38,6 @@ enum Timed : int32_t {
     TIMED_HEAD,
     TIMED_OTHER,  // embedding, norms, sums
     NUM_TIMED
-};
-
-struct HsMatrix {
-    const uint8_t* data;                    // null: absent
-    const float* bias;                      // num_rows, or null
-    int64_t num_rows, num_columns, stride;  // bytes from row to row
-    int32_t kind, unused;
-};
-
-struct HsNorm {
-    const float* weight;  // null: absent
-    const float* bias;    // null: an RMS norm, else a layer norm
-    float epsilon;
-    int32_t unused;
-};
-
-// A rotary embedding, which several layers may share. W: values of a head that rotate, its first.
-struct HsRotary {
-    const double* frequency;  // [W / 2]
-    double magnitude;         // multiplies cos and sin: 1, or YaRN's
-    int64_t head_width;
-    int32_t is_adjacent, unused;
 };
 
 // With SiLU and GELU, a neuron does not fire if |act(gate)| is at or below its gate limit, which replaces
@@ -94,31 +74,6 @@ struct HsSelect {
     // their distance from its beginning, and all earlier ones count as `window` positions away (InfLLM,
     // Xiao et al. 2024, arXiv 2402.04617). Null: original positions.
     const float *cos, *sin;  // [sinks + top + window + block, W / 2]
-};
-
-struct HsAttention {
-    HsNorm query_norm, key_norm, value_norm;
-    HsMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
-    uint8_t *key, *value;       // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
-    // Only with a selection, see key_selection.h; B: key blocks in a block of the cache.
-    uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
-    float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
-    const float* sink;                  // [H] a further score of each head, of no value; or null
-    int64_t num_heads, num_kv_heads, head_width;
-    int64_t window;  // a token attends to this many of the latest positions; 0: to all
-    // Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) (Llama 4).
-    int64_t growth_length;  // 0: they are not
-    float growth;
-    int32_t norms_by_head;  // query_norm and key_norm have weights for each head, [H, W] and [K, W]
-    HsScores scores;
-    int32_t rotary;           // index in HsStep's `rotary`; below 0: queries and keys are not rotated
-    int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
-    // attn_q has for each head its query, then as many gates: the head's output is multiplied by their sigmoids
-    int32_t is_gated;
-    int32_t table;  // index in HsStep's `table`
-    // What is projected beside queries. 2: keys and values; 1: keys, which are the values as they are before
-    // their norm; 0: nothing, the keys and values are an earlier layer's.
-    int32_t num_own;
 };
 
 // A gated delta net; model/spec.py (DeltaNet) has the formula. Letters: G key heads, V value heads, N and M values of a

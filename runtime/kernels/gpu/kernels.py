@@ -37,7 +37,7 @@ from hotsplit.runtime.kernels.gpu.delta_kernels import Convolve, DeltaRule, Gate
 from hotsplit.runtime.kernels.gpu.expert_kernels import ChooseExperts, ExpertDown, ExpertGateUp
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.gpu.own_kernels import Own
-from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.kernels.stored import NO_VECTORS, StoredMatrix, Vectors
 
 ROWS = (1, 2, 4, 8, 16, 32)
 # Kinds of matrices for which a row's rounding depends on T.
@@ -137,12 +137,11 @@ class Attend(Protocol):
         sequence_1: Tensor | None = None,
         table_SN: Tensor | None = None,
         *,
-        sink_H: Tensor | None = None,
+        vectors: Vectors = NO_VECTORS,
     ) -> None:
         """The attention of `spec` to the positions up to `position_1` inclusive, times the sigmoid of the
-        gates, if any. `sink_H`, f32: for each head one more score, whose share is dropped. Triton reads no
-        tile of 64 keys before the window. `scratch` is f32 with at least `attend_scratch` values per
-        row."""
+        gates, if any. `vectors`: those of the spec, f32, by its names. Triton reads no tile of 64 keys before
+        the window. `scratch` is f32 with at least `attend_scratch` values per row."""
 
 
 class AttendTokens(Protocol):
@@ -157,7 +156,7 @@ class AttendTokens(Protocol):
         sequence_1: Tensor | None = None,
         table_SN: Tensor | None = None,
         *,
-        sink_H: Tensor | None = None,
+        vectors: Vectors = NO_VECTORS,
         gated_TQ: Tensor | None = None,
     ) -> None:
         """`attend` for the tokens of a prompt, of one sequence at ascending positions: `sequence_1`
@@ -347,6 +346,7 @@ def triton_kernels() -> Kernels:
         attention,
         delta,
         experts,
+        heads,
         neurons,
         norm,
         predictor,
@@ -358,8 +358,8 @@ def triton_kernels() -> Kernels:
     )
 
     return kernels_in(
-        attention, delta, experts, neurons, norm, predictor, products, prompt_attention, routing, rows,
-        tokens, own=lambda kernel: kernel.triton(),
+        attention, delta, experts, heads, neurons, norm, predictor, products, prompt_attention, routing,
+        rows, tokens, own=lambda kernel: kernel.triton(),
     )  # fmt: skip
 
 

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.spec import Attention
-from hotsplit.runtime.kernels.gpu.activation import capped
-from hotsplit.runtime.kernels.gpu.attention import Cache
+from hotsplit.runtime.kernels.gpu.cache import Cache
 from hotsplit.runtime.kernels.gpu.launch import ceil_div, has_tensor_cores, power_of_2
+from hotsplit.runtime.kernels.gpu.scores import finished, finished_weight, scores_of
+from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
 
 # (tokens and positions of a tile, warps, tiles of keys that are loaded ahead) for heads up to a width,
 # multiplied by tensor cores: the sums of wider heads would not fit into registers.
@@ -38,10 +39,9 @@ def _attend_tokens(
     value_head_stride,
     position,
     out,
-    sink,
     gate,
     gate_stride,
-    cap,
+    scores,
     window,
     num_tokens,
     key_block_stride,
@@ -97,8 +97,7 @@ def _attend_tokens(
             mask=is_read_P[:, None] & in_head_W[None, :], other=0.0,
         )  # fmt: skip
         score_TP = tl.dot(query_TW, key_WP, input_precision="ieee")
-        if cap is not None:
-            score_TP = capped(score_TP, cap)
+        score_TP = finished(score_TP, scores)
         is_seen_TP = at_P[None, :] <= at_T[:, None]
         if window is not None:
             is_seen_TP = is_seen_TP & (at_P[None, :] > at_T[:, None] - window)
@@ -112,8 +111,7 @@ def _attend_tokens(
         share_TP = share_TP.to(value_PW.dtype)
         sum_TW = tl.dot(share_TP, value_PW, sum_TW * shrink_T[:, None], input_precision="ieee")
         peak_T = new_T
-    if sink is not None:  # a score of no key
-        weight_T += tl.exp(tl.load(sink + head) - peak_T)
+    weight_T = finished_weight(weight_T, peak_T, scores, head)
     result_TW = sum_TW / weight_T[:, None]
     if gate is not None:  # behind each query
         gate += token_T.to(tl.int64)[:, None] * gate_stride + (2 * head + 1) * WIDTH
@@ -132,7 +130,7 @@ def attend_tokens(
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    sink_H: Tensor | None = None,
+    vectors: Vectors = NO_VECTORS,
     gated_TQ: Tensor | None = None,
 ) -> None:
     cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
@@ -149,10 +147,9 @@ def attend_tokens(
         *cache.strides,
         position_T,
         out_THW,
-        sink_H,
         gated_TQ,
         0 if gated_TQ is None else gated_TQ.stride(0),
-        spec.score_cap,
+        scores_of(spec, vectors),
         spec.window,
         num_tokens,
         *cache.paging,

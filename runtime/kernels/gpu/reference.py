@@ -16,7 +16,7 @@ from hotsplit.runtime.kernels import stored
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.ranges import range_of
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
-from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.kernels.stored import NO_VECTORS, StoredMatrix, Vectors
 
 
 @by_rows
@@ -96,7 +96,7 @@ def rotate_append(
     query_THW: Tensor | None = None,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
-    of_heads, norm, growth = spec.num_heads * (1 + spec.is_gated), spec.head_norm, spec.growth
+    of_heads, norm = spec.num_heads * (1 + spec.is_gated), spec.head_norm
     query, *own = (
         qkv.double().unflatten(0, (-1, width)).split([of_heads, *[num_kv] * spec.num_own], dim=0)
     )  # fmt: skip
@@ -110,8 +110,9 @@ def rotate_append(
     if spec.rotary and frequency_W2 is not None:
         angle_W2 = position_1 * frequency_W2.double()
         query, *keys = (_turn(heads, angle_W2, spec.rotary) for heads in (query, *keys))
-    if growth is not None:
-        query = query * (1.0 + growth.factor * math.log(1 + int(position_1) // growth.length))
+    if spec.growth and spec.growth_length:
+        steps = int(position_1) // spec.growth_length
+        query = query * (1.0 + spec.growth * math.log(1 + steps))
     if query_THW is None:
         qkv[: of_heads * width].view(-1, width)[:: 1 + spec.is_gated] = query.to(qkv.dtype)
     else:
@@ -136,7 +137,7 @@ def attend(
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    sink_H: Tensor | None = None,
+    vectors: Vectors = NO_VECTORS,
 ) -> None:
     if table_SN is not None and sequence_1 is not None:
         key_CKW, value_CKW = (
@@ -150,8 +151,9 @@ def attend(
     query_KGW = head_HW[:: 1 + gates].reshape(num_kv, -1, width)
     key_KWC = key_CKW[read].double().permute(1, 2, 0)
     score_KGC = _capped(query_KGW @ key_KWC * spec.score_scale, spec.score_cap)
-    if sink_H is not None:
-        score_KGC = torch.cat([score_KGC, sink_H.double().view(num_kv, -1, 1)], dim=-1)
+    if spec.head_sinks:
+        sink_KG1 = vectors["head_sinks"].double().view(num_kv, -1, 1)
+        score_KGC = torch.cat([score_KGC, sink_KG1], dim=-1)
     share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
     heads_HW = (share_KGC @ value_CKW[read].double().transpose(0, 1)).flatten(0, 1)
     out_HW.copy_((heads_HW * head_HW[1::2].sigmoid() if gates else heads_HW).view_as(out_HW))
@@ -167,7 +169,7 @@ def attend_tokens(
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    sink_H: Tensor | None = None,
+    vectors: Vectors = NO_VECTORS,
     gated_TQ: Tensor | None = None,
 ) -> None:
     count, num_kv, window = int(position_T[-1]) + 1, key_CKW.shape[-2], spec.window
@@ -183,8 +185,9 @@ def attend_tokens(
     if window is not None:
         is_unseen_TC |= at_C <= at_T1 - window
     score_KGTC.masked_fill_(is_unseen_TC, -torch.inf)
-    if sink_H is not None:
-        sink_KGT1 = sink_H.double().view(num_kv, -1, 1, 1).expand(*score_KGTC.shape[:3], 1)
+    if spec.head_sinks:
+        sink_KG11 = vectors["head_sinks"].double().view(num_kv, -1, 1, 1)
+        sink_KGT1 = sink_KG11.expand(*score_KGTC.shape[:3], 1)
         score_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1)
     share_KGTC = score_KGTC.softmax(dim=-1)[..., : len(key_CKW)]
     heads_THW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW).flatten(1, 2)

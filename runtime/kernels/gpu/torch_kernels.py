@@ -20,7 +20,7 @@ from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels, reference_kerne
 from hotsplit.runtime.kernels.gpu.own_kernels import OwnKernel
 from hotsplit.runtime.kernels.gpu.ranges import range_of
 from hotsplit.runtime.kernels.gpu.step_rows import by_rows
-from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.kernels.stored import NO_VECTORS, StoredMatrix, Vectors
 
 # Rows of a piece: 8 MiB in float64 if a row has 4,096 values. A multiple of 32, so that a piece has
 # whole words of bits.
@@ -126,7 +126,7 @@ def attend(
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    sink_H: Tensor | None = None,
+    vectors: Vectors = NO_VECTORS,
 ) -> None:
     num_kv, group, of_one = spec.num_kv_heads, *_of_one_head(spec)
     out_KN = out_HW.view(num_kv, -1)
@@ -136,7 +136,7 @@ def attend(
         reference.attend(
             query_KN[head], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, of_one,
             scratch, out_KN[head], sequence_1, table_SN,
-            sink_H=None if sink_H is None else sink_H[heads],
+            vectors={name: vector_H[heads] for name, vector_H in vectors.items()},
         )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def attend_tokens(
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     *,
-    sink_H: Tensor | None = None,
+    vectors: Vectors = NO_VECTORS,
     gated_TQ: Tensor | None = None,
 ) -> None:
     num_kv, width, count = spec.num_kv_heads, spec.head_dim, int(position_T[-1]) + 1
@@ -161,7 +161,7 @@ def attend_tokens(
             reference.attend_tokens(
                 query_THW[tokens, heads], key_CKW[..., kept, :], value_CKW[..., kept, :],
                 position_T[tokens], of_one, out_THW[tokens, heads], sequence_1, table_SN,
-                sink_H=None if sink_H is None else sink_H[heads],
+                vectors={name: vector_H[heads] for name, vector_H in vectors.items()},
                 gated_TQ=None if gated_TQ is None
                 else gated_TQ[tokens, 2 * width * heads.start : 2 * width * heads.stop],
             )  # fmt: skip

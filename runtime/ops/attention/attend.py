@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotsplit.model.spec import Attention as AttentionSpec
+from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
 
 MOST_SCORES = 1 << 20  # computed together with a cap or sinks, unless a token has more
 
@@ -17,7 +18,7 @@ MOST_SCORES = 1 << 20  # computed together with a cap or sinks, unless a token h
 def stores_scores(spec: AttentionSpec) -> bool:
     """True if several tokens attend by scores in memory, because torch's attention lacks caps and
     sinks."""
-    return spec.score_cap is not None or spec.has_sinks
+    return spec.score_cap is not None or spec.head_sinks is not None
 
 
 def in_window(rows: Tensor, num_tokens: int, window: int | None) -> Tensor:
@@ -31,21 +32,21 @@ def attend(
     key_CKW: Tensor,
     value_CKW: Tensor,
     spec: AttentionSpec,
-    sink_H: Tensor | None = None,
+    vectors: Vectors = NO_VECTORS,
 ) -> Tensor:
     """Causal grouped-query attention of the last T of C positions, with the scale and cap of scores
-    and the window of `spec`: f32 [T, H * W]. Each head may have one more score of `sink_H`."""
+    and the window of `spec`: f32 [T, H * W]. `vectors`: see `spec.vectors`."""
     num_tokens, window = len(query_THW), spec.window
     key_CKW, value_CKW = (in_window(rows, num_tokens, window) for rows in (key_CKW, value_CKW))
     num_cached = len(key_CKW)
-    if num_tokens == 1 and sink_H is None:
+    if num_tokens == 1 and not spec.head_sinks:
         return attend_one(query_THW[0], key_CKW, value_CKW, spec)
     mask, before = None, num_cached - num_tokens
     if before or (window or num_cached) < num_cached or stores_scores(spec):
         mask = torch.ones(num_tokens, num_cached, dtype=torch.bool, device=query_THW.device)
         mask = mask.tril(before).triu(before + 1 - (window or num_cached))
     if mask is not None and stores_scores(spec):
-        return _attend_by_scores(query_THW, key_CKW, value_CKW, mask, spec, sink_H)
+        return _attend_by_scores(query_THW, key_CKW, value_CKW, mask, spec, vectors)
     out_HTW = F.scaled_dot_product_attention(
         query_THW.transpose(0, 1)[None],
         key_CKW.transpose(0, 1)[None],
@@ -60,7 +61,7 @@ def attend(
 
 def _attend_by_scores(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, is_seen_TC: Tensor, spec: AttentionSpec,
-    sink_H: Tensor | None,
+    vectors: Vectors,
 ) -> Tensor:  # fmt: skip
     """Computes `attend`, if it stores scores, some tokens at a time."""
     num_kv = key_CKW.shape[1]
@@ -70,8 +71,8 @@ def _attend_by_scores(
         score_KGTC = torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW) * spec.score_scale
         score_KGTC = capped(score_KGTC, spec.score_cap)
         score_KGTC.masked_fill_(~seen_TC, -math.inf)
-        if sink_H is not None:
-            sink_KGT1 = sink_H.view(num_kv, -1, 1, 1).expand(-1, -1, len(own_THW), 1)
+        if spec.head_sinks:
+            sink_KGT1 = vectors["head_sinks"].view(num_kv, -1, 1, 1).expand(-1, -1, len(own_THW), 1)
             score_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1)
         share_KGTC = score_KGTC.softmax(dim=-1)[..., : len(key_CKW)]
         pieces.append(torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW).flatten(1))

@@ -13,9 +13,10 @@ from torch.nn.functional import rms_norm
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
+from hotsplit.runtime.kernels.stored import Vectors
 from hotsplit.runtime.ops.attention.attend import attend, in_window
 from hotsplit.runtime.ops.attention.gpu_pass import attend_tokens
-from hotsplit.runtime.ops.attention.rotary import Rotary, Turns, growth_of
+from hotsplit.runtime.ops.attention.rotary import Rotary, Turns
 from hotsplit.runtime.ops.attention.selected import attend_capped, attend_to_chosen
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
@@ -36,7 +37,7 @@ class Attention:
     output: Linear
     query_norm: Norm | None
     key_norm: Norm | None
-    sink_H: Tensor | None  # a score of each head, of no key
+    vectors: Vectors  # those of the spec's `vectors`, by its names
     cache: LayerCache
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
     on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
@@ -93,8 +94,8 @@ class Attention:
         if turn and not is_capped:
             query = turn.apply(query)
             own = [turn.apply(heads) for heads in own[:1]] + own[1:]
-        if spec.growth:
-            query = query * growth_of(spec.growth, start, len(query))
+        if spec.growth and spec.growth_length:
+            query = query * growth_of(spec.growth, spec.growth_length, start, len(query))
         if types.key.is_rotated:  # as the cache rotates its keys
             query = turn_by_hadamard(query)
         if own:
@@ -110,7 +111,7 @@ class Attention:
             keys, values = (
                 in_window(rows, len(query), spec.window).float() for rows in (keys, values)
             )
-            heads_TH = attend(query, keys, values, spec, self.sink_H)
+            heads_TH = attend(query, keys, values, spec, self.vectors)
         if types.value.is_rotated:
             heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, spec.head_dim))).flatten(-2)
         return heads_TH if gate_TH is None else heads_TH * gate_TH.sigmoid()
@@ -148,3 +149,9 @@ class Attention:
         if not gpu_products.is_gpu(x.device):
             self.on_bytes(sum(linear.weight.num_bytes for linear in linears))
         return side_by_side(linears, x, is_small=is_small)
+
+
+def growth_of(growth: float, length: int, start: int, count: int) -> Tensor:
+    """The factors of the queries at positions start .. start + count - 1, f32 [T, 1, 1]."""
+    steps_T = torch.arange(start, start + count) // length
+    return (1.0 + growth * steps_T.double().log1p()).float()[:, None, None]

@@ -48,7 +48,7 @@ def launch_attend(
     on.launch(
         lambda: on.kernels.attend(
             qkv, keys, values, at.position_T, spec, scratch, heads, at.sequence_T, at.table_SN,
-            sink_H=attention.sink_H,
+            vectors=attention.vectors,
         ),
-        [qkv, keys, values, attention.sink_H, *at.tensors], [scratch, heads],
+        [qkv, keys, values, *attention.vectors.values(), *at.tensors], [scratch, heads],
     )  # fmt: skip

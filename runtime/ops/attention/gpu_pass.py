@@ -12,6 +12,7 @@ from torch import Tensor
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.stored import Vectors
 from hotsplit.runtime.ops.attention.rotary import Places, Rotary, Turns
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
@@ -31,7 +32,7 @@ class Heads(Protocol):
     @property
     def key_norm(self) -> Norm | None: ...
     @property
-    def sink_H(self) -> Tensor | None: ...
+    def vectors(self) -> Vectors: ...
 
 
 def attend_tokens(
@@ -62,7 +63,7 @@ def run_kernels(kernels: Kernels, heads: Heads, joined_TQ: Tensor, places: Place
     )  # fmt: skip
     kernels.attend_tokens(
         query_THW, keys, values, places.position_T, spec, out_THW, places.sequence_T,
-        places.table_SN, sink_H=heads.sink_H, gated_TQ=joined_TQ if spec.is_gated else None,
+        places.table_SN, vectors=heads.vectors, gated_TQ=joined_TQ if spec.is_gated else None,
     )  # fmt: skip
     return out_THW
 

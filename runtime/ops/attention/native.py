@@ -5,35 +5,29 @@ from ctypes import Array, Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-from hotsplit.model.spec import Attention as AttentionSpec
+from hotsplit.model.attention import Heads, Scores
 from hotsplit.options.key_selection import SUMMARIES, KeySelection
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotaries
-from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
-from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.ops.norm import NormStruct, norm_struct
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs, fields_of
 
-# Numbers that have the spec's name; its None is 0.
-_NUMBERS = ("num_heads", "num_kv_heads", "window", "norms_by_head", "norms_all_heads",
-            "is_gated", "num_own")  # fmt: skip
 _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
 
 
 class ScoresStruct(Structure):
-    _fields_ = [("scale", c_float), ("cap", c_float)]
+    _fields_ = fields_of(Scores)
 
 
 class AttentionStruct(Structure):
-    _fields_ = [("query_norm", NormStruct), ("key_norm", NormStruct), ("value_norm", NormStruct),
+    _fields_ = [("query_norm", NormStruct), ("key_norm", NormStruct),
                 ("input", MatrixStruct * 3), ("output", MatrixStruct),
                 ("key", c_void_p), ("value", c_void_p),
                 ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
-                ("code_factor", c_void_p), ("sink", c_void_p),
-                ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
-                ("window", c_int64), ("growth_length", c_int64), ("growth", c_float),
-                ("norms_by_head", c_int32), ("scores", ScoresStruct),
-                ("rotary", c_int32), ("norms_all_heads", c_int32), ("is_gated", c_int32),
-                ("table", c_int32), ("num_own", c_int32)]  # fmt: skip
+                ("code_factor", c_void_p), ("scores", ScoresStruct),
+                ("rotary", c_int32), ("table", c_int32), ("num_own", c_int64),
+                *fields_of(Heads)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -56,22 +50,19 @@ def attention_struct(
     structs: Structs, attention: Attention, rotaries: Rotaries, tables: "Tables", *, projects: bool
 ) -> AttentionStruct:
     """`projects`: with its matrices; else others project, and only the heads attend here."""
-    cache, spec, growth = attention.cache, attention.spec, attention.spec.growth
+    cache, spec, vectors = attention.cache, attention.spec, attention.vectors
     key_tables = () if cache.tables is None else cache.tables.tensors
+    scores = structs.numbers(Scores, spec, vectors) | {"scale": rounded_scale(spec.score_scale)}
     struct = AttentionStruct(
         query_norm=norm_struct(structs, attention.query_norm),
         key_norm=norm_struct(structs, attention.key_norm),
-        value_norm=norm_struct(structs, _norm_of_values(spec)),
         key=structs.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
         value=structs.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
-        sink=structs.vector(attention.sink_H),
-        head_width=spec.head_dim,
-        growth_length=growth.length if growth else 0,
-        growth=growth.factor if growth else 0.0,
-        scores=ScoresStruct(scale=rounded_scale(spec.score_scale), cap=spec.score_cap or 0.0),
+        scores=ScoresStruct(**scores),
         rotary=rotaries.index(attention.rotary),
         table=tables.index(cache.table),
-        **{name: getattr(spec, name) or 0 for name in _NUMBERS},
+        num_own=spec.num_own,
+        **structs.numbers(Heads, spec, vectors),
         **{
             name: structs.pointer(tensor, tensor.dtype)
             for name, tensor in zip(_TABLES, key_tables, strict=False)
@@ -81,15 +72,6 @@ def attention_struct(
         struct.input = (MatrixStruct * 3)(*map(structs.linear, attention.inputs))
         struct.output = structs.linear(attention.output)
     return struct
-
-
-def _norm_of_values(spec: AttentionSpec) -> Norm | None:
-    """It has no weights in the file: here they are ones."""
-    if not spec.norms_values:
-        return None
-    assert spec.head_norm is not None
-    epsilon = spec.head_norm.epsilon
-    return Norm(weight_D=torch.ones(spec.head_dim), bias_D=None, epsilon=epsilon)
 
 
 class Tables:

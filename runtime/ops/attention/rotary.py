@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotsplit.model.rope import QueryGrowth
 from hotsplit.model.rope import Rotary as RotarySpec
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.structs import Structs
@@ -76,12 +75,6 @@ class Turn:
         if self.rotary.is_adjacent:
             return torch.stack(turned, dim=-1).flatten(-2)
         return torch.cat(turned, dim=-1)
-
-
-def growth_of(growth: QueryGrowth, start: int, count: int) -> Tensor:
-    """The factors of the queries at positions start .. start + count - 1, f32 [T, 1, 1]."""
-    steps_T = torch.arange(start, start + count) // growth.length
-    return (1.0 + growth.factor * steps_T.double().log1p()).float()[:, None, None]
 
 
 @dataclass(frozen=True)

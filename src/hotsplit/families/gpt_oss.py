@@ -25,6 +25,7 @@ from hotsplit.families.llama import whole_sizes
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
+from hotsplit.model.attention import HeadVector
 from hotsplit.model.spec import Activation, ModelSpec, Rotary, Route
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def gpt_oss_spec(
         arrange.pre_norm(
             replace(
                 sizes.attention(rotary, options, window=window if has_window else None),
-                has_sinks=True,
+                head_sinks=HeadVector("attn_sinks.weight"),
             ),
             mixture, second=SECOND_NORM,
         )

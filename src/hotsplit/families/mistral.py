@@ -22,7 +22,6 @@ from hotsplit.families.windows import (
     windows_of_keys,
 )
 from hotsplit.files.gguf_file import Value
-from hotsplit.model.rope import QueryGrowth
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 # Predictors inside a TurboSparse checkpoint; their training target is not documented.
 INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")
 GROWTH_KEY = "attention.temperature_scale"
+Growth = tuple[float, int]  # of queries: `growth` and `growth_length` of Attention
 
 
 def mistral(read: ConfigReader) -> Blueprint:
@@ -57,8 +57,7 @@ def ministral3(read: ConfigReader) -> Blueprint:
     """Ministral3ForCausalLM."""
     rope, key, growth = read.rope(), "llama_4_scaling_beta", None
     if rope.values.get(key) != 0:  # as in Devstral 2
-        length = rope.count("original_max_position_embeddings")
-        growth = QueryGrowth(factor=rope.positive(key), length=length)
+        growth = rope.positive(key), rope.count("original_max_position_embeddings")
     return _mistral(read, GATED, growth=growth)
 
 
@@ -74,7 +73,7 @@ def with_images(read: ConfigReader) -> Blueprint:
 
 def _mistral(
     read: ConfigReader, activations: Mapping[str, str], ignored: tuple[str, ...] = (),
-    growth: QueryGrowth | None = None,
+    growth: Growth | None = None,
 ) -> Blueprint:  # fmt: skip
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     sizes, rotary, factors = read.rotary(sizes, "adjacent")
@@ -93,12 +92,15 @@ def _mistral(
 
 def _spec(
     sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str], *,
-    architecture: str, windows: Windows, growth: QueryGrowth | None,
+    architecture: str, windows: Windows, growth: Growth | None,
 ) -> ModelSpec:  # fmt: skip
     spec = llama_spec(
         sizes, rotary, activation, options, architecture=architecture, windows=windows
     )
-    return spec.with_layers([layer.with_attention(growth=growth) for layer in spec.layers])
+    factor, length = growth or (None, None)
+    return spec.with_layers(
+        [layer.with_attention(growth=factor, growth_length=length) for layer in spec.layers]
+    )
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
@@ -106,8 +108,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     growth = None
     if read.number(f"{read.graph.name}.{GROWTH_KEY}", 0.0):
         length = rotary.scaling.original_length or sizes.context_length  # as in llama.cpp
-        factor = read.positive(f"{read.graph.name}.{GROWTH_KEY}")
-        growth = QueryGrowth(factor=factor, length=length)
+        growth = read.positive(f"{read.graph.name}.{GROWTH_KEY}"), length
     return _spec(
         sizes, rotary, read.activation(), read.options(sizes.num_layers), architecture="mistral3",
         windows=windows_of_keys(read, sizes.num_layers), growth=growth,
@@ -116,7 +117,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
     growth = spec.attentions[0].growth
-    own: dict[str, Value] = {} if growth is None else {GROWTH_KEY: np.float32(growth.factor)}
+    own: dict[str, Value] = {GROWTH_KEY: np.float32(growth)} if growth else {}
     return {**window_keys(spec), **own}
 
 

@@ -10,7 +10,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Tensors
 from hotsplit.files.gguf_file import Value
-from hotsplit.model.spec import KEY_NORM, ModelSpec
+from hotsplit.model.attention import KEY_NORM
+from hotsplit.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader

@@ -1,5 +1,4 @@
-"""What depends on positions: rotary embeddings and their scaling, for texts longer than those a model was
-trained on, and the growth of queries.
+"""Rotary embeddings and their scaling, for texts longer than those a model was trained on.
 
 linear  all positions are divided by a factor (Chen et al. 2023, arXiv 2306.15595)
 longrope  each frequency is divided by a number of the model's own, of which it has two sets: for short
@@ -101,15 +100,6 @@ class RopeScaling:
 
 
 NO_SCALING = RopeScaling()
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueryGrowth:
-    """Queries at position p are multiplied by 1 + factor * log(1 + floor(p / length)), after rotation
-    (Llama 4's temperature; transformers, modeling_ministral3.py)."""
-
-    factor: float
-    length: int
 
 
 def asked_scaling(

@@ -11,111 +11,23 @@ router chooses, `shared_out` is the output of shared experts. A norm may write t
 Letters: D hidden size, F neurons of a layer, E experts, H heads, K key-value heads, W head dim, R
 predictor rank."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from hotsplit.model.attention import Attention
 from hotsplit.model.blocks import Add, Norm, Predict
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.neurons import Activation, Neurons
 from hotsplit.model.position_wise import TOKEN, PositionWise
-from hotsplit.model.rope import NO_SCALING, QueryGrowth, RopeScaling, Rotary
+from hotsplit.model.rope import NO_SCALING, RopeScaling, Rotary
 from hotsplit.model.route import Route
 from hotsplit.model.together import Together
 
 # Of the hidden states of a text: their mean, the first token's or the last one's (sentence-transformers).
 Pooling = Literal["mean", "cls", "last"]
-QUERY_NORM, KEY_NORM = "attn_q_norm", "attn_k_norm"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """Causal grouped-query attention. `window`: how many of the latest tokens a token attends to,
-    itself included; None for all. `head_norm`: the norm of each head of queries and keys, before
-    they rotate; of all heads together if `norms_all_heads` (OLMoE), with weights for each head if
-    `norms_by_head` (Command R+). `biases`: names of the projections that have one. `has_sinks`: each
-    head has one more score, whose share is of no value (arXiv 2309.17453). `is_gated`: attn_q has a gate
-    after each head's query, whose sigmoid multiplies the head's output (Qwen3-Next). `score_cap` c: a
-    scaled score s counts as c tanh(s / c) (Gemma 2, arXiv 2408.00118). `norms_values`: each head of
-    values has an RMS norm without weights, with the epsilon of `head_norm`. `values_are_keys`: there is no
-    projection of values, which are the keys before their norm and rotation (Gemma 4). `source`: the
-    layer before it whose keys and values it reads, as that layer has stored them: it projects queries
-    alone and has no cache (Gemma 3n, the E-models of Gemma 4)."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary: Rotary | None
-    window: int | None = None
-    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
-    score_cap: float | None = None
-    head_norm: Norm | None = None
-    norms_all_heads: bool = False
-    norms_by_head: bool = False
-    growth: QueryGrowth | None = None
-    has_sinks: bool = False
-    is_gated: bool = False
-    norms_values: bool = False
-    values_are_keys: bool = False
-    source: int | None = None
-    is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
-    biases: frozenset[str] = frozenset()
-    reads: str = "attn_in"
-    writes: str = "attn_out"
-
-    @property
-    def score_scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
-
-    @property
-    def num_rotated(self) -> int:
-        """Values of a head that rotate."""
-        return 0 if self.rotary is None else self.rotary.num_values or self.head_dim
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def key_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def qkv_size(self) -> int:
-        """Outputs of the input projections for a token, without gates."""
-        return self.query_size + self.num_own * self.key_size
-
-    @property
-    def num_own(self) -> int:
-        """What it projects for its cache: keys and values, keys alone, or none."""
-        return 0 if self.source is not None else 2 - self.values_are_keys
-
-    def cache_of(self, index: int) -> int:
-        """The layer whose keys and values layer `index` with this attention reads: mostly itself."""
-        return index if self.source is None else self.source
-
-    @property
-    def gate_size(self) -> int:
-        return self.query_size if self.is_gated else 0
-
-    @property
-    def projections(self) -> dict[str, int]:
-        """Rows of each input projection, by name."""
-        if self.is_fused:
-            return {"attn_qkv": self.qkv_size}
-        rows = {"attn_q": self.query_size + self.gate_size}
-        return rows | dict.fromkeys(("attn_k", "attn_v")[: self.num_own], self.key_size)
-
-    @property
-    def normed(self) -> dict[str, int]:
-        """Values of all heads that `head_norm` is over, by the name of its weights."""
-        if self.head_norm is None:
-            return {}
-        sizes = {QUERY_NORM: self.query_size}
-        return sizes | ({KEY_NORM: self.key_size} if self.num_own else {})
 
 
 Mixer = Attention | DeltaNet

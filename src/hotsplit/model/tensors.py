@@ -21,7 +21,6 @@ from hotsplit.model.spec import (
 )
 
 Layout = Literal["sparse", "stock"]
-SINKS = "attn_sinks.weight"
 CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
 OUTPUT_GATE = "ffn_gate_inp_shexp.weight"
 
@@ -129,12 +128,8 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
     rows = block.projections
     shapes: Shapes = {f"{name}.weight": (count, hidden_size) for name, count in rows.items()}
     shapes["attn_output.weight"] = (hidden_size, block.query_size)
-    for name, size in block.normed.items():
-        one = (size,) if block.norms_all_heads else (block.head_dim,)
-        by_head = (size // block.head_dim, block.head_dim)
-        shapes[f"{name}.weight"] = by_head if block.norms_by_head else one
-    if block.has_sinks:
-        shapes[SINKS] = (block.num_heads,)
+    shapes |= {f"{name}.weight": shape for name, shape in block.normed.items()}
+    shapes |= {vector.name: (block.num_heads,) for vector in block.vectors.values()}
     sizes = {"attn_output": hidden_size, **rows}
     return shapes | {f"{n}.bias": (size,) for n, size in sizes.items() if n in block.biases}
 

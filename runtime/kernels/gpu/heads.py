@@ -1,0 +1,234 @@
+"""What becomes of queries, keys and values between their projection and attention: norms, rotation and
+growth of heads, and their append to the cache.
+
+Each row has programs of its own, with the same instructions as in a step of one row. A row reads
+the keys and values of its sequence's earlier rows from the KV cache, where `rotate_append` has
+written them.
+
+Letters: T rows of a step, H heads, K key-value heads, W head width, C positions of the cache, S
+sequences, N blocks of a sequence."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotsplit.model.spec import Attention
+from hotsplit.runtime.kernels.gpu.cache import Cache
+from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2
+from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
+
+
+@triton.jit
+def _rotate_append(
+    qkv,
+    frequency,
+    query_weight,
+    key_weight,
+    epsilon,
+    position,
+    key,
+    value,
+    key_stride,
+    value_stride,
+    key_head_stride,
+    value_head_stride,
+    key_block_stride,
+    value_block_stride,
+    sequence,
+    table,
+    table_stride,
+    query,
+    query_scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    HALF: tl.constexpr,
+    IS_ADJACENT: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
+    CENTRES: tl.constexpr,
+    NORM_STRIDE: tl.constexpr,
+    GROWTH: tl.constexpr,
+    GROWTH_LENGTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """One program per head and row. Values are loaded in pairs even if they are not rotated: of a
+    head's first ROTATED values, then of the others. A row that repeats the previous one appends
+    nothing."""
+    admit_next(OVERLAPS)
+    await_last(OVERLAPS)
+    head = tl.program_id(0)
+    if HAS_ROWS:
+        row = tl.program_id(1)
+        qkv += row * ROW_STRIDE
+        position += row
+        if query is not None:
+            query += row * (NUM_HEADS * WIDTH)
+    at = tl.load(position)
+    pair = tl.arange(0, HALF)
+    in_head = pair < WIDTH // 2
+    is_kept = in_head
+    if HAS_ROWS:
+        is_new = (row == 0) | (tl.load(position - 1, mask=row > 0, other=-1) != at)
+        if table is not None:
+            before = tl.load(sequence + row - 1, mask=row > 0, other=-1)
+            is_new = is_new | (before != tl.load(sequence + row))
+        is_kept = in_head & is_new
+    if table is not None:
+        own = tl.load(sequence + (row if HAS_ROWS else 0)).to(tl.int64)
+        block = tl.load(table + own * table_stride + at // BLOCK_LENGTH).to(tl.int64)
+        key += block * key_block_stride
+        value += block * value_block_stride
+    place = at if table is None else at % BLOCK_LENGTH
+    if IS_ADJACENT:
+        first_at, second_at = 2 * pair, 2 * pair + 1
+    else:
+        is_turned = pair < ROTATED // 2
+        first_at = tl.where(is_turned, pair, pair + ROTATED // 2)
+        second_at = pair + tl.where(is_turned, ROTATED // 2, WIDTH // 2)
+    if head < NUM_HEADS:
+        qkv += head * QUERY_STRIDE
+    elif VALUES_ARE_KEYS:
+        qkv += NUM_HEADS * QUERY_STRIDE + (head - NUM_HEADS) % NUM_KV * WIDTH
+    else:
+        qkv += NUM_HEADS * QUERY_STRIDE + (head - NUM_HEADS) * WIDTH
+    first = tl.load(qkv + first_at, mask=in_head, other=0.0)
+    second = tl.load(qkv + second_at, mask=in_head, other=0.0)
+    kv_head = ((head - NUM_HEADS) % NUM_KV).to(tl.int64)
+    if head >= NUM_HEADS + NUM_KV:
+        if NORMS_VALUES:
+            first, second = _head_norm(
+                first, second, None, first_at, second_at, in_head, epsilon, WIDTH, False
+            )
+        target = value + place * value_stride + kv_head * value_head_stride
+        tl.store(target + first_at, first.to(value.dtype.element_ty), mask=is_kept)
+        tl.store(target + second_at, second.to(value.dtype.element_ty), mask=is_kept)
+    else:
+        if head < NUM_HEADS:
+            if query_weight is not None:
+                first, second = _head_norm(
+                    first, second, query_weight + head * NORM_STRIDE, first_at, second_at, in_head,
+                    epsilon, WIDTH, CENTRES,
+                )  # fmt: skip
+        else:
+            if key_weight is not None:
+                first, second = _head_norm(
+                    first, second, key_weight + kv_head * NORM_STRIDE, first_at, second_at, in_head,
+                    epsilon, WIDTH, CENTRES,
+                )  # fmt: skip
+        if frequency is not None:
+            first, second = _turn(first, second, frequency, pair, at, ROTATED, MAGNITUDE)
+        if head < NUM_HEADS:
+            if GROWTH_LENGTH:
+                factor = 1.0 + GROWTH * tl.log(1.0 + (at // GROWTH_LENGTH).to(tl.float32))
+                first, second = first * factor, second * factor
+            if query is not None:
+                target = query + head * WIDTH
+                first, second = first * query_scale, second * query_scale
+                tl.store(target + first_at, first.to(query.dtype.element_ty), mask=in_head)
+                tl.store(target + second_at, second.to(query.dtype.element_ty), mask=in_head)
+            else:
+                tl.debug_barrier()  # in place: all threads must have loaded before any stores
+                tl.store(qkv + first_at, first, mask=in_head)
+                tl.store(qkv + second_at, second, mask=in_head)
+        else:
+            target = key + place * key_stride + kv_head * key_head_stride
+            tl.store(target + first_at, first.to(key.dtype.element_ty), mask=is_kept)
+            tl.store(target + second_at, second.to(key.dtype.element_ty), mask=is_kept)
+
+
+@triton.jit
+def _head_norm(
+    first, second, weight, first_at, second_at, in_head, epsilon, WIDTH: tl.constexpr,
+    CENTRES: tl.constexpr,
+):  # fmt: skip
+    if CENTRES:
+        mean = tl.sum(first + second, axis=0) / WIDTH
+        first = tl.where(in_head, first - mean, 0.0)
+        second = tl.where(in_head, second - mean, 0.0)
+    mean_square = tl.sum(first * first + second * second, axis=0) / WIDTH
+    scale = tl.rsqrt(mean_square + epsilon)
+    first, second = first * scale, second * scale
+    if weight is not None:
+        first = first * tl.load(weight + first_at, mask=in_head, other=0.0)
+        second = second * tl.load(weight + second_at, mask=in_head, other=0.0)
+    return first, second
+
+
+@triton.jit
+def _turn(first, second, frequency, pair, position, ROTATED: tl.constexpr, MAGNITUDE: tl.constexpr):
+    """Rotates the first pairs by position times frequency, and multiplies them by the magnitude. The
+    angle is computed in f64, because it may be 100,000 turns of which only the fraction counts; its
+    cosine and sine are f32, because f64 would cost a laptop's GPU some microseconds per layer."""
+    is_turned = pair < ROTATED // 2
+    turns = position.to(tl.float64) * tl.load(frequency + pair, mask=is_turned, other=0.0)
+    turns = turns * 0.15915494309189535
+    turns -= tl.floor(turns + 0.5)
+    angle = (turns * 6.283185307179586).to(tl.float32)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    if MAGNITUDE != 1.0:
+        cos, sin = tl.where(is_turned, cos * MAGNITUDE, 1.0), sin * MAGNITUDE
+    return first * cos - second * sin, first * sin + second * cos
+
+
+def rotate_append(
+    qkv: Tensor,
+    frequency_W2: Tensor | None,
+    query_weight_W: Tensor | None,
+    key_weight_W: Tensor | None,
+    position_1: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    spec: Attention,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
+    query_THW: Tensor | None = None,
+) -> None:
+    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
+    num_rows, width = 1 if qkv.dim() == 1 else len(qkv), spec.head_dim
+    num_heads, num_kv, size = spec.num_heads, spec.num_kv_heads, spec.qkv_size + spec.gate_size
+    norm, rotary = spec.head_norm, spec.rotary
+    assert qkv.shape[-1] == size, (qkv.shape, spec)
+    assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
+    assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
+    heads = num_heads + (2 * num_kv if spec.num_own else 0)
+    grid = (heads,) if num_rows == 1 else (heads, num_rows)
+    _rotate_append[grid](
+        qkv,
+        frequency_W2,
+        query_weight_W,
+        key_weight_W,
+        norm.epsilon if norm else 0.0,
+        position_1,
+        key_CKW,
+        value_CKW,
+        *cache.strides,
+        *cache.paging,
+        query_THW,
+        spec.score_scale,
+        NUM_HEADS=num_heads,
+        NUM_KV=num_kv,
+        WIDTH=width,
+        QUERY_STRIDE=width * (1 + spec.is_gated),
+        ROW_STRIDE=size,
+        NORMS_VALUES=spec.norms_values,
+        VALUES_ARE_KEYS=spec.num_own == 1,
+        ROTATED=width if frequency_W2 is None else 2 * len(frequency_W2),
+        HALF=power_of_2(width // 2),
+        IS_ADJACENT=bool(rotary and rotary.pairing == "adjacent"),
+        HAS_ROWS=num_rows > 1,
+        BLOCK_LENGTH=cache.block_length,
+        MAGNITUDE=rotary.scaling.magnitude if rotary else 1.0,
+        CENTRES=bool(norm and norm.kind != "rms"),
+        NORM_STRIDE=width if query_weight_W is not None and query_weight_W.dim() == 2 else 0,
+        GROWTH=spec.growth or 0.0,
+        GROWTH_LENGTH=spec.growth_length or 0,
+        **overlap_options(),
+        num_warps=1,
+    )

@@ -1,0 +1,142 @@
+"""The attention of a layer.
+
+Its numbers are in groups, each of which has one place in each of the kernels' languages. The C++ structs of
+the groups are mirrored from them field by field (runtime/ops/structs.py), so a number or flag that is added
+here is a field of the group, of its struct at the same place, and what the group's functions make of it.
+
+Letters: H heads, K key-value heads, W head width."""
+
+import math
+from dataclasses import dataclass, fields
+
+from hotsplit.model.blocks import Norm
+from hotsplit.model.rope import Rotary
+
+QUERY_NORM, KEY_NORM = "attn_q_norm", "attn_k_norm"
+
+
+@dataclass(frozen=True)
+class HeadVector:
+    """A tensor of the layer, f32 [H], by its name: a number of each head."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What becomes of the products of queries with keys: HsScores and its functions (kernels/cpu/scores.h),
+    kernels/gpu/scores.py. `score_cap` c: a scaled score s counts as c tanh(s / c) (Gemma 2, arXiv 2408.00118).
+    `head_sinks`: each head has one more score, whose share is of no value (arXiv 2309.17453)."""
+
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    score_cap: float | None = None
+    head_sinks: HeadVector | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """What becomes of queries, keys and values between their projection and the cache: HsAttention and its
+    functions (kernels/cpu/heads.h), kernels/gpu/heads.py. `window`: how many of the latest tokens a token
+    attends to, itself included; None for all. Queries at position p are multiplied by
+    1 + growth * log(1 + floor(p / growth_length)) after they rotate (Llama 4's temperature; transformers,
+    modeling_ministral3.py), if these are given. The norm of each head is of all heads together with
+    `norms_all_heads` (OLMoE), and has weights for each head with `norms_by_head` (Command R+). `norms_values`:
+    each head of values has an RMS norm without weights, with the epsilon of `head_norm` (Gemma 4). `is_gated`:
+    attn_q has a gate after each head's query, whose sigmoid multiplies the head's output (Qwen3-Next)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    growth_length: int | None = None
+    growth: float | None = None
+    norms_all_heads: bool = False
+    norms_by_head: bool = False
+    norms_values: bool = False
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Heads, Scores):
+    """Causal grouped-query attention. `head_norm`: the norm of each head of queries and keys, before they
+    rotate. `biases`: names of the projections that have one. `values_are_keys`: there is no projection of
+    values, which are the keys before their norm and rotation (Gemma 4). `source`: the layer before it whose
+    keys and values it reads, as that layer has stored them: it projects queries alone and has no cache
+    (Gemma 3n, the E-models of Gemma 4)."""
+
+    rotary: Rotary | None
+    head_norm: Norm | None = None
+    values_are_keys: bool = False
+    source: int | None = None
+    is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
+    biases: frozenset[str] = frozenset()
+    reads: str = "attn_in"
+    writes: str = "attn_out"
+
+    @property
+    def vectors(self) -> dict[str, HeadVector]:
+        """Its vectors, by the field that says of each that it has one."""
+        each = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in each.items() if isinstance(value, HeadVector)}
+
+    @property
+    def score_scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    @property
+    def num_rotated(self) -> int:
+        """Values of a head that rotate."""
+        return 0 if self.rotary is None else self.rotary.num_values or self.head_dim
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Outputs of the input projections for a token, without gates."""
+        return self.query_size + self.num_own * self.key_size
+
+    @property
+    def num_own(self) -> int:
+        """What it projects for its cache: keys and values, keys alone, or none."""
+        return 0 if self.source is not None else 2 - self.values_are_keys
+
+    def cache_of(self, index: int) -> int:
+        """The layer whose keys and values layer `index` with this attention reads: mostly itself."""
+        return index if self.source is None else self.source
+
+    @property
+    def gate_size(self) -> int:
+        return self.query_size if self.is_gated else 0
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Rows of each input projection, by name."""
+        if self.is_fused:
+            return {"attn_qkv": self.qkv_size}
+        rows = {"attn_q": self.query_size + self.gate_size}
+        return rows | dict.fromkeys(("attn_k", "attn_v")[: self.num_own], self.key_size)
+
+    @property
+    def normed(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights of `head_norm`, by name."""
+        if self.head_norm is None:
+            return {}
+        heads = {QUERY_NORM: self.num_heads}
+        heads |= {KEY_NORM: self.num_kv_heads} if self.num_own else {}
+        return {name: self._norm_shape(count) for name, count in heads.items()}
+
+    def _norm_shape(self, num_heads: int) -> tuple[int, ...]:
+        if self.norms_by_head:
+            return num_heads, self.head_dim
+        return (self.head_dim * (num_heads if self.norms_all_heads else 1),)
+
+    @property
+    def normed_value_size(self) -> int:
+        """Values of a token's heads of values that are normed."""
+        return self.key_size if self.norms_values else 0
