@@ -565,7 +565,7 @@ bool deltas(int32_t kind, int64_t M) {
 // layers' own inputs; in a layer planes are predicted, and corrected by a product of low rank and by what its own
 // input makes; then one hidden state.
 struct OwnOperations {
-    static constexpr int64_t D = 256, P = 3, R = 5, L = 2, SIZE = 32, RANK = 64, V = 33;
+    static constexpr int64_t D = 256, P = 3, R = 5, L = 2, SIZE = 256, RANK = 256, V = 33;
     enum : int32_t { X = VALUE_X, ACTIVE = VALUE_OWN, INPUTS, OUT, NONE = VALUE_NONE };
     HsMatrix ends[2][P - 1];
     HsPlaneEnds begin, end;
@@ -850,8 +850,7 @@ const std::vector<Step> FEW_STEPS = {{true, false, true, 0},
 
 bool level(const std::vector<Step>& which) {
     for (int32_t kind : {KIND_F32, KIND_Q8_0, KIND_Q4_K_TILED})
-        for (int64_t M : {20, 32})
-            if (!deltas(kind, M) || !own_operations(kind)) return false;
+        if (!deltas(kind, 20) || !deltas(kind, 32) || !own_operations(kind)) return false;
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         const int64_t values = block_values(kind);
         for (int64_t D : {32, 96, 128, 160, 512, 576, 768})
