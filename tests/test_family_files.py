@@ -61,6 +61,35 @@ FAMILY_WORDS = {
 # Likewise by an operation's name.
 OPERATION_WORDS = {
     "gates cut off by their mean and deviation (Gemma 3n)": ("cutoff", "activation_sparsity"),
+    "planes of the hidden state (Gemma 3n)": (
+        "altup",
+        "predict[ _]?planes",
+        "correct[ _]?planes",
+        "add[ _]?to[ _]?planes",
+        "begin[ _]?planes",
+        "end[ _]?planes",
+        "ofplanes",
+        r"model\.planes",
+        r"ops\.planes",
+    ),
+    "a product of low rank (Gemma 3n)": (  # predictors of low rank are others
+        "laurel",
+        '"low rank"',
+        "HsLowRank",
+        r"model\.low_rank",
+        r"ops\.low_rank",
+    ),
+    "inputs that layers have of their own (Gemma 3n, Gemma 4)": (
+        r"layer[ _]?inputs",
+        r"\bPerLayer\b",
+        '"per layer"',
+        "HsPerLayer",
+        '"per_layer"',
+        r"per_layer_(token|model|proj|input|out)",
+        "inp_gate",
+        r"model\.per_layer",
+        r"ops\.per_layer",
+    ),
 }
 _PYTHON = re.compile(
     r'^[ \t]*"""(?:.|\n)*?"""'  # a docstring

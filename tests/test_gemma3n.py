@@ -26,7 +26,7 @@ from hotsplit.costs.kernel_counts import ALL_GATES_KERNELS, HEAD_KERNELS, HOT_KE
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
 from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
-from hotsplit.families.row_order import planes_joined
+from hotsplit.families.row_order import matrices_joined
 from hotsplit.families.table import read_blueprint
 from hotsplit.model.planes import BEGIN, END, PREDICT
 from hotsplit.options.neuron_cache import CacheOptions
@@ -78,7 +78,7 @@ def path(folder):
 
 def test_matrices_of_planes_in_one_tensor_as_llama_cpp_has_them(path):
     keys, tensors = read_model_gguf(path)
-    joined = planes_joined(tensors, (BEGIN, END))
+    joined = matrices_joined(tensors, (BEGIN, END))
     assert joined[f"{BEGIN}.weight"].shape == (2, 64, 64)
     with Engine.of(ModelFile.of(path, keys, joined)) as engine, Engine.load(path) as own:
         assert torch.equal(engine.logits(IDS), own.logits(IDS))

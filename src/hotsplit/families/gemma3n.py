@@ -17,7 +17,7 @@ from hotsplit.families.config_reader import GATED, ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, rows_of_first
 from hotsplit.families.llama import whole_sizes
-from hotsplit.families.row_order import planes_apart, planes_joined
+from hotsplit.families.row_order import matrices_apart, matrices_joined
 from hotsplit.families.shared_keys import (
     SHARED,
     shared_keys,
@@ -291,11 +291,11 @@ def _words(numbers: tuple[int, int, int]) -> str:
 
 
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    return without_unused(spec, planes_apart(tensors, (planes.BEGIN, planes.END)))
+    return without_unused(spec, matrices_apart(tensors, (planes.BEGIN, planes.END)))
 
 
 def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    return with_unused(spec, planes_joined(tensors, (planes.BEGIN, planes.END)))
+    return with_unused(spec, matrices_joined(tensors, (planes.BEGIN, planes.END)))
 
 
 GEMMA3N = Family(

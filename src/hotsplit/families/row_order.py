@@ -91,37 +91,37 @@ def _stacked(first: TensorEntry, second: TensorEntry) -> TensorEntry:
     return replace(first, shape=(count + second.shape[0], first.shape[1]), read_rows=read_rows)
 
 
-def planes_apart(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
-    """The tensors, with the matrices of planes, which llama.cpp's files have in one tensor, as views of
-    it."""
+def matrices_apart(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
+    """The tensors, with matrices of one shape, which llama.cpp's files have in one tensor of this name, as views
+    of it: NAME.0 and so on."""
     found = dict(tensors)
     for name in names:
         entry = tensors.get(f"{name}.weight")
         if entry is not None and len(entry.shape) == 3:
             del found[f"{name}.weight"]
-            for plane in range(entry.shape[0]):
-                found[f"{name}.{plane}.weight"] = replace(
-                    entry, shape=entry.shape[1:], read_rows=partial(_rows_of_plane, entry, plane)
+            for number in range(entry.shape[0]):
+                found[f"{name}.{number}.weight"] = replace(
+                    entry, shape=entry.shape[1:], read_rows=partial(_rows_of_matrix, entry, number)
                 )
     return found
 
 
-def _rows_of_plane(entry: TensorEntry, plane: int, start: int, stop: int) -> np.ndarray:
-    found: np.ndarray = entry.read_rows(plane, plane + 1)[0][start:stop]
+def _rows_of_matrix(entry: TensorEntry, number: int, start: int, stop: int) -> np.ndarray:
+    found: np.ndarray = entry.read_rows(number, number + 1)[0][start:stop]
     return found
 
 
-def planes_joined(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
-    """The inverse of `planes_apart`."""
+def matrices_joined(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
+    """The inverse of `matrices_apart`."""
     found = {n: e for n, e in tensors.items() if not n.startswith(tuple(f"{n}." for n in names))}
     for name in names:
         count = sum(each.startswith(f"{name}.") for each in tensors)
-        parts = [tensors[f"{name}.{plane}.weight"] for plane in range(count)]
+        parts = [tensors[f"{name}.{number}.weight"] for number in range(count)]
         found[f"{name}.weight"] = replace(
-            parts[0], shape=(count, *parts[0].shape), read_rows=partial(_planes, parts)
+            parts[0], shape=(count, *parts[0].shape), read_rows=partial(_stacked, parts)
         )
     return found
 
 
-def _planes(parts: list[TensorEntry], start: int, stop: int) -> np.ndarray:
+def _stacked(parts: list[TensorEntry], start: int, stop: int) -> np.ndarray:
     return np.stack([part.read() for part in parts[start:stop]])

@@ -76,7 +76,6 @@ _BY_KEY = {
     "attention.sliding_window": "attention over a sliding window is not supported",
     "attn_logit_softcapping": _CAPPED_SCORES,
     "final_logit_softcapping": _CAPPED,
-    "embedding_length_per_layer_input": "embeddings of layers (Gemma's E-models) are not computed",
     "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
