@@ -57,7 +57,8 @@ class Loaded(ABC):
 def load_all(
     load: Reader, blocks: Sequence[PositionWise], layer: int | None, device: torch.device
 ) -> Mapping[str, Loaded]:
-    """The operations of a layer, or outside the layers, by kind, in order."""
+    """The operations of a layer, or outside the layers, by kind, in order; each is of another kind."""
+    assert len({block.kind for block in blocks}) == len(blocks), blocks
     found: dict[str, Loaded] = {}
     for room in dict.fromkeys(block.room for block in blocks):
         own = [block for block in blocks if block.room == room]

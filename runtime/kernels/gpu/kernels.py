@@ -359,7 +359,7 @@ def triton_kernels() -> Kernels:
 
     return kernels_in(
         attention, delta, experts, heads, neurons, norm, predictor, products, prompt_attention, routing,
-        rows, tokens, own=lambda kernel: kernel.triton(),
+        rows, tokens, own=lambda kernel: kernel.triton,
     )  # fmt: skip
 
 

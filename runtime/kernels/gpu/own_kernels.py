@@ -3,6 +3,7 @@ reference, with what a check must know; records of kernels (kernels.py) find the
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Generic, ParamSpec, Protocol
 
@@ -31,6 +32,7 @@ class OwnKernel(Generic[Parameters]):
         """The axis of rows of each argument that has one (step_rows.AXES)."""
         return dict.fromkeys((*self.reads, *self.writes), 0)
 
+    @cached_property
     def triton(self) -> Callable[Parameters, None]:
         found: Callable[Parameters, None] = getattr(import_module(self.module), self.name)
         return found
