@@ -3,6 +3,7 @@ torch gives, and memory is counted for it."""
 
 import sys
 from collections.abc import Mapping
+from ctypes import Structure, c_void_p
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar
@@ -18,6 +19,10 @@ from test_hybrid_step import steps
 from test_runtime import make_split
 from test_temporaries import gpu_weights, host_weights
 
+from hotsplit import Engine
+from hotsplit.costs.bytes_read import bytes_read
+from hotsplit.costs.kernel_counts import dense_kernels
+from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.families.gemma3n import Numbers, gemma3n_spec
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
@@ -32,8 +37,11 @@ from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.position_wise import Loaded, in_layer
 from hotsplit.runtime.step import hybrid_builder, scratch
 from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.program import step_program
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.weights import gpu_products
 
 CPU, IDS = torch.device("cpu"), [1, 5, 2, 3]
@@ -71,6 +79,10 @@ def scale(weight_D: torch.Tensor, x_D: torch.Tensor, y_D: torch.Tensor) -> None:
     y_D.copy_(weight_D.double() * x_D.double())
 
 
+class ScalingStruct(Structure):
+    _fields_ = [("weight", c_void_p)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedScaling(Loaded):
     block: Scaling
@@ -78,6 +90,9 @@ class LoadedScaling(Loaded):
 
     def forward(self, x):
         return (self.weight_D * (x if isinstance(x, torch.Tensor) else x.values()),)
+
+    def struct(self, structs):
+        return ScalingStruct(structs.vector(self.weight_D))
 
     def launch(self, on, read, written, scratch):
         ((x_D,), (y_D,)) = read, written
@@ -143,6 +158,28 @@ PLACES: Mapping[str, tuple] = {
 @pytest.mark.parametrize("place", PLACES)
 def test_an_operation_at_any_place_of_a_layer(place):
     assert_same(spec_with(*PLACES[place]))
+
+
+def test_plans_count_an_operation_in_layers_and_outside():
+    """Its bytes, and its kernels; without a C++ file, torch computes it, and the message names it."""
+    spec = spec_with([scaling("attn_in", "a")], [scaling("ffn_in", "b")], [])
+    bare, width = spec_with([], [], []), spec.hidden_size
+    spec = replace(spec, first=(scaling("e", "x"),), last=(scaling("x", "out"),))
+    model, without = (replace(make_model(spec=s), threshold_L=(0.02,) * 2) for s in (spec, bare))
+    sizes, before = (bytes_on_one_side(each, 32, 0) for each in (model, without))
+    more = {name: sizes[name] - before[name] for name in sizes if sizes[name] > before[name]}
+    assert more == {"attention": 2 * 2 * 4 * width, "embedding": 2 * 4 * width}
+    assert bytes_read(model) - bytes_read(without) == sum(more.values())
+    kernels = [dense_kernels(each, 0, has_predictor=False) for each in (model, without)]
+    assert kernels[0] == kernels[1] + 2
+    program = step_program(file_form(model, None))
+    own = [op for op in program if op.kind.startswith("scaling")]
+    assert [op.weight_bytes for op in own] == [4 * width] * (2 + 2 * 2)
+    assert workspace_bytes(model, 32, "exact", gpu_budget_bytes=1 << 26) > 0
+    with Engine.of(model, mode="exact") as engine, Engine.of(without, mode="exact") as plain:
+        assert "no operation 'scaling_x'" in engine.not_native and plain.not_native is None
+        got, want = engine.logits(IDS), plain.logits(IDS)
+    assert got.isfinite().all() and rel_error(got, want) > 0.1
 
 
 NUMBERS = Numbers(

@@ -231,9 +231,9 @@ class ModelSpec:
 
     @cached_property
     def value_sizes(self) -> Mapping[str, int]:
-        """f32 values of a token, of each value that position-wise operations write."""
+        """f32 values of a token, of each value that position-wise operations write, or begin with."""
         of_layers = (block for layer in self.layers for block in layer.position_wise)
-        found: dict[str, int] = {}
+        found = {} if self.embedded == "x" else {self.embedded: self.hidden_size}
         for block in (*self.first, *of_layers, *self.last):
             for name, size in block.values(self.hidden_size).items():
                 found[name] = max(size, found.get(name, 0))
