@@ -37,7 +37,7 @@ from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.table import ARCHITECTURES, read_blueprint
 from hotsplit.files.outputs import check_output
 from hotsplit.files.written import Restored, Written
-from hotsplit.model.neurons import ACTIVATION_WORDS
+from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import layer_shapes
 from hotsplit.model.weight_types import TYPES
@@ -232,7 +232,7 @@ def _refuse_stock(source: Path, spec: ModelSpec) -> None:
     if activation not in graph.stock_activations:
         raise HotsplitError(
             f"{source}: llama.cpp's {graph.name} graph computes"
-            f" {ACTIVATION_WORDS[graph.stock_activations[0]]}, this model is"
+            f" {ACTIVATIONS[graph.stock_activations[0]].title}, this model is"
             f" {activation}: it would run and answer wrongly; use the sparse layout"
         )
     if (why := graph.not_in_stock(spec)) is not None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hotsplit.model.neurons import ACTIVATIONS, SMOOTH, Activation, Neurons
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of swiglu_oai
+_ORDER = tuple(ACTIVATIONS)
 
 
 class GateStruct(Structure):
@@ -41,7 +42,7 @@ class Gate:
     @property
     def struct(self) -> GateStruct:
         return GateStruct(
-            activation=ACTIVATIONS.index(self.activation), computes_all=self.computes_all,
+            activation=_ORDER.index(self.activation), computes_all=self.computes_all,
             threshold=self.threshold, cutoff=self.cutoff or 0.0, has_cutoff=self.cutoff is not None,
         )  # fmt: skip
 

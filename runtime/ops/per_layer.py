@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from hotsplit.model import per_layer as blocks_of
-from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.spec import Norm as NormSpec
-from hotsplit.runtime.kernels.gate import Gate
+from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
@@ -31,7 +30,7 @@ class LayerInputsStruct(Structure):
 
 
 class PerLayerStruct(Structure):
-    _fields_ = [("gate", MatrixStruct), ("output", MatrixStruct), ("activation", c_int32),
+    _fields_ = [("gate", MatrixStruct), ("output", MatrixStruct), ("rule", GateStruct),
                 ("index", c_int32)]  # fmt: skip
 
 
@@ -104,7 +103,7 @@ class PerLayer(Loaded):
         return PerLayerStruct(
             gate=structs.linear(self.gate),
             output=structs.linear(self.output),
-            activation=ACTIVATIONS.index(self.rule.activation),
+            rule=self.rule.struct,
             index=self.index,
         )
 

@@ -54,6 +54,9 @@ struct Gate : HsGate {
         if (is_smooth()) kernels().smooth(gate, n, activation);
     }
 
+    bool turns_ups() const {
+        return activation == ACTIVATION_DRELU || activation == ACTIVATION_SWIGLU_OAI;
+    }
     // Applies what the activation does with products of up.
     void turn_ups(float* up, int64_t n) const {
         for (int64_t i = 0; activation == ACTIVATION_DRELU && i < n; ++i)

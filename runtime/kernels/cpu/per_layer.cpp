@@ -15,7 +15,7 @@ struct HsLayerInputs {
 
 struct HsPerLayer {
     HsMatrix gate, output;  // [P, D], [D, P]
-    int32_t activation;
+    HsGate rule;
     int32_t index;  // of the layer's input
 };
 
@@ -77,10 +77,10 @@ class PerLayer final : public OperationOf<HsPerLayer, PerLayerRoom> {
 
     bool fits(const HsPerLayer& l, const OperationValues& v) const override {
         const int64_t P = l.gate.num_rows, size = v.read_size[1];
+        const Gate gate{l.rule};
         return P > 0 && ::fits(l.gate, P, v.read_size[0]) && ::fits(l.output, v.written_size[0], P) &&
-               l.index >= 0 && size % P == 0 && l.index < size / P && l.activation >= 0 &&
-               l.activation < NUM_ACTIVATIONS && l.activation != ACTIVATION_DRELU &&
-               l.activation != ACTIVATION_SWIGLU_OAI;
+               l.index >= 0 && size % P == 0 && l.index < size / P && gate.is_valid() &&
+               !gate.needs_all() && !gate.turns_ups();
     }
 
     uint32_t forms_of(const HsPerLayer& l, int read) const override {
@@ -89,7 +89,7 @@ class PerLayer final : public OperationOf<HsPerLayer, PerLayerRoom> {
 
     void compute(const HsPerLayer& l, PerLayerRoom& room, const OperationCall& call) const override {
         const int64_t P = l.gate.num_rows;
-        const Gate gate{{l.activation, true, 0.0f}};
+        const Gate gate{l.rule};
         const float* own = call.read[1]->f32 + l.index * call.num_rows * P;
         call.multiply(l.gate, *call.read[0], room.inner.f32);
         call.rows(16 * P, [&](int64_t t) {

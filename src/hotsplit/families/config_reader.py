@@ -19,10 +19,8 @@ from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, Rotary
 
 # transformers' names, and a model file's.
-GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_ALIKE = [name for name in ACTIVATIONS if name not in (*GELUS.values(), "swiglu_oai")]
-GATED = {name: name for name in _ALIKE} | GELUS
-UNGATED = {name: name for name in _ALIKE if name != "drelu"} | GELUS  # that needs two matrices
+GATED = {name: own for own, facts in ACTIVATIONS.items() for name in facts.names}
+UNGATED = {name: own for name, own in GATED.items() if not ACTIVATIONS[own].needs_gates}
 
 
 class ConfigReader:

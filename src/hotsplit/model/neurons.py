@@ -2,20 +2,44 @@
 
 Letters: F neurons of the layer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Activation = Literal[
     "relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"
 ]  # fmt: skip
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)  # in the order of kernels.h's enum
-ACTIVATION_WORDS = {"relu2": "ReLU squared", "silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU"}
 # What the names of the tensors of neurons end with: of a layer's own, of its experts, of experts
 # that always fire.
 Suffix = Literal["", "_exps", "_shexp"]
-# Activations whose small values are not zero: only thresholds, limits and cutoffs silence
-# neurons.
-SMOOTH = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationFacts:
+    """`names`: transformers' names of it; () if the graphs that have it give none. `is_smooth`: its small
+    values are not zero, and only thresholds, limits and cutoffs silence neurons. `needs_gates`: layers without
+    gates cannot have it."""
+
+    title: str
+    names: tuple[str, ...] = ()
+    is_smooth: bool = False
+    needs_gates: bool = False
+
+
+# In the order of the enum in kernels.h.
+ACTIVATIONS: Mapping[Activation, ActivationFacts] = {
+    "relu": ActivationFacts(title="ReLU", names=("relu",)),
+    "relu2": ActivationFacts(title="ReLU squared", names=("relu2",)),
+    "fatrelu": ActivationFacts(title="FATReLU", names=("fatrelu",)),
+    "drelu": ActivationFacts(title="dReLU", names=("drelu",), needs_gates=True),
+    "silu": ActivationFacts(title="SiLU", names=("silu",), is_smooth=True),
+    "gelu": ActivationFacts(title="GELU", names=("gelu",), is_smooth=True),
+    "gelu_tanh": ActivationFacts(
+        title="GELU", names=("gelu_new", "gelu_pytorch_tanh"), is_smooth=True
+    ),
+    "swiglu_oai": ActivationFacts(title="a clamped SwiGLU", is_smooth=True, needs_gates=True),
+}
+SMOOTH = tuple(name for name, facts in ACTIVATIONS.items() if facts.is_smooth)
 
 
 @dataclass(frozen=True, kw_only=True)
