@@ -383,7 +383,7 @@ def overlapped(kernels: Kernels) -> Kernels:
 def reference_kernels() -> Kernels:
     """Reference kernels in float64 with torch, on any device, which define the others' results."""
     from hotsplit.runtime.kernels.gpu import delta_reference as deltas
-    from hotsplit.runtime.kernels.gpu import expert_reference as experts
+    from hotsplit.runtime.kernels.gpu import expert_kernels as experts
     from hotsplit.runtime.kernels.gpu import product_reference as products
     from hotsplit.runtime.kernels.gpu import reference
 
