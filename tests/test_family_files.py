@@ -15,9 +15,10 @@ ROOT = Path(__file__).parent.parent
 PRODUCT = ("src", "convert", "profile", "measure", "solver", "sparsify", "runtime", "serve",
            "report", "run")  # fmt: skip
 GUIDE = ROOT / "docs" / "adding-a-family.md"
+TABLE = "src/hotsplit/families/table.py"
 MOST_FILES = 6
 # By a family's title, the patterns of what code names it by, whatever the case: its classes of checkpoints,
-# llama.cpp's names of its graph, its module and its title, and what no other family has.
+# llama.cpp's names of its graph, its module and its title, and what no other family uses.
 FAMILY_WORDS = {
     "Llama": ("LlamaForCausalLM", r'(?<!", )"llama"', r"llama\.(GRAPH|LLAMA)\b"),  # no tokenizer
     "ProSparse": ("ProSparse", "SparseLlama"),
@@ -36,14 +37,18 @@ FAMILY_WORDS = {
     "StarCoder 2": (r"starcoder\b", "starcoder ?2"),
     "Command R": (r"Command R\b", "command_r", "command-r", "CohereFor", r"\bcohere\b"),
     "Cohere 2": (r"Cohere ?2(?!moe)", r"\bcohere\b"),
-    "Gemma 2": ("gemma ?2", '"gemma"', r"\bgemma\."),
+    "Gemma 2": ("gemma ?2", '"gemma"', r"\bgemma\.", "(?-i:SCORE_CAP)"),
     "Gemma 3": ("gemma ?3(?!n)", '"gemma"', r"\bgemma\."),
-    "Gemma 3n": ("gemma ?3n",),
-    "Gemma 4": ("gemma ?4", "proportional", "layer_output_scale"),
+    "Gemma 3n": (
+        "gemma ?3n", "planes_apart", "planes_joined", "rows_of_first", "with_unused",
+    ),
+    "Gemma 4": (
+        "gemma ?4", "proportional", "layer_output_scale", "inputs_of_config", "refuse_without_rows",
+    ),
     "SmolLM3": ("smollm",),
     "Mixtral": ("mixtral",),
-    "OLMo 2": (r"\bolmo\b", "olmo ?2"),
-    "OLMo 3": (r"\bolmo\b", "olmo ?3"),
+    "OLMo 2": (r"\bolmo\b", "olmo ?2", "output_norms"),
+    "OLMo 3": (r"\bolmo\b", "olmo ?3", "output_norms"),
     "OLMoE": ("olmoe",),
     "Qwen 2 MoE": ("Qwen2Moe", "Qwen 2 MoE", r"mixtures\.QWEN2"),
     "Qwen 3 MoE": ("Qwen3Moe", "Qwen 3 MoE", r"mixtures\.QWEN3"),
@@ -55,7 +60,9 @@ FAMILY_WORDS = {
     "gpt-oss": ("gpt.?oss",),
     "SmallThinker": ("SmallThinker",),
     "Qwen3-Next": ("qwen3.?next",),
-    "Qwen 3.5 and 3.6": (r"Qwen 3\.[56]", "qwen3_5(?!_?moe)", "qwen35(?!moe)"),
+    "Qwen 3.5 and 3.6": (
+        r"Qwen 3\.[56]", "qwen3_5(?!_?moe)", "qwen35(?!moe)", "NEGATED_EXP",
+    ),
     "Qwen 3.5 and 3.6 MoE": (r"Qwen 3\.5 and 3\.6 MoE", "qwen3_5_?moe", "qwen35moe"),
 }  # fmt: skip
 # Likewise by an operation's name; the modules of the families that have it do not count.
@@ -97,6 +104,7 @@ _PYTHON = re.compile(
     r"""|("{3}(?:.|\n)*?"{3}|'(?:[^'\n\\]|\\.)*'|"(?:[^"\n\\]|\\.)*")|#.*""",
     re.MULTILINE,
 )
+_IMPORT = re.compile(r"^ *from hotsplit\.([\w.]+) import (\([^)]*\)|.*)", re.MULTILINE)
 _CPP = re.compile(r'("(?:[^"\n\\]|\\.)*")|//.*|/\*(?:.|\n)*?\*/')
 
 
@@ -116,7 +124,7 @@ def product() -> dict[str, str]:
 
 def first_letters(pattern: str) -> str:
     """Letters that every match of a pattern has, in lower case: those that it begins with."""
-    found = re.match(r'[\w "-]*', re.sub(r"^\(\?<!.*?\)|^\\b", "", pattern))[0]
+    found = re.match(r'[\w "-]*', re.sub(r"^(\(\?<!.*?\)|\\b|\(\?-i:)", "", pattern))[0]
     is_last_optional = pattern[pattern.index(found) + len(found) :].startswith("?")
     return found.lower()[:-1] if is_last_optional else found.lower()
 
@@ -146,7 +154,7 @@ def having(patterns: Iterable[str], code: Mapping[str, str]) -> list[str]:
 def modules_of(title: str) -> set[str]:
     """The files that each family of this title has: its module, and the table."""
     (own,) = files_with(f'title="{re.escape(title)}",')
-    return {own, "src/hotsplit/families/table.py"}
+    return {own, TABLE}
 
 
 def table_of(head: str, rows: Iterable[tuple[str, list[str], set[str]]]) -> str:
@@ -196,6 +204,31 @@ def test_the_words_are_those_of_all_families():
     assert not [name for name, words in names.items() if not having(words, {"a": name})]
     for title, words in FAMILY_WORDS.items():
         assert modules_of(title) <= set(files_with(*words)), title
+
+
+def imported_by_one() -> Iterable[tuple[str, str, str]]:
+    """(a family's module, the file, the name in it) of what only this module uses."""
+    users: dict[tuple[str, str], set[str]] = {}
+    for user, text in product().items():
+        for module, names in _IMPORT.findall(text):
+            for name in re.findall(r"(\w+)(?: as \w+)?", names):
+                file = f"src/hotsplit/{module.replace('.', '/')}.py"
+                users.setdefault((file, name), set()).add(user)
+    modules = {module for title in FAMILY_WORDS for module in modules_of(title)} - {TABLE}
+    for (file, name), by in users.items():
+        text = product().get(file, "")
+        if len(by) == 1 and by < modules and len(re.findall(rf"\b{name}\b", text)) == 1:
+            yield (*by, file, name)
+
+
+def test_what_one_family_alone_uses_is_among_its_words():
+    words = {module: set() for title in FAMILY_WORDS for module in modules_of(title)}
+    for title, patterns in FAMILY_WORDS.items():
+        for module in modules_of(title):
+            words[module] |= set(patterns)
+    found = list(imported_by_one())
+    assert len(found) > 5
+    assert [each for each in found if not having(words[each[0]], {"": each[2]})] == []
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
