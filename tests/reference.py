@@ -104,7 +104,7 @@ def _attention(x, block: Attention, w, factors):
     assert not block.growth and block.score_cap is None, block
     assert not block.norms_by_head and not block.is_fused, block
     heads = {"attn_q": block.num_heads, "attn_k": block.num_kv_heads}
-    heads |= {} if block.values_are_keys else {"attn_v": block.num_kv_heads}
+    heads |= {} if block.num_kv_projections == 1 else {"attn_v": block.num_kv_heads}
     q, k, *rest = (
         _linear(x, w, name, block.biases).reshape(len(x), number, -1)
         for name, number in heads.items()

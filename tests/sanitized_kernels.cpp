@@ -354,11 +354,11 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     step.output_norm = norm(D, false);
     const HsRotary rotary = {frequency, 1.0, W, 0, 0};
     attention.num_heads = H, attention.num_kv_heads = K, attention.head_dim = W;
-    attention.num_own = 2;
+    attention.num_kv_projections = 2;
     attention.scores.scale = 1.0f / std::sqrt(static_cast<float>(W));
     attention.window = computes_all || is_named ? 0 : 7;
     if (computes_all && !is_named)
-        attention.num_own = 1, attention.input[2] = {}, attention.norms_values = 1;
+        attention.num_kv_projections = 1, attention.input[2] = {}, attention.norms_values = 1;
     feed_forward.gate.activation = !is_gated    ? ACTIVATION_RELU
                                    : rank == 32 ? ACTIVATION_GELU_TANH
                                                 : ACTIVATION_SILU;
@@ -434,7 +434,8 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
     attention.output = matrix(kind, D, H * padded, true);
     attention.key = bytes(R * H * padded * 2), attention.value = bytes(R * H * padded * 2);
     attention.num_heads = attention.num_kv_heads = H, attention.head_dim = padded;
-    attention.num_own = 2, attention.scores.scale = 0.2f, attention.scores.head_sinks = floats(H);
+    attention.num_kv_projections = 2, attention.scores.scale = 0.2f,
+    attention.scores.head_sinks = floats(H);
     const HsExperts own = experts(kind, is_by_output, D, F, E);
     HsFeedForward& feed_forward = layer.feed_forward;
     feed_forward.experts = &own, feed_forward.num_blocks = 1, feed_forward.num_neurons = F;
@@ -517,7 +518,7 @@ bool deltas(int32_t kind, int64_t M) {
     attention.output = matrix(block_values(kind) > 32 ? KIND_F32 : kind, D, H * W, true);
     attention.key = bytes(R * W * 2), attention.value = bytes(R * W * 2), attention.is_gated = 1;
     attention.num_heads = H, attention.num_kv_heads = 1, attention.head_dim = W;
-    attention.num_own = 2, attention.scores.scale = 0.2f, attention.rotary = -1;
+    attention.num_kv_projections = 2, attention.scores.scale = 0.2f, attention.rotary = -1;
     HsStep step = {};
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
     step.output_norm = norm(D, false), step.layer = layer, step.num_layers = 2;
@@ -591,7 +592,7 @@ struct OwnOperations {
         correct = {predict.router, floats(P * P), floats(D)};
         low_rank = {matrix(kind, RANK, D, false), matrix(kind, D, RANK, false)};
         per_layer = {matrix(kind, SIZE, D, false), matrix(kind, D, SIZE, false), ACTIVATION_SILU, 1};
-        layer.attention.num_heads = layer.attention.num_kv_heads = layer.attention.head_width = 32;
+        layer.attention.num_heads = layer.attention.num_kv_heads = layer.attention.head_dim = 32;
         layer.attention.key = layer.attention.value = bytes(1), layer.attention.rotary = -1;
         step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
         step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = 1;
@@ -697,7 +698,7 @@ struct Selecting {
         step.output_norm = norm(D, false), step.rotary = &rotary, step.num_rotaries = 1;
         step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = F;
         attention.num_heads = H, attention.num_kv_heads = K, attention.head_dim = W;
-        attention.num_own = 2;
+        attention.num_kv_projections = 2;
         attention.scores.scale = 1.0f / std::sqrt(static_cast<float>(W));
         feed_forward.gate.activation = ACTIVATION_RELU;
         step.context_length = C, step.max_rows = ROWS, step.embedding_scale = 1.0f;

@@ -68,6 +68,14 @@ FAMILY_WORDS = {
 # Likewise by an operation's name; the modules of the families that have it do not count.
 OPERATION_WORDS = {
     "ReLU squared, an activation": ("relu2", "ReLU squared"),
+    "keys and values of earlier layers (Gemma 3n, 4)": (
+        r"num_kv_projections",
+        "own_heads",
+        "shared_keys",
+        r"attention\.source",
+        "shared_kv",
+        "kv_shared",
+    ),
     "gates cut off by their mean and deviation (Gemma 3n)": ("cutoff", "activation_sparsity"),
     "planes of the hidden state (Gemma 3n)": (
         "altup",

@@ -135,7 +135,9 @@ def random_plan(model, seed):
     """Layers that share keys are together, and those with a cutoff undivided; any else may be anywhere."""
     chance, spec = np.random.default_rng(seed), model.spec
     dense = [chance.random() < 0.6 for _ in spec.layers]
-    dense = [dense[a.cache_of(layer)] for layer, a in enumerate(spec.attentions)]
+    for group in spec.together():
+        for layer in group.layers:
+            dense[layer] = dense[group.layers[0]]
     hot = []
     for layer in spec.layers:
         number = layer.neurons.number

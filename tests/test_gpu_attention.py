@@ -180,14 +180,19 @@ def test_heads_with_norms_of_their_own_and_growing_queries(kernels, norm, growth
         assert_close(want, rest, 8 * EPS * want.abs().max())
 
 
-@pytest.mark.parametrize("num_own", [2, 1, 0])
+@pytest.mark.parametrize("num_kv_projections", [2, 1, 0])
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_values_with_a_norm(kernels, num_rows, num_own, width=40):
+def test_values_with_a_norm(kernels, num_rows, num_kv_projections, width=40):
     """Gemma 4's: the norm of values has no weights, and values may be keys before their norm. A layer that
     reads those of another appends nothing."""
-    found, size = [], (2 + 2 * num_own) * width  # 2 queries, 2 keys, 2 values
+    found, size = [], (2 + 2 * num_kv_projections) * width  # 2 queries, 2 keys, 2 values
     spec = heads_of(
-        2, 2, width, norms_values=True, values_are_keys=num_own == 1, source=None if num_own else 0
+        2,
+        2,
+        width,
+        norms_values=True,
+        num_kv_projections=num_kv_projections,
+        source=None if num_kv_projections else 0,
     )
     for which in (kernels, REFERENCE):
         qkv = vector(num_rows * size).view(num_rows, -1)
@@ -199,7 +204,7 @@ def test_values_with_a_norm(kernels, num_rows, num_own, width=40):
         found.append((qkv, cache))
     (got, got_cache), (want, want_cache) = found
     assert_close(got, want, 64 * EPS)
-    if not num_own:
+    if not num_kv_projections:
         assert not got_cache.any() and not want_cache.any()
         return
     assert_close(got_cache, want_cache, 64 * EPS)

@@ -293,29 +293,28 @@ class Builder:
                 name: vector_of(self.model.tensors[f"blk.{index}.{vector.name}"], attends_on)
                 for name, vector in block.vectors.items()
             },
-            cache=self.cache(block.cache_of(index)),
+            cache=self.cache(index, block),
             rotary=self.rotary(block, attends_on),
             on_bytes=self.count_attention,
         )
 
     @cached_property
-    def caches(self) -> dict[int, LayerCache]:
-        """The caches made so far, by layer."""
+    def caches(self) -> dict[str, LayerCache]:
+        """The caches made so far, by the names of their values."""
         return {}
 
-    def cache(self, index: int) -> LayerCache:
+    def cache(self, index: int, block: AttentionSpec) -> LayerCache:
         """The keys and values of a layer, which others may read."""
-        block = self.spec.layers[index].attention
-        assert block is not None, index
-        if index not in self.caches:
-            self.caches[index] = LayerCache.of(
+        name = block.kept(index).name
+        if name not in self.caches:
+            self.caches[name] = LayerCache.of(
                 self.tables[block.window],
                 block.num_kv_heads,
                 block.head_dim,
                 self.cache_types or CacheTypes.of(kv_kind(self.model)),
                 self.stores.on(self.placement.cache_device(index)).cache,
             )
-        return self.caches[index]
+        return self.caches[name]
 
     def count_attention(self, num_bytes: int) -> None:
         self.traffic.attention += num_bytes

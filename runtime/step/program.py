@@ -149,8 +149,8 @@ class _LayerWriter:
             case Attention():
                 yield from self._attention(block)
             case DeltaNet():
-                state = f"state.{self.index}"
-                reads, writes = [self._value(block.reads), state], [block.writes, state]
+                kept = block.kept(self.index).name
+                reads, writes = [self._value(block.reads), kept], [block.writes, kept]
                 yield self._op("delta", reads, writes, "attention")
             case Predict():
                 is_of_previous = bool(block.input_layer_offset and self.index)
@@ -206,11 +206,10 @@ class _LayerWriter:
         )
 
     def _attention(self, block: Attention) -> Iterator[Op]:
-        """Attention; if the host has the keys and values, the layer's device only projects. Those of
-        another layer are read alone."""
+        """Attention; if the host has the keys and values, the layer's device only projects."""
         device, x, y = self.place.device, self._value(block.reads), block.writes
-        cache = f"cache.{block.cache_of(self.index)}"
-        written = [cache] if block.num_own else []
+        kept = block.kept(self.index)
+        cache, written = kept.name, [kept.name] if kept.is_written else []
         if not self.place.attends_on_host:
             yield self._op("attention", [x, "position", cache], [y, *written], "attention")
             return

@@ -23,10 +23,10 @@ struct HsAttention {
     HsScores scores;
     int32_t rotary;  // index in HsStep's `rotary`; below 0: queries and keys are not rotated
     int32_t table;   // index in HsStep's `table`
+    int64_t num_heads, num_kv_heads, head_dim;
     // What is projected beside queries. 2: keys and values; 1: keys, which are the values as they are before
     // their norm; 0: nothing, the keys and values are an earlier layer's.
-    int64_t num_own;
-    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t num_kv_projections;
     int64_t window;  // a token attends to this many of the latest positions; 0: to all
     // Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) (Llama 4).
     int64_t growth_length;  // 0: they are not
@@ -41,19 +41,27 @@ struct HsAttention {
 inline int64_t heads_size(const HsAttention& l) { return l.num_heads * l.head_dim; }
 inline int64_t gates_size(const HsAttention& l) { return l.is_gated ? heads_size(l) : 0; }
 // Heads of keys that a layer writes to its cache, and as many of values.
-inline int64_t own_heads(const HsAttention& l) { return l.num_own ? l.num_kv_heads : 0; }
+inline int64_t own_heads(const HsAttention& l) { return l.num_kv_projections ? l.num_kv_heads : 0; }
 inline int64_t qkv_size(const HsAttention& l) {
-    return heads_size(l) + gates_size(l) + l.num_own * l.num_kv_heads * l.head_dim;
+    return heads_size(l) + gates_size(l) + l.num_kv_projections * l.num_kv_heads * l.head_dim;
 }
 inline int64_t raw_keys_size(const HsAttention& l) {
-    return l.num_own == 1 ? l.num_kv_heads * l.head_dim : 0;
+    return l.num_kv_projections == 1 ? l.num_kv_heads * l.head_dim : 0;
+}
+
+// Matrices that project: one, for all, or one each for queries, keys and values as far as they are projected.
+inline int64_t num_inputs(const HsAttention& l) {
+    int64_t count = 0;
+    while (count < 3 && l.input[count].data) ++count;
+    return count;
 }
 
 // True if the numbers and norms of the heads fit together.
 inline bool heads_fit(const HsAttention& l) {
-    if (l.num_own < 0 || l.num_own > 2 || l.growth_length < 0) return false;
+    if (l.num_kv_projections < 0 || l.num_kv_projections > 2 || l.growth_length < 0) return false;
+    if (num_inputs(l) > 1 && num_inputs(l) != 1 + l.num_kv_projections) return false;
     if (!l.query_norm.weight) return !l.norms_values;
-    return !l.num_own || l.key_norm.weight;
+    return !l.num_kv_projections || l.key_norm.weight;
 }
 
 // What a row's queries, keys and values are prepared with.
@@ -72,7 +80,7 @@ inline void take_gates(const HsAttention& l, float* values, float* gates) {
         std::copy_n(values + (2 * h + 1) * W, W, gates + h * W);
         std::copy_n(values + 2 * h * W, h ? W : 0, values + h * W);
     }
-    std::copy_n(values + 2 * H * W, l.num_own * l.num_kv_heads * W, values + H * W);
+    std::copy_n(values + 2 * H * W, l.num_kv_projections * l.num_kv_heads * W, values + H * W);
 }
 
 // Norms the queries and keys of a row in place.
@@ -121,17 +129,17 @@ inline void grow_queries(const HsAttention& l, int64_t position, float* values) 
 
 // Prepares the projections of a row in place: with gates (2 H + 2 K) W values, else (H + 2 K) W; if values are keys,
 // (H + K) W; if they are another layer's, H W. Queries are then at `values`, keys after them, and values at what it
-// returns.
+// returns: null, if they are another layer's.
 inline float* prepare_heads(const HsAttention& l, const RowOfHeads& row, float* values) {
     const int64_t W = l.head_dim, H = l.num_heads, K = own_heads(l);
     if (l.is_gated) take_gates(l, values, row.gates);
     float* own = values + (H + K) * W;
-    if (l.num_own == 1) own = std::copy_n(values + H * W, K * W, row.raw_keys) - K * W;
+    if (l.num_kv_projections == 1) own = std::copy_n(values + H * W, K * W, row.raw_keys) - K * W;
     norm_heads(l, values);
     if (l.norms_values) norm_values(l, own);
     if (row.rotary) rotate_heads(l, row, values);
     if (l.growth_length) grow_queries(l, row.position, values);
     for (int64_t h = 0; row.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
     for (int64_t k = 0; row.is_value_rotated && k < K; ++k) turn_by_hadamard(own + k * W, W);
-    return own;
+    return K ? own : nullptr;
 }

@@ -376,7 +376,7 @@ class Step {
     void attention(const HsAttention& l, Operand& input, float* out) {
         turn(l);
         clock.ended(TIMED_OTHER);
-        project(l.input, l.input[1].data ? 1 + l.num_own : 1, input, w.qkv, qkv_size(l));
+        project(l.input, num_inputs(l), input, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
         show_heads();
@@ -407,9 +407,9 @@ class Step {
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
             const float* own = prepare_heads(l, row_of_heads(l, t), values);
-            if (l.num_own) w.attention.append(l, t, values + heads_size(l), own);
+            if (own) w.attention.append(l, t, values + heads_size(l), own);
         });
-        if (l.num_own) w.attention.summarise(l);
+        w.attention.summarise(l);  // if others have stored the keys, the same again
         w.attention.run(l, qkv, num_values, l.is_gated ? w.gates : nullptr, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
@@ -550,9 +550,8 @@ bool fits(const HsAttention& l, const HsStep& s) {
     const int64_t rotated = l.rotary < 0 ? 0 : s.rotary[l.rotary].head_width;
     if (rotated > l.head_dim || (s.select.cos && rotated != l.head_dim)) return false;
     const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_dim;
-    const bool is_fused = !l.input[1].data;
-    const int64_t outputs[] = {is_fused ? qkv_size(l) : q, kv, kv};
-    for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 1 + l.num_own); ++m)
+    const int64_t outputs[] = {num_inputs(l) == 1 ? qkv_size(l) : q, kv, kv};
+    for (int m = 0; m < num_inputs(l); ++m)
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, heads_size(l))) return false;
     return l.key && l.value;

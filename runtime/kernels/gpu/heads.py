@@ -197,7 +197,7 @@ def rotate_append(
     assert qkv.shape[-1] == size, (qkv.shape, spec)
     assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
     assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
-    heads = num_heads + (2 * num_kv if spec.num_own else 0)
+    heads = num_heads + (2 * num_kv if spec.num_kv_projections else 0)
     grid = (heads,) if num_rows == 1 else (heads, num_rows)
     _rotate_append[grid](
         qkv,
@@ -218,7 +218,7 @@ def rotate_append(
         QUERY_STRIDE=width * (1 + spec.is_gated),
         ROW_STRIDE=size,
         NORMS_VALUES=spec.norms_values,
-        VALUES_ARE_KEYS=spec.num_own == 1,
+        VALUES_ARE_KEYS=spec.num_kv_projections == 1,
         ROTATED=width if frequency_W2 is None else 2 * len(frequency_W2),
         HALF=power_of_2(width // 2),
         IS_ADJACENT=bool(rotary and rotary.pairing == "adjacent"),

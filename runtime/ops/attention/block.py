@@ -120,9 +120,7 @@ class Attention:
         """Queries and, unless they are another layer's, keys and values [T, H or K, W]; normed, if they
         have a norm."""
         spec = self.spec
-        query, *own = joined_TQ.unflatten(-1, (-1, spec.head_dim)).split(
-            [spec.num_heads, *[spec.num_kv_heads] * spec.num_own], dim=1
-        )
+        query, *own = joined_TQ.unflatten(-1, (-1, spec.head_dim)).split(spec.projected, dim=1)
         values = own[-1:]
         if spec.norms_values and spec.head_norm:
             values = [rms_norm(v, (spec.head_dim,), None, spec.head_norm.epsilon) for v in values]

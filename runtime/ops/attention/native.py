@@ -26,7 +26,7 @@ class AttentionStruct(Structure):
                 ("key", c_void_p), ("value", c_void_p),
                 ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
                 ("code_factor", c_void_p), ("scores", ScoresStruct),
-                ("rotary", c_int32), ("table", c_int32), ("num_own", c_int64),
+                ("rotary", c_int32), ("table", c_int32),
                 *fields_of(Heads)]  # fmt: skip
 
 
@@ -61,7 +61,6 @@ def attention_struct(
         scores=ScoresStruct(**scores),
         rotary=rotaries.index(attention.rotary),
         table=tables.index(cache.table),
-        num_own=spec.num_own,
         **structs.numbers(Heads, spec, vectors),
         **{
             name: structs.pointer(tensor, tensor.dtype)

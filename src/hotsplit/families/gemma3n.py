@@ -20,6 +20,7 @@ from hotsplit.families.llama import whole_sizes
 from hotsplit.families.row_order import matrices_apart, matrices_joined
 from hotsplit.families.shared_keys import (
     SHARED,
+    reading,
     shared_keys,
     sources_of_config,
     sources_of_keys,
@@ -157,7 +158,7 @@ def gemma3n_spec(
             ),
             replace(sizes.neurons(numbers.activation), cutoff=cutoff),
             numbers,
-        ).with_attention(norms_values=True, source=source)
+        ).with_attention(norms_values=True, **reading(source))
         for sizes, is_local, source, cutoff in zip(
             sizes_L, is_local_L, source_L, cutoff_L, strict=True
         )

@@ -38,6 +38,7 @@ from hotsplit.families.layer_inputs import (
 from hotsplit.families.llama import whole_sizes
 from hotsplit.families.shared_keys import (
     SHARED,
+    reading,
     shared_keys,
     sources_of_config,
     sources_of_keys,
@@ -215,9 +216,9 @@ def gemma4_spec(
             _feed_forward(heads.sizes, activation, experts),
             scale=SCALE if SCALE in options else "",
             own=PerLayer(size=inputs, activation=activation) if inputs else None,
-        ).with_attention(
-            norms_values=True, values_are_keys=heads.values_are_keys, source=heads.source
         )
+        .with_attention(norms_values=True, num_kv_projections=1 if heads.values_are_keys else 2)
+        .with_attention(**reading(heads.source))
         for heads in heads_L
     ]  # fmt: skip
     scale = math.sqrt(sizes.hidden_size)

@@ -31,6 +31,11 @@ def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Sources:
     return _sources(f"{read.path}: {SHARED}", is_local_L, read.whole(SHARED, 0))
 
 
+def reading(source: int | None) -> dict[str, int]:
+    """The numbers of the attention of a layer that reads the keys and values of this one, if any."""
+    return {} if source is None else {"source": source, "num_kv_projections": 0}
+
+
 def shared_keys(spec: ModelSpec) -> dict[str, Value]:
     """The key that `sources_of_keys` reads."""
     return {SHARED: np.uint32(len(_sharing(spec)))}

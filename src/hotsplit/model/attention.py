@@ -9,7 +9,7 @@ Letters: H heads, K key-value heads, W head width."""
 import math
 from dataclasses import dataclass, fields
 
-from hotsplit.model.blocks import Norm
+from hotsplit.model.blocks import Kept, Norm
 from hotsplit.model.rope import Rotary
 
 QUERY_NORM, KEY_NORM = "attn_q_norm", "attn_k_norm"
@@ -36,10 +36,11 @@ class Scores:
 @dataclass(frozen=True, kw_only=True)
 class Heads:
     """What becomes of queries, keys and values between their projection and the cache: HsAttention and its
-    functions (kernels/cpu/heads.h), kernels/gpu/heads.py. `window`: how many of the latest tokens a token
-    attends to, itself included; None for all. Queries at position p are multiplied by
-    1 + growth * log(1 + floor(p / growth_length)) after they rotate (Llama 4's temperature; transformers,
-    modeling_ministral3.py), if these are given. The norm of each head is of all heads together with
+    functions (kernels/cpu/heads.h), kernels/gpu/heads.py. `num_kv_projections`: 2, of keys and of values; 1, of
+    keys, which are the values as they are before their norm and rotation (Gemma 4); or 0, if keys and values
+    are an earlier layer's. `window`: how many of the latest tokens a token attends to, itself included; None
+    for all. Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) after they
+    rotate (Llama 4's temperature; transformers, modeling_ministral3.py), if these are given. The norm of each head is of all heads together with
     `norms_all_heads` (OLMoE), and has weights for each head with `norms_by_head` (Command R+). `norms_values`:
     each head of values has an RMS norm without weights, with the epsilon of `head_norm` (Gemma 4). `is_gated`:
     attn_q has a gate after each head's query, whose sigmoid multiplies the head's output (Qwen3-Next)."""
@@ -47,6 +48,7 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_kv_projections: int = 2
     window: int | None = None
     growth_length: int | None = None
     growth: float | None = None
@@ -59,19 +61,20 @@ class Heads:
 @dataclass(frozen=True, kw_only=True)
 class Attention(Heads, Scores):
     """Causal grouped-query attention. `head_norm`: the norm of each head of queries and keys, before they
-    rotate. `biases`: names of the projections that have one. `values_are_keys`: there is no projection of
-    values, which are the keys before their norm and rotation (Gemma 4). `source`: the layer before it whose
-    keys and values it reads, as that layer has stored them: it projects queries alone and has no cache
-    (Gemma 3n, the E-models of Gemma 4)."""
+    rotate. `biases`: names of the projections that have one. `source`: the layer before it whose keys and
+    values it reads, as that layer has stored them, and has none of its own (Gemma 3n, the E-models of
+    Gemma 4)."""
 
     rotary: Rotary | None
     head_norm: Norm | None = None
-    values_are_keys: bool = False
     source: int | None = None
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
     biases: frozenset[str] = frozenset()
     reads: str = "attn_in"
     writes: str = "attn_out"
+
+    def __post_init__(self) -> None:
+        assert (self.source is None) == (self.num_kv_projections > 0), self
 
     @property
     def vectors(self) -> dict[str, HeadVector]:
@@ -99,16 +102,19 @@ class Attention(Heads, Scores):
     @property
     def qkv_size(self) -> int:
         """Outputs of the input projections for a token, without gates."""
-        return self.query_size + self.num_own * self.key_size
+        return self.query_size + self.num_kv_projections * self.key_size
 
     @property
-    def num_own(self) -> int:
-        """What it projects for its cache: keys and values, keys alone, or none."""
-        return 0 if self.source is not None else 2 - self.values_are_keys
+    def projected(self) -> tuple[int, ...]:
+        """Heads of queries, of keys and of values, as far as they are projected."""
+        return self.num_heads, *[self.num_kv_heads] * self.num_kv_projections
 
-    def cache_of(self, index: int) -> int:
-        """The layer whose keys and values layer `index` with this attention reads: mostly itself."""
-        return index if self.source is None else self.source
+    def kept(self, index: int) -> Kept:
+        """The keys and values of layer `index` with this attention."""
+        store = index if self.source is None else self.source
+        return Kept(
+            name=f"cache.{store}", what="keys and values", is_written=self.num_kv_projections > 0
+        )
 
     @property
     def gate_size(self) -> int:
@@ -120,7 +126,7 @@ class Attention(Heads, Scores):
         if self.is_fused:
             return {"attn_qkv": self.qkv_size}
         rows = {"attn_q": self.query_size + self.gate_size}
-        return rows | dict.fromkeys(("attn_k", "attn_v")[: self.num_own], self.key_size)
+        return rows | dict.fromkeys(("attn_k", "attn_v")[: self.num_kv_projections], self.key_size)
 
     @property
     def normed(self) -> dict[str, tuple[int, ...]]:
@@ -128,7 +134,7 @@ class Attention(Heads, Scores):
         if self.head_norm is None:
             return {}
         heads = {QUERY_NORM: self.num_heads}
-        heads |= {KEY_NORM: self.num_kv_heads} if self.num_own else {}
+        heads |= {KEY_NORM: self.num_kv_heads} if self.num_kv_projections else {}
         return {name: self._norm_shape(count) for name, count in heads.items()}
 
     def _norm_shape(self, num_heads: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Blocks of a layer: norms, sums and predictors; model/spec.py has what a layer is.
+"""Blocks of a layer: norms, sums and predictors, and what others keep; model/spec.py has what a layer is.
 
 Letters: D hidden size, F neurons of a layer, R predictor rank."""
 
@@ -10,6 +10,16 @@ from hotsplit.model.position_wise import Shapes
 
 PredictorKind = Literal["linear", "relu", "gate"]
 NormKind = Literal["rms", "layer", "layer_without_bias"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a layer keeps of a text from token to token, as a value of the step program: `what` it is, and
+    whether this layer writes it; otherwise an earlier one does, and this one reads it."""
+
+    name: str
+    what: str
+    is_written: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from hotsplit.model.blocks import Kept
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet:
@@ -29,6 +31,10 @@ class DeltaNet:
     is_grouped: bool = False
     reads: str = "attn_in"
     writes: str = "attn_out"
+
+    def kept(self, index: int) -> Kept:
+        """What layer `index` with this net keeps of a text."""
+        return Kept(name=f"state.{index}", what="a state")
 
     @property
     def key_size(self) -> int:

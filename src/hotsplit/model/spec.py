@@ -188,18 +188,23 @@ class ModelSpec:
     @cached_property
     def storing(self) -> tuple[int, ...]:
         """The layers that store keys and values."""
-        attends_L = (layer.attention for layer in self.layers)
-        return tuple(i for i, attention in enumerate(attends_L) if attention and attention.num_own)
+        kept_L = (
+            layer.attention and layer.attention.kept(i) for i, layer in enumerate(self.layers)
+        )
+        return tuple(index for index, kept in enumerate(kept_L) if kept and kept.is_written)
 
     def together(self, *, keys_on_host: bool = False) -> tuple[Together, ...]:
-        """The groups of layers, two at least, that a plan must not divide. `keys_on_host`: main memory has
-        the keys and values of all layers."""
-        groups: dict[int, list[int]] = {}  # by the layer that stores their keys and values
+        """The groups of layers, two at least, that a plan must not divide: they read what one of them keeps.
+        `keys_on_host`: main memory has the keys and values of all layers."""
+        groups: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            if layer.attention is not None and not keys_on_host:
-                groups.setdefault(layer.attention.cache_of(index), []).append(index)
+            kept = layer.mixer.kept(index)
+            if not (keys_on_host and layer.attention):
+                groups.setdefault(kept.name, []).append(index)
         return tuple(
-            Together(layers=tuple(layers), reason="share keys and values")
+            Together(
+                layers=tuple(layers), reason=f"share {self.layers[layers[0]].mixer.kept(0).what}"
+            )
             for layers in groups.values()
             if len(layers) > 1
         )
