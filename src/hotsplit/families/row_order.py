@@ -118,10 +118,10 @@ def matrices_joined(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
         count = sum(each.startswith(f"{name}.") for each in tensors)
         parts = [tensors[f"{name}.{number}.weight"] for number in range(count)]
         found[f"{name}.weight"] = replace(
-            parts[0], shape=(count, *parts[0].shape), read_rows=partial(_stacked, parts)
+            parts[0], shape=(count, *parts[0].shape), read_rows=partial(_of_all, parts)
         )
     return found
 
 
-def _stacked(parts: list[TensorEntry], start: int, stop: int) -> np.ndarray:
+def _of_all(parts: list[TensorEntry], start: int, stop: int) -> np.ndarray:
     return np.stack([part.read() for part in parts[start:stop]])
