@@ -591,7 +591,8 @@ struct OwnOperations {
         predict = {{norm(D, false), matrix(kind, P, D, false)}, floats(P * P * P)};
         correct = {predict.router, floats(P * P), floats(D)};
         low_rank = {matrix(kind, RANK, D, false), matrix(kind, D, RANK, false)};
-        per_layer = {matrix(kind, SIZE, D, false), matrix(kind, D, SIZE, false), ACTIVATION_SILU, 1};
+        per_layer = {
+            matrix(kind, SIZE, D, false), matrix(kind, D, SIZE, false), {ACTIVATION_SILU, 1, 0.0f}, 1};
         layer.attention.num_heads = layer.attention.num_kv_heads = layer.attention.head_dim = 32;
         layer.attention.key = layer.attention.value = bytes(1), layer.attention.rotary = -1;
         step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
