@@ -5,6 +5,7 @@ refuses what it does not support."""
 import dataclasses
 import os
 import resource
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,13 @@ from reference import Bounds, logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
 from hotsplit import Engine
+from hotsplit import model as model_package
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.position_wise import PositionWise
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import native_step
+from hotsplit.runtime.step.native_ops import NUM_OWN, OP_KINDS, StepValues
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 # Sums in another order change some f16 values of the KV cache, and some 16-bit values, by one unit
@@ -263,6 +268,39 @@ def test_nan_in_the_weights_reaches_the_logits(tmp_path):
         with Engine.load(model.path) as engine:
             engine.layers[1].norms["attn_norm"].weight_D[3] = torch.nan
             assert engine._step(5, 0).isnan().all()
+
+
+def kinds_of(block: type[PositionWise]) -> list[str]:
+    """Of blocks of ours; tests may have others."""
+    is_ours = "kind" in vars(block) and block.__module__.startswith("hotsplit.model.")
+    own = [block.kind] if is_ours else []
+    return own + [kind for each in block.__subclasses__() for kind in kinds_of(each)]
+
+
+def test_every_position_wise_block_has_its_operation():
+    for path in Path(model_package.__file__).parent.glob("*.py"):
+        import_module(f"hotsplit.model.{path.stem}")
+    kinds = kinds_of(PositionWise)
+    numbers = {library.operation_kind(kind) for kind in kinds}
+    assert len(kinds) >= 8 and numbers == {len(OP_KINDS) + n for n in range(len(kinds))}
+
+
+@pytest.mark.parametrize(
+    "kind, reads, writes, words",
+    [("turn", ["x"], ["x"], "has no operation 'turn'"), ("norm", ["x"], ["x"], "has no operation 'norm'"),
+     ("low rank", ["x"] * 4, ["x"], "4 inputs and 1 outputs"),
+     ("low rank", ["x"], ["x"] * 3, "1 inputs and 3 outputs")],
+)  # fmt: skip
+def test_operations_that_a_step_does_not_have_are_refused(kind, reads, writes, words):
+    with pytest.raises(NotNative, match=words):
+        StepValues({}).own_op(kind, 0, reads, writes, 0)
+
+
+def test_values_beyond_those_of_a_step_are_refused():
+    sizes = {f"value_{number}": 8 for number in range(NUM_OWN)}
+    assert StepValues(sizes | {"x": 24, "attn_out": 8, "ffn_in": 8}).own == sizes
+    with pytest.raises(NotNative, match=f"{NUM_OWN + 1} values; at most {NUM_OWN}"):
+        StepValues(sizes | {"one_more": 8})
 
 
 def test_ten_thousand_steps_take_no_more_memory(tmp_path):
