@@ -26,10 +26,13 @@ from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.families.gemma3n import Numbers, gemma3n_spec
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
+from hotsplit.runtime.check.kernels import Wrong, check_launch
+from hotsplit.runtime.check.launches import Launch
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.gpu.own_kernels import own_kernel
+from hotsplit.runtime.kernels.gpu.torch_kernels import mixed
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -180,6 +183,30 @@ def test_plans_count_an_operation_in_layers_and_outside():
         assert "no operation 'scaling_x'" in engine.not_native and plain.not_native is None
         got, want = engine.logits(IDS), plain.logits(IDS)
     assert got.isfinite().all() and rel_error(got, want) > 0.1
+
+
+def written_as(factor: float | None):
+    """The kernel with its results multiplied; None: it writes nothing."""
+
+    def run(weight_D, x_D, y_D):
+        if factor is not None:
+            y_D.copy_(factor * weight_D * x_D)
+
+    return run
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 64)])
+@pytest.mark.parametrize("factor", [None, 0.0, 0.5])
+def test_a_wrong_kernel_of_an_operation_is_found_and_replaced(shape, factor):
+    """It is checked like the kernels that several operations launch."""
+    launch = Launch.of(scale, torch.rand(64), torch.empty(shape), torch.empty(shape))
+    assert launch.variant == "scale weight:f32 x:f32 y:f32" + " 4 rows" * (len(shape) > 1)
+    right = reference_kernels()
+    bad = replace(right, own=lambda kernel: written_as(factor))
+    check_launch(launch, right, right, lambda: None)
+    with pytest.raises(Wrong):
+        check_launch(launch, bad, right, lambda: None)
+    check_launch(launch, mixed(bad, right, {"scale"}), right, lambda: None)
 
 
 NUMBERS = Numbers(
