@@ -2,7 +2,8 @@
 
 Prices are the solver's, of mode dense. Without a profile it is not known which neurons of a model can be
 silent (then all are computed, an upper bound on the time), nor which experts a mixture's tokens choose
-(then they are assumed to be chosen by Zipf's law; `solver.assumed`). Prompts are not priced."""
+(then they are assumed to be chosen by Zipf's law; `solver.assumed`). Of layers that choose neurons by all
+gates it is known how many: they are priced in mode exact. Prompts are not priced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from hotsplit.convert.hub_headers import headers_of
 from hotsplit.costs.default_mode import sparse_modes
 from hotsplit.costs.part_bytes import Items
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.choice import Choice
 from hotsplit.run.default_budgets import Room
@@ -25,7 +27,7 @@ from hotsplit.run.source import Source, look_at
 from hotsplit.run.stages import Job
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.answer import Answer
-from hotsplit.solver.assumed import EXPONENT, assumed_experts, every_neuron
+from hotsplit.solver.assumed import EXPONENT, assumed_experts, by_activation, every_neuron
 from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
 from hotsplit.solver.layer_split import cpu_moe, layer_split
@@ -123,13 +125,16 @@ def _inputs(
 ) -> Inputs:
     own = job.wishes.engine
     model = with_rope_scaling(job.choice.model, *own.rope, own.context_length)
-    profile = assumed_experts(model, EXPONENT) if model.spec.has_experts else every_neuron(model)
+    mode: Mode = "exact" if model.spec.needs_all_gates and own.mode != "dense" else "dense"
+    profile = every_neuron(model) if mode == "dense" else by_activation(model)
+    if model.spec.has_experts:
+        profile = assumed_experts(model, EXPONENT)
     selection = None if own.kv_offload is None else KeySelection.parse(own.kv_offload)
     if selection is not None:
         selection.check_windows(Path(job.source.name), model.spec)
     inputs = inputs_from(
         model, profile, machine, paths=(Path(job.source.name), None, where), budgets=budgets,
-        host_budget=host_budget, context_length=job.choice.context_length, mode="dense",
+        host_budget=host_budget, context_length=job.choice.context_length, mode=mode,
         workspace=workspace_bytes, num_sequences=own.num_sequences,
         kv_offload=selection,
     )  # fmt: skip
@@ -196,6 +201,13 @@ def _assumed_words(inputs: Inputs) -> Iterator[str]:
         yield (
             "which experts its tokens choose is not known before it has read text: an expert's share is"
             f" assumed to fall with its rank r as r^-{EXPONENT:g} (Zipf's law)"
+        )
+    elif inputs.mode == "exact":
+        share = inputs.profile.active_count_LF.sum() / inputs.profile.num_tokens
+        yield (
+            f"which neurons of this {model.activation} model fire is not known before it has read text:"
+            " as many are assumed as if gates were normally distributed,"
+            f" {share / sum(model.spec.num_neurons_L):.0%} of all"
         )
     elif sparse_modes(model):
         yield (

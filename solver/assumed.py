@@ -59,6 +59,17 @@ def every_neuron(model: ModelFile) -> Profile:
     )
 
 
+def by_activation(model: ModelFile) -> Profile:
+    """The profile in which as many neurons of a layer fire as its activation leaves
+    (`Neurons.most_share`), each as often as any other."""
+    share_L1 = np.array([[layer.neurons.most_share] for layer in model.spec.layers])
+    base = every_neuron(model)
+    return replace(
+        base, num_tokens=NUM_TOKENS, gate_histogram_LB=base.gate_histogram_LB * NUM_TOKENS,
+        active_count_LF=np.rint(base.active_count_LF * NUM_TOKENS * share_L1).astype(np.int64),
+    )  # fmt: skip
+
+
 def assumed_experts(model: ModelFile, exponent: float) -> Profile:
     """A profile of a mixture in which each layer's experts are chosen by Zipf's law, expert 0 most
     often; an exponent of 0 chooses all equally often. All layers of as many experts choose alike."""

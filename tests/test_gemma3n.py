@@ -22,6 +22,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.cli import main
 from hotsplit.costs.kernel_counts import ALL_GATES_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
@@ -40,6 +41,7 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.workspace import workspace_bytes
+from hotsplit.solver.assumed import by_activation
 from hotsplit.solver.solve import SolveConfig, solve
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -236,6 +238,14 @@ def test_what_is_not_computed_is_refused_with_its_key(words):
     with pytest.raises(HotsplitError, match=words) as caught:
         read_blueprint(Path("config.json"), CONFIG | REFUSED[words], 1 << 20)
     assert "\n" not in str(caught.value)
+
+
+def test_plan_assumes_as_many_neurons_as_normally_distributed_gates_leave(path, capsys):
+    found = by_activation(ModelFile.load(path))
+    assert np.allclose(found.density_L, [0.2, 0.5, 1.0, 0.7], atol=1e-3), found.density_L
+    words = ["plan", str(path), "--vram", "0", "--machine", "rtx-4060-8gb"]
+    assert main(words) == 0 and "distributed, 59% of all" in capsys.readouterr().err
+    assert main([*words, "--mode", "dense"]) == 0 and "mode dense" in capsys.readouterr().err
 
 
 def test_solve_keeps_gates_with_a_cutoff_together(tmp_path, path):

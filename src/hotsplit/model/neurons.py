@@ -4,6 +4,7 @@ Letters: F neurons of the layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 Activation = Literal[
@@ -95,6 +96,12 @@ class Neurons:
     def silences(self) -> bool:
         """True if the activation alone makes neurons silent, so that skipping them loses nothing."""
         return self.activation not in SMOOTH or self.cutoff is not None
+
+    @property
+    def most_share(self) -> float:
+        """The largest share of the neurons that fires for a token, as far as the activation alone tells; behind
+        a cutoff, of normally distributed gates."""
+        return 1.0 if self.cutoff is None else NormalDist().cdf(-self.cutoff)
 
     @property
     def are_experts(self) -> bool:
