@@ -9,6 +9,7 @@ import torch
 from gpu_matrices import EPS, NAN, REFERENCE, assert_close, device, heads_of, rounding, vector
 
 from hotsplit.model.attention import HeadVector
+from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.runtime.kernels.gpu import ranges
 
 # ---- sums and norms ------------------------------------------------------------------------
@@ -26,11 +27,12 @@ def norm_bound(want_D, total_D, bias_D):
 @pytest.mark.parametrize("width", [32, 96, 2304])
 def test_add_norm(kernels, width, has_bias):
     x, parts, weight = vector(width), vector(3 * width, 2).view(3, -1), vector(width, 3)
-    bias, scale = vector(width, 4) if has_bias else None, 0.75 if has_bias else 1.0
+    bias = vector(width, 4) if has_bias else None
+    factors = SumFactors(factor=0.5, times=0.75) if has_bias else PLAIN_SUM
     found = []
     for which in (kernels, REFERENCE):
         out, x_out = torch.empty_like(x), torch.empty_like(x)
-        which.add_norm(x, parts, weight, bias, 1e-5, out, x_out, scale=scale)
+        which.add_norm(x, parts, weight, bias, 1e-5, out, x_out, factors=factors)
         found.append((out, x_out))
     (got, got_x), (want, want_x) = found
     assert_close(got_x, want_x, 4 * EPS * (x.abs() + parts.abs().sum(dim=0)))

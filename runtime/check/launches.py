@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.attention import Heads, HeadVector
+from hotsplit.model.blocks import SumFactors
 from hotsplit.model.rope import Rotary
 from hotsplit.model.spec import Attention, Norm, Route
 from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
@@ -89,8 +90,7 @@ class Launch:
         ]
         words += [f"{num_rows} rows"] if num_rows > 1 else []
         # A factor of one is compiled out, and so is a cap of none.
-        factors = {"embed": ("scale",), "add_norm": ("factor", "scale")}
-        words += [name for name in factors.get(kernel, ()) if bound.arguments[name] != 1.0]
+        words += ["scale"] if kernel == "embed" and bound.arguments["scale"] != 1.0 else []
         words += ["cap"] if bound.arguments.get("cap") is not None else []
         words += ["strided"] if _is_norm_strided(kernel, bound.arguments) else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
@@ -137,6 +137,8 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
         return " ".join(
             filter(None, (_field_words(f.name, getattr(value, f.name)) for f in fields(value)))
         )
+    if isinstance(value, SumFactors):
+        return " ".join(f.name for f in fields(value) if getattr(value, f.name) != 1.0)
     if value is None or isinstance(value, float):  # thresholds and epsilons are not compiled in
         return ""
     return (name if value else "") if isinstance(value, bool) else f"{value}"

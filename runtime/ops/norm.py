@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.structs import Structs
 from hotsplit.runtime.weights import gpu_products
@@ -138,17 +139,15 @@ def launch_add_norm(
     x_out_D: Tensor | None,
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
-    factor: float = 1.0,
-    scale: float = 1.0,
+    factors: SumFactors = PLAIN_SUM,
 ) -> None:
-    """x_out = scale * (x + factor * (the sum of the rows of sum + term)); out = copy = the norm of that. All
-    outputs are optional. `term_D` and `copy_D` are in pinned memory."""
+    """x_out = the sum, with these factors, of x and of the others, the rows of sum and term; out = copy = the
+    norm of that. All outputs are optional. `term_D` and `copy_D` are in pinned memory."""
     weight_D, bias_D = (norm.weight_D, norm.bias_D) if norm else (None, None)
     epsilon = norm.epsilon if norm else 0.0
     on.launch(
         lambda: on.kernels.add_norm(
-            x_D, sum_PD, weight_D, bias_D, epsilon, out_D, x_out_D, term_D, copy_D, factor,
-            scale,
+            x_D, sum_PD, weight_D, bias_D, epsilon, out_D, x_out_D, term_D, copy_D, factors
         ),
         [x_D, sum_PD, weight_D, bias_D, term_D], [out_D, x_out_D, copy_D],
     )  # fmt: skip

@@ -25,6 +25,7 @@ from hotsplit.runtime.ops.neurons.mixture import run_mixture
 from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.position_wise import run_in_turn
+from hotsplit.runtime.ops.sums import summed
 from hotsplit.runtime.step.batch import Row, is_decoded, prepared, rows_of, runs_of, slots_of
 from hotsplit.runtime.step.captured_passes import CapturedPasses
 from hotsplit.runtime.step.decode_step import DecodeStep
@@ -376,8 +377,7 @@ def _run_simple(op: Op, layer: Layer, read: list[Any], is_lazy: bool, observers:
         return layer.shared.forward(as_tensor(read[0]), observers)
     first = _state(read[0]) if is_lazy else read[0]
     others = reduce(add, map(as_tensor, read[1:]))
-    total = first + (others if op.factor == 1.0 else op.factor * others)
-    total = total if op.times == 1.0 else as_tensor(total).mul_(op.times)
+    total = summed(op.factors, first, others, as_tensor)
     return _state(total) if is_lazy else total
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.norm import launch_add_norm
@@ -46,8 +47,7 @@ class _Sum:
     base: str
     terms: tuple[str, ...]
     layer: int
-    factor: float  # of all but the base
-    scale: float  # of the whole sum
+    factors: SumFactors
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -142,8 +142,7 @@ class Lowering:
         elif before is not None:
             self._settle(before)
         self.pending[op.writes[0]] = _Sum(
-            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factor=op.factor,
-            scale=op.times,
+            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factors=op.factors,
         )  # fmt: skip
 
     def _settle_before(self, op: Op) -> None:
@@ -169,15 +168,16 @@ class Lowering:
                 writes=(target,),
                 work=partial(
                     launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D,
-                    term_D, factor=self._factor(pending), scale=pending.scale,
+                    term_D, factors=self._factors(pending),
                 ),
             )
         )  # fmt: skip
 
     def _are_one(self, pending: _Sum, op: Op, terms: Sequence[str]) -> bool:
         """True if a deferred sum can take the terms of one that adds to it."""
-        kinds = (pending.layer, pending.factor, pending.scale, (pending.target,))
-        if kinds != (op.layer, op.factor, 1.0, op.writes):
+        if (pending.layer, (pending.target,)) != (op.layer, op.writes):
+            return False
+        if not pending.factors.can_go_on(op.factors):
             return False
         values = [v for v in (*pending.terms, *terms) if device_of(v) != HOST]
         summed = self.summed.intersection(values)
@@ -191,11 +191,11 @@ class Lowering:
         written = self.divided[op.layer].rows_of(op.writes)
         return not written.isdisjoint(self.divided[pending.layer].rows_of(pending.reads))
 
-    def _factor(self, pending: _Sum) -> float:
-        """The factor of what is added to the first of `_summands`."""
+    def _factors(self, pending: _Sum) -> SumFactors:
+        """The factors of the first of `_summands` and of the others."""
         is_row = self.divided[pending.layer].has_rows(name_of(pending.base))
-        assert pending.factor == 1.0 or not is_row, pending
-        return pending.factor
+        assert pending.factors.treats_alike or not is_row, pending
+        return pending.factors
 
     def _norm(self, op: Op, later: Sequence[Op]) -> None:
         """Submits a norm, fused with the deferred sum if there is one; the sum is also written if
@@ -225,8 +225,7 @@ class Lowering:
                 writes=(*writes, *copies),
                 work=partial(
                     launch_add_norm, self.devices[op.device], x_D, sum_PD, norm, out_D, kept_D, term_D,
-                    copy_D, factor=1.0 if pending is None else self._factor(pending),
-                    scale=1.0 if pending is None else pending.scale,
+                    copy_D, factors=PLAIN_SUM if pending is None else self._factors(pending),
                 ),
             )
         )  # fmt: skip

@@ -1,11 +1,13 @@
 """Lowers the host's operations in a step program to those of kernels/cpu/step.h."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_int32, c_int64, c_void_p
 
+from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.structs import NotNative
+from hotsplit.runtime.ops.sums import STRUCT_FIELDS, struct_fields
 from hotsplit.runtime.step.program import Op, name_of
 
 # In the order of the enums in step.h.
@@ -27,8 +29,7 @@ MOST_READ, MOST_WRITTEN = 3, 2  # values of an operation in a C++ file of its ow
 
 class OpStruct(Structure):
     _fields_ = [("kind", c_int32), ("layer", c_int32), ("part", c_int32),
-                ("in", c_int32), ("in_2", c_int32), ("out", c_int32), ("factor", c_float),
-                ("scale", c_float), ("in_3", c_int32), ("out_2", c_int32),
+                ("in", c_int32), ("in_2", c_int32), ("out", c_int32), *STRUCT_FIELDS, ("in_3", c_int32), ("out_2", c_int32),
                 ("weights", c_void_p)]  # fmt: skip
 
 
@@ -54,12 +55,12 @@ class StepValues:
 
     def op(
         self, kind: str, layer: int, x: str | None = None, y: str | None = None,
-        out: str | None = None, part: int = 0, factor: float = 1.0, scale: float = 1.0,
+        out: str | None = None, part: int = 0, factors: SumFactors = PLAIN_SUM,
     ) -> OpStruct:  # fmt: skip
         """An operation of step.h."""
         numbers = map(self.number, (x, y, out))
         return OpStruct(
-            OP_KINDS.index(kind), layer, part, *numbers, factor, scale, NONE, NONE, None
+            OP_KINDS.index(kind), layer, part, *numbers, *struct_fields(factors), NONE, NONE, None
         )
 
     def own_op(
@@ -75,7 +76,7 @@ class StepValues:
             raise NotNative(f"operation {kind!r} has {len(reads)} inputs and {len(writes)} outputs")
         x, y, z = map(self.number, (*reads, *[None] * (MOST_READ - len(reads))))
         out, out_2 = map(self.number, (*writes, *[None] * (MOST_WRITTEN - len(writes))))
-        return OpStruct(number, layer, 0, x, y, out, 1.0, 1.0, z, out_2, weights)
+        return OpStruct(number, layer, 0, x, y, out, *struct_fields(PLAIN_SUM), z, out_2, weights)
 
 
 _STEP_VALUES = StepValues({})
@@ -95,7 +96,7 @@ def native_ops(
         out = written[0]
         layer = len(row_L) if op.layer is None else row_L[op.layer]
         if op.kind == "add":
-            yield list(_sum(values, layer, names, out, op.factor, op.times))
+            yield list(_sum(values, layer, names, out, op.factors))
         elif op.kind == "norm" and op.layer is None:
             yield [values.op("head norm", layer, names[0], out=out)]
         elif op.kind == "norm":
@@ -142,13 +143,12 @@ def overwritten(op: Op) -> tuple[str, ...]:
 
 
 def _sum(
-    values: StepValues, layer: int, terms: list[str], out: str, factor: float, scale: float
+    values: StepValues, layer: int, terms: list[str], out: str, factors: SumFactors
 ) -> Iterator[OpStruct]:
-    """scale * (the first term + factor * the sum of the others), which accumulates in the second
-    term."""
+    """A sum, whose terms but the first accumulate in the second."""
     first, second, *others = terms
     if second == "bias":
-        assert not others and factor == scale == 1.0, (terms, factor, scale)
+        assert not others and factors == PLAIN_SUM, (terms, factors)
         yield values.op("add bias", layer, first, out=out)
         return
     for term in others:
@@ -157,6 +157,6 @@ def _sum(
         else:
             yield values.op("add", layer, second, term, second)
     if out == second:  # a sum writes its first operand, then adds the second
-        assert factor == 1.0, (terms, factor)
+        assert factors.treats_alike, (terms, factors)
         first, second = second, first
-    yield values.op("add", layer, first, second, out, factor=factor, scale=scale)
+    yield values.op("add", layer, first, second, out, factors=factors)

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import (
     Add,
@@ -80,8 +81,7 @@ class Op:
     home: str = HOST  # the GPU to whose streams it is submitted; HOST before and after all GPUs
     is_beside: bool = False  # a part of the host's work that is concurrent with that GPU's kernels
     weight_bytes: int = 0  # of its weights in full; a sparse mode reads fewer bytes of neurons
-    factor: float = 1.0  # of all terms of a sum but the first
-    times: float = 1.0  # of a whole sum
+    factors: SumFactors = PLAIN_SUM  # of a sum
 
     @property
     def is_between_gpus(self) -> bool:
@@ -167,7 +167,7 @@ class _LayerWriter:
             case Add():
                 terms = [part for term in block.terms for part in self._terms_of(term)]
                 op = self._op("add", terms, [self._value(block.writes)])
-                yield replace(op, factor=block.factor, times=block.times)
+                yield replace(op, factors=block.factors)
             case PositionWise():
                 names = block.inputs, block.outputs
                 reads, writes = (list(map(self._value, each)) for each in names)

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hotsplit.model.blocks import PredictorKind
+from hotsplit.model.blocks import PLAIN_SUM, PredictorKind, SumFactors
 from hotsplit.model.spec import Activation, Attention
 from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.gate import Gate
@@ -92,11 +92,10 @@ class AddNorm(Protocol):
         x_out_D: Tensor | None,
         term_D: Tensor | None = None,
         copy_D: Tensor | None = None,
-        factor: float = 1.0,
-        scale: float = 1.0,
+        factors: SumFactors = PLAIN_SUM,
     ) -> None:
-        """t = scale * (x + factor * (the rows of `parts_PD` + term)); x_out = t, and out = copy = norm(t), by
-        ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` and `out_D` may be `x_D`; rows of
+        """t = the sum, with these factors, of x and of the others, the rows of `parts_PD` and term; x_out = t,
+        and out = copy = norm(t), by ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` and `out_D` may be `x_D`; rows of
         these may be strided. `term_D`, `copy_D` and `x_out_D` may be in pinned memory of the host."""
 
 

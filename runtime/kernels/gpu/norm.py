@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 
@@ -105,8 +106,7 @@ def add_norm(
     x_out_D: Tensor | None,
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
-    factor: float = 1.0,
-    scale: float = 1.0,
+    factors: SumFactors = PLAIN_SUM,
 ) -> None:
     assert out_D is None or weight_D is not None
     assert copy_D is None or out_D is not None
@@ -127,8 +127,8 @@ def add_norm(
         x_out_D,
         term_D,
         copy_D,
-        None if factor == 1.0 else float(factor),
-        None if scale == 1.0 else float(scale),
+        None if factors.factor == 1.0 else float(factors.factor),
+        None if factors.times == 1.0 else float(factors.times),
         _stride_between(x_D),
         None if out_D is None else _stride_between(out_D),
         NUM_PARTS=num_parts,

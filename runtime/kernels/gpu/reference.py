@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from hotsplit.model.blocks import PredictorKind
+from hotsplit.model.blocks import PLAIN_SUM, PredictorKind, SumFactors
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.spec import Activation, Attention, Norm, Rotary
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
@@ -61,15 +61,14 @@ def add_norm(
     x_out_D: Tensor | None,
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
-    factor: float = 1.0,
-    scale: float = 1.0,
+    factors: SumFactors = PLAIN_SUM,
 ) -> None:
     total_D = x_D.double()
     if parts_PD is not None:
-        total_D = total_D + factor * parts_PD.double().sum(dim=0)
+        total_D = total_D + factors.factor * parts_PD.double().sum(dim=0)
     if term_D is not None:
-        total_D = total_D + factor * term_D.to(x_D.device).double()
-    total_D = scale * total_D
+        total_D = total_D + factors.factor * term_D.to(x_D.device).double()
+    total_D = factors.times * total_D
     if out_D is not None:
         assert weight_D is not None
         centred_D = total_D if bias_D is None else total_D - total_D.mean()

@@ -53,15 +53,37 @@ class Predict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Add:
+class SumFactors:
+    """The factors of a sum: times * (the first term + factor * the sum of the others)."""
+
+    factor: float = 1.0
+    times: float = 1.0
+
+    @property
+    def treats_alike(self) -> bool:
+        """True if the first term is as the others."""
+        return self.factor == 1.0
+
+    def can_go_on(self, later: "SumFactors") -> bool:
+        """True if a sum whose first term is this one's is one with it, with the factors of the later."""
+        return self.factor == later.factor and self.times == 1.0
+
+
+PLAIN_SUM = SumFactors()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(SumFactors):
     """writes = times * (the first term + factor * the sum of the others). `scale`: the name of a tensor of one
     number, which the loader multiplies `times` by."""
 
     terms: tuple[str, ...]
     writes: str = "x"
-    factor: float = 1.0
-    times: float = 1.0
     scale: str = ""
+
+    @property
+    def factors(self) -> SumFactors:
+        return SumFactors(factor=self.factor, times=self.times)
 
     def shapes(self, hidden_size: int) -> Shapes:
         """The shape of its tensor, by name within the layer."""
