@@ -40,7 +40,7 @@ FAMILY_WORDS = {
     "Gemma 2": ("gemma ?2", '"gemma"', r"\bgemma\.", "(?-i:SCORE_CAP)"),
     "Gemma 3": ("gemma ?3(?!n)", '"gemma"', r"\bgemma\."),
     "Gemma 3n": (
-        "gemma ?3n", "planes_apart", "planes_joined", "rows_of_first", "with_unused",
+        "gemma ?3n", "matrices_apart", "matrices_joined", "rows_of_first", "with_unused",
     ),
     "Gemma 4": (
         "gemma ?4", "proportional", "layer_output_scale", "inputs_of_config", "refuse_without_rows",
