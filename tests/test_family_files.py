@@ -67,6 +67,21 @@ FAMILY_WORDS = {
 }  # fmt: skip
 # Likewise by an operation's name; the modules of the families that have it do not count.
 OPERATION_WORDS = {
+    "soft caps of scores (Gemma 2)": ("score_cap",),
+    "sinks of attention (gpt-oss)": ("head_sinks", "attn_sinks"),
+    "queries that grow with the position (Ministral 3)": (
+        "growth_length",
+        "grow_queries",
+        "growth_of",
+        r"\.growth\b",
+        "temperature_scale",
+    ),
+    "norms of values without weights (Gemma 3n, 4)": ("norms_values", "norm_values"),
+    "norms with weights for each head (Command R+)": (
+        "norms_by_head",
+        "is_by_head",
+        r"norm_stride\b",
+    ),
     "ReLU squared, an activation": ("relu2", "ReLU squared"),
     "keys and values of earlier layers (Gemma 3n, 4)": (
         r"num_kv_projections",

@@ -92,8 +92,9 @@ def attention(p: Pass, index: int) -> PoolBytes:
         rounded = reduce(or_, [p.rounded(kind, width) for kind in kinds])
         after += p.product(p.kind(f"blk.{index}.attn_output"), a.query_size, width)
         return _projected(p, index) | qkv + rounded + _attend(p, a) | after + rounded
-    normed = query + key if a.head_norm else PoolBytes()
-    values = p.floats(a.normed_value_size)
+    own = {name: p.floats(size) for name, size in a.normed_sizes.items()}
+    values = own.pop("values", PoolBytes())
+    normed = sum(own.values(), PoolBytes())
     turned = qkv + normed + values + (query * 2 | query + key * 2 | p.floats(a.head_dim) * 4)
     kept = values + (query + key if a.rotary else normed)
     return gates + (_projected(p, index) | turned | qkv + kept + _attend(p, a) | after)

@@ -40,10 +40,11 @@ class Heads:
     keys, which are the values as they are before their norm and rotation (Gemma 4); or 0, if keys and values
     are an earlier layer's. `window`: how many of the latest tokens a token attends to, itself included; None
     for all. Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) after they
-    rotate (Llama 4's temperature; transformers, modeling_ministral3.py), if these are given. The norm of each head is of all heads together with
-    `norms_all_heads` (OLMoE), and has weights for each head with `norms_by_head` (Command R+). `norms_values`:
-    each head of values has an RMS norm without weights, with the epsilon of `head_norm` (Gemma 4). `is_gated`:
-    attn_q has a gate after each head's query, whose sigmoid multiplies the head's output (Qwen3-Next)."""
+    rotate (Llama 4's temperature; transformers, modeling_ministral3.py), if these are given. The norm of each
+    head is of all heads together with `norms_all_heads` (OLMoE), and has weights for each head with
+    `norms_by_head` (Command R+). `norms_values`: each head of values has an RMS norm without weights, with the
+    epsilon of `head_norm` (Gemma 4). `is_gated`: attn_q has a gate after each head's query, whose sigmoid
+    multiplies the head's output (Qwen3-Next)."""
 
     num_heads: int
     num_kv_heads: int
@@ -143,6 +144,7 @@ class Attention(Heads, Scores):
         return (self.head_dim * (num_heads if self.norms_all_heads else 1),)
 
     @property
-    def normed_value_size(self) -> int:
-        """Values of a token's heads of values that are normed."""
-        return self.key_size if self.norms_values else 0
+    def normed_sizes(self) -> dict[str, int]:
+        """Values of a token that norms of heads write, by what they are of."""
+        sizes = {"queries": self.query_size, "keys": self.key_size} if self.head_norm else {}
+        return sizes | ({"values": self.key_size} if self.norms_values else {})
