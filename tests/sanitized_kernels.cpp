@@ -357,8 +357,10 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     attention.num_kv_projections = 2;
     attention.scores.scale = 1.0f / std::sqrt(static_cast<float>(W));
     attention.window = computes_all || is_named ? 0 : 7;
-    if (computes_all && !is_named)
+    if (computes_all && !is_named) {
         attention.num_kv_projections = 1, attention.input[2] = {}, attention.norms_values = 1;
+        attention.query_norm = norm(W, false), attention.key_norm = norm(W, false);
+    }
     feed_forward.gate.activation = !is_gated    ? ACTIVATION_RELU
                                    : rank == 32 ? ACTIVATION_GELU_TANH
                                                 : ACTIVATION_SILU;
