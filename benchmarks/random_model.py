@@ -31,10 +31,10 @@ from hotsplit.families import gemma3n
 from hotsplit.families.delta_nets import PERIOD, delta_spec
 from hotsplit.families.experts import Experts
 from hotsplit.families.family import PROJECTION_BIASES
-from hotsplit.families.gemma4 import sources
 from hotsplit.families.gpt_oss import EXPERT_BIASES, gpt_oss_spec
 from hotsplit.families.llama import llama_spec
 from hotsplit.families.nemotron import nemotron_spec
+from hotsplit.families.shared_keys import sources
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.smallthinker import STOCK_WINDOW, smallthinker_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
@@ -97,7 +97,7 @@ def _gemma3n(sizes: Sizes) -> ModelSpec:
     cutoffs = [gemma3n.STOCK_CUTOFF if x < gemma3n.SPARSE_LAYERS else None for x in layers]
     is_local_L = [(layer + 1) % gemma3n.PERIOD != 0 for layer in layers]
     num_shared = max(0, sizes.num_layers - gemma3n.STOCK_OWN_LAYERS)
-    source_L = sources(Path("random"), is_local_L, num_shared)
+    source_L = sources("random: shared layers", is_local_L, num_shared)
     return gemma3n.gemma3n_spec([sizes] * sizes.num_layers, is_local_L, source_L, cutoffs, numbers)
 
 

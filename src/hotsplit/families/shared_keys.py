@@ -24,11 +24,11 @@ Sources = Sequence[int | None]  # of each layer: that whose keys and values it r
 
 def sources_of_config(read: ConfigReader, is_local_L: Sequence[bool]) -> Sources:
     key = "num_kv_shared_layers"
-    return _sources(f"{read.path}: {key}", is_local_L, read.whole(key))
+    return sources(f"{read.path}: {key}", is_local_L, read.whole(key))
 
 
 def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Sources:
-    return _sources(f"{read.path}: {SHARED}", is_local_L, read.whole(SHARED, 0))
+    return sources(f"{read.path}: {SHARED}", is_local_L, read.whole(SHARED, 0))
 
 
 def reading(source: int | None) -> dict[str, int]:
@@ -68,7 +68,7 @@ def _sharing(spec: ModelSpec) -> dict[int, int]:
     return {layer: source for layer, source in sources if source is not None}
 
 
-def _sources(key: str, is_local_L: Sequence[bool], num_shared: int) -> Sources:
+def sources(key: str, is_local_L: Sequence[bool], num_shared: int) -> Sources:
     """The last layer of its kind, with a window or without, that has keys and values of its own, for each
     of the last `num_shared` layers.
 
