@@ -20,7 +20,7 @@ from hotsplit.profile.memory import room_of
 from hotsplit.profile.stream.streaming import CPU, LayerStream, StreamPlan
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention.attend import capped
+from hotsplit.runtime.ops.head import logits_of
 from hotsplit.runtime.weights.matrix import Linear, matrix_of
 
 ROOM_SHARE = 1 / 4  # share of the room for the hidden states of all passes
@@ -98,11 +98,12 @@ class _Head:
         self.matrix = Linear(weight=matrix_of(self.entry, CPU))
         placement = Placement.on_one_device(model.spec.num_layers, CPU)
         self.norm = Builder(model, placement, "dense", 1).output_norm(CPU)
-        self.cap = model.spec.logit_cap
+        self.spec = model.spec
 
     @torch.inference_mode()
     def logits(self, x_TD: Tensor) -> Tensor:
         """f32 [T, V]."""
-        logits_TV = self.matrix.apply(self.norm.apply(x_TD) if self.norm else x_TD)
+        normed_TD = self.norm.apply(x_TD) if self.norm else x_TD
+        logits_TV = logits_of(normed_TD, self.matrix, self.spec)
         release(self.entry)
-        return capped(logits_TV, self.cap)
+        return logits_TV

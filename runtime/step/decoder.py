@@ -271,9 +271,7 @@ class Decoder:
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits f32 [T, V] on the CPU."""
         weights = self.weights
-        return logits(
-            hidden_TD, weights.output_norm, weights.head, self.observers, weights.spec.logit_cap
-        )
+        return logits(hidden_TD, weights.output_norm, weights.head, self.observers, weights.spec)
 
 
 @cache

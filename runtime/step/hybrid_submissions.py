@@ -16,6 +16,7 @@ from torch import Tensor
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.ops.head import launch_head
 from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.step.divided_layer import DividedLayer
 from hotsplit.runtime.step.hybrid_device import DeviceKernels
@@ -290,7 +291,7 @@ class Lowering:
             return partial(device.embed, weights.embedding, scale, has_positions=has_positions)
         if op.kind == "head":
             x_D, logits_V = (self._tensor(value, None) for value in (*op.reads, *op.writes))
-            return partial(device.dot, weights.head, x_D, logits_V, cap=weights.spec.logit_cap)
+            return partial(launch_head, device, weights.head, weights.spec, x_D, logits_V)
         assert op.layer is not None
         layer, divided = weights.layers[op.layer], self.divided[op.layer]
         if op.kind == "bias":

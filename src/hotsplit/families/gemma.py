@@ -4,6 +4,7 @@ five of six layers, with a rotary base of their own, and norms of heads instead 
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import gguf
@@ -88,9 +89,8 @@ def gemma_spec(
         ).with_attention(score_cap=score_cap)
         for is_local in is_local_L
     ]  # fmt: skip
-    return sizes.model(
-        name, layers, embedding_scale=math.sqrt(sizes.hidden_size), logit_cap=logit_cap
-    )
+    spec = sizes.model(name, layers, embedding_scale=math.sqrt(sizes.hidden_size))
+    return replace(spec, logit_cap=logit_cap)
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:

@@ -164,13 +164,12 @@ def gemma3n_spec(
         )
     ]  # fmt: skip
     any_sizes, num_planes = sizes_L[0], numbers.num_planes
-    spec = any_sizes.model(
-        "gemma3n", layers, embedding_scale=math.sqrt(any_sizes.hidden_size),
-        logit_cap=numbers.logit_cap,
-    )  # fmt: skip
+    scale = math.sqrt(any_sizes.hidden_size)
+    spec = any_sizes.model("gemma3n", layers, embedding_scale=scale)
     inputs = layer_inputs(spec, numbers.inputs, any_sizes.epsilon, reads="active")
     return replace(
         spec,
+        logit_cap=numbers.logit_cap,
         first=(inputs, planes.BeginPlanes(num_planes=num_planes)),
         last=(planes.EndPlanes(num_planes=num_planes),),
     )

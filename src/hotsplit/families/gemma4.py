@@ -222,8 +222,9 @@ def gemma4_spec(
         for heads in heads_L
     ]  # fmt: skip
     scale = math.sqrt(sizes.hidden_size)
-    spec = sizes.model("gemma4", layers, embedding_scale=scale, logit_cap=logit_cap)
-    return replace(spec, first=(layer_inputs(spec, inputs, sizes.epsilon),)) if inputs else spec
+    spec = sizes.model("gemma4", layers, embedding_scale=scale)
+    first = (layer_inputs(spec, inputs, sizes.epsilon),) if inputs else ()
+    return replace(spec, logit_cap=logit_cap, first=first)
 
 
 def _feed_forward(

@@ -77,8 +77,7 @@ class Sizes:
 
     def model(
         self, architecture: str, layers: Iterable[LayerSpec], *, output_norm: NormKind | None = "rms",
-        embedding_scale: float = 1.0, logit_scale: float = 1.0, logit_cap: float | None = None,
-        has_positions: bool = False,
+        embedding_scale: float = 1.0, logit_scale: float = 1.0, has_positions: bool = False,
     ) -> ModelSpec:  # fmt: skip
         last = Norm(
             name="output_norm", kind=output_norm or "rms", size=self.hidden_size,
@@ -93,7 +92,6 @@ class Sizes:
             output_norm=last if output_norm else None,
             embedding_scale=embedding_scale,
             logit_scale=logit_scale,
-            logit_cap=logit_cap,
             has_positions=has_positions,
         )
 
