@@ -70,7 +70,7 @@ OPERATION_WORDS = {
     "soft caps of scores (Gemma 2)": ("score_cap",),
     "sinks of attention (gpt-oss)": ("head_sinks", "attn_sinks"),
     "queries that grow with the position (Ministral 3)": (
-        "growth_length",
+        "growth_(factor|length)",
         "grow_queries",
         "growth_of",
         r"\.growth\b",
@@ -122,13 +122,8 @@ OPERATION_WORDS = {
         r"ops\.per_layer",
     ),
     "layer norms without biases (Command R)": ("layer_without_bias",),
-    "norms with weights for each head (Command R+)": ("norms_by_head",),
-    "norms of values without weights (Gemma 3n, 4)": ("norms_values",),
     "values that are keys (Gemma 4)": ("values_are_keys", "raw_keys"),
-    "queries that grow with the position (Ministral 3)": (r"growth_(factor|length)", "growth of"),
-    "a soft cap of scores (Gemma 2)": ("score_cap",),
     "a soft cap of logits (Gemma 2)": ("logit_cap",),
-    "a vector of scores: sinks (gpt-oss)": ("head_sinks", "attn_sinks"),
     "factors of a sum, which a tensor may have (Granite, Gemma 3n, 4)": (
         r"factors\.(factor|times)\b", "sum_scale", r"op\.(factor|scale)\b", "STRUCT_FIELDS =",
         r"times: float = 1", r"float factor = 1\.0f, scale",

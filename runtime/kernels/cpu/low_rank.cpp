@@ -1,4 +1,4 @@
-// A product of low rank; model/planes.py has the formula.
+// A product of low rank; model/low_rank.py has the formula.
 #include "operation.h"
 
 struct HsLowRank {
