@@ -271,7 +271,7 @@ def test_nan_in_the_weights_reaches_the_logits(tmp_path):
 
 
 def kinds_of(block: type[PositionWise]) -> list[str]:
-    """Of blocks of ours; tests may have others."""
+    """The kinds of the blocks in hotsplit.model; tests may have others."""
     is_ours = "kind" in vars(block) and block.__module__.startswith("hotsplit.model.")
     own = [block.kind] if is_ours else []
     return own + [kind for each in block.__subclasses__() for kind in kinds_of(each)]
