@@ -122,7 +122,7 @@ OPERATION_WORDS = {
         r"ops\.per_layer",
     ),
     "layer norms without biases (Command R)": ("layer_without_bias",),
-    "values that are keys (Gemma 4)": ("values_are_keys", "raw_keys"),
+    "values that are keys (Gemma 4)": ("values_are_keys", "raw_keys", "num_kv_projections"),
     "a soft cap of logits (Gemma 2)": ("logit_cap",),
     "factors of a sum, which a tensor may have (Granite, Gemma 3n, 4)": (
         r"factors\.(factor|times)\b", "sum_scale", r"op\.(factor|scale)\b", "STRUCT_FIELDS =",
