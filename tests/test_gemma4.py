@@ -3,6 +3,7 @@ kernels, keys in main memory, files of llama.cpp's converter."""
 
 import dataclasses
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side, kv_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.families.table import read_blueprint
 from hotsplit.model.spec import Add
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library
@@ -279,6 +281,20 @@ REFUSED = {
         }
     },
 }  # fmt: skip
+
+
+def test_indices_of_layers_may_have_zeros_before_them():
+    """transformers 5 writes those of ten layers and more so."""
+    config = CASES["gemma4"].to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
+    given = {str(layer): own for layer, own in config["per_layer_config"].items()}
+    specs = [
+        read_blueprint(Path("config.json"), config | {"per_layer_config": own}, 1 << 20).spec
+        for own in (given, {f"0{layer}": own for layer, own in given.items()})
+    ]
+    assert specs[0] == specs[1]
+    with pytest.raises(HotsplitError, match="per_layer_config is"):
+        twice = given | {"01": given["1"]}
+        read_blueprint(Path("config.json"), config | {"per_layer_config": twice}, 1 << 20)
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -140,7 +140,7 @@ def _sizes_by_type(
     read: ConfigReader, sizes: Sizes, is_local_L: Sequence[bool]
 ) -> tuple[Sizes, Sizes]:
     """The sizes of layers with a window and without: by `per_layer_config`, which transformers 5
-    writes, or by the keys of published configs.
+    writes, with zeros before short indices, or by the keys of published configs.
 
     Raises HotsplitError for a `per_layer_config` in which other layers differ."""
     key = "per_layer_config"
@@ -151,7 +151,9 @@ def _sizes_by_type(
             own["num_key_value_heads"] = read.values.get("num_global_key_value_heads")
     else:
         wanted = {str(layer) for layer, is_local in enumerate(is_local_L) if not is_local}
-        each = list(given.values()) if isinstance(given, dict) and set(given) == wanted else [None]
+        layers = [k.lstrip("0") or "0" for k in given] if isinstance(given, dict) else []
+        is_whole = isinstance(given, dict) and {*layers} == wanted and len(layers) == len(wanted)
+        each = list(given.values()) if isinstance(given, dict) and is_whole else [None]
         known = {"head_dim", "num_key_value_heads"}
         if not isinstance(each[0], dict) or not set(each[0]) <= known or each[1:] != each[:-1]:
             raise HotsplitError(
