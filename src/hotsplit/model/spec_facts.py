@@ -6,11 +6,11 @@ from hotsplit.model.spec import Attention, DeltaNet, LayerSpec, ModelSpec
 
 
 def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
-    """(name, value) of the numbers of a model; of numbers that differ between layers, each."""
+    """(name, value) of the numbers of a model; of numbers that differ between layers, each, with semicolons."""
 
     def each(text: Callable[[LayerSpec], str | None]) -> str:
         found = [value for layer in spec.layers if (value := text(layer)) is not None]
-        return ", ".join(dict.fromkeys(found))
+        return "; ".join(dict.fromkeys(found))
 
     rows = [
         ("layers", str(spec.num_layers)),
