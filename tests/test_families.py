@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Exaone4Config,
     FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -121,6 +122,10 @@ WHOLE = LONGROPE | {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0],
 }
 del WHOLE["partial_rotary_factor"]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 16.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 # Queries grow at the 4th token, and a second time at the 8th.
 GROWING = {
@@ -259,6 +264,14 @@ CASES = {
                 "attention_factor": 1.3,
             },
         },
+    ),
+    "exaone4": Exaone4Config(
+        **GATED | ODD | {"num_hidden_layers": 2}, head_dim=24, sliding_window=5,
+        sliding_window_pattern=2, rope_parameters=LLAMA3,
+    ),
+    "exaone4-stock": Exaone4Config(
+        **GATED | TIED | {"num_hidden_layers": 2}, sliding_window=None, layer_types=["full_attention"] * 2,
+        rope_parameters=LLAMA3,
     ),
     "glm4": Glm4Config(**GATED | ODD, head_dim=24),
     "glm4-plain-tied": Glm4Config(
@@ -452,7 +465,7 @@ STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "gemma4",
     "gemma4-stock", "gemma4moe", "smollm3",
     "ministral3", "nemotron", "arcee", "starcoder2-stock", "command-r", "cohere2",
-    "gemma2-stock", "olmo2", "olmo3-stock", "glm4", "glm", "granite",
+    "gemma2-stock", "olmo2", "olmo3-stock", "exaone4-stock", "glm4", "glm", "granite",
     "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",
     "qwen3nextmoe-stock", "qwen35-stock", "qwen35moe",
 ]  # fmt: skip
@@ -489,6 +502,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("gemma3-biases-untied", "computes GELU, this model is silu"),
         ("gemma2-plain", "computes GELU, this model is relu"),
         ("olmo3", "rotates with a theta of 3000 everywhere, this model with 5000 in some layers"),
+        ("exaone4", "has heads of 64 values together, this model of 96"),
         ("gemma2", "multiplies scores by 0.204124, this model by 0.316228"),
         ("olmoe-renormalised", "does not divide the weights of experts by their sum"),
         ("olmoe-grouped", "has norms of 64 keys, this model of 32"),
@@ -805,6 +819,10 @@ REFUSED = {
     "of type 'longrope'": (
         "olmo3",
         {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+    ),
+    "sliding_window is 5, but no layer has it": (
+        "exaone4",
+        {"layer_types": ["full_attention"] * 2},
     ),
     "logits_scaling is 0": ("granite", {"logits_scaling": 0.0}),
     "embedding_multiplier is 2.0": (

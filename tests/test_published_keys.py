@@ -24,7 +24,7 @@ def spec_of(name: str, **own: object) -> ModelSpec:
     keys |= {key.replace("__", "."): value for key, value in own.items()}
     entry = TensorEntry(shape=(8, 32), kind="f32", read_rows=lambda start, stop: np.zeros(0))
     named = {f"{name}.{key}": value for key, value in keys.items()} | {"general.architecture": name}
-    tensors = dict.fromkeys(("token_embd.weight", "a", "b", "c", "d"), entry)
+    tensors = dict.fromkeys(("token_embd.weight", *map(str, range(64))), entry)
     return KeyReader(WHERE, named, tensors).graph.of_keys(KeyReader(WHERE, named, tensors))
 
 
@@ -41,6 +41,17 @@ def test_a_gemma_3_without_a_window_has_one_rotary_base():
     spec = spec_of("gemma3", rope__freq_base=np.float32(1e6))
     assert {a.window for a in spec.attentions} == {None}
     assert {a.rotary.theta for a in spec.attentions} == {1e6}
+
+
+def test_an_exaone_4_of_64_layers_has_the_window_of_the_published_model():
+    """llama.cpp has it in no others; in ours the key is what counts."""
+    spec = spec_of("exaone4", block_count=np.uint32(64))
+    assert [a.window for a in spec.attentions] == [4096, 4096, 4096, None] * 16
+    assert [a.rotary is None for a in spec.attentions] == [False, False, False, True] * 16
+    (plain,) = set(spec_of("exaone4").attentions)
+    assert (plain.window, plain.rotary is None) == (None, False)
+    own = spec_of("exaone4", attention__sliding_window=np.uint32(5)).attentions
+    assert [a.window for a in own] == [5, 5, 5, None]
 
 
 @pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
