@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from allocations import pool_peaks
-from models import family_model, make_model, make_sizes, shape_only
+from models import family_model, family_spec, make_model, make_sizes, shape_only
 from reference import logits_ref, rel_error
 from small_blocks import STORED_KINDS as KINDS
 from test_runtime import IDS, PATTERNS, make_split
@@ -22,6 +22,7 @@ from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.attention import HeadVector
 from hotsplit.runtime import gpu_setup, resolved_options
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.device_memory import (
@@ -115,6 +116,18 @@ def test_each_item_takes_the_plans_bytes(planned):
     on_cpu += split.cpu_bytes["predictor"] + split.cpu_bytes["head"]
     vectors = 2 * 4 * 256 + (0 if split.head_on_gpu else 4 * 256)
     assert residence.num_bytes == on_cpu - vectors
+
+
+def test_vectors_of_heads_are_in_the_slab():
+    spec = family_spec("llama", make_sizes(num_layers=1), "relu")
+    sinks = HeadVector("attn_sinks.weight")
+    layers = [layer.with_attention(head_sinks=sinks) for layer in spec.layers]
+    model = make_model(spec=spec.with_layers(layers))
+    split = make_split(model, [range(model.spec.most_neurons)])
+    decoder, memory, _ = load(model, split)
+    assert memory.taken["attention"] == split.gpu_bytes["attention"]
+    (layer,) = decoder.weights.layers
+    assert is_inside(layer.attention.vectors["head_sinks"], memory.slab)
 
 
 def test_weights_in_the_slab_give_the_results_of_the_file(planned):

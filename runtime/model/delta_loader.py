@@ -14,8 +14,9 @@ from hotsplit.runtime.weights.matrix import Linear
 
 
 def load_delta(load: Reader, index: int, block: DeltaSpec, device: torch.device) -> DeltaNet:
-    vectors = [load.vector(f"blk.{index}.{name}", device) for name in (CONV, DECAY, DECAY_BIAS)]
-    conv_CJ, decay_V, bias_V = (vector for vector in vectors if vector is not None)
+    conv_CJ, decay_V, bias_V = (
+        load.own_vector(f"blk.{index}.{name}", device) for name in (CONV, DECAY, DECAY_BIAS)
+    )
     beta, alpha = _gates(load, index, block, device)
     norm = NormSpec(name=DELTA_NORM, kind="rms", size=block.value_head_dim, epsilon=block.epsilon)
     return DeltaNet(

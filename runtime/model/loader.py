@@ -215,10 +215,12 @@ class Builder:
         )
 
     def vector(self, name: str, device: torch.device, item: str = "attention") -> Tensor | None:
-        entry = self.model.tensors.get(name)
-        if entry is None:
-            return None
-        return self.stores.on(device).vector(vector_of(entry, CPU), item)
+        return self.own_vector(name, device, item) if name in self.model.tensors else None
+
+    def own_vector(self, name: str, device: torch.device, item: str = "attention") -> Tensor:
+        """A vector that the model must have."""
+        values = vector_of(self.model.tensors[name], CPU)
+        return self.stores.on(device).vector(values, item)
 
     def norms(self, index: int, device: torch.device) -> dict[str, Norm]:
         """The norms of a layer, by name."""
@@ -238,12 +240,11 @@ class Builder:
     def norm(
         self, norm: NormSpec, name: str, device: torch.device, item: str = "attention"
     ) -> Norm:
-        weight_D = self.vector(f"{name}.{norm.part}", device, item)
+        weight_D = self.own_vector(f"{name}.{norm.part}", device, item)
         bias_D = self.vector(f"{name}.bias", device, item) if norm.kind == "layer" else None
         if norm.kind == "layer_without_bias":
             place = norm.size, device
             bias_D = self.zeros.setdefault(place, torch.zeros(norm.size, device=device))
-        assert weight_D is not None, name
         weight_D = weight_D if norm.factor == 1.0 else weight_D * norm.factor
         return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=norm.epsilon)
 
@@ -290,7 +291,7 @@ class Builder:
             query_norm=norms.get(QUERY_NORM),
             key_norm=norms.get(KEY_NORM),
             vectors={
-                name: vector_of(self.model.tensors[f"blk.{index}.{vector.name}"], attends_on)
+                name: self.own_vector(f"blk.{index}.{vector.name}", attends_on)
                 for name, vector in block.vectors.items()
             },
             cache=self.cache(index, block),

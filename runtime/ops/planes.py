@@ -214,9 +214,7 @@ def load(
     router: Router | None = None
 
     def vector(name: str) -> Tensor:
-        found = load.vector(in_layer(layer, f"{name}.weight"), device)
-        assert found is not None, name
-        return found
+        return load.own_vector(in_layer(layer, f"{name}.weight"), device)
 
     for block in blocks:
         match block:
