@@ -409,7 +409,7 @@ class Step {
             const float* own = prepare_heads(l, row_of_heads(l, t), values);
             if (own) w.attention.append(l, t, values + heads_size(l), own);
         });
-        w.attention.summarise(l);  // if others have stored the keys, the same again
+        if (own_heads(l)) w.attention.summarise(l);
         w.attention.run(l, qkv, num_values, l.is_gated ? w.gates : nullptr, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
