@@ -30,7 +30,7 @@ from test_runtime import IDS, make_split
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.weight_types import NAMES as KINDS
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.step.plain_backend import plain_backend
@@ -52,8 +52,8 @@ def of_engine(engine: Engine) -> list[str]:
 
 
 def models() -> Iterator[tuple[str, ModelFile]]:
-    for kind in KINDS:
-        shape = make_sizes(width=256 if kind.endswith("_k") else 64, num_layers=L, num_neurons=F)
+    for kind, each in BY_NAME.items():
+        shape = make_sizes(width=max(64, each.block_values), num_layers=L, num_neurons=F)
         model = make_model(sizes=shape, kind=kind, predictor_rank=8)
         yield kind, dataclasses.replace(model, threshold_L=(0.05,) * L)
     shape = make_sizes(num_layers=L, num_neurons=F)
