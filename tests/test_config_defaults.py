@@ -41,7 +41,7 @@ FIRST = {
     "Glm4Config": "Glm4ForCausalLM", "GlmConfig": "GlmForCausalLM", "GraniteConfig": "GraniteForCausalLM",
     "SmolLM3Config": "SmolLM3ForCausalLM", "MixtralConfig": "MixtralForCausalLM",
     "Gemma4TextConfig": "Gemma4ForCausalLM", "Gemma3nTextConfig": "Gemma3nForCausalLM",
-    "Exaone4Config": "Exaone4ForCausalLM",
+    "Exaone4Config": "Exaone4ForCausalLM", "Ernie4_5Config": "Ernie4_5ForCausalLM",
     "OlmoeConfig": "OlmoeForCausalLM", "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
     "Qwen3MoeConfig": "Qwen3MoeForCausalLM", "GraniteMoeConfig": "GraniteMoeForCausalLM",
     "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM",

@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
@@ -273,6 +274,11 @@ CASES = {
         **GATED | TIED | {"num_hidden_layers": 2}, sliding_window=None, layer_types=["full_attention"] * 2,
         rope_parameters=LLAMA3,
     ),
+    "ernie": Ernie4_5Config(**GATED | ODD | {"num_hidden_layers": 2}, head_dim=24),
+    "ernie-biases": Ernie4_5Config(
+        **GATED | MQA | UNTIED | {"num_hidden_layers": 2}, head_dim=16, use_bias=True,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    ),
     "glm4": Glm4Config(**GATED | ODD, head_dim=24),
     "glm4-plain-tied": Glm4Config(
         **GATED | TIED | MQA, head_dim=16, attention_bias=False, hidden_act="relu",
@@ -465,7 +471,7 @@ STOCK = [
     "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "gemma4",
     "gemma4-stock", "gemma4moe", "smollm3",
     "ministral3", "nemotron", "arcee", "starcoder2-stock", "command-r", "cohere2",
-    "gemma2-stock", "olmo2", "olmo3-stock", "exaone4-stock", "glm4", "glm", "granite",
+    "gemma2-stock", "olmo2", "olmo3-stock", "exaone4-stock", "ernie", "glm4", "glm", "granite",
     "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",
     "qwen3nextmoe-stock", "qwen35-stock", "qwen35moe",
 ]  # fmt: skip
@@ -503,6 +509,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("gemma2-plain", "computes GELU, this model is relu"),
         ("olmo3", "rotates with a theta of 3000 everywhere, this model with 5000 in some layers"),
         ("exaone4", "has heads of 64 values together, this model of 96"),
+        ("ernie-biases", "has no attn_output.bias|has no ffn_down.bias"),
         ("gemma2", "multiplies scores by 0.204124, this model by 0.316228"),
         ("olmoe-renormalised", "does not divide the weights of experts by their sum"),
         ("olmoe-grouped", "has norms of 64 keys, this model of 32"),

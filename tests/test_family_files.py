@@ -50,6 +50,7 @@ FAMILY_WORDS = {
     "OLMo 2": (r"\bolmo\b", "olmo ?2"),
     "OLMo 3": (r"\bolmo\b", "olmo ?3"),
     "EXAONE 4": (r"exaone\b(?!-)", "exaone ?4"),
+    "ERNIE 4.5": (r"\bernie\b", r"ernie ?4\.5", "ernie4_5"),
     "OLMoE": ("olmoe",),
     "Qwen 2 MoE": ("Qwen2Moe", "Qwen 2 MoE", r"mixtures\.QWEN2"),
     "Qwen 3 MoE": ("Qwen3Moe", "Qwen 3 MoE", r"mixtures\.QWEN3"),
