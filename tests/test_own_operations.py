@@ -245,4 +245,4 @@ def test_what_operations_take_is_within_a_bound(way, monkeypatch):
         assert peak.small <= bound.small and peak.large <= bound.large, own.block
         assert bound.total < 8 * peak.total, own.block
     most = max((peak_of(own).total for own in outer), default=0)
-    assert not outer or most <= scratch.outside(p).total < 4 * most
+    assert not outer or most <= scratch.outside(p).total < 3 * most

@@ -283,14 +283,19 @@ def own(p: Pass, block: PositionWise, index: int) -> PoolBytes:
 
 def outside(p: Pass) -> PoolBytes:
     """Operations before the layers or after them, one after the other, and what they leave to layers; on the
-    CPU."""
+    CPU. What one reads and writes is there twice, in parts and whole, beside a product with a matrix as it is
+    scaled, normed and added."""
     width, most = p.spec.hidden_size, PoolBytes()
     for blocks in (p.spec.first, p.spec.last):
         kept = p.floats(width)
         for block in blocks:
             read = (p.spec.value_sizes.get(x, width) for x in block.inputs if x != TOKEN)
-            made = block.values(width)
-            most |= kept + p.floats(6 * sum(made.values()) + 3 * sum(read))
+            made, shapes = block.values(width), block.shapes(width)
+            products = (
+                shapes[n][0] for n in shapes if len(shapes[n]) > 1 and n not in block.tables
+            )
+            values = 2 * (sum(made.values()) + sum(read)) + 3 * max(products, default=0)
+            most |= kept + p.floats(values)
             kept += p.floats(sum(size for name, size in made.items() if name != "x"))
     return most
 
