@@ -1,4 +1,5 @@
-"""Values that operations before the layers make for a layer that is streamed."""
+"""Values that operations before the layers make for a layer that is streamed, and models whose layers are
+not."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +9,21 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.position_wise import TOKEN
+from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.ops.embed import embed
 from hotsplit.runtime.ops.position_wise import Loaded, load_all, run_in_turn
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
 
 CPU = torch.device("cpu")
+
+
+def why_whole(spec: ModelSpec) -> str:
+    """Which layers must be in memory together; empty if each can be alone."""
+    if groups := spec.together():
+        return f"layers that {groups[0].reason}"
+    is_begun = any("x" in block.outputs for block in spec.first)
+    return "layers whose hidden state is not the embedding" if is_begun or spec.last else ""
 
 
 @dataclass(frozen=True)

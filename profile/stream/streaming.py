@@ -32,7 +32,7 @@ from hotsplit.model.spec import LayerSpec
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.candidates import Choices
-from hotsplit.profile.stream.beside import Beside
+from hotsplit.profile.stream.beside import Beside, why_whole
 from hotsplit.profile.stream.states import FileStates, MemoryStates, States
 from hotsplit.runtime.cache.state_slots import slots_in_turn
 from hotsplit.runtime.model.layers import Layer
@@ -84,9 +84,9 @@ def plan_stream(
     room = room_of(device, max_memory_bytes)
     if needs.whole_bytes <= room.num_bytes:
         return None
-    if groups := model.spec.together():
+    if why := why_whole(model.spec):
         size = format_bytes(room.taken_bytes + needs.whole_bytes)
-        why = f"layers that {groups[0].reason} are not profiled one at a time"
+        why = f"{why} are not profiled one at a time"
         raise HotsplitError(f"{model.path}: {room.says}, {size} are needed: {why}; give that much")
     _room(model, plan)
     return plan
