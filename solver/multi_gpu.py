@@ -45,9 +45,8 @@ from hotsplit.solver.problem import (
     segment,
 )
 
-NUM_REWARDS = 60
 Groups = tuple[tuple[int, ...], ...]  # the numbers of their layers
-
+NUM_REWARDS = 60
 MAX_CUTS = 3_000_000  # most rows of cuts to compare; 4 GPUs and 80 layers have 95,284
 
 

@@ -61,7 +61,8 @@ The GPU holds at most its budget, including a workspace if it holds anything. Th
 its budget if at least `need_bytes` are on the GPU.
 
 Ignored: the one row of the embedding matrix per token, and the bytes (not the fixed cost) that a
-hand-over copies, or that operations outside the layers read (`costs.part_bytes.outside_read` is in token_s). Several GPUs are modelled in `multi_gpu`; the search is in `optimise`.
+hand-over copies. `costs.part_bytes.outside_read`, of operations outside the layers, is in token_s.
+Several GPUs are modelled in `multi_gpu`; the search is in `optimise`.
 
 Letters: L layers, F neurons of a layer, N = F + 1 counts of hot neurons. Neurons are addressed by
 rank: 0 is the hottest."""

@@ -1,11 +1,12 @@
 """What the structs of all operations share: matrices, memory, and pointers at a model's tensors.
 
-Each operation mirrors its own struct of kernels/cpu/step.h, or of its own file there, field by field, beside its reference in
-torch. They point at the tensors of the model, which `Structs.kept` keeps alive."""
+Each operation mirrors its own struct of kernels/cpu/step.h, or of its own file there, field by field,
+beside its reference in torch. They point at the tensors of the model, which `Structs.kept` keeps alive."""
 
 from collections.abc import Iterable
 from ctypes import Array, Structure, addressof, c_float, c_int32, c_int64, c_void_p
 from dataclasses import fields
+from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
@@ -31,13 +32,14 @@ class MatrixStruct(Structure):
 _IN_C = {int: c_int64, float: c_float, bool: c_int32, HeadVector: c_void_p}
 
 
-def fields_of(group: type) -> list[tuple[str, Any]]:
+@cache
+def fields_of(group: type) -> tuple[tuple[str, Any], ...]:
     """The fields of a struct with the numbers, flags and vectors of a dataclass, in its order."""
     found = []
     for name, hint in get_type_hints(group).items():
         (kind,) = {*(get_args(hint) or (hint,))} - {type(None)}
         found.append((name, _IN_C[kind]))
-    return found
+    return tuple(found)
 
 
 class NotNative(Exception):

@@ -296,7 +296,8 @@ def run_layer(
 
     This is the reference for the operations of a layer; its spec has their order. The layer's cache,
     or its slots, hold the tokens before `start`. `predictor_input`: the previous layer's feed-forward
-    input, if the layer's predictor reads that; `beside`: values of operations before the layers. All blocks of neurons are one: see FeedForward.
+    input, if the layer's predictor reads that; `beside`: values of operations before the layers. All
+    blocks of neurons are one: see FeedForward.
 
     On a GPU, unless observers see the values, sums and norms are left to the products that read
     them: see HiddenState and Normed."""

@@ -70,9 +70,8 @@ class DeviceBuffers:
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
     qkv: Tensor  # flat, room for the input projections of the layer with most
     heads: Tensor  # flat, room for [H W], or a delta net's outputs
-    scratch: (
-        Tensor  # of attention and position-wise operations, or inputs of a delta net's recurrence
-    )
+    # Of attention and position-wise operations, or inputs of the recurrence of a delta net.
+    scratch: Tensor
     inner: Tensor  # of predictors and routers, flat
     routed: Tensor  # experts, as numbers, and their weights, flat
     shared_2: Tensor  # 0 and the weight of shared experts
@@ -96,8 +95,8 @@ class DeviceBuffers:
         max_rows: int = 1,
         most_shared: int = 0,
     ) -> "DeviceBuffers":
-        """Allocates the buffers; `take` returns zeros on the device. `hot_sizes_L`: of this GPU's
-        layers; `most_shared`: partial sums of shared experts. `has_cache`: keys and values are on the GPU, so attention there needs scratch."""
+        """Allocates the buffers; `take` returns zeros on the device. `hot_sizes_L`: of this GPU's layers;
+        `most_shared`: partial sums of shared experts. `has_cache`: it attends, which needs scratch."""
         width, scratch = spec.hidden_size, 0
         routers = [layer.route.num_experts for layer in spec.layers if layer.route is not None]
         shared = [layer.shared for layer in spec.layers if layer.shared is not None]

@@ -29,8 +29,8 @@ MOST_READ, MOST_WRITTEN = 3, 2  # values of an operation in a C++ file of its ow
 
 class OpStruct(Structure):
     _fields_ = [("kind", c_int32), ("layer", c_int32), ("part", c_int32),
-                ("in", c_int32), ("in_2", c_int32), ("out", c_int32), *STRUCT_FIELDS, ("in_3", c_int32), ("out_2", c_int32),
-                ("weights", c_void_p)]  # fmt: skip
+                ("in", c_int32), ("in_2", c_int32), ("out", c_int32), *STRUCT_FIELDS,
+                ("in_3", c_int32), ("out_2", c_int32), ("weights", c_void_p)]  # fmt: skip
 
 
 class StepValues:
@@ -87,8 +87,8 @@ def native_ops(
     weights: Callable[[Op], int] | None = None,
 ) -> Iterator[list[OpStruct]]:  # fmt: skip
     """The native operations for each of `ops`; none for a bias, which the sum that reads it adds.
-    `layers`: those of the step, in order, by index. `weights`: the address of the struct of weights of an operation
-    that is in a C++ file of its own."""
+    `layers`: those of the step, in order, by index. `weights`: the address of the struct of weights of an
+    operation that is in a C++ file of its own."""
     row_L = {index: row for row, index in enumerate(layers)}
     for op in ops:
         names = [name_of(value) for value in op.reads]

@@ -76,7 +76,7 @@ struct HsSelect {
     const float *cos, *sin;  // [sinks + top + window + block, W / 2]
 };
 
-// A gated delta net; model/spec.py (DeltaNet) has the formula. Letters: G key heads, V value heads, N and M values of a
+// A gated delta net; model/delta_net.py has the formula. Letters: G key heads, V value heads, N and M values of a
 // key and of a value head, J taps, C = 2 G N + V M channels.
 struct HsDelta {
     // [C, D] of the convolution's inputs, [V M, D] of the output's gates, [V, D] of beta, [V, D] of the decay
@@ -99,7 +99,7 @@ struct HsPredictor {
     float threshold;
 };
 
-// Chooses the experts of a row; the formula is in model/spec.py (Route).
+// Chooses the experts of a row; the formula is in model/route.py.
 struct HsRoute {
     HsMatrix router;           // [E, D]; absent: the layer has no experts
     const float* choice_bias;  // [E] or null

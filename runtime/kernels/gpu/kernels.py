@@ -95,8 +95,9 @@ class AddNorm(Protocol):
         factors: SumFactors = PLAIN_SUM,
     ) -> None:
         """t = the sum, with these factors, of x and of the others, the rows of `parts_PD` and term; x_out = t,
-        and out = copy = norm(t), by ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` and `out_D` may be `x_D`; rows of
-        these may be strided. `term_D`, `copy_D` and `x_out_D` may be in pinned memory of the host."""
+        and out = copy = norm(t), by ops.norm.Norm; each optional, but a copy needs `out_D`. `x_out_D` and
+        `out_D` may be `x_D`; rows of these may be strided. `term_D`, `copy_D` and `x_out_D` may be in pinned
+        memory of the host."""
 
 
 class RotateAppend(Protocol):

@@ -17,7 +17,7 @@ _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in
 
 
 class ScoresStruct(Structure):
-    _fields_ = fields_of(Scores)
+    _fields_ = [*fields_of(Scores)]
 
 
 class AttentionStruct(Structure):

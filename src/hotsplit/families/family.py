@@ -41,13 +41,13 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A class of checkpoints. `title`: the name of its models for people. `defaults` are those of transformers' config class for the keys that
-    `blueprint` reads and that may be missing; a key that is null in the file stays null. A missing
-    key that is not listed here is refused, unless transformers' default for it is null or the
-    reader has its own (as for rope_theta). `model_types`: what a config says it is; () for a class
-    that transformers does not have, whose configs say various things. `read_keys`: of the keys that
-    other families refuse (CONFIG_KEYS), those that this one reads. `text_key`: the key of the config
-    of the text model, if the checkpoint has others beside it."""
+    """A class of checkpoints. `title`: the name of its models for people. `defaults` are those of
+    transformers' config class for the keys that `blueprint` reads and that may be missing; a key that is
+    null in the file stays null. A missing key that is not listed here is refused, unless transformers'
+    default for it is null or the reader has its own (as for rope_theta). `model_types`: what a config
+    says it is; () for a class that transformers does not have, whose configs say various things.
+    `read_keys`: of the keys that other families refuse (CONFIG_KEYS), those that this one reads.
+    `text_key`: the key of the config of the text model, if the checkpoint has others beside it."""
 
     title: str
     blueprint: Callable[["ConfigReader"], "Blueprint"]
