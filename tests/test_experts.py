@@ -500,6 +500,7 @@ WRONG_KEYS = {
     "9 experts a token from 2 of 3 groups": {"expert_used_count": 9},
     "expert_gating_func' is 4, wanted one of 1, 2, 3": {"expert_gating_func": 4},
     "expert_weights_scale' is -1.0, wanted more than 0": {"expert_weights_scale": -1},
+    "expert_weights_scale' is False, wanted a number": {"expert_weights_scale": False},
     "2 layers without experts of 2": {"leading_dense_block_count": 2},
     "blk.0.ffn_gate_exps.weight is f32 .12, 37, 64., wanted .12, 36, 64.": {
         "expert_feed_forward_length": 36
@@ -511,7 +512,10 @@ WRONG_KEYS = {
 def test_keys_that_do_not_fit_are_refused(tmp_path, words):
     keys, tensors = header_of(tmp_path / "m.gguf", mixture(route=ROUTES["groups"]))
     ModelFile.of(tmp_path / "m.gguf", keys, tensors)
-    changed = {f"qwen3moe.{name}": np.float32(value) for name, value in WRONG_KEYS[words].items()}
+    changed = {
+        f"qwen3moe.{name}": value if isinstance(value, bool) else np.float32(value)
+        for name, value in WRONG_KEYS[words].items()
+    }
     with pytest.raises(HotsplitError, match=words) as caught:
         ModelFile.of(tmp_path / "m.gguf", keys | changed, tensors)
     assert "\n" not in str(caught.value)

@@ -56,7 +56,7 @@ KEYS = {
     },
     "factor' is 0.0, wanted more": {"llama.rope.scaling.factor": np.float32(0)},
     "factor' is missing, wanted a number": {"llama.rope.scaling.type": "linear"},
-    "rope.scaling.type is 'dynamic', wanted none, linear, yarn": {"llama.rope.scaling.type": "dynamic"},
+    "rope.scaling.type is 'dynamic', wanted none, linear, yarn, longrope": {"llama.rope.scaling.type": "dynamic"},
     "no tensor 'rope_factors_long.weight' for": {"llama.rope.scaling.type": "longrope"},
     "rms_epsilon' is 1e.308, beyond the range of f32": {
         "llama.attention.layer_norm_rms_epsilon": np.float64(1e308),

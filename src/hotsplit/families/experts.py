@@ -158,7 +158,7 @@ def experts_of_keys(
         num_used=read.whole("expert_used_count"),
         gating=GATINGS[func],
         renormalises=read.flag(norm_key) if norm_key in read.keys else renormalises,
-        scale=read.positive(scale_key) if read.keys.get(scale_key) else 1.0,  # as in llama.cpp
+        scale=read.positive(scale_key) if read.number(scale_key, 0.0) else 1.0,  # as in llama.cpp
         has_bias=f"{last}ffn_gate_inp.bias" in tensors,
         has_choice_bias=f"{last}exp_probs_b.bias" in tensors,
         num_groups=read.whole("expert_group_count", 1) or 1,

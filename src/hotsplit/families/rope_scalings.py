@@ -198,9 +198,10 @@ def scaling_of_keys(read: "KeyReader") -> RopeScaling:
     linear scaling by its factor, or by 1 without one."""
     prefix = f"{read.graph.name}.{_PREFIX}"
     kind = read.keys.get(prefix + "type")
-    if kind not in (None, *KINDS, "longrope"):
+    known = (*KINDS, "longrope")
+    if kind not in (None, *known):
         raise HotsplitError(
-            f"{read.path}: {prefix}type is {shown(kind)}, wanted {', '.join(KINDS)}: this kind of rotary"
+            f"{read.path}: {prefix}type is {shown(kind)}, wanted {', '.join(known)}: this kind of rotary"
             " embedding is not supported"
         )
     if LONG in read.tensors or kind == "longrope":  # llama.cpp's converter writes no type
