@@ -84,7 +84,7 @@ STAGES = {
     ),
     "machine": Stage(
         what="the figures of this machine",
-        version=(1, machine_file.VERSION),
+        version=(2, machine_file.VERSION),
         file="machine.json",
         load=Machine.load,
     ),

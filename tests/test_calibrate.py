@@ -26,10 +26,14 @@ from hotsplit.measure.calibrate.calibrate import (
     report,
 )
 from hotsplit.measure.calibrate.cpu_bandwidth import thread_counts
-from hotsplit.measure.calibrate.cpu_costs import _tenths
+from hotsplit.measure.calibrate.cpu_costs import _row_probes, _tenths
 from hotsplit.measure.calibrate.step_costs import Shape
 from hotsplit.measure.timing.interleave import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds, take_turns
+from hotsplit.model.weight_types import NAMES
+from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.kernels.tiled import TILED_KIND
+from hotsplit.runtime.weights.matrix import Matrix
 
 RTX = Path("rtx-4060-8gb")  # by its data sheet
 
@@ -107,6 +111,21 @@ def test_without_the_kernels_the_sum_is_what_the_runtime_reaches(monkeypatch):
     kernels, sums = cpu_bandwidth.measure_cpu(lines.append)
     assert kernels == sums
     assert "not built" in lines[0]
+
+
+def test_all_rows_are_timed_in_the_form_that_models_have(monkeypatch):
+    """Whatever the size of the buffer: rows that do not fill tiles take up to three times as long."""
+    if not library.is_available() or not library.prefers_tiles():
+        pytest.skip("no matrix is tiled here")
+    seen = []
+    for name in ("dot", "product"):
+        monkeypatch.setattr(Matrix, name, lambda self, x: seen.append(self.kind))
+    for kind in NAMES:
+        for num_bytes in (1 << 20, 3 << 18):
+            whole, in_a_pass, _ = _row_probes(kind, num_bytes)
+            whole.seconds(), in_a_pass.seconds()
+            assert 0.9 * num_bytes < whole.num_bytes == in_a_pass.num_bytes <= num_bytes
+    assert seen == [TILED_KIND.get(kind, kind) for kind in NAMES for _ in range(4)]
 
 
 def test_thread_counts():

@@ -45,6 +45,7 @@ from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.stored import FLOATS
+from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
@@ -183,9 +184,9 @@ def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
     """Rows whose values are all 1, or rows of blocks whose bytes are all 1, except that f16 scales
-    are near 1.0."""
+    are near 1.0. They fill whole tiles, as those of models do: others would not be tiled."""
     size = row_bytes(ROW_VALUES, kind)
-    count = num_bytes // size
+    count = num_bytes // (TILE_ROWS * size) * TILE_ROWS
     if kind in FLOATS:
         data = torch.ones(count, ROW_VALUES, dtype=FLOATS[kind])
         raw = (data.view(torch.uint8) if kind == "bf16" else data).numpy()
