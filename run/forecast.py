@@ -45,11 +45,13 @@ from hotsplit.solver.solve import split_of
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """`equal_s`: seconds of a token if all experts were chosen equally often, None without experts.
+    """`token_s`: seconds of a token in the middle of its context, as all but `first_s`, which are those
+    at its beginning. `equal_s`: if all experts were chosen equally often, None without experts.
     `layer_split`, `cpu_moe`: llama.cpp's number of layers on the GPU, or with their experts on the CPU,
     and its seconds; None without a GPU."""
 
     token_s: float
+    first_s: float
     equal_s: float | None
     cpu_only_s: float
     layer_split: tuple[int, float] | None
@@ -108,6 +110,7 @@ def forecast(
     others = layer_split(inputs) if uses_gpu else None
     return Forecast(
         token_s=found.answer.objective_s,
+        first_s=plan_seconds(replace(inputs, context_length=1).pipeline(), plan),
         equal_s=_equal_seconds(inputs, plan) if inputs.model.spec.has_experts else None,
         cpu_only_s=plan_seconds(pipeline, cpu_only_plan(pipeline)),
         layer_split=None if others is None else (others.num_layers, others.seconds),

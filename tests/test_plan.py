@@ -148,6 +148,22 @@ def test_a_plan_is_the_one_that_solve_makes(tmp_path, capsys):
     assert run_command.make_context("run", words[2:]).params["context_length"] == 16
 
 
+def test_a_text_gets_slower_by_the_keys_and_values_that_it_reads(tmp_path, capsys):
+    """The speed in the middle of the context, and at its beginning, where `bench` measures without -d."""
+    model = make_model(sizes=make_sizes(num_layers=3, context_length=4096), activation="silu",
+                       kind="f16", extra_keys=byte_level_keys()[0])  # fmt: skip
+    model.save(tmp_path / "m.gguf")
+    options = (tmp_path / "m.gguf", "--vram", "0", "-c", "2048")
+    plan = planned(capsys, *options)
+    kv_heads, head_dim, value_bytes = 2, 16, 2  # f16
+    more = 3 * (1024 - 0.5) * 2 * kv_heads * head_dim * value_bytes
+    rate = machine_of(CARD).costs.kv_gb_per_s.median
+    assert plan["token_s"] - plan["first_s"] == pytest.approx(more * 1e-9 / rate)
+    assert main(["plan", *map(str, options), "--machine", CARD]) == 0
+    first = f"(in the middle of 2,048 tokens; {1 / plan['first_s']:,.1f} at the first)"
+    assert first in capsys.readouterr().err
+
+
 def test_a_stock_file_on_the_cpu_is_priced_by_its_own_bytes(tmp_path, capsys):
     """Nothing is transposed there: not even rows of the down projection that no blocks fill."""
     header = next(each for each in HEADERS if each.name == "gemma-3-12b-it-Q4_K_M")

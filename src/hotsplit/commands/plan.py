@@ -205,11 +205,18 @@ def _places(job: "Job", found: "Forecast") -> list[str]:
     ]
 
 
+def _of_this_plan(job: "Job", found: "Forecast") -> str:
+    """For which token the speeds are, and how much faster a plan could be at most."""
+    length = f"{job.choice.context_length:,} tokens"
+    place = f"in the middle of {length}; {1 / found.first_s:,.1f} at the first"
+    gap = "" if found.gap is None else f"; no plan is more than {max(found.gap, 1e-4):.2%} faster"
+    return place + gap
+
+
 def _speeds(job: "Job", found: "Forecast") -> list[str]:
     """Predicted speeds: this plan's, and those of other ways."""
     of = f"of {job.choice.model.spec.num_layers} layers"
-    gap = "" if found.gap is None else f"no plan is more than {max(found.gap, 1e-4):.2%} faster"
-    rows = [("this plan", found.token_s, gap)]
+    rows = [("this plan", found.token_s, _of_this_plan(job, found))]
     if found.budgets:
         if found.equal_s is not None:
             rows.append(("with equal experts", found.equal_s, "each chosen as often as any other"))
