@@ -64,57 +64,47 @@ def all_compiled(folder: Path, how: list[str]) -> list[Path]:
         return [*pool.map(compile_one, sources)]
 
 
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    return all_compiled(tmp_path_factory.mktemp("sanitized"), TRAPS)
-
-
-def linked(objects, output):
+def linked(objects: list[Path], output: Path) -> Path:
     subprocess.run(["g++", *SANITIZE, *objects, "-o", output], check=True)
-    return subprocess.run([output], capture_output=True, text=True, timeout=900, check=False)
+    return output
+
+
+def ran(driver: Path, *fault: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [driver, *fault], capture_output=True, text=True, timeout=900, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sanitized")
+    return linked(all_compiled(folder, TRAPS), folder / "driver")
 
 
 def said_in_full(folder: Path) -> str:
     """Compiles the program again with messages and line numbers, runs it, returns its output."""
-    done = linked(all_compiled(folder, SAYS), folder / "says")
+    done = ran(linked(all_compiled(folder, SAYS), folder / "says"))
     return done.stdout + done.stderr
 
 
-def test_no_kernel_reads_or_writes_out_of_bounds(objects, tmp_path):
-    done = linked(objects, tmp_path / "driver")
+def test_no_kernel_reads_or_writes_out_of_bounds(driver, tmp_path):
+    done = ran(driver)
     assert done.returncode == 0, said_in_full(tmp_path)
     levels = library.usable_levels() if library.is_available() else ["generic"]
     assert sorted(done.stdout.split()[::2]) == sorted(f"{level}:" for level in levels)
 
 
-def driver_with(tmp_path: Path, right: str, wrong: str) -> Path:
-    """Compiles the driver with a planted fault."""
-    source = (ROOT / "tests" / "sanitized_kernels.cpp").read_text()
-    assert right in source
-    source = source.replace(right, wrong).replace('"../runtime', f'"{ROOT}/runtime')
-    (tmp_path / "wrong.cpp").write_text(source)
-    return compiled(tmp_path / "wrong.cpp", tmp_path / "wrong.o", *SANITIZE, *TRAPS)
-
-
 @pytest.mark.parametrize(
-    "right, wrong, is_noticed",
+    "fault, is_noticed",
     [
+        ("a row too many", lambda done: "heap-buffer-overflow" in done.stderr),
         (
-            "const uint8_t* w = weights(kind, A, D);",  # the fault: one row fewer than is read
-            "const uint8_t* w = weights(kind, A > 1 ? A - 1 : A, D);",
-            lambda done: "heap-buffer-overflow" in done.stderr,
-        ),
-        (
-            "    if (!probes()) {",
-            "    volatile int32_t shift = 40;\n    if (1 << shift == 3 || !probes()) {",
+            "a shift too far",
             lambda done: done.returncode in (-signal.SIGILL, -signal.SIGTRAP, -signal.SIGABRT),
         ),
     ],
     ids=["a row too many", "a shift too far"],
 )
-def test_the_sanitizers_find_planted_faults(objects, tmp_path, right, wrong, is_noticed):
-    driver = driver_with(tmp_path, right, wrong)
-    done = linked(
-        [*(path for path in objects if path.stem != "driver"), driver], tmp_path / "wrong"
-    )
+def test_the_sanitizers_find_planted_faults(driver, fault, is_noticed):
+    done = ran(driver, fault)
     assert done.returncode != 0 and is_noticed(done), (done.returncode, done.stderr)
