@@ -239,6 +239,12 @@ def test_the_words_are_those_of_all_families():
         assert modules_of(title) <= set(files_with(*words)), title
 
 
+def test_each_position_wise_operation_is_counted():
+    blocks = [n for n, text in product().items() if re.search(r"kind: ClassVar\[str\] = ", text)]
+    counted = set[str]().union(*map(files_of_operation, OPERATION_WORDS))
+    assert len(blocks) > 2 and set(blocks) <= counted
+
+
 def imported_by_one() -> Iterable[tuple[str, str, str]]:
     """(a family's module, the file, the name in it) of what only this module uses."""
     users: dict[tuple[str, str], set[str]] = {}

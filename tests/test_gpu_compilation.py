@@ -5,6 +5,7 @@ gpu_compilation.py does the work in a separate process."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -83,6 +84,15 @@ def test_every_kernel_compiles_for_every_kind(arch):
     assert Counter(r["kernel"] for r in records) == want
     assert_good(records)
     assert_wide_loads([r for r in records if r["kind"] not in (*FILE_KINDS, *TILE_KINDS)])
+
+
+def test_a_kernel_of_one_operation_alone_is_compiled_too():
+    files = (SCRIPT.parent.parent / "runtime").rglob("*.py")
+    declared = [
+        re.findall(r"^@own_kernel(?:.|\n)*?\ndef (\w+)", f.read_text(), re.M) for f in files
+    ]
+    names = {f"_{name}" for found in declared for name in found}
+    assert len(names) > 2 and names <= FOR_VECTORS.keys()
 
 
 def test_the_kinds_match_the_other_tests():
