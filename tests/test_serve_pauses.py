@@ -43,11 +43,10 @@ def served():
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """Freezes the objects that are there, as a server does that has loaded its model."""
+    """Freezes the objects that are there, as a server does that has loaded its model. They stay
+    frozen: conftest.py's are among them."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def longest_pause(work, visit=lambda: None, num_tries=NUM_TRIES):
