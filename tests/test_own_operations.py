@@ -1,6 +1,7 @@
 """A position-wise operation that no file of the product names, at several places of a layer: on a GPU it gives what
 torch gives, and memory is counted for it."""
 
+import json
 import sys
 from collections.abc import Mapping
 from ctypes import Structure, c_void_p
@@ -25,6 +26,7 @@ from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
 from hotsplit.families.gemma3n import Numbers, gemma3n_spec
+from hotsplit.inspection.summary import to_json
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
 from hotsplit.profile import memory
@@ -260,3 +262,14 @@ def test_layers_of_a_state_that_operations_begin_are_not_profiled_alone(tmp_path
     ):
         plan_stream(make_model(spec=spec), device=torch.device("cpu"), max_memory_bytes=1 << 20,
                     choices=None, folder=tmp_path)  # fmt: skip
+
+
+def test_operations_are_told_apart_in_json():
+    sizes = make_sizes(width=128)
+    spec = gemma3n_spec([sizes], [False], [None], [None], NUMBERS)
+    found = json.loads(to_json(spec))
+    blocks = [*found["first"], *found["layers"][0]["blocks"], *found["last"]]
+    assert [block["operation"] for block in blocks if "operation" in block] == [
+        "layer inputs", "begin planes", "predict planes", "low rank", "correct planes", "per layer",
+        "add to planes", "end planes",
+    ]  # fmt: skip

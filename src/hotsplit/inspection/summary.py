@@ -5,7 +5,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import printable
+from hotsplit.model.position_wise import PositionWise
 from hotsplit.system.sizes import format_bytes
 
 WIDTH_OF_A_PIPE = 120  # columns if stdout is not a terminal
@@ -63,7 +64,8 @@ def to_json(summary: Any) -> str:
 
 def _plain(value: Any) -> object:
     if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
+        own = {"operation": value.kind} if isinstance(value, PositionWise) else {}
+        value = own | {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | frozenset):
