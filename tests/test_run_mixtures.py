@@ -15,7 +15,7 @@ from test_run import made, timed
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.run import choice, housekeeping, prepare, stages
+from hotsplit.run import choice, housekeeping, prepare, stages, trial
 from hotsplit.run.choice import Wishes, choose
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import look_at
@@ -94,8 +94,10 @@ def test_whatever_is_fastest_runs(capsys, monkeypatch, card, tmp_path, text, cac
 def test_plans_are_tried_and_run_on_a_device(
     capsys, monkeypatch, card, tmp_path, text, has_delta_nets, vram, shown
 ):
-    """Each way is loaded and run; the text is that of the CPU."""
+    """Each way is loaded and run; the text is that of the CPU. Fewer steps are timed, as their seconds
+    are not those of a device."""
     monkeypatch.setattr(stages, "EXPERT_TOKENS", 64)
+    monkeypatch.setattr(trial, "STEPS", 4)
     tried = []
 
     def timed_as_predicted(model, split, config):
