@@ -5,6 +5,7 @@ A block says here all that the stages ask of it: its tensors, the sizes of the v
 GPU launches for it. The module `room` of runtime/ops loads and computes it, and its C++ file registers it
 by its kind (kernels/cpu/operation.h). No other place names it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ Shapes = dict[str, tuple[int, ...]]
 TOKEN = "token"  # the token itself, as a value that an operation outside the layers reads
 
 
-class PositionWise:
+class PositionWise(ABC):
     """The base of such blocks, which are frozen dataclasses. `kind`: its name in the step program; `room`:
     its module in runtime/ops; `num_kernels`: those that a GPU launches for it; `tables`: of its tensors,
     those of which a token reads one row, which notes on memory call `words`; `unquantised`: matrices that
@@ -31,14 +32,14 @@ class PositionWise:
         return cls.kind.replace(" ", "_")
 
     @property
+    @abstractmethod
     def inputs(self) -> tuple[str, ...]:
         """The values that it reads, in order."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def outputs(self) -> tuple[str, ...]:
         """The values that it writes, in order; one that is an input, too, is changed in place."""
-        raise NotImplementedError
 
     def shapes(self, hidden_size: int) -> Shapes:
         """The shapes of its tensors, by name within the layer or, outside the layers, in the model."""
