@@ -22,12 +22,10 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from cache_policies import POLICIES, Case, Trace, compare, ours
 from machine import RESULTS, processor, result_of, slug, write_result
 
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.measure.cache_replay.policies import POLICIES, Case, ours
-from hotsplit.measure.cache_replay.recording import Trace
-from hotsplit.measure.cache_replay.replay import compare
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import packed
 from hotsplit.solver.cache_costs import EXPERT_SWAP_S, MOVED_BYTES

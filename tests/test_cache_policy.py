@@ -5,11 +5,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cache_reference import ReferencePolicy
 
 from hotsplit.errors import HotsplitError
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
-from hotsplit.runtime.neuron_cache.reference import ReferencePolicy
 
 
 def make_costs(num_layers, *, random=None, **changes):

@@ -1,35 +1,45 @@
 """Replays of the neuron cache: the bound is at most the time of the best choices, found by brute
-force; the policies work as published; the command compares them."""
+force; the policies work as published; the script compares them."""
 
-import dataclasses
 import itertools
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from models import byte_level_keys, make_model, make_sizes, save_solver_files, solver_files
-from test_cache_policy import make_costs
 
-from hotsplit.cli import main
-from hotsplit.measure.cache_replay.bound import lower_bound
-from hotsplit.measure.cache_replay.policies import (
+sys.path[:0] = [str(Path(__file__).parent.parent / "benchmarks")]
+
+import cache_policies  # noqa: E402
+from cache_policies import (  # noqa: E402
     POLICIES,
     Case,
     Outcome,
+    Trace,
     belady,
+    best_gain,
+    compare,
     hindsight,
+    lower_bound,
     lru,
     ours,
     ring,
     seconds_T,
     static,
 )
-from hotsplit.measure.cache_replay.recording import Trace
-from hotsplit.measure.cache_replay.replay import compare
-from hotsplit.options.neuron_cache import CacheOptions
-from hotsplit.runtime.neuron_cache.native.library import best_gain
-from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
-from hotsplit.solver.solve import SolveConfig, solve
+from models import (  # noqa: E402
+    byte_level_keys,
+    make_model,
+    make_sizes,
+    save_solver_files,
+    solver_files,
+)
+from test_cache_policy import make_costs  # noqa: E402
+
+from hotsplit.options.neuron_cache import CacheOptions  # noqa: E402
+from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed  # noqa: E402
+from hotsplit.solver.solve import SolveConfig, solve  # noqa: E402
 
 
 def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=None):
@@ -115,24 +125,27 @@ def brute_force_gain(is_read_T, price_T, value, fetch, is_in):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_each_neurons_best_gain_equals_brute_force(seed):
+def test_each_units_best_gain_equals_brute_force(seed):
     random = np.random.default_rng(seed)
-    is_read_TF, is_in_F = random.random((9, 35)) < 0.5, random.random(35) < 0.3
-    price_T = random.uniform(0, 0.6, 9).astype(np.float32)
-    fetch = float(random.choice([0.0, 0.3, 2.0]))
-    gain, used_T, copies, hits = best_gain(
-        packed(is_read_TF), 35, packed(is_in_F[None])[0], price_T, 1.0, fetch
-    )
-    want = [brute_force_gain(is_read_TF[:, j], price_T, 1.0, fetch, is_in_F[j]) for j in range(35)]
-    assert gain == pytest.approx(sum(want), abs=1e-4)
+    is_read_TLF, is_in_LF = random.random((9, 2, 12)) < 0.5, random.random((2, 12)) < 0.3
+    price_TL, fetch_L = random.uniform(0, 0.6, (9, 2)), random.choice([0.0, 0.3, 2.0], 2)
+    gain_L, used_TL, copies_L, hits_L = best_gain(is_read_TLF, is_in_LF, price_TL, fetch_L)
+    want_L = [
+        sum(
+            brute_force_gain(is_read_TLF[:, layer, j], price_TL[:, layer], 1.0, fetch, is_in)
+            for j, is_in in enumerate(is_in_LF[layer].tolist())
+        )
+        for layer, fetch in enumerate(fetch_L.tolist())
+    ]
+    assert gain_L == pytest.approx(want_L)
     # The choice that was found has this gain.
-    assert hits - fetch * copies - (used_T * price_T).sum() == pytest.approx(sum(want), abs=1e-4)
+    assert hits_L - fetch_L * copies_L - (used_TL * price_TL).sum(axis=0) == pytest.approx(want_L)
 
 
 def test_without_steps_nothing_is_gained():
-    no_bits_TW, initial_W = np.ones((1, 2), np.uint32)[:0], np.full(2, 7, np.uint32)
-    gain, used_T, copies, hits = best_gain(no_bits_TW, 64, initial_W, np.zeros(0, np.float32), 1, 0)
-    assert (gain, len(used_T), copies, hits) == (0.0, 0, 0, 0)
+    nothing = np.zeros((0, 1, 64), bool), np.ones((1, 64), bool), np.zeros((0, 1)), np.zeros(1)
+    gain_L, used_TL, copies_L, hits_L = best_gain(*nothing)
+    assert (gain_L, used_TL.shape, copies_L, hits_L) == (0.0, (0, 1), 0, 0)
 
 
 def test_belady_has_the_most_hits_of_all_policies_that_copy_on_read():
@@ -205,60 +218,26 @@ def test_the_replayed_policy_is_that_of_the_engine():
     assert {"static", "lru", "ring", "lfu", "sparkinfer"} <= set(POLICIES)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A model with a byte tokenizer, plans for it with and without a cache, and a text."""
+def test_the_script_compares_policies_on_a_text(tmp_path, capsys, monkeypatch):
+    """A model with a byte tokenizer, a plan for it with a cache, and a text."""
     keys, vocab_size = byte_level_keys()
     shape = make_sizes(num_layers=3, vocab_size=vocab_size)
     model = make_model(sizes=shape, kind="f16", extra_keys=keys)
-    folder = save_solver_files(tmp_path_factory.mktemp("replay"), model)
+    folder = save_solver_files(tmp_path, model)
     config = SolveConfig(
         **solver_files(folder), output=folder / "s.gguf", mode="exact",
         vram_budget_bytes=(1 << 16) + (110 << 10), neuron_cache=CacheOptions(most_rows=3),
     )  # fmt: skip
     solve(config, lambda *given: 1 << 16)
-    plain = dataclasses.replace(config, output=folder / "plain.gguf", neuron_cache=None)
-    solve(plain, lambda *given: 1 << 16)
     (folder / "t.txt").write_text("Which neurons does this text use? " * 9)
-    return folder
-
-
-def run_command(capsys, *arguments):
-    code = main(["bench", *map(str, arguments)])
+    given = [str(folder / name) for name in ("m.gguf", "s.gguf", "t.txt")]
+    monkeypatch.setattr(sys, "argv", ["cache_policies.py", *given, "--tokens", "80"])
+    assert cache_policies.main() == 0
     captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_the_command_compares_policies_and_plots_them(files, capsys):
-    named = ("--split", files / "s.gguf", "--text", files / "t.txt")
-    given = (files / "m.gguf", *named, "--cache-replay", "--cache-tokens", 80)
-    code, out, _ = run_command(capsys, *given, "--json")
-    found = json.loads(out)
-    assert code == 0 and found["num_tokens"] == 80 and found["num_cached_layers"] >= 1
+    found = json.loads(captured.out)
+    assert found["num_tokens"] == 80 and found["num_cached_layers"] >= 1
     assert [p["name"] for p in found["policies"]] == list(POLICIES)
     # Copies of the others may exceed their slots.
     bounded = [p for p in found["policies"] if p["name"] not in ("lru", "ring")]
     assert all(p["ms"] >= found["bound_ms"] * (1 - 1e-6) for p in bounded)
-    code, _, err = run_command(capsys, *given, "--cache-plot", files / "r.png")
-    assert code == 0 and "no policy" not in err and "of the gap between static and the bound" in err
-    assert (files / "r.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["--cache-replay"], 2, "--cache-replay needs --split"),
-        (["--cache-tokens", 80], 2, "--cache-tokens needs --cache-replay"),
-        (["--split", "s.gguf", "--text", "t.txt", "--cache-replay", "-r", 3], 2, "leave out --repetitions"),
-        (["--split", "plain.gguf", "--text", "t.txt", "--cache-replay"], 1, "solve --neuron-cache"),
-        (["--split", "s.gguf", "--text", "short.txt", "--cache-replay"], 1, "wanted at least 64"),
-        (["--split", "s.gguf", "--text", "t.txt", "--cache-replay", "--cache-plot", "s.gguf"], 1, "s.gguf"),
-    ],
-)  # fmt: skip
-def test_impossible_requests_give_one_line(files, capsys, monkeypatch, options, code, words):
-    monkeypatch.chdir(files)
-    (files / "short.txt").write_text("short")
-    before = (files / "s.gguf").read_bytes()
-    found, out, err = run_command(capsys, "m.gguf", *options)
-    assert found == code and words in err and not out
-    assert len(err.strip().splitlines()) <= 4 and (files / "s.gguf").read_bytes() == before
+    assert "of the gap between static and the bound" in captured.err

@@ -398,7 +398,7 @@ OUTPUTS = {
     ("convert", "output"), ("calibrate", "output"), ("profile", "output"), ("solve", "output"),
     ("solve", "heat_map"), ("export", "output"), ("sparsify", "output"), ("advise", "limits_path"),
     ("advise", "plot"), ("generate", "prompt_cache"), ("report", "output"), ("doctor", "report"),
-    ("bench", "cache_plot"), ("profile", "importances"),
+    ("profile", "importances"),
 }  # fmt: skip
 FOLDERS = {
     ("profile", "train_predictors"), ("profile", "plots"), ("sparsify", "save_checkpoint"),

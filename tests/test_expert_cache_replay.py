@@ -12,13 +12,11 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent.parent / "benchmarks")]
 
 import expert_cache  # noqa: E402
+from cache_policies import POLICIES, case_of, compare, record  # noqa: E402
 from test_hybrid_experts import made_plan, stock  # noqa: E402
 
 from hotsplit import Engine  # noqa: E402
 from hotsplit.artifacts.cache_plan import CachePlan  # noqa: E402
-from hotsplit.measure.cache_replay.policies import POLICIES  # noqa: E402
-from hotsplit.measure.cache_replay.recording import record  # noqa: E402
-from hotsplit.measure.cache_replay.replay import case_of, compare  # noqa: E402
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions  # noqa: E402
 
 OTHERS = ("static", "lru", "ring", "lfu")

@@ -248,7 +248,6 @@ OTHER_DIGITS = {
         ["generate", "m", "-p", "a", "--neuron-cache", "decay=0.9"],
         ["generate", "m", "-p", "a", "--kv-offload", "top=512"],
         ["bench", "m", "-p", "128,512"],
-        ["bench", "m", "--cache-tokens", "100"],
         ["serve", "m", "--port", "8080"],
         ["profile", "m", "--corpus", "t", "-o", "o", "--target-sparsity", "0.25"],
         ["sparsify", "m", "--corpus", "t", "-o", "o", "--share", "0.5"],

@@ -1,6 +1,4 @@
-"""Calls the C++ in this folder: the neuron cache's policy, and a bound to compare it with.
-
-Letters: T steps, F neurons of a layer, W words of F bits."""
+"""Calls the C++ in this folder: the neuron cache's policy."""
 
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
@@ -53,37 +51,7 @@ def _load() -> ctypes.CDLL:
     for function in (lib.hs_cache_learn, lib.hs_cache_step):
         function.argtypes = [POINTER(CacheStruct), c_void_p, c_int64]
         function.restype = None
-    lib.hs_cache_gain.argtypes = [
-        c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_float, c_void_p,
-        POINTER(c_int64), POINTER(c_int64),
-    ]  # fmt: skip
-    lib.hs_cache_gain.restype = c_double
     return lib
 
 
 lib = _load()
-
-
-def best_gain(
-    bits_TW: np.ndarray, num_neurons: int, initial_W: np.ndarray, price_T: np.ndarray,
-    value: float, fetch: float,
-) -> tuple[float, np.ndarray, int, int]:  # fmt: skip
-    """The sum over a layer's neurons of the most that each can gain if it may enter or leave a slot
-    at every step: it gains `value` for a step that reads it in a slot, and pays the slot's price at
-    each step and `fetch` for each copy. Also, for that choice, the slots in use at each step (int32
-    [T]), the copies and the hits.
-
-    bits_TW: uint32, rows may be strided; initial_W: uint32, the neurons in slots before the first
-    step; price_T: f32."""
-    assert bits_TW.dtype == initial_W.dtype == np.uint32 and price_T.dtype == np.float32
-    num_steps, num_words = bits_TW.shape
-    assert bits_TW.strides[1] == 4 and num_words == len(initial_W) == -(-num_neurons // 32)
-    assert price_T.shape == (num_steps,) and price_T.flags.c_contiguous
-    used_T = np.empty(num_steps, np.int32)
-    copies, hits = c_int64(), c_int64()
-    gain = lib.hs_cache_gain(
-        bits_TW.ctypes.data, num_steps, num_neurons, bits_TW.strides[0] // 4,
-        np.ascontiguousarray(initial_W).ctypes.data, price_T.ctypes.data, value, fetch,
-        used_T.ctypes.data, copies, hits,
-    )  # fmt: skip
-    return gain, used_T, copies.value, hits.value

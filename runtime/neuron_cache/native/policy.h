@@ -1,6 +1,6 @@
 // The policy of the neuron cache: after each step it decides which cold neurons take the slots of which
-// hot ones. library.py mirrors these structs field by field; reference.py is the reference in numpy, with
-// the same sequence of operations, so both decide alike.
+// hot ones. library.py mirrors these structs field by field; tests/cache_reference.py is the reference in
+// numpy, with the same sequence of operations, so both decide alike.
 //
 // Letters: L layers, F neurons of a layer, N slots of a layer, W words of F bits: F / 32 rounded up.
 #pragma once

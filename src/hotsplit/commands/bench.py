@@ -1,8 +1,5 @@
 """`hotsplit bench`: measures a model's speed, reports it like llama-bench, and explains it."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,11 +9,9 @@ from hotsplit.commands.options.kept_files import bench_line
 from hotsplit.commands.options.preparation import preparation, preparation_options
 from hotsplit.commands.options.shared import (
     FILE,
-    OUTPUT,
     FileCommand,
     Parsed,
     finish,
-    given,
     json_option,
     running_options,
     say,
@@ -64,16 +59,10 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
 @long_text_options
 @neuron_cache_option
 @running_options
-@click.option("--cache-replay", is_flag=True,
-              help="Compare policies of the neuron cache on --text instead, with the times in the plan (--split).")  # fmt: skip
-@click.option("--cache-tokens", type=click.IntRange(64, 1 << 20), default=2000, show_default=True,
-              help="Tokens of the text to replay.")  # fmt: skip
-@click.option("--cache-plot", type=OUTPUT, metavar="FILE.png", help="Plot of the replay to write.")
 @click.option("--md", "as_markdown", is_flag=True, help="Print llama-bench's table on stdout.")
 @json_option
-@click.pass_context
 def bench(
-    ctx: click.Context, prompt_lengths: tuple[tuple[int, ...], ...],
+    prompt_lengths: tuple[tuple[int, ...], ...],
     gen_lengths: tuple[tuple[int, ...], ...], depths: tuple[tuple[int, ...], ...],
     as_markdown: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
@@ -81,18 +70,12 @@ def bench(
 
     Speeds are compared with the limit set by the memory's speed and, if the step is native,
     broken down by its parts."""
-    _check_replay(ctx)
-    replayed = {name: options.pop(name) for name in ("cache_replay", "cache_tokens", "cache_plot")}
-    if replayed["cache_replay"]:
-        content, lines = _run_replay({**options, **replayed})
-        return finish(content if as_json else {}, as_json, lines)
     if as_json and as_markdown:
         raise click.UsageError("--json and --md are two forms of one report: leave one out.")
     lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
     options |= {name: sum(values, ()) for name, values in lengths.items() if values}
     with preparation(options):
         _measure(options, as_json=as_json, as_markdown=as_markdown)
-    return None
 
 
 def _measure(options: dict[str, Any], *, as_json: bool, as_markdown: bool) -> None:
@@ -117,60 +100,3 @@ def _measure(options: dict[str, Any], *, as_json: bool, as_markdown: bool) -> No
         finish({}, False, [f"note: {note}" for note in report.notes])
     else:
         finish(to_json(report) if as_json else {}, as_json, lines_of(report))
-
-
-# ---- --cache-replay: policies of the neuron cache on a text, without a GPU
-
-# The options of bench that a replay takes; all others are for measurements.
-_TAKEN = ("model", "split", "text", "neuron_cache", "cache_tokens", "cache_plot", "as_json")
-
-
-def _check_replay(ctx: click.Context) -> None:
-    """Raises UsageError for options of both a replay and a measurement, and for missing ones."""
-    taken = {param.name: param for param in given(ctx)}
-    if not ctx.params["cache_replay"]:
-        for name in ("cache_tokens", "cache_plot"):
-            if name in taken:
-                raise click.UsageError(f"--{name.replace('_', '-')} needs --cache-replay.")
-        return
-    for name in ("split", "text"):
-        if name not in taken:
-            raise click.UsageError(f"--cache-replay needs --{name}.")
-    other = sorted(taken.keys() - {*_TAKEN, "cache_replay"})
-    if other:
-        names = ", ".join(max(taken[name].opts, key=len) for name in other)
-        raise click.UsageError(f"--cache-replay measures nothing: leave out {names}.")
-
-
-def _run_replay(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Replays the policies, and plots them if asked to; returns (JSON, lines for the user)."""
-    from hotsplit.files.outputs import check_outputs
-    from hotsplit.measure.cache_replay.replay import ReplayConfig, num_stages, replay
-    from hotsplit.options.neuron_cache import CacheOptions
-    from hotsplit.system.progress import progress
-
-    plot: Path | None = options["cache_plot"]
-    settings = options["neuron_cache"]
-    config = ReplayConfig(
-        model=options["model"],
-        split=options["split"],
-        text=options["text"],
-        num_tokens=options["cache_tokens"],
-        options=settings if isinstance(settings, CacheOptions) else CacheOptions(),
-    )
-    if plot is not None:
-        from hotsplit.measure.cache_replay.plot import plot_replay
-
-        inputs = (config.model, config.split, config.text)
-        check_outputs([plot], force=True, inputs=inputs)
-    with progress("replaying", num_stages(), "stages") as advance:
-        report = replay(config, advance)
-    lines = report.lines
-    if plot is not None:
-        plot_replay(report, plot)
-        lines = [*lines, f"wrote {plot}"]
-    content = {
-        "benchmark": "cache_replay", "model": str(config.model), "split": str(config.split),
-        "text": str(config.text), **asdict(report), "share_of_bound": report.share_of_bound,
-    }  # fmt: skip
-    return content, lines

@@ -32,7 +32,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("Comparison with llama.cpp",
      "compare compare_model compare_gpu_layers"),
     ("Neuron cache",
-     "neuron_cache cache_replay cache_tokens cache_plot"),
+     "neuron_cache"),
     ("Predictors",
      "train_predictors predictor_rank predictor_form predictor_type "
      "predictor_format target_contribution target_lost_norm target_precision "
