@@ -4,23 +4,22 @@ as chunks of a stream."""
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hotsplit.runtime.answers.answer_reader import Part
+from hotsplit.runtime.answers.calls import ToolCall
 from hotsplit.runtime.generate.generation import Token
-from hotsplit.runtime.generate.reasoning import BEGIN, END, ReasoningSplitter
 from hotsplit.serve.exchange import DONE, EventStream, Exchange, dumps, dumps_with, while_there
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import Syntax, TextRequest
 from hotsplit.serve.texts import Ended, Report
-from hotsplit.serve.tools.calls import ToolCall
-from hotsplit.serve.tools.splitter import Part
 
 Body = dict[str, object]
 Parse = Callable[[Fields, ServedModel, float], TextRequest]  # the last argument is --timeout
@@ -55,62 +54,35 @@ class Output:
 
 
 class Voice:
-    """One text of a request: splits its tokens into content, reasoning and tool calls."""
+    """One text of a request: its tokens become content, reasoning and tool calls."""
 
     def __init__(self, syntax: Syntax) -> None:
-        is_open = syntax.begins_reasoning
-        self._calls = syntax.splitter()
-        self._reasoning = ReasoningSplitter(is_open=is_open) if syntax.has_think_tags else None
-        self._has_begun = self._has_reasoned = is_open
-        self._num_before_end = 0  # tokens up to the end of the reasoning, if there is any
-        self._has_calls = False
-
-    @property
-    def num_reasoning(self) -> int:
-        """Tokens of the reasoning so far, tags included."""
-        return self._num_before_end if self._has_reasoned else 0
+        self._reader = syntax.reader()
+        self._num_undecided = 0  # tokens of the text that the reader holds
+        self.num_reasoning = 0  # tokens of the reasoning so far, marks included
 
     def say(self, tokens: Sequence[Token]) -> Output:
-        split: list[tuple[str, bool]] = []
-        for token in tokens:
-            if self._reasoning is None:
-                split.append((token.text, False))
-                continue
-            self._num_before_end += token.id is not None and not self._reasoning.is_over
-            split += self._reasoning.push(token.text)
+        parts = [part for token in tokens for part in self._parts(token)]
         with_logprobs = [token for token in tokens if token.logprob is not None]
-        return Output(parts=list(self._parts(split)), tokens=with_logprobs)
+        return Output(parts=parts, tokens=with_logprobs)
 
     def finish(self, report: Report | None = None) -> Output:
         """Flushes the held-back text, once the text has ended."""
-        parts = list(self._parts(self._reasoning.flush() if self._reasoning else []))
-        if self._calls is not None:
-            parts += self._noted(self._calls.flush())
-        return Output(parts=parts, report=report, has_calls=self._has_calls)
+        if self._reader is None:
+            return Output(report=report)
+        parts = self._reader.flush()
+        return Output(parts=parts, report=report, has_calls=self._reader.has_calls)
 
-    def _parts(self, split: Iterable[tuple[str, bool]]) -> Iterator[Part]:
-        for text, is_reasoning in split:
-            if is_reasoning:
-                self._has_reasoned = True
-                yield from self._untagged(text)
-            elif self._calls is not None:
-                yield from self._noted(self._calls.push(text))
-            elif text:
-                yield Part(kind="content", text=text)
-
-    def _untagged(self, text: str) -> Iterator[Part]:
-        rest = text
-        if not self._has_begun:
-            self._has_begun = True
-            rest = text.lstrip().removeprefix(BEGIN)
-            yield Part(kind="markup", text=text.removesuffix(rest))
-        if reasoning := rest.removesuffix(END):
-            yield Part(kind="reasoning", text=reasoning)
-        if rest != reasoning:
-            yield Part(kind="markup", text=END)
-
-    def _noted(self, parts: list[Part]) -> list[Part]:
-        self._has_calls |= any(part.calls for part in parts)
+    def _parts(self, token: Token) -> list[Part]:
+        if self._reader is None:
+            return [Part(kind="content", text=token.text)] if token.text else []
+        was_reasoning = self._reader.is_reasoning
+        parts = self._reader.push(token.text)
+        self._num_undecided += token.id is not None
+        if was_reasoning or self._reader.is_reasoning:
+            self.num_reasoning += self._num_undecided
+        if was_reasoning or self._reader.is_reasoning or not self._reader.is_holding:
+            self._num_undecided = 0
         return parts
 
 

@@ -7,8 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.answers.answer_reader import MAX_CALLS, CallRules
+from hotsplit.runtime.answers.call_style import CallStyle
+from hotsplit.runtime.answers.calls import Tool, json_text, name_of, schema_of, short_id
+from hotsplit.runtime.answers.described import with_described
+from hotsplit.runtime.answers.formats import AnswerFormat
+from hotsplit.runtime.answers.scanner import sound_json
+from hotsplit.runtime.generate.call_grammar import forced_calls
 from hotsplit.runtime.generate.constraints import Constraint
-from hotsplit.runtime.generate.reasoning import AfterReasoning, opens_reasoning
+from hotsplit.runtime.generate.reasoning import AfterReasoning
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.fields import Fields
@@ -21,13 +28,7 @@ from hotsplit.serve.text_requests import (
     jobs_of,
     take_wanted,
 )
-from hotsplit.serve.tools.calls import json_text, short_id
-from hotsplit.serve.tools.choice import Tool, chosen, forced_calls, name_of, schema_of, tools_of
-from hotsplit.serve.tools.described import with_described
-from hotsplit.serve.tools.formats import ToolFormat
-from hotsplit.serve.tools.reader import sound_json
-from hotsplit.serve.tools.splitter import MAX_CALLS, CallRules
-from hotsplit.serve.tools.template_calls import CallStyle
+from hotsplit.serve.tool_choice import chosen, tools_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -69,15 +70,12 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextR
     fields.finish()
     served.check_length(rendering.text, "messages")
     ids = served.encode_plain(rendering.text, "messages")
-    begins_reasoning = opens_reasoning(rendering.text, rendering.continued)
+    opened = served.format.opens_reasoning(rendering.text, rendering.continued)
     syntax = Syntax(
-        format=served.format,
-        rules=rules,
-        splits_reasoning=reasoning != "none",
-        begins_reasoning=begins_reasoning,
+        format=served.format, rules=rules, splits_reasoning=reasoning != "none", opened=opened
     )
     jobs = jobs_of(served, ids, wanted, codec, "messages")
-    if begins_reasoning and (constraint := wanted.constraint) is not None:
+    if opened is not None and (constraint := wanted.constraint) is not None:
         jobs = [replace(job, mask=AfterReasoning.of(constraint.fork(), codec)) for job in jobs]
     return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
 
@@ -121,7 +119,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
 
 
 def messages_of(
-    items: list[object], style: CallStyle, known: ToolFormat
+    items: list[object], style: CallStyle, known: AnswerFormat
 ) -> list[dict[str, object]]:
     """Messages as templates expect them: contents as strings, calls in the template's style."""
     if not items:
@@ -140,7 +138,7 @@ def messages_of(
     return messages
 
 
-def _message(item: object, place: str, style: CallStyle, known: ToolFormat) -> dict[str, object]:
+def _message(item: object, place: str, style: CallStyle, known: AnswerFormat) -> dict[str, object]:
     if not isinstance(item, dict):
         raise wrong(place, f"{place}: wanted an object with role and content")
     message = {key: value for key, value in item.items() if value is not None}
@@ -199,13 +197,13 @@ def _calls(calls: object, place: str) -> list[dict[str, Any]]:
 
 
 def _styled(
-    content: str, calls: list[dict[str, Any]], style: CallStyle, known: ToolFormat
+    content: str, calls: list[dict[str, Any]], style: CallStyle, known: AnswerFormat
 ) -> dict[str, object]:
     """The content and calls of a message as its template wants them."""
     functions = [call["function"] for call in calls]
     if style.has_calls_as_content:
         named = [(function["name"], function["arguments"]) for function in functions]
-        return {"content": content + known.written.text_of(named)}
+        return {"content": content + known.calls.written.text_of(named)}
     for call, function in zip(calls, functions, strict=True):
         if style.has_text_arguments:
             function["arguments"] = json_text(function["arguments"])
@@ -238,7 +236,7 @@ def _forced(
             " grammar exclude; give one of them"
         )  # fmt: skip
     try:
-        return forced_calls(served.format, rendering.forced, codec, is_parallel=is_parallel)
+        return forced_calls(served.format.calls, rendering.forced, codec, is_parallel=is_parallel)
     except HotsplitError as error:
         raise wrong("tool_choice", f"tool_choice: {error}") from error
 

@@ -8,13 +8,13 @@ from typing import Literal
 
 from starlette.requests import Request
 
+from hotsplit.runtime.answers.calls import ToolCall
 from hotsplit.serve.answers import Answer, Body, Output, timings_of, usage_of
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import Exchange, dumps, sse
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import TextRequest
 from hotsplit.serve.texts import Report
-from hotsplit.serve.tools.calls import ToolCall
 
 
 class ResponsesAnswer(Answer):

@@ -1,22 +1,21 @@
 """The parts of the model that requests need: tokenizer, chat template, samplers. Thread-safe."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from tokenizers import pre_tokenizers
 
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Pooling
+from hotsplit.runtime.answers.call_style import CallStyle
+from hotsplit.runtime.answers.formats import DESCRIBED, AnswerFormat, format_of
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
-from hotsplit.runtime.generate.reasoning import BEGIN, END
 from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec, check_unicode
 from hotsplit.serve.api_error import wrong
-from hotsplit.serve.tools.formats import DESCRIBED, ToolFormat, format_of
-from hotsplit.serve.tools.template_calls import CallStyle
 from hotsplit.tokens.tokenizer_text import refused
 
 
@@ -85,27 +84,20 @@ class ServedModel:
     def chat_codec(self) -> tuple[TextCodec, tuple[str, ...]]:
         """(codec whose end tokens end an answer, strings that also end it)."""
         turn_end = None if isinstance(self.template, str) else self.template.turn_end
-        if turn_end is None:
-            return self.codec, ()
-        token_id = self.codec.tokenizer.token_to_id(turn_end)
-        if token_id is None:
-            return self.codec, (turn_end,)
-        return replace(self.codec, end_ids=self.codec.end_ids | {token_id}), ()
+        return self.format.with_ends(self.codec, turn_end)
 
     @cached_property
-    def format(self) -> ToolFormat:
-        """How the template, or a description of the tools, has the model write calls."""
+    def format(self) -> AnswerFormat:
+        """How the model answers."""
         if isinstance(self.template, str):
             return DESCRIBED
-        return format_of(self.template.tool_text or self.template.text) or DESCRIBED
+        special = self.codec.special_texts.values()
+        return format_of(self.template.tool_text or self.template.text, special)
 
     @cached_property
     def marks(self) -> tuple[tuple[int, str], ...]:
-        """The special tokens, by id, that delimit calls and reasoning in an answer."""
-        texts = {BEGIN, END, *self.format.marks}
-        added = self.codec.tokenizer.get_added_tokens_decoder()
-        return tuple((i, token.content) for i, token in added.items()
-                     if token.special and token.content in texts)  # fmt: skip
+        """The special tokens, by id, that a reader of an answer has to see."""
+        return self.format.tokens_of(self.codec)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; for an added one, those of its name."""

@@ -24,6 +24,7 @@ import uvicorn
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import shown
+from hotsplit.runtime.answers.call_style import CallStyle, call_style
 from hotsplit.runtime.generate.constraints import json_schema_constraint
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
@@ -35,7 +36,6 @@ from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Batch, Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
-from hotsplit.serve.tools.template_calls import CallStyle, call_style
 
 log = logging.getLogger("hotsplit.serve")
 LAST_S = 2.0  # time to send the last answers

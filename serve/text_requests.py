@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.answers.answer_reader import AnswerReader, CallRules
+from hotsplit.runtime.answers.formats import AnswerFormat, Reasoning
 from hotsplit.runtime.generate.constraints import (
     Constraint,
     gbnf_constraint,
@@ -19,8 +21,6 @@ from hotsplit.serve.fields import Fields
 from hotsplit.serve.sampling_fields import take_sampling, texts_of
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.texts import DeadlineBy, Job
-from hotsplit.serve.tools.formats import ToolFormat
-from hotsplit.serve.tools.splitter import CallRules, Splitter
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256
@@ -63,25 +63,23 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Syntax:
-    """How an answer is split into content, reasoning and tool calls; by default, all is content.
-    `format`: the template's; None if it is unknown. `rules`: what calls are allowed; None if they
-    are not parsed. `begins_reasoning`: whether the answer starts inside a reasoning block."""
+    """How an answer is read; without a format, all of it is content. The fields are those of
+    AnswerReader."""
 
-    format: ToolFormat | None = None
+    format: AnswerFormat | None = None
     rules: CallRules | None = None
     splits_reasoning: bool = False
-    begins_reasoning: bool = False
+    opened: Reasoning | None = None
 
-    @property
-    def has_think_tags(self) -> bool:
-        """True if reasoning is between tags, and is to be separated."""
-        return self.splits_reasoning and not (self.format and self.format.has_channels)
-
-    def splitter(self) -> Splitter | None:
-        """A splitter of calls, and of the channels of a format that has them; None without both."""
+    def reader(self) -> AnswerReader | None:
         if self.format is None:
             return None
-        return self.format.splitter(self.rules, splits_reasoning=self.splits_reasoning)
+        return AnswerReader(
+            self.format,
+            rules=self.rules,
+            splits_reasoning=self.splits_reasoning,
+            opened=self.opened,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

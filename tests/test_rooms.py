@@ -12,7 +12,7 @@ RUNTIME = Path(__file__).parent.parent / "runtime"
 PACKAGE = "hotsplit.runtime"
 # From the bottom to the top. Modules outside the folders (such as the engine) are above them all.
 ROOMS = ("device", "kernels", "weights", "cache", "ops", "model", "neuron_cache", "step", "prefill",
-         "check", "text", "generate")  # fmt: skip
+         "check", "text", "answers", "generate")  # fmt: skip
 
 
 def imports_of(path: Path) -> set[str]:

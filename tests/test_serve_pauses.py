@@ -13,6 +13,7 @@ import pytest
 from serving import SAID, TOKENIZER, Served
 from tokenizers import Tokenizer
 
+from hotsplit.runtime.answers.call_style import CallStyle
 from hotsplit.runtime.generate.dry import dry_breakers
 from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
@@ -22,7 +23,6 @@ from hotsplit.serve.exchange import dumps, dumps_with
 from hotsplit.serve.fields import MAX_MARKS, fields_of, num_marks
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.side_api import NUM_AT_ONCE, token_list
-from hotsplit.serve.tools.template_calls import CallStyle
 
 pytest_plugins = ("serve_fixtures",)
 MOST_S = 0.2

@@ -14,6 +14,12 @@ from tokenizers import Tokenizer
 from tool_templates import CALL_TEMPLATES
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.answers.answer_reader import CallRules
+from hotsplit.runtime.answers.call_style import CallStyle, call_style
+from hotsplit.runtime.answers.calls import is_short_id, short_id
+from hotsplit.runtime.answers.described import with_described
+from hotsplit.runtime.answers.formats import DESCRIBED, FORMATS, THINK, format_of
+from hotsplit.runtime.generate.call_grammar import forced_calls
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec
@@ -21,12 +27,6 @@ from hotsplit.runtime.text.template_process import TemplateProcess
 from hotsplit.serve.answers import Output, Voice
 from hotsplit.serve.chat_requests import messages_of
 from hotsplit.serve.text_requests import Syntax
-from hotsplit.serve.tools.calls import is_short_id, short_id
-from hotsplit.serve.tools.choice import forced_calls
-from hotsplit.serve.tools.described import with_described
-from hotsplit.serve.tools.formats import DESCRIBED, FORMATS, format_of
-from hotsplit.serve.tools.splitter import CallRules
-from hotsplit.serve.tools.template_calls import CallStyle, call_style
 
 BY_NAME = {known.name: known for known in FORMATS}
 ONE = {"name": "f", "arguments": {"a": 1}}
@@ -210,6 +210,7 @@ HARMONY = "<|channel|>commentary to=functions.f<|message|>"
              + harmony(ONE), "Wait.", ONE),
         edge("gpt-oss", "<|channel|>final<|message|>It is 4.<|return|>", "It is 4."),
         edge("gpt-oss", "plain", "plain"),
+        edge("gpt-oss", "<|channel|>final to", "to"),  # cut off, or without <|message|>
         # A line end inside a string, which a client's parser would refuse.
         edge("Hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\nc"}}</tool_call>', "",
              {"name": "f", "arguments": {"a": "b\nc"}}),
@@ -255,7 +256,6 @@ def test_calls_that_are_not_as_the_template_says(name, text, said, calls, size):
         ("gpt-oss", HARMONY + '{"a": NaN}'),
         ("gpt-oss", HARMONY + "print(1)"),
         ("gpt-oss", HARMONY + '{"a": 1'),
-        ("gpt-oss", "<|channel|>final to"),
     ],
 )  # fmt: skip
 def test_what_is_no_call_is_text(name, text, size):
@@ -445,7 +445,7 @@ def test_a_wrong_split_is_noticed():
 def test_the_time_of_an_answer_full_of_marks_is_linear(name):
     """Marks that begin no call, one after the other."""
     for begun in (
-        *BY_NAME[name].begins,
+        *BY_NAME[name].calls.begins,
         '<tool_call>{"a": "',
         "<function=f><parameter=a>",
         HARMONY,
@@ -464,7 +464,7 @@ def test_the_time_of_an_answer_full_of_marks_is_linear(name):
                  "{{ tools }}<tool_call>f\n<arg_key>a</arg_key>arguments"],
 )  # fmt: skip
 def test_a_template_with_an_unknown_format_of_calls(template):
-    assert format_of(template) is None
+    assert format_of(template).describes_tools
 
 
 @pytest.fixture(scope="module")
@@ -480,7 +480,7 @@ def test_what_a_template_wants_of_calls(name, process):
     template = ChatTemplate(name="it", text=text, special={"bos_token": "<s>", "eos_token": "</s>"},
                             process=process)  # fmt: skip
     found = format_of(text)
-    assert found is not None and found.name == known
+    assert found.name == known and not found.describes_tools
     assert call_style(template) == style
     conversation = [
         {"role": "user", "content": "Hello"},
@@ -530,15 +530,15 @@ def test_the_smollm2_template_has_no_tools():
         pytest.skip("no SmolLM2: make smollm2")
     from hotsplit.artifacts.model_file import TEMPLATE_KEY, ModelFile
 
-    assert format_of(ModelFile.load(path).text(TEMPLATE_KEY)) is None
+    assert format_of(ModelFile.load(path).text(TEMPLATE_KEY)).describes_tools
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_calls_as_content_are_written_as_the_model_writes_them(name):
     calls = [ONE] if name == "gpt-oss" else [ONE, TWO, TAGS]
-    assert BY_NAME[name].written.text_of(calls_of(*calls)) == WRITERS[name](*calls).removesuffix(
-        "<|call|>"
-    )
+    assert BY_NAME[name].calls.written.text_of(calls_of(*calls)) == WRITERS[name](
+        *calls
+    ).removesuffix("<|call|>")
 
 
 # ---- grammars ------------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ FORCED = [
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_grammar_allows_calls_as_the_format_has_them(name, codec):
     def allows(text, is_parallel=True):
-        forced = forced_calls(BY_NAME[name], FORCED, codec, is_parallel=is_parallel)
+        forced = forced_calls(BY_NAME[name].calls, FORCED, codec, is_parallel=is_parallel)
         return is_allowed(forced, codec, text)
 
     def write(*calls):
@@ -605,7 +605,8 @@ def test_a_grammar_allows_calls_as_the_format_has_them(name, codec):
 @pytest.mark.parametrize(
     "text, is_open, reasoning, content",
     [
-        ("<think>a\nb</think>\n\nc", False, "a\nb", "\n\nc"),
+        ("<think>a\nb</think>\n\nc", False, "a\nb", "c"),
+        ("<think>\na\n\n</think>\n", False, "a\n", ""),
         ("a</think>b", True, "a", "b"),
         ("\n<think>never ends", False, "never ends", ""),
         ("<thin", False, "", "<thin"),
@@ -614,7 +615,8 @@ def test_a_grammar_allows_calls_as_the_format_has_them(name, codec):
     ],
 )
 def test_reasoning_is_separated_from_content(text, is_open, reasoning, content, size):
-    found = output_of(Syntax(begins_reasoning=is_open, splits_reasoning=True), text, size)
+    opened = THINK if is_open else None
+    found = output_of(Syntax(format=DESCRIBED, opened=opened, splits_reasoning=True), text, size)
     assert (found.reasoning, found.content) == (reasoning, content)
     assert "".join(part.text for part in found.parts) == text
     plain = output_of(Syntax(), text, size)

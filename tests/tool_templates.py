@@ -3,7 +3,7 @@ the server reads."""
 
 from chat_templates import LLAMA3, MISTRAL, QWEN_TOOLS
 
-from hotsplit.serve.tools.template_calls import CallStyle
+from hotsplit.runtime.answers.call_style import CallStyle
 
 _HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
 _TAIL = "{% endfor %}{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"

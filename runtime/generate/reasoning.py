@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hotsplit.runtime.generate.constraints import Constraint
-from hotsplit.runtime.generate.stops import overlap
 from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.overlap import overlap
 
 Place = Literal["before", "inside", "after"]
 BEGIN, END = "<think>", "</think>"

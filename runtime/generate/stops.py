@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import compress
 
+from hotsplit.runtime.text.overlap import overlap
+
 
 class StopFilter:
     """Passes on text up to the first stop string; holds back a possible start of one. Hidden text,
@@ -35,11 +37,3 @@ class StopFilter:
         text = "".join(compress(self._held[:count], self._is_shown))
         self._held, self._is_shown = self._held[count:], self._is_shown[count:]
         return text
-
-
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

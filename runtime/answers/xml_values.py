@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hotsplit.serve.tools.reader import sound_json
+from hotsplit.runtime.answers.scanner import sound_json
 
 Schema = Mapping[str, object]
 

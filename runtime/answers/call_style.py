@@ -9,9 +9,9 @@ import itertools
 from dataclasses import dataclass, replace
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.answers.calls import json_text
+from hotsplit.runtime.answers.formats import format_of
 from hotsplit.runtime.text.chat_template import ChatTemplate, Message
-from hotsplit.serve.tools.calls import json_text
-from hotsplit.serve.tools.formats import format_of
 
 _KEY, _VALUE = "probe_key", "probe_value"
 _LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "abcDEF012"
@@ -39,7 +39,7 @@ class CallStyle:
 def call_style(template: ChatTemplate) -> CallStyle:
     """The first style, beginning with the usual one, in which the template writes a call whole; the
     usual one if it does so in none. Calls that a template never reads have to be in the content."""
-    if format_of(template.tool_text or template.text) is None:
+    if format_of(template.tool_text or template.text).describes_tools:
         return CallStyle(
             has_calls_as_content=True, describes_tools=True, has_system=_has_system(template)
         )

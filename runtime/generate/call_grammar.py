@@ -1,97 +1,26 @@
-"""A request's tools, and its choice among them. A call that is required is enforced by a grammar in
-the template's format."""
+"""Grammars of tool calls: a call that is required is enforced in the template's form."""
 
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from string import Formatter
-from typing import Any
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.answers.calls import Tool, name_of, schema_of
+from hotsplit.runtime.answers.formats import CallForm
+from hotsplit.runtime.answers.xml_values import Schema, types_of
 from hotsplit.runtime.generate.constraints import Constraint, tool_call_constraint
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.serve.api_error import wrong
-from hotsplit.serve.tools.formats import ToolFormat
-from hotsplit.serve.tools.xml_values import Schema, types_of
 
-log = logging.getLogger("hotsplit.serve")
+log = logging.getLogger(__name__)
 
-Tool = Mapping[str, Any]
 MAX_SCHEMA_BYTES = 64 << 10  # of all tools together
 _OBJECT: dict[str, object] = {"type": "object"}
 
 
-def tools_of(items: list[object]) -> list[Tool]:
-    """The checked tools of a request. Raises ApiError."""
-    found: list[Tool] = []
-    for number, item in enumerate(items):
-        place = f"tools[{number}]"
-        if not isinstance(item, dict) or item.get("type") != "function":
-            raise wrong(place, f"{place}: wanted a tool of type function", "unsupported_value")
-        function = item.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(place, f"{place}.function: wanted an object with a name")
-        found.append(item)
-    return found
-
-
-def name_of(tool: Tool) -> str:
-    return str(tool["function"]["name"])
-
-
-def schema_of(tool: Tool) -> dict[str, object]:
-    schema = tool["function"].get("parameters")
-    return schema if isinstance(schema, dict) else {}
-
-
-def chosen(tools: list[Tool], choice: object) -> tuple[list[Tool], list[Tool]]:
-    """(tools for the prompt, tools of which the model must call one). Raises ApiError."""
-    if choice in (None, "auto"):
-        return tools, []
-    if choice == "none":
-        return [], []
-    if choice == "required":
-        return tools, _some(tools)
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if isinstance(choice, dict) and kind == "function":
-        return tools, _named([choice], tools)
-    if isinstance(choice, dict) and kind == "allowed_tools":
-        inner = choice.get("allowed_tools", choice)
-        allowed = inner.get("tools") if isinstance(inner, dict) else None
-        mode = inner.get("mode", "auto") if isinstance(inner, dict) else None
-        if isinstance(allowed, list) and mode in ("auto", "required"):
-            allowed = _named(allowed, tools)
-            return allowed, _some(allowed) if mode == "required" else []
-    raise wrong(
-        "tool_choice",
-        'tool_choice: wanted auto, none, required, {"type": "function", "function": {"name": ...}}'
-        ' or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
-    )
-
-
-def _some(tools: list[Tool]) -> list[Tool]:
-    if not tools:
-        raise wrong("tool_choice", "tool_choice requires a call, but there are no tools")
-    return tools
-
-
-def _named(choices: list[object], tools: list[Tool]) -> list[Tool]:
-    """The tools that are named, as a chat names them or as a response does."""
-    by_name = {name_of(tool): tool for tool in tools}
-    found = []
-    for choice in choices:
-        inner = choice.get("function", choice) if isinstance(choice, dict) else None
-        name = inner.get("name") if isinstance(inner, dict) else None
-        if not isinstance(name, str) or name not in by_name:
-            shown = json.dumps(name)[:60]
-            raise wrong("tool_choice", f"tool_choice: there is no tool named {shown} in tools")
-        found.append(by_name[name])
-    return found
-
-
 def forced_calls(
-    known: ToolFormat, tools: Sequence[Tool], codec: TextCodec, *, is_parallel: bool
+    known: CallForm, tools: Sequence[Tool], codec: TextCodec, *, is_parallel: bool
 ) -> Constraint:
     """A constraint to calls of these tools, with arguments that are valid under their schemas.
     Where a schema cannot be enforced and its tool is not `strict`, any object is valid.
@@ -115,7 +44,7 @@ def forced_calls(
 
 
 def _constraint(
-    known: ToolFormat,
+    known: CallForm,
     names: Sequence[str],
     schemas: Sequence[dict[str, object]],
     codec: TextCodec,
@@ -139,7 +68,7 @@ class _Grammar:
 
     def of(
         self,
-        known: ToolFormat,
+        known: CallForm,
         names: Sequence[str],
         schemas: Sequence[dict[str, object]],
         *,

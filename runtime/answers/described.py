@@ -4,7 +4,7 @@ become text. The words are those of Qwen 2.5's template (tokenizer_config.json o
 
 from collections.abc import Mapping, Sequence
 
-from hotsplit.serve.tools.calls import json_text
+from hotsplit.runtime.answers.calls import json_text
 
 _BEFORE = """\
 # Tools

@@ -41,7 +41,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-class Reader:
+class Scanner:
     """`text` grows until `is_over`; the part before `at` has been read."""
 
     def __init__(self) -> None:

@@ -6,8 +6,11 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from hotsplit.serve.tools.reader import Malformed, sound_json
+from hotsplit.runtime.answers.scanner import Malformed, sound_json
+
+Tool = Mapping[str, Any]  # a tool of a chat: {"type": "function", "function": {...}}
 
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -40,6 +43,15 @@ class ToolCall:
         function = {"name": self.name, "arguments": self.arguments}
         found: dict[str, object] = {"id": self.id, "type": "function", "function": function}
         return {"index": self.index, **found} if has_index else found
+
+
+def name_of(tool: Tool) -> str:
+    return str(tool["function"]["name"])
+
+
+def schema_of(tool: Tool) -> dict[str, object]:
+    schema = tool["function"].get("parameters")
+    return schema if isinstance(schema, dict) else {}
 
 
 def json_text(value: object) -> str:
