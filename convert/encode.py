@@ -7,12 +7,11 @@ import math
 
 import numpy as np
 import torch
-from gguf.quants import dequantize
 from torch import Tensor
 
 from hotsplit.convert.native.library import encode_rows
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.files.gguf_file import TensorEntry, values_of
 from hotsplit.model.weight_types import BY_NAME
 
 DTYPES = {"f32": np.float32, "f16": np.float16}
@@ -62,7 +61,7 @@ def restore(
     """The values of `entry` as f32; it was made from `want`, f32 of the same shape, by `importance`.
 
     Raises HotsplitError if they differ by more than the type's rounding."""
-    values = dequantize(entry.read(), type_of(entry.kind)).reshape(entry.shape)
+    values = values_of(entry.read(), entry.kind).reshape(entry.shape)
     if not is_rounding(values, want, entry.kind, importance):
         raise HotsplitError(
             f"{name}: written as {entry.kind}, it does not read back as it was; the file is not"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
-from gguf.quants import dequantize
 
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
@@ -27,7 +26,7 @@ from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import given_tokenizer
 from hotsplit.errors import HotsplitError, refuse_together
 from hotsplit.families.key_reader import KeyReader
-from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
+from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of, values_of
 from hotsplit.files.written import Restored
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.spec import ModelSpec
@@ -225,15 +224,13 @@ def _is_finite(data: np.ndarray, kind: str) -> bool:
     halves = BY_NAME[kind].halves
     if halves is None:
         large = blocks[blocks[:, 0] > LARGEST_EXPONENT]
-        return bool(
-            (large[:, 0] < 255).all() and np.isfinite(dequantize(large, type_of(kind))).all()
-        )
+        return bool((large[:, 0] < 255).all() and np.isfinite(values_of(large, kind)).all())
     return bool(np.isfinite(np.ascontiguousarray(blocks[:, slice(*halves)]).view(np.float16)).all())
 
 
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
     """f32 rows of a tensor of any type that gguf can unpack."""
-    return _unpack(entry.read_rows(start, stop), entry.kind)
+    return values_of(entry.read_rows(start, stop), entry.kind)
 
 
 def _same_rows(entry: TensorEntry, label: str, start: int, stop: int) -> np.ndarray:
@@ -260,19 +257,8 @@ def _transposed_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
     size = data.shape[1] // (entry.shape[1] // block)  # array elements per block
     assert data.nbytes == len(data) * row_bytes(entry.shape[1], entry.kind)
     columns = np.ascontiguousarray(data[:, first * size : last * size])
-    values = _unpack(columns, entry.kind)
+    values = values_of(columns, entry.kind)
     return values[:, start - first * block : stop - first * block].T
-
-
-def _unpack(data: np.ndarray, kind: str) -> np.ndarray:
-    if kind == "f32":
-        return data
-    try:
-        return dequantize(data, type_of(kind))
-    except NotImplementedError as error:
-        raise HotsplitError(
-            f"tensors of type {kind} cannot be unpacked; use a file of another type"
-        ) from error
 
 
 def activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...]:

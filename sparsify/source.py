@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf.quants import dequantize
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -14,7 +13,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.rope_scalings import config_parameters
 from hotsplit.families.sizes import sizes_of
 from hotsplit.files.atomic import partial_folder
-from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.files.gguf_file import TensorEntry, values_of
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
 from hotsplit.model.neurons import SMOOTH
@@ -179,7 +178,7 @@ def _values(model: ModelFile, name: str, entry: TensorEntry) -> Tensor:
     elif entry.kind in ("f16", "f32"):
         values = torch.from_numpy(np.array(entry.read()))
     else:
-        values = torch.from_numpy(dequantize(entry.read(), type_of(entry.kind)).copy())
+        values = torch.from_numpy(values_of(entry.read(), entry.kind).copy())
     if "ffn_down_t" in name:
         return values.T.contiguous()
     inner = name.split(".")[2] if name.startswith("blk.") else ""

@@ -135,9 +135,10 @@ class Net:
 
         delta = DeltaStruct(
             input=(MatrixStruct * 4)(*map(matrix, INPUTS)), output=matrix("out"),
-            norm=NormStruct(weight=structs.vector(tensors["norm"]), epsilon=EPSILON),
-            conv=structs.vector(tensors["conv"]), decay=structs.vector(tensors["decay"]),
-            step_bias=structs.vector(tensors["step_bias"]), state=self.state_SVNM.data_ptr(),
+            norm=NormStruct(weight=structs.vector(tensors["norm"], s.M), epsilon=EPSILON),
+            conv=structs.vector(tensors["conv"], *tensors["conv"].shape),
+            decay=structs.vector(tensors["decay"], s.V),
+            step_bias=structs.vector(tensors["step_bias"], s.V), state=self.state_SVNM.data_ptr(),
             inputs=self.inputs_SJC.data_ptr(), num_key_heads=s.G, num_value_heads=s.V,
             key_width=s.N, value_width=s.M, num_taps=s.J, num_slots=SLOTS, is_grouped=s.is_grouped,
         )  # fmt: skip

@@ -100,7 +100,7 @@ class LoadedScaling(Loaded):
         return (self.weight_D * (x if isinstance(x, torch.Tensor) else x.values()),)
 
     def struct(self, structs):
-        return ScalingStruct(structs.vector(self.weight_D))
+        return ScalingStruct(structs.vector(self.weight_D, *self.weight_D.shape))
 
     def launch(self, on, read, written, scratch):
         ((x_D,), (y_D,)) = read, written

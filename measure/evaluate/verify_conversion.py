@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf.quants import dequantize
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -27,7 +26,7 @@ from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.errors import HotsplitError
 from hotsplit.families.experts import expert_place
 from hotsplit.families.key_reader import KeyReader
-from hotsplit.files.gguf_file import TensorEntry, array_entry, type_of
+from hotsplit.files.gguf_file import TensorEntry, array_entry, unpacked
 from hotsplit.files.typed import shown
 from hotsplit.files.written import Restored, Written
 from hotsplit.measure.evaluate.comparison import PIECE, Compared, Comparison
@@ -166,7 +165,7 @@ def _in_f32(model: ModelFile) -> ModelFile:
     """The same model with its matrices unpacked as by the runtime, each when it is loaded."""
     cpu = torch.device("cpu")
 
-    def unpacked(entry: TensorEntry) -> TensorEntry:
+    def by_runtime(entry: TensorEntry) -> TensorEntry:
         def read_rows(start: int, stop: int) -> np.ndarray:
             matrix = matrix_of(entry, cpu)
             return unpack(matrix.data[start:stop], matrix.kind).numpy()
@@ -174,7 +173,7 @@ def _in_f32(model: ModelFile) -> ModelFile:
         is_matrix = len(entry.shape) > 1 and entry.kind != "f32"
         return replace(entry, kind="f32", read_rows=read_rows) if is_matrix else entry
 
-    return replace(model, tensors={name: unpacked(e) for name, e in model.tensors.items()})
+    return replace(model, tensors={name: by_runtime(e) for name, e in model.tensors.items()})
 
 
 def text_token_ids(model: ModelFile) -> list[int]:
@@ -344,8 +343,8 @@ def _source_logits(written: Written, ids: list[int], *, has_source: bool) -> Ref
         raise Skipped(f"the source needs about {needed / 1e9:.0f} GB in f32")
     source_TV = None
     if has_source:
-        unpacked = {name: _unpacked(entry) for name, entry in tensors.items()}
-        source_TV = _logits(ModelFile.of(written.source, keys, unpacked), ids)
+        in_f32 = {name: unpacked(entry) for name, entry in tensors.items()}
+        source_TV = _logits(ModelFile.of(written.source, keys, in_f32), ids)
     values: dict[str, list[np.ndarray]] = {}
     for item in written.restored():
         values.setdefault(item.source, []).append(item.values)
@@ -356,17 +355,6 @@ def _source_logits(written: Written, ids: list[int], *, has_source: bool) -> Ref
     entries |= {n: e for n, e in tensors.items() if "ffn_pred_" in n}
     rounded_TV = _logits(ModelFile.of(written.source, keys, entries), ids)
     return References(rounded_TV=rounded_TV, source_TV=source_TV)
-
-
-def _unpacked(entry: TensorEntry) -> TensorEntry:
-    """A tensor of any type in f32, each row unpacked when it is read."""
-    if entry.kind == "f32":
-        return entry
-
-    def read_rows(start: int, stop: int) -> np.ndarray:
-        return dequantize(entry.read_rows(start, stop), type_of(entry.kind))
-
-    return replace(entry, kind="f32", read_rows=read_rows)
 
 
 def _logits(model: ModelFile, ids: list[int]) -> Tensor:

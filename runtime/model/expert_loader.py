@@ -16,6 +16,7 @@ from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Neurons
 from hotsplit.model.tensors import OUTPUT_GATE, in_layout
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
+from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.placement import Placement
@@ -244,10 +245,11 @@ def check_routers(model: ModelFile, layers: Sequence[Layer]) -> None:
     for index, layer in enumerate(layers):
         if layer.router is None:
             continue
-        weight, bias_E = layer.router.linear.weight.data, layer.router.linear.bias_N
-        parts = {f"{ROUTER}.weight": weight, f"{ROUTER}.bias": bias_E, **layer.router.vectors}
+        weight, bias_E = layer.router.linear.weight, layer.router.linear.bias_N
+        weight_ED = unpack(weight.data, weight.kind)
+        parts = {f"{ROUTER}.weight": weight_ED, f"{ROUTER}.bias": bias_E, **layer.router.vectors}
         for name, values in parts.items():
-            if values is not None and not bool(torch.isfinite(values.float()).all()):
+            if values is not None and not bool(torch.isfinite(values).all()):
                 raise HotsplitError(
                     f"{model.path}: blk.{index}.{name} has NaN or infinite values: the router of layer"
                     f" {index} can choose no experts; download the file again"

@@ -11,12 +11,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from gguf.quants import dequantize
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import down_kind
-from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.files.gguf_file import TensorEntry, values_of
 from hotsplit.model.modes import Mode
 from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.kernels.stored import FLOATS
@@ -200,7 +199,7 @@ def runs_by_output(model: ModelFile, placement: Placement, *, reads_all: bool) -
 
 def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:
     """A [D, F] matrix as [F, D] of a float type, and its relative error |new - old| / |old|."""
-    old = torch.from_numpy(np.array(dequantize(entry.read(), type_of(entry.kind))))
+    old = torch.from_numpy(np.array(values_of(entry.read(), entry.kind)))
     new = old.T.to(FLOATS[kind]).contiguous()
     error = ((new.T.float() - old).norm() / old.norm().clamp(min=1e-30)).item()
     data = (new.view(torch.uint8) if kind == "bf16" else new).numpy()

@@ -123,10 +123,12 @@ class NormStruct(Structure):
                 ("unused", c_int32)]  # fmt: skip
 
 
-def norm_struct(structs: Structs, norm: Norm | None) -> NormStruct:
+def norm_struct(structs: Structs, norm: Norm | None, *shape: int) -> NormStruct:
+    """`shape`: that of the weights which C++ reads."""
     if norm is None:
         return NormStruct()
-    weight, bias = structs.vector(norm.weight_D), structs.vector(norm.bias_D)
+    weight = structs.vector(norm.weight_D, *shape)
+    bias = structs.vector(norm.bias_D, *shape[-1:])
     return NormStruct(weight=weight, bias=bias, epsilon=norm.epsilon)
 
 

@@ -65,7 +65,7 @@ class LayerInputs(Loaded):
         return LayerInputsStruct(
             table=structs.matrix(self.table),
             projection=structs.linear(self.projection),
-            norm=norm_struct(structs, self.norm),
+            norm=norm_struct(structs, self.norm, self.block.size),
             size=self.block.size,
         )
 

@@ -63,9 +63,8 @@ class Router:
         return torch.tanh(self.matrix.apply(self.norm.apply(x_TD) / x_TD.shape[1]))
 
     def struct(self, structs: Structs) -> PlaneRouterStruct:
-        return PlaneRouterStruct(
-            norm=norm_struct(structs, self.norm), matrix=structs.linear(self.matrix)
-        )
+        norm = norm_struct(structs, self.norm, self.matrix.weight.width)
+        return PlaneRouterStruct(norm=norm, matrix=structs.linear(self.matrix))
 
     def launch(self, on: Launcher, x_D: Tensor, scratch: Tensor) -> Tensor:
         """What it chooses, in `scratch`."""
@@ -103,8 +102,9 @@ class PredictPlanes(OfPlanes):
         return found_TPD[:, 0].contiguous(), found_TPD.flatten(1)
 
     def struct(self, structs: Structs) -> PredictPlanesStruct:
-        router, mix = self.router.struct(structs), structs.vector(self.mix_QP)
-        return PredictPlanesStruct(router=router, mix=mix)
+        planes = self.block.num_planes
+        mix = structs.vector(self.mix_QP, planes * planes, planes)
+        return PredictPlanesStruct(router=self.router.struct(structs), mix=mix)
 
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
@@ -136,8 +136,12 @@ class CorrectPlanes(OfPlanes):
         return found_TPD[:, 0] * self.scale_D, found_TPD.flatten(1)
 
     def struct(self, structs: Structs) -> CorrectPlanesStruct:
-        mix, scale = map(structs.vector, (self.mix_PP, self.scale_D))
-        return CorrectPlanesStruct(router=self.router.struct(structs), mix=mix, scale=scale)
+        planes = self.block.num_planes
+        return CorrectPlanesStruct(
+            router=self.router.struct(structs),
+            mix=structs.vector(self.mix_PP, planes, planes),
+            scale=structs.vector(self.scale_D, self.router.matrix.weight.width),
+        )
 
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor

@@ -142,8 +142,8 @@ def route_struct(structs: Structs, router: Router | None) -> RouteStruct:
     spec = router.spec
     return RouteStruct(
         router=structs.linear(router.linear),
-        choice_bias=structs.vector(router.choice_bias_E),
-        own_scale=structs.vector(router.scale_E),
+        choice_bias=structs.vector(router.choice_bias_E, spec.num_experts),
+        own_scale=structs.vector(router.scale_E, spec.num_experts),
         num_used=spec.num_used,
         num_groups=spec.num_groups,
         num_used_groups=spec.num_used_groups,

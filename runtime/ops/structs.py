@@ -75,7 +75,7 @@ class Structs:
 
     def linear(self, linear: Linear) -> MatrixStruct:
         matrix = self.matrix(linear.weight)
-        matrix.bias = self.vector(linear.bias_N)
+        matrix.bias = self.vector(linear.bias_N, linear.num_outputs)
         return matrix
 
     def matrix(self, matrix: Matrix) -> MatrixStruct:
@@ -88,16 +88,20 @@ class Structs:
         )
 
     def numbers(self, group: type, spec: Any, vectors: Vectors) -> dict[str, Any]:
-        """The values of `fields_of` a group of a block's spec; of a spec's None they are 0."""
+        """The values of `fields_of` a group of an attention's spec; of a spec's None they are 0."""
         own = [name for name, kind in fields_of(group) if kind is c_void_p]
         found = {field.name: getattr(spec, field.name) or 0 for field in fields(group)}
-        return found | {name: self.vector(vectors.get(name)) for name in own}
+        return found | {name: self.vector(vectors.get(name), spec.num_heads) for name in own}
 
     def indices(self, index_N: Tensor) -> int:
         return self.pointer(index_N.to(torch.int32), torch.int32)
 
-    def vector(self, vector: Tensor | None) -> int | None:
-        return None if vector is None else self.pointer(vector, torch.float32)
+    def vector(self, vector: Tensor | None, *shape: int) -> int | None:
+        """A vector, f32 of the shape that C++ reads."""
+        if vector is None:
+            return None
+        assert vector.shape == shape, (tuple(vector.shape), shape)
+        return self.pointer(vector, torch.float32)
 
     def pointer(self, tensor: Tensor, dtype: torch.dtype) -> int:
         if tensor.device.type != "cpu":

@@ -22,7 +22,6 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
-from hotsplit.runtime.ops.norm import norm_struct
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.native_ops import OpStruct, overwritten
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
@@ -192,7 +191,7 @@ class NativeParts:
             step.embedding = builder.matrix(weights.embedding)
         if "head" in kinds:
             step.head = builder.linear(weights.head)
-            step.output_norm = norm_struct(builder, weights.output_norm)
+            step.output_norm = builder.output_norm(weights)
         for number, name in enumerate(builder.values.names):
             shared = host.value(name)
             step.vector[number] = None if shared is None else shared.data_ptr()

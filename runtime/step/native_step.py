@@ -204,8 +204,12 @@ class StepBuilder(Structs):
         step.max_rows = min(MAX_ROWS, step.context_length * self.tables.each[0].num_sequences)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
-        step.output_norm = norm_struct(self, weights.output_norm)
+        step.output_norm = self.output_norm(weights)
         return step
+
+    def output_norm(self, weights: Weights) -> NormStruct:
+        spec = weights.spec.output_norm
+        return NormStruct() if spec is None else norm_struct(self, weights.output_norm, spec.size)
 
     def lowered(
         self, ops: Sequence[Op], layers: Mapping[int, Layer], outer: Mapping[str, Loaded]
@@ -261,7 +265,8 @@ class StepBuilder(Structs):
 
     def layer(self, layer: Layer, *, has_neurons: bool = True) -> LayerStruct:
         """The struct of a layer, with its blocks of neurons or experts unless others compute them."""
-        ffn, norms = layer.ffn, [norm_struct(self, norm) for norm in layer.norms.values()]
+        ffn, sizes = layer.ffn, {name: norm.size for name, norm in layer.spec.norms.items()}
+        norms = [norm_struct(self, norm, sizes[name]) for name, norm in layer.norms.items()]
         struct = LayerStruct(
             norm=self.array(NormStruct, norms),
             num_norms=len(norms),
@@ -274,16 +279,14 @@ class StepBuilder(Structs):
             feed_forward=mixture_struct(self, ffn.gate, ffn.experts)
             if ffn.experts and has_neurons
             else feed_forward_struct(
-                self,
-                ffn.gate,
-                _own_neurons(layer),
-                ffn.blocks if has_neurons else (),
-                ffn.down_bias_D,
+                self, ffn.gate, _own_neurons(layer), ffn.blocks if has_neurons else ()
             ),
         )
+        bias = self.vector(ffn.down_bias_D, layer.mixer.output.num_outputs)
+        struct.feed_forward.down_bias = bias
         if layer.shared is not None:
             own, gate = layer.shared.ffn, layer.shared.gate
-            struct.shared = feed_forward_struct(self, own.gate, own.num_neurons, own.blocks, None)
+            struct.shared = feed_forward_struct(self, own.gate, own.num_neurons, own.blocks)
             struct.shared_gate = MatrixStruct() if gate is None else self.linear(gate)
         return struct
 

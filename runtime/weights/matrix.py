@@ -246,6 +246,8 @@ def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None 
 
 
 def vector_of(entry: TensorEntry, device: torch.device) -> Tensor:
-    """A norm's weights or a bias as f32, copied out of the file."""
-    data = matrix_of(entry, torch.device("cpu")).data
-    return data.to(device, torch.float32, copy=True)
+    """A norm's weights, a bias, or several of them, which every model file has as f32: copied out of the
+    file."""
+    data = torch.from_numpy(entry.read())
+    assert (entry.kind, data.shape) == ("f32", entry.shape), (entry, data.shape)
+    return data.to(device, copy=True)

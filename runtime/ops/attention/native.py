@@ -5,7 +5,7 @@ from ctypes import Array, Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-from hotsplit.model.attention import Heads, Scores
+from hotsplit.model.attention import KEY_NORM, QUERY_NORM, Heads, Scores
 from hotsplit.options.key_selection import SUMMARIES, KeySelection
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.attention.block import Attention
@@ -54,8 +54,8 @@ def attention_struct(
     key_tables = () if cache.tables is None else cache.tables.tensors
     scores = structs.numbers(Scores, spec, vectors) | {"scale": rounded_scale(spec.score_scale)}
     struct = AttentionStruct(
-        query_norm=norm_struct(structs, attention.query_norm),
-        key_norm=norm_struct(structs, attention.key_norm),
+        query_norm=norm_struct(structs, attention.query_norm, *spec.normed.get(QUERY_NORM, ())),
+        key_norm=norm_struct(structs, attention.key_norm, *spec.normed.get(KEY_NORM, ())),
         key=structs.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
         value=structs.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
         scores=ScoresStruct(**scores),
@@ -106,7 +106,8 @@ def select_struct(structs: Structs, rule: KeySelection | None, rotaries: Rotarie
     if rule.is_capped and rotaries.each:
         (rotary,) = rotaries.each  # resolved_options.cache_types_of refuses others
         turn = rotary.turn(0, rule.longest)
-        cos, sin = structs.vector(turn.cos), structs.vector(turn.sin)
+        shape = rule.longest, 1, len(rotary.frequency_W)
+        cos, sin = structs.vector(turn.cos, *shape), structs.vector(turn.sin, *shape)
     return SelectStruct(
         cos=cos,
         sin=sin,

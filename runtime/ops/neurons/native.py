@@ -50,19 +50,17 @@ def block_struct(structs: Structs, block: NeuronBlock) -> BlockStruct:
         down=structs.matrix(block.down),
         id=None if block.is_whole else structs.indices(block.id_N),
         row=None if block.row_N is None else structs.indices(block.row_N),
-        gate_limit=structs.vector(block.gate_limit_N),
+        gate_limit=structs.vector(block.gate_limit_N, len(block.id_N)),
         num_neurons=len(block.id_N),
         is_by_output=block.is_by_output,
     )
 
 
 def feed_forward_struct(
-    structs: Structs, gate: Gate, num_neurons: int, blocks: Sequence[NeuronBlock],
-    down_bias_D: Tensor | None,
-) -> FeedForwardStruct:  # fmt: skip
-    """The struct of a layer of `num_neurons`, with these blocks."""
+    structs: Structs, gate: Gate, num_neurons: int, blocks: Sequence[NeuronBlock]
+) -> FeedForwardStruct:
+    """The struct of a layer of `num_neurons`, with these blocks, without the bias of down."""
     return FeedForwardStruct(
-        down_bias=structs.vector(down_bias_D),
         block=structs.array(BlockStruct, [block_struct(structs, block) for block in blocks]),
         num_blocks=len(blocks),
         num_neurons=num_neurons,
@@ -77,7 +75,7 @@ def experts_struct(structs: Structs, block: ExpertBlock) -> ExpertsStruct:
     structs.kept.append([None if m is None else m.data for m in stacks])
     return ExpertsStruct(
         first=block_struct(structs, block.expert(0)),
-        down_bias=structs.vector(block.down.bias_PN),
+        down_bias=structs.vector(block.down.bias_PN, len(block.down.data), block.width),
         place=None if block.place_E is None else structs.pointer(block.place_E, torch.int32),
         gate_bytes=gate_bytes,
         up_bytes=up_bytes,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from gguf.quants import dequantize
 
 from hotsplit.artifacts.limits_file import GATE, LayerLimits, Limits
 from hotsplit.artifacts.model_gguf import read_model_gguf
@@ -27,7 +26,6 @@ from hotsplit.files.gguf_file import (
     Value,
     array_entry,
     can_unpack,
-    type_of,
     write_gguf,
 )
 from hotsplit.files.typed import shown
@@ -218,7 +216,7 @@ class ModelFile:
     def _check_rotary(self) -> None:
         """Raises HotsplitError unless the divisors of the frequencies are finite and positive."""
         for name in sorted(divisor_shapes(self.spec)):
-            factors = dequantize(self.tensors[name].read(), type_of(self.tensors[name].kind))
+            factors = self.tensors[name].read()
             if not ((factors > 0) & (factors < np.inf)).all():
                 raise HotsplitError(
                     f"{self.path}: {name} is not all finite and above zero: rotary embeddings would be"

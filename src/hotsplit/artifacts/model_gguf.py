@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from hotsplit.errors import HotsplitError, about
-from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
+from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, open_gguf, unpacked
 from hotsplit.files.typed import shown
-from hotsplit.model.tensors import OUTPUT_GATE
+from hotsplit.model.tensors import OUTPUT_GATE, is_vector
 
 SPLIT_ARCHITECTURE = "hotsplit-split"  # in split files, which are GGUF too
 # By architecture of PowerInfer's files, which do not state it: that of PowerInfer's graphs.
@@ -51,28 +51,33 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
         config = {key: value for key, value in keys.items() if key.startswith(prefix)}
         samples = ((n, e.shape, sample_bytes(e.read())) for n, e in tensors.items())
         keys = keys | {"hotsplit.model_id": compute_model_id(config, samples)}
+    tensors = _with_vectors(tensors)
     if file.magic == "GGUF":
         with about(path, "; get the file again"):
-            return keys, _with_experts_apart(_with_vectors(tensors))
+            return keys, _with_experts_apart(tensors)
     with about(path, "; convert its checkpoint again"):
         return _adopted(keys, tensors)
 
 
 def _with_vectors(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors, with the gates of shared experts as the vectors that they are: llama.cpp's converter
-    writes them as matrices of one row, and its quantize as vectors."""
+    """The tensors, with vectors in f32, whatever type the file has them in, unless it has no values
+    that `gguf` knows. Gates of shared experts are vectors, too: llama.cpp's converter writes them as
+    matrices of one row, and its quantize as vectors."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        is_row = name.endswith(f".{OUTPUT_GATE}") and entry.shape[:-1] == (1,)
+        if (is_row or is_vector(name, entry.shape)) and can_unpack(entry.kind):
+            entry = unpacked(entry)
+            entry = _row_of(entry) if is_row else entry
+        found[name] = entry
+    return found
 
-    def vector(entry: TensorEntry) -> TensorEntry:
-        return replace(
-            entry, shape=entry.shape[1:], read_rows=lambda start, stop: entry.read()[0, start:stop]
-        )
 
-    return {
-        name: vector(entry)
-        if name.endswith(f".{OUTPUT_GATE}") and entry.kind == "f32" and entry.shape[:-1] == (1,)
-        else entry
-        for name, entry in tensors.items()
-    }
+def _row_of(entry: TensorEntry) -> TensorEntry:
+    """The only row of a matrix, as a vector."""
+    return replace(
+        entry, shape=entry.shape[1:], read_rows=lambda start, stop: entry.read()[0, start:stop]
+    )
 
 
 _JOINED = ".ffn_gate_up_exps.weight"

@@ -53,8 +53,8 @@ class TensorEntry:
     """One tensor: its shape (outermost dimension first), its type, and access to its bytes.
 
     `kind` is the type's name in lower case ("f32", "q8_0", "i32"). `read_rows(start, stop)` returns
-    the bytes of some rows (for a vector: values) as an array. For a file that was read it is a view
-    of the mapped file; for a file to be written it may be computed on demand."""
+    the bytes of some rows (of a vector: of the blocks with these values) as an array. For a file that
+    was read it is a view of the mapped file; for a file to be written it may be computed on demand."""
 
     shape: tuple[int, ...]
     kind: str
@@ -108,6 +108,31 @@ def can_unpack(kind: str) -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+def values_of(data: np.ndarray, kind: str) -> np.ndarray:
+    """The f32 values of stored rows, or of a vector, as `gguf` unpacks them. Raises HotsplitError for a
+    type that it cannot unpack."""
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # a damaged scale may be infinite
+            return data if kind == "f32" else dequantize(data, type_of(kind))
+    except NotImplementedError as error:
+        raise HotsplitError(
+            f"tensors of type {kind} cannot be unpacked; use a file of another type"
+        ) from error
+
+
+def unpacked(entry: TensorEntry) -> TensorEntry:
+    """The tensor in f32, unpacked when it is read, a matrix row by row."""
+    if entry.kind == "f32":
+        return entry
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        if len(entry.shape) == 1:
+            return values_of(entry.read(), entry.kind)[start:stop]
+        return values_of(entry.read_rows(start, stop), entry.kind)
+
+    return replace(entry, kind="f32", read_rows=read_rows)
 
 
 def is_whole_blocks(width: int, kind: str) -> bool:
@@ -224,12 +249,19 @@ def _open_one(path: Path, what: str) -> GgufFile:
 def _entry(mapping: mmap.mmap, info: TensorInfo) -> TensorEntry:
     """An entry whose rows are numbers for numpy's types, and bytes for all others."""
     kind = info.type.name.lower()
-    dtype = np.dtype(_DTYPES.get(info.type, np.uint8))
+    dtype, block = np.dtype(_DTYPES.get(info.type, np.uint8)), GGML_QUANT_SIZES[info.type][0]
     width = row_bytes(info.shape[-1], kind) // dtype.itemsize
     if info.num_bytes:
         flat = np.frombuffer(mapping, dtype, info.num_bytes // dtype.itemsize, info.start)
     else:
         flat = np.empty(0, dtype)
+    if len(info.shape) == 1:
+        of_block = row_bytes(block, kind) // dtype.itemsize
+
+        def read_values(start: int, stop: int) -> np.ndarray:
+            return flat[start // block * of_block : -(-stop // block) * of_block]
+
+        return TensorEntry(shape=info.shape, kind=kind, read_rows=read_values)
     data = flat.reshape(*info.shape[:-1], width)
     return TensorEntry(shape=info.shape, kind=kind, read_rows=lambda a, b: data[a:b])
 

@@ -264,7 +264,8 @@ def summarise_gguf(path: Path) -> GgufSummary | SplitSummary | ImportancesSummar
     except HotsplitError as error:
         why = str(error).removeprefix(f"{path}: ")
         return GgufSummary(path, file.keys, file.tensors, None, why)
-    return GgufSummary(path, model.extra_keys, model.tensors, model, None)
+    stored = {name: file.tensors.get(name, entry) for name, entry in model.tensors.items()}
+    return GgufSummary(path, model.extra_keys, stored, model, None)
 
 
 def part_of(name: str) -> str:
