@@ -4,6 +4,7 @@ import ast
 import io
 import logging
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,8 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.log_lines import NAME, lines_on_stderr
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (
-    "runtime",
-    "convert",
-    "profile",
-    "measure",
-    "solver",
-    "sparsify",
-    "serve",
-    "src/hotsplit",
-)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = PROJECT["tool"]["scikit-build"]["wheel"]["packages"].values()
 # The command line itself, and programs that answer another process on stdout.
 PRINTING = {
     "src/hotsplit/cli.py",
@@ -36,6 +29,7 @@ PRINTING = {
     "src/hotsplit/system/log_lines.py",
     "src/hotsplit/doctor/probes.py",
     "measure/bench/llamacpp_worker.py",
+    "run/default_corpus/build.py",
 }
 WRITERS = {"sys.stderr.write", "sys.stdout.write", "sys.stderr.writelines", "click.echo",
            "click.secho", "warnings.warn", "logging.warning", "logging.info", "print"}  # fmt: skip

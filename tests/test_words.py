@@ -2,16 +2,15 @@
 
 import ast
 import re
+import tomllib
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CODE = (
-    "src", "convert", "profile", "solver", "sparsify", "runtime", "serve", "measure", "report", "run",
-    "benchmarks", "examples", "tests",
-)  # fmt: skip
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]
+CODE = (*PACKAGES["packages"].values(), "benchmarks", "examples", "tests")
 DOCUMENTS = ("README.md", "docs")
 # Each with a sentence that contains it.
 PHRASES = {
