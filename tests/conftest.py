@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import os
+import signal
 import socket
 import subprocess
 import tempfile
@@ -35,6 +36,10 @@ _cache = tempfile.TemporaryDirectory(prefix="hotsplit-tests-")
 os.environ.setdefault("HOTSPLIT_CACHE", _cache.name)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, too
+
+# Shells start background jobs with SIGINT ignored, and what they start inherits that: tests that
+# interrupt a command would wait for ever. A handler of Python's is not inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def here_only(method, position=-1):

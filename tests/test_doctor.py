@@ -105,7 +105,7 @@ def test_missing_torch_and_triton_are_reported(light):
 
 def test_a_missing_compiler_is_reported():
     pytest.importorskip("triton")
-    found = Doctor(PATH="/nonexistent", CC="")
+    found = Doctor(PATH="/dev/null/bin", CC="")
     assert found.code == 0 and not found.wrong()
     (finding,) = found.of("compiler")
     assert finding["state"] == "note" and "a C compiler" in finding["text"]

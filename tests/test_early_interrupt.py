@@ -17,11 +17,10 @@ OURS = ("hotsplit", "re/__init__", "enum.py")  # in paths of our files and their
 
 def interrupted_after(seconds: float, *words: str) -> tuple[int, str]:
     """(exit code, stderr) of a command that is interrupted this long after its start."""
+    none = subprocess.DEVNULL
     process = subprocess.Popen(
-        [PROGRAM, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+        [PROGRAM, *words], stdin=none, stdout=none, stderr=subprocess.PIPE, text=True
+    )
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
@@ -51,7 +50,7 @@ def check(seconds: float, *words: str) -> None:
 @pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed next to Python")
 @pytest.mark.parametrize("seconds", [0.02, 0.05, 0.1, 0.2, 0.4])
 def test_an_interrupt_of_a_start_is_one_line(seconds):
-    check(seconds, "generate", "/nonexistent/model.gguf", "-p", "x")
+    check(seconds, "generate", "/dev/null/model.gguf", "-p", "x")
 
 
 @pytest.mark.slow
@@ -60,9 +59,9 @@ def test_an_interrupt_of_a_start_is_one_line(seconds):
 def test_an_interrupt_at_any_time_of_a_start_is_one_line(command):
     name, *more = command.split()
     for number in range(41):
-        check(0.05 * number, name, "/nonexistent/model.gguf", *more)
+        check(0.05 * number, name, "/dev/null/model.gguf", *more)
     for number in range(60):  # in finer steps, where our own code begins
-        check(0.002 * number, name, "/nonexistent/model.gguf", *more)
+        check(0.002 * number, name, "/dev/null/model.gguf", *more)
 
 
 def test_the_check_sees_a_traceback_of_ours(monkeypatch):

@@ -127,7 +127,7 @@ def test_equivalent_options_of_llamacpp_are_translated(given, taken, noted, monk
 
 
 def test_layers_for_a_gpu_that_is_not_there_are_noted(monkeypatch):
-    monkeypatch.setattr(llamacpp_flags, "GPU_DEVICES", ("/nonexistent",))
+    monkeypatch.setattr(llamacpp_flags, "GPU_DEVICES", ("/dev/null/none",))
     for layers, shown in (("99", "99"), ("all", "all"), ("9" * 5000, "9" * 9)):
         taken, notes = translated("generate", "a", "-ngl", layers)
         assert taken == ["a"]
