@@ -70,7 +70,7 @@ class Voice:
         """Flushes the held-back text, once the text has ended."""
         if self._reader is None:
             return Output(report=report)
-        parts = self._reader.flush()
+        parts = self._reader.flush(is_cut=report is not None and not report.is_complete)
         return Output(parts=parts, report=report, has_calls=self._reader.has_calls)
 
     def _parts(self, token: Token) -> list[Part]:
@@ -173,12 +173,13 @@ def head_of(service: Service, prefix: str, kind: str) -> Body:
 
 
 def finish_reason(output: Output) -> str | None:
-    """None if the text goes on."""
+    """None if the text goes on. A limit that ends it counts more than calls, the last of which may
+    be missing; so it is in llama-server."""
     if output.report is None:
         return None
-    if output.has_calls:
-        return "tool_calls"
-    return "stop" if output.report.is_complete else "length"
+    if not output.report.is_complete:
+        return "length"
+    return "tool_calls" if output.has_calls else "stop"
 
 
 def usage_of(reports: Sequence[Report], num_reasoning: int, num_prompts: int = 1) -> Body:

@@ -28,7 +28,7 @@ from hotsplit.serve.text_requests import (
     jobs_of,
     take_wanted,
 )
-from hotsplit.serve.tool_choice import chosen, tools_of
+from hotsplit.serve.tool_choice import Choice, chosen, tools_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -37,23 +37,22 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """A prompt. `continued`: the message that the answer continues; "" if it begins one. `forced`:
-    those of the tools that the answer must call, one of them at least; empty if it need not."""
+    """A prompt. `continued`: the message that the answer continues; "" if it begins one."""
 
     text: str
     continued: str
-    tools: Sequence[Tool]
-    forced: Sequence[Tool]
+    choice: Choice
 
 
 def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
     """The request of /v1/chat/completions. Raises ApiError."""
     rendering = take_rendering(fields, served)
     rules = None
-    is_parallel = fields.flag("parallel_tool_calls", True)
-    if rendering.tools:
+    choice = rendering.choice
+    is_parallel = fields.flag("parallel_tool_calls", True) and not choice.is_single
+    if choice.tools:
         rules = CallRules(
-            tools={name_of(tool): schema_of(tool) for tool in rendering.tools},
+            tools={name_of(tool): schema_of(tool) for tool in choice.tools},
             most=MAX_CALLS if is_parallel else 1,
             has_short_ids=served.call_style.has_short_ids,
         )
@@ -61,8 +60,9 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextR
     codec, stops = served.chat_codec()
     num_logprobs = _num_logprobs(fields)
     wanted = take_wanted(fields, served, num_logprobs, codec, timeout_s, stops, served.marks)
-    if rendering.forced:
-        wanted = replace(wanted, constraint=_forced(wanted, rendering, served, codec, is_parallel))
+    if choice.forced:
+        forced = _forced(wanted, choice.forced, served, codec, is_parallel)
+        wanted = replace(wanted, constraint=forced)
     fields.only("modalities", ["text"], why="this server writes text")
     fields.only("audio", why="this server writes text")
     fields.only("functions", [], why="use tools instead")
@@ -83,7 +83,7 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextR
 def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     """Renders messages and tools with the template. Raises ApiError."""
     messages = messages_of(fields.items("messages", MAX_MESSAGES), served.call_style, served.format)
-    tools, forced = chosen(tools_of(fields.items("tools", MAX_TOOLS)), fields.take("tool_choice"))
+    choice = chosen(tools_of(fields.items("tools", MAX_TOOLS)), fields.take("tool_choice"))
     variables: dict[str, object] = {}
     effort = fields.choice(
         "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -97,10 +97,10 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
             raise fields.refuse("chat_template_kwargs", more, "an object")
         variables |= more
     fields.only("chat_template", why="the server's --chat-template sets it")
-    in_template = tools
+    in_template = choice.tools
     if served.call_style.describes_tools:
         is_known = served.call_style.has_system
-        messages, in_template = with_described(messages, tools, has_system=is_known), []
+        messages, in_template = with_described(messages, choice.tools, has_system=is_known), []
     is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     begins = fields.flag("add_generation_prompt", True)
     continues = fields.flag("continue_final_message", is_answered and begins)
@@ -115,7 +115,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     except HotsplitError as error:
         raise wrong("messages", str(error)) from error
     continued = str(messages[-1]["content"]) if continues else ""
-    return Rendering(text=text, continued=continued, tools=tools, forced=forced)
+    return Rendering(text=text, continued=continued, choice=choice)
 
 
 def messages_of(
@@ -228,7 +228,11 @@ def _arguments(arguments: object, place: str) -> dict[str, object]:
 
 
 def _forced(
-    wanted: Wanted, rendering: Rendering, served: ServedModel, codec: TextCodec, is_parallel: bool
+    wanted: Wanted,
+    tools: Sequence[Tool],
+    served: ServedModel,
+    codec: TextCodec,
+    is_parallel: bool,
 ) -> Constraint:
     if wanted.constraint is not None:
         raise wrong(
@@ -236,7 +240,7 @@ def _forced(
             " grammar exclude; give one of them"
         )  # fmt: skip
     try:
-        return forced_calls(served.format.calls, rendering.forced, codec, is_parallel=is_parallel)
+        return forced_calls(served.format.calls, tools, codec, is_parallel=is_parallel)
     except HotsplitError as error:
         raise wrong("tool_choice", f"tool_choice: {error}") from error
 

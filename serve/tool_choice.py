@@ -1,6 +1,7 @@
 """A request's tools, and its choice among them."""
 
 import json
+from dataclasses import dataclass, field
 
 from hotsplit.runtime.answers.calls import Tool, name_of
 from hotsplit.serve.api_error import wrong
@@ -20,24 +21,34 @@ def tools_of(items: list[object]) -> list[Tool]:
     return found
 
 
-def chosen(tools: list[Tool], choice: object) -> tuple[list[Tool], list[Tool]]:
-    """(tools for the prompt, tools of which the model must call one). Raises ApiError."""
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`tools`: those of the prompt. `forced`: those of which the model must call one; empty if it
+    need not call any. `is_single`: it calls one, once."""
+
+    tools: list[Tool]
+    forced: list[Tool] = field(default_factory=list)
+    is_single: bool = False
+
+
+def chosen(tools: list[Tool], choice: object) -> Choice:
+    """The choice of a request among its tools. Raises ApiError."""
     if choice in (None, "auto"):
-        return tools, []
+        return Choice(tools=tools)
     if choice == "none":
-        return [], []
+        return Choice(tools=[])
     if choice == "required":
-        return tools, _some(tools)
+        return Choice(tools=tools, forced=_some(tools))
     kind = choice.get("type") if isinstance(choice, dict) else None
     if isinstance(choice, dict) and kind == "function":
-        return tools, _named([choice], tools)
+        return Choice(tools=tools, forced=_named([choice], tools), is_single=True)
     if isinstance(choice, dict) and kind == "allowed_tools":
         inner = choice.get("allowed_tools", choice)
         allowed = inner.get("tools") if isinstance(inner, dict) else None
         mode = inner.get("mode", "auto") if isinstance(inner, dict) else None
         if isinstance(allowed, list) and mode in ("auto", "required"):
             allowed = _named(allowed, tools)
-            return allowed, _some(allowed) if mode == "required" else []
+            return Choice(tools=allowed, forced=_some(allowed) if mode == "required" else [])
     raise wrong(
         "tool_choice",
         'tool_choice: wanted auto, none, required, {"type": "function", "function": {"name": ...}}'

@@ -3,6 +3,7 @@ looks like a call."""
 
 import json
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,45 @@ def harmony(*calls):
     )
 
 
+def bare(value):
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        keys = [key if re.fullmatch(r"\w+", key) else bare(key) for key in value]
+        parts = zip(keys, map(bare, value.values()), strict=True)
+        return "{" + ",".join(f"{key}:{part}" for key, part in parts) + "}"
+    return f"[{','.join(map(bare, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def gemma(*calls):
+    each = [f"<|tool_call>call:{c['name']}{bare(c['arguments'])}<tool_call|>" for c in calls]
+    return "".join(each)
+
+
+def glm(*calls, line="\n"):
+    return line.join(
+        f"<tool_call>{call['name']}{line}"
+        + "".join(
+            f"<arg_key>{key}</arg_key>{line}<arg_value>"
+            f"{found if isinstance(found, str) else json.dumps(found)}</arg_value>{line}"
+            for key, found in call["arguments"].items()
+        )
+        + "</tool_call>"
+        for call in calls
+    )
+
+
+def glm_47(*calls):
+    return glm(*calls, line="")
+
+
+def cohere(*calls):
+    each = [
+        {"tool_call_id": "0", "tool_name": c["name"], "parameters": c["arguments"]} for c in calls
+    ]
+    return "<|START_ACTION|>[\n    " + ",\n    ".join(map(json.dumps, each)) + "\n]<|END_ACTION|>"
+
+
 WRITERS = {
     "Hermes": hermes,
     "Llama 3": llama,
@@ -110,7 +150,12 @@ WRITERS = {
     "Granite": granite,
     "gpt-oss": harmony,
     "Apriel": apriel,
+    "Gemma 4": gemma,
+    "GLM-4.5": glm,
+    "GLM-4.7": glm_47,
+    "Cohere 2": cohere,
 }
+AS_TEXT = ("Qwen-Coder", "GLM-4.5", "GLM-4.7")  # values are text, whose types a schema tells
 
 
 def syntax(name, **fields):
@@ -249,7 +294,7 @@ def test_calls_that_are_not_as_the_template_says(name, text, said, calls, size):
         ("Llama 3", '{"name": "Bob", "parameters": {}}'),
         ("Llama 3", "<|pyth"),
         ("Llama 3", "<|python_tag|>print(1)"),
-        ("Qwen-Coder", "<tool_call><function=f><parameter=a>1</parameter>"),
+        ("Qwen-Coder", "<tool_call><function=f><parameter=a"),
         ("Qwen-Coder", "<function=f"),
         ("DeepSeek", f"{BEGIN}{CALL}function{SEP}f\n```json\nnone"),
         ("DeepSeek 3.1", f"{CALL}f{SEP}"),
@@ -351,7 +396,9 @@ PIECES = [
     '"arguments": {"a": "', '"parameters": ', "1", "1e999", "NaN", "null", " ", ";", "<|tool_call|>",
     "<|python_tag|>", BEGIN, END, CALL, CALL_END, SEP, "```json\n", "```", "<|channel|>", "\ufffd",
     "<|message|>", "<|end|>", "<|start|>assistant", "analysis", "commentary", " to=functions.f", "é",
-    "<think>", "</think>",
+    "<think>", "</think>", "<|tool_call>", "<tool_call|>", "call:f{", "<|channel>", "<channel|>",
+    "thought\n", "<arg_key>", "</arg_key>", "<|START_ACTION|>", "<|END_ACTION|>", "[THINK]",
+    "<|START_RESPONSE|>", "<|END_RESPONSE|>",
 ]  # fmt: skip
 
 
@@ -371,7 +418,8 @@ def random_text(chance):
 
 
 def random_calls(chance, name):
-    keys = ("a", "b", "c") if name == "Qwen-Coder" else ("", "a", 'b"', "</x>")
+    are_plain = name in (*AS_TEXT, "Gemma 4")
+    keys = ("a", "b", "c") if are_plain else ("", "a", 'b"', "</x>")
     calls = []
     for _ in range(chance.randint(1, 3)):
         given = {key: random_value(chance) for key in chance.sample(keys, chance.randrange(3))}
@@ -429,9 +477,11 @@ def test_random_calls_are_read_back(name):
         text = WRITERS[name](*calls)
         voice = cut_output(syntax(name), chance, text)
         read = [(call.name, json.loads(call.arguments)) for call in voice.calls]
-        if name != "Qwen-Coder":
+        if name not in AS_TEXT:
             assert (voice.content, read) == ("", calls_of(*calls)), text
-        elif "</parameter>" not in json.dumps(calls):  # without schemas, only names are certain
+        elif not re.search(
+            "</parameter>|<parameter=", json.dumps(calls)
+        ):  # without schemas, only names are certain
             assert [call[0] for call in read] == [call["name"] for call in calls], text
 
 
@@ -452,7 +502,7 @@ def test_the_time_of_an_answer_full_of_marks_is_linear(name):
     ):
         text = begun * (200_000 // len(begun))
         began = time.process_time()
-        assert split(name, text, 4000)[1] == []
+        assert len(split(name, text, 4000)[1]) <= 1
         assert time.process_time() - began < 5
 
 
@@ -461,7 +511,7 @@ def test_the_time_of_an_answer_full_of_marks_is_linear(name):
 
 @pytest.mark.parametrize(
     "template", ["<|start_header_id|>{{ tools }}parameters<function=x>{}", "{{ messages }}", "{{ tools }}", "<tool_call> without", "{% if tools %}<call>",
-                 "{{ tools }}<tool_call>f\n<arg_key>a</arg_key>arguments"],
+                 "{{ tools }}<tool>f\n<arg_key>a</arg_key>arguments"],
 )  # fmt: skip
 def test_a_template_with_an_unknown_format_of_calls(template):
     assert format_of(template).describes_tools

@@ -16,6 +16,7 @@ from hotsplit.runtime.text.overlap import overlap
 MAX_CALLS = 128
 
 Kind = Literal["content", "reasoning", "calls", "markup"]
+End = Literal["open", "whole", "cut"]  # of the text so far: more may follow, all, cut by a limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +64,18 @@ class HeldText:
         self._mark, self._scanner = mark, Scanner()
         self._steps = parse(self._scanner, self._rules.tools)
 
-    def read(self, *, is_over: bool) -> Part | None:
+    def read(self, end: End) -> Part | None:
         """Reads on; the part with the calls, or with what proved to be text, or None if that is
         not known yet."""
         assert self._steps is not None
-        self._scanner.text, self._scanner.is_over = self.text, is_over
+        self._scanner.text = self.text
+        self._scanner.is_over, self._scanner.is_cut = end != "open", end == "cut"
         try:
             next(self._steps)
             return None
-        except StopIteration as end:
+        except StopIteration as found:
             part = self.take("calls", self._scanner.at)
-            part = Part(kind="calls", text=part.text, calls=tuple(self._numbered(end.value)))
+            part = Part(kind="calls", text=part.text, calls=tuple(self._numbered(found.value)))
         except Unfinished:
             part = self.take("content", len(self.text))
         except Malformed:
@@ -114,12 +116,14 @@ class AnswerReader:
             separators = known.calls.separators
         self._between = re.compile(rf"[\s{re.escape(separators)}]*")
         self._thoughts = {marks.begin: marks for marks in known.reasoning}
-        self._everywhere = (
-            *self._calls,
-            *known.hidden,
-            *((*BEGINS, *ENDS) if known.has_channels else ()),
-            *(m.begin for m in known.reasoning if m.is_anywhere and not known.has_channels),
-        )
+        # Special tokens without a place in an answer: also the end of reasoning that never began.
+        anywhere = [marks for marks in known.reasoning if marks.is_anywhere]
+        self._dropped = (*known.hidden, *(marks.end for marks in anywhere))
+        self._everywhere: tuple[str, ...] = (
+            *self._calls, *self._dropped, *(marks.begin for marks in anywhere),
+        )  # fmt: skip
+        if known.has_channels:
+            self._everywhere = (*BEGINS, *ENDS)
         self._inside: Reasoning | None = opened  # the marks of the reasoning that goes on
         self._may_skip = [] if opened is None else [opened.label, "\n"]  # behind the opening mark
         self._is_blank = opened is None  # nothing but space since what is before
@@ -149,26 +153,26 @@ class AnswerReader:
 
     def push(self, text: str) -> list[Part]:
         self._held.text += text
-        return list(self._parts(is_over=False))
+        return list(self._parts("open"))
 
-    def flush(self) -> list[Part]:
-        """The rest, at the end of the answer."""
-        return list(self._parts(is_over=True))
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
+        """The rest, at the end of the answer. `is_cut`: a limit has ended it, not the model."""
+        return list(self._parts("cut" if is_cut else "whole"))
 
-    def _parts(self, *, is_over: bool) -> Iterator[Part]:
+    def _parts(self, end: End) -> Iterator[Part]:
         gets_on = True
         while self._held.text and gets_on:
             if self._held.is_reading:
-                gets_on = yield from self._call(is_over)
+                gets_on = yield from self._call(end)
             elif self._inside is not None:
-                gets_on = yield from self._reasoning(self._inside, is_over)
+                gets_on = yield from self._reasoning(self._inside, end)
             elif self._is_blank:
-                gets_on = yield from self._blank(is_over)
+                gets_on = yield from self._blank(end)
             else:
-                gets_on = yield from self._content(is_over)
+                gets_on = yield from self._content(end)
 
-    def _call(self, is_over: bool) -> Generator[Part, None, bool]:
-        part = self._held.read(is_over=is_over)
+    def _call(self, end: End) -> Generator[Part, None, bool]:
+        part = self._held.read(end)
         if part is None:
             return False
         self._is_blank = part.kind == "calls"
@@ -180,12 +184,12 @@ class AnswerReader:
         yield part
         return True
 
-    def _reasoning(self, marks: Reasoning, is_over: bool) -> Generator[Part, None, bool]:
+    def _reasoning(self, marks: Reasoning, end: End) -> Generator[Part, None, bool]:
         """Reads reasoning up to its end. Returns whether it got there."""
         held = self._held
         if self._may_skip:
             text = self._may_skip[0]
-            if not is_over and len(held.text) < len(text) and text.startswith(held.text):
+            if end == "open" and len(held.text) < len(text) and text.startswith(held.text):
                 return False
             del self._may_skip[0]
             if text and held.text.startswith(text):
@@ -197,7 +201,7 @@ class AnswerReader:
             # Marks that are special tokens end it, even if its own is missing.
             ends = (f"\n{marks.end}", marks.end)
             cuts = self._everywhere if marks.is_anywhere else ()
-        at, mark = self._next_mark((*ends, *cuts), is_over)
+        at, mark = self._next_mark((*ends, *cuts), end)
         if at:
             yield self._thought("reasoning", at)
         if not mark:
@@ -211,7 +215,7 @@ class AnswerReader:
     def _thought(self, kind: Kind, count: int) -> Part:
         return self._held.take(kind if self._splits else "content", count)
 
-    def _blank(self, is_over: bool) -> Generator[Part, None, bool]:
+    def _blank(self, end: End) -> Generator[Part, None, bool]:
         """Reads the space at the beginning, or behind a call or reasoning, and the mark behind
         it."""
         held = self._held
@@ -222,8 +226,8 @@ class AnswerReader:
         if mark := next((mark for mark in marks if rest.startswith(mark)), ""):
             if count:
                 yield held.take("markup", count)
-            return (yield from self._begin(mark, is_over))
-        if not is_over and any(mark.startswith(rest) for mark in (*marks, " ")):
+            return (yield from self._begin(mark, end))
+        if end == "open" and any(mark.startswith(rest) for mark in (*marks, " ")):
             return False
         is_markup = self._before == "reasoning" or (self._before == "calls" and not rest)
         if count and is_markup:
@@ -235,42 +239,48 @@ class AnswerReader:
     def _marks_of_blank(self) -> tuple[str, ...]:
         if self._format.has_channels:
             return self._everywhere if self._has_begun else (*self._everywhere, TO)
-        first = () if self._has_text else tuple(self._first_calls)
-        return (*self._everywhere, *first, *(() if self._has_text else self._thoughts))
+        if self._has_text:
+            return self._everywhere
+        wrapper = self._format.wrapper[:1] if self._before == "reasoning" else ()
+        return (*self._everywhere, *self._first_calls, *self._thoughts, *wrapper)
 
-    def _content(self, is_over: bool) -> Generator[Part, None, bool]:
+    def _content(self, end: End) -> Generator[Part, None, bool]:
         """Reads text up to the next mark. Returns whether there is one."""
-        at, mark = self._next_mark(self._everywhere, is_over)
+        at, mark = self._next_mark(self._everywhere, end)
         if at:
             yield self._held.take("content", at)
-        return (yield from self._begin(mark, is_over)) if mark else False
+        return (yield from self._begin(mark, end)) if mark else False
 
-    def _next_mark(self, marks: Sequence[str], is_over: bool) -> tuple[int, str]:
+    def _next_mark(self, marks: Sequence[str], end: End) -> tuple[int, str]:
         """(place of the first mark, the mark), or (characters that belong to none, "")."""
         text = self._held.text
         at, mark = min(
             ((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(len(text), "")
         )
-        if not mark and not is_over:
+        if not mark and end == "open":
             at -= max((overlap(text, mark) for mark in marks), default=0)
         return at, mark
 
-    def _begin(self, mark: str, is_over: bool) -> Generator[Part, None, bool]:
+    def _begin(self, mark: str, end: End) -> Generator[Part, None, bool]:
         """Takes the mark at the beginning of the held text, or begins to read what it begins."""
         held = self._held
         if self._format.has_channels:
-            return (yield from self._message(mark, is_over))
+            return (yield from self._message(mark, end))
         if mark in self._thoughts:
             marks = self._thoughts[mark]
             yield self._thought("markup", len(mark))
             self._inside, self._may_skip = marks, [marks.label, "\n"]
-        elif mark in self._format.hidden:
+        elif mark in self._dropped:
             yield held.take("markup", len(mark))
+        elif mark in self._format.wrapper:
+            yield held.take("markup", len(mark))
+            if mark == self._format.wrapper[0]:
+                self._everywhere = (*self._everywhere, self._format.wrapper[1])
         else:
             held.begin(mark, {**self._calls, **self._first_calls}[mark])
         return True
 
-    def _message(self, mark: str, is_over: bool) -> Generator[Part, None, bool]:
+    def _message(self, mark: str, end: End) -> Generator[Part, None, bool]:
         """Reads the end of a message, or the header of one."""
         held = self._held
         if mark in ENDS:
@@ -279,7 +289,7 @@ class AnswerReader:
             self._is_blank, self._before = True, "nothing"
             return True
         tools = self._rules.tools if self._rules is not None else {}
-        header = header_of(held.text, tools, is_over=is_over)
+        header = header_of(held.text, tools, is_over=end != "open")
         if header is None:
             return False
         self._has_begun, self._is_blank, self._channel = True, False, header.channel

@@ -15,8 +15,10 @@ Tool = Mapping[str, Any]  # a tool of a chat: {"type": "function", "function": {
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _MAX_ID = 64  # characters
-# Names of the arguments in a call. A model may use the other one of what its template says.
-_ARGUMENTS = ("arguments", "parameters")
+# What models call a call's arguments, whatever their template says, in small letters.
+_ARGUMENTS = frozenset({"arguments", "parameters", "args", "params", "input", "kwargs"})
+_NAMES = ("name", "tool_name", "function")
+_OTHERS = frozenset({*_NAMES, "id", "type", "index", "tool_call_id"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +79,53 @@ def call_of(name: object, arguments: object, call_id: object = None) -> Call:
     )
 
 
-def calls_of(found: object) -> list[Call]:
+def calls_of(found: object, tools: Mapping[str, Mapping[str, object]]) -> list[Call]:
     """The calls in a value of JSON: an object with a name and arguments, also inside `function`, or
-    a list of such objects. Raises Malformed."""
+    a list of such objects. `tools`: names with schemas. Raises Malformed."""
     items = found if isinstance(found, list) else [found]
     if not items:
         raise Malformed
-    return [_call_of_object(item) for item in items]
+    return [_call_of_object(item, tools) for item in items]
 
 
-def _call_of_object(item: object) -> Call:
+def _call_of_object(item: object, tools: Mapping[str, Mapping[str, object]]) -> Call:
     if not isinstance(item, dict):
         raise Malformed
     inner = item.get("function")
     function: Mapping[str, object] = inner if isinstance(inner, dict) else item
-    given = (function.get(key) for key in _ARGUMENTS)
-    arguments = next((value for value in given if value is not None), None)
-    return call_of(function.get("name"), arguments, item.get("id"))
+    name = next((function[key] for key in _NAMES if isinstance(function.get(key), str)), None)
+    schema = tools.get(name, {}) if isinstance(name, str) else {}
+    return call_of(name, _arguments(function, schema), item.get("id"))
+
+
+def _arguments(function: Mapping[str, object], schema: Mapping[str, object]) -> object:
+    """The arguments of a call under any of their names or, if those are empty, beside the
+    function's name. Raises Malformed where a call would lose some: if there are several arguments,
+    or keys that are neither arguments nor parameters of the function."""
+    given = {
+        key: value
+        for key, value in function.items()
+        if key.lower() in _ARGUMENTS and _may_be_arguments(value)
+    }
+    full = [value for value in given.values() if value not in (None, {}) and value != ""]
+    if len(full) > 1:
+        raise Malformed
+    if full:
+        return full[0]
+    beside = {k: v for k, v in function.items() if k not in given and k not in _OTHERS}
+    properties = schema.get("properties")
+    if beside and isinstance(properties, dict) and beside.keys() <= properties.keys():
+        return beside
+    if beside and not given:
+        raise Malformed
+    return None
+
+
+def _may_be_arguments(value: object) -> bool:
+    """Whether it is an object, JSON of one in a string, or nothing."""
+    if isinstance(value, str):
+        return not value.strip() or value.lstrip().startswith("{")
+    return value is None or isinstance(value, dict)
 
 
 def new_id() -> str:

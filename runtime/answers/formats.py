@@ -4,6 +4,7 @@ A template tells its model how to answer, so the format is found by the template
 marks or channels, the form of tool calls, what ends an answer. Of a form of calls that is not known
 here, or a template without tools, the tools are described in Hermes's words (see described)."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,11 @@ from hotsplit.runtime.answers.parsers import (
     DEEPSEEK_CALL_END,
     DEEPSEEK_END,
     DEEPSEEK_SEP,
+    QUOTE,
     Parser,
+    action,
+    arg_tags,
+    bare_keys,
     deepseek,
     granite,
     hermes,
@@ -24,6 +29,8 @@ from hotsplit.runtime.answers.parsers import (
     qwen_xml,
 )
 from hotsplit.runtime.text.codec import TextCodec
+
+_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +57,12 @@ class Reasoning:
 class Written:
     """How a model writes calls, for a grammar: `call` between `begin` and `end`, several of them
     with `between`. `before` may come first. {name} stands for the name, {string} for the name as
-    JSON, {object} for the arguments as JSON, {parameters} for those as tags, and {text} for any
-    text up to the token that follows it."""
+    JSON, {object} for the arguments as JSON, {bare} for an object whose keys have no quotes, and
+    {text} for any text up to the token that follows it; {parameters} for the arguments one by one,
+    each as `parameter` with {key} and {value}."""
 
     call: str
+    parameter: str = ""
     before: str = ""
     begin: str = ""
     between: str | None = "\n"  # None: only one call
@@ -65,17 +74,37 @@ class Written:
         texts = [
             self.call.format(
                 name=name, string=json_text(name), object=json_text(arguments),
-                parameters="".join(map(_parameter, arguments.items())),
+                bare=bare_text(arguments),
+                parameters="".join(
+                    self.parameter.format(key=key, value=plain_text(value))
+                    for key, value in arguments.items()
+                ),
             )
             for name, arguments in calls
         ]  # fmt: skip
         return f"{self.begin}{between.join(texts)}{self.end}"
 
 
-def _parameter(item: tuple[str, object]) -> str:
-    key, value = item
-    text = value if isinstance(value, str) else json_text(value)
-    return f"<parameter={key}>\n{text}\n</parameter>\n"
+def plain_text(value: object) -> str:
+    """A string as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json_text(value)
+
+
+def bare_key(key: str) -> str:
+    """A key without quotes, or between tokens if it is no word."""
+    return key if _WORD.fullmatch(key) else bare_text(key)
+
+
+def bare_text(value: object) -> str:
+    """A value whose strings are between tokens and whose keys have no quotes."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, Mapping):
+        members = [f"{bare_key(key)}:{bare_text(part)}" for key, part in value.items()]
+        return f"{{{','.join(members)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(bare_text, value))}]"
+    return json_text(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +125,8 @@ class AnswerFormat:
     """What the models of a family write after the prompt.
 
     `in_template`: texts by which a template is known, and `not_in_template` others that it does not
-    have. `hidden`: special tokens without a place in an answer. `ends`: tokens that end an answer,
+    have. `hidden`: special tokens without a place in an answer. `wrapper`: marks that may be around
+    the answer proper, behind reasoning. `ends`: tokens that end an answer,
     besides those of every model. `describes_tools`: the template does not tell the model how to
     call tools, so its tools have to be described."""
 
@@ -105,6 +135,7 @@ class AnswerFormat:
     not_in_template: tuple[str, ...] = ()
     reasoning: tuple[Reasoning, ...]
     hidden: tuple[str, ...] = ()
+    wrapper: tuple[str, ...] = ()
     calls: CallForm
     has_channels: bool = False
     ends: tuple[str, ...] = ()
@@ -157,10 +188,16 @@ _DEEPSEEK = {DEEPSEEK_BEGIN: deepseek, DEEPSEEK_CALL: deepseek}
 _DEEPSEEK_MARKS = (DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END, DEEPSEEK_END)
 _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
+_ARG_TAGS = (
+    "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+)  # fmt: skip
+
 THINK = Reasoning(begin="<think>", end="</think>")
 _CHANNEL = Reasoning(begin="<|channel>", label="thought", end="<channel|>", is_anywhere=True)
 _BRACKETS = Reasoning(begin="[THINK]", end="[/THINK]", is_anywhere=True)
 _START_END = Reasoning(begin="<|START_THINKING|>", end="<|END_THINKING|>", is_anywhere=True)
+
+_SENTENCES = Reasoning(begin="Here is my thought process:", end="Here is my response:")
 
 HERMES = CallForm(
     begins={"<tool_call>": hermes}, marks=("<tool_call>", "</tool_call>"),
@@ -182,13 +219,55 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
+        name="Gemma 4", in_template=("<|tool_call>", "<tool_call|>"), reasoning=(_CHANNEL,),
+        calls=CallForm(
+            begins={"<|tool_call>": bare_keys}, marks=("<|tool_call>", "<tool_call|>", QUOTE),
+            written=Written(call="<|tool_call>call:{name}{bare}<tool_call|>", between=""),
+        ),
+    ),
+    AnswerFormat(
+        name="Cohere 2", in_template=("<|CHATBOT_TOKEN|>", "<|START_ACTION|>"),
+        reasoning=(_START_END,),
+        hidden=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        calls=CallForm(
+            begins={"<|START_ACTION|>": action}, marks=("<|START_ACTION|>", "<|END_ACTION|>"),
+            written=Written(
+                begin="<|START_ACTION|>[\n    ", between=",\n    ", end="\n]<|END_ACTION|>",
+                call='{{"tool_call_id": "0", "tool_name": {string}, "parameters": {object}}}',
+            ),
+        ),
+    ),
+    AnswerFormat(
+        name="GLM-4.5", in_template=("<tool_call>", "<arg_key>"), not_in_template=("><arg_value>",),
+        reasoning=(THINK,), ends=("<|user|>", "<|observation|>"),
+        calls=CallForm(
+            begins={"<tool_call>": arg_tags}, marks=_ARG_TAGS,
+            written=Written(
+                call="<tool_call>{name}\n{parameters}</tool_call>",
+                parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+            ),
+        ),
+    ),
+    AnswerFormat(
+        name="GLM-4.7", in_template=("<tool_call>", "<arg_key>"),
+        reasoning=(THINK,), ends=("<|user|>", "<|observation|>"),
+        calls=CallForm(
+            begins={"<tool_call>": arg_tags}, marks=_ARG_TAGS,
+            written=Written(
+                call="<tool_call>{name}{parameters}</tool_call>", between="",
+                parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+            ),
+        ),
+    ),
+    AnswerFormat(
         name="Qwen-Coder", in_template=("<tool_call>", "<function=", "<parameter="),
         reasoning=(THINK,),
         calls=CallForm(
             begins={"<tool_call>": qwen_xml, "<function=": qwen_xml},
             marks=("<tool_call>", "</tool_call>"),
             written=Written(
-                call="<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+                call="<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
+                parameter="<parameter={key}>\n{value}\n</parameter>\n",
             ),
         ),
     ),
@@ -230,7 +309,8 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
-        name="Granite", in_template=("<|tool_call|>",), reasoning=(THINK,),
+        name="Granite", in_template=("<|tool_call|>",), reasoning=(THINK, _SENTENCES),
+        wrapper=("<response>", "</response>"),
         calls=CallForm(
             begins={"<|tool_call|>": granite, "<tool_call>": granite},
             marks=("<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>"),
@@ -248,7 +328,7 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
-        name="Hermes", in_template=("<tool_call>", "arguments"), not_in_template=("<arg_key>",),
+        name="Hermes", in_template=("<tool_call>", "arguments"),
         reasoning=(THINK,), calls=HERMES,
     ),
     AnswerFormat(

@@ -42,10 +42,21 @@ def _refuse_constant(name: str) -> float:
 
 
 class Scanner:
-    """`text` grows until `is_over`; the part before `at` has been read."""
+    """`text` grows until `is_over`; the part before `at` has been read. `is_cut`: a limit has ended
+    the answer, so that what has no end is not whole."""
 
     def __init__(self) -> None:
-        self.text, self.at, self.is_over = "", 0, False
+        self.text, self.at, self.is_over, self.is_cut = "", 0, False, False
+
+    def at_end(self) -> Steps[bool]:
+        """True if nothing follows. Raises Unfinished if something might have."""
+        while self.at == len(self.text):
+            if self.is_over and self.is_cut:
+                raise Unfinished
+            if self.is_over:
+                return True
+            yield
+        return False
 
     def space(self) -> Steps[None]:
         """Skips white space; waits for what follows it."""
@@ -90,25 +101,58 @@ class Scanner:
         if not is_there:
             raise Malformed
 
-    def until(self, *marks: str) -> Steps[str]:
-        """Reads up to the first of the marks, and returns that text without it."""
+    def close(self, *marks: str, least: int = 1) -> Steps[bool]:
+        """Reads the mark that ends a call, behind white space and perhaps a bracket too many;
+        returns whether it did. What the end of the answer has cut off counts, if `least` characters
+        are there."""
+        start = self.at
+        yield from self.space()
+        if self._is_cut_off(marks, least):
+            self.at = len(self.text)
+            return True
+        is_there = yield from self.skip(*marks)
+        if not is_there and (yield from self.skip("}", "]")):
+            is_there = yield from self.skip_after_space(*marks)
+        if not is_there:
+            self.at = start
+        return is_there
+
+    def _is_cut_off(self, marks: tuple[str, ...], least: int) -> bool:
+        rest = self.text[self.at :] if self.is_over else ""
+        return len(rest) >= least and any(mark.startswith(rest) for mark in marks)
+
+    def until(self, *marks: str, or_end: bool = False) -> Steps[str]:
+        """Reads up to the first of the marks, and returns that text without it. `or_end`: or up to
+        the end of an answer that is whole."""
         start, longest = self.at, max(map(len, marks))
         while True:
             places = [at for mark in marks if (at := self.text.find(mark, self.at)) >= 0]
             if places:
                 self.at = min(places)
                 return self.text[start : self.at]
+            if or_end and self.is_over and not self.is_cut:
+                self.at = len(self.text)
+                return self.text[start:]
             self.at = max(self.at, len(self.text) - longest + 1)
             yield from self._more()
 
     def word(self) -> Steps[str]:
         """Reads a name: characters other than space, quotes and brackets."""
-        return (yield from self._matched(_WORD))
+        return (yield from self.matched(_WORD))
 
     def json(self) -> Steps[object]:
         """Reads an object or a list, wherever its end is, and returns its value."""
         start = self.at
         yield from self._pass_value()
+        try:
+            return sound_json(self.text[start : self.at])
+        except ValueError as error:
+            raise Malformed from error
+
+    def json_string(self) -> Steps[object]:
+        """Reads a string between quotes, and returns its value."""
+        start = self.at
+        yield from self._pass_string()
         try:
             return sound_json(self.text[start : self.at])
         except ValueError as error:
@@ -126,7 +170,7 @@ class Scanner:
             raise Unfinished
         return self.text[self.at]
 
-    def _matched(self, pattern: re.Pattern[str]) -> Steps[str]:
+    def matched(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Reads what a pattern matches that may match more of a longer text."""
         start = self.at
         while True:
@@ -171,7 +215,7 @@ class Scanner:
         if character == '"':
             yield from self._pass_string()
         elif character in _BEGINS_SCALAR:
-            yield from self._matched(_NUMBER_OR_NAME)
+            yield from self.matched(_NUMBER_OR_NAME)
         else:
             raise Malformed
 

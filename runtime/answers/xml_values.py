@@ -15,12 +15,13 @@ _WORDS = {"True": True, "False": False, "None": None}  # as Python writes them
 
 def xml_value(text: str, schema: Schema, key: str) -> object:
     """The value of a parameter: what the text means as JSON where the schema has that type, else
-    the text. The line ends next to the tags do not belong to it."""
-    text = text.removeprefix("\n").removesuffix("\n")
+    the text. Nothing, or null, is null where the schema wants no string."""
     kinds = _kinds(schema, key)
     if kinds == {"string"}:
         return text
     word = text.strip()
+    if kinds is not None and "string" not in kinds and word.lower() in ("", "null", "none"):
+        return None
     try:
         value = _WORDS[word] if word in _WORDS else sound_json(word)
     except ValueError:
@@ -45,6 +46,12 @@ def _kinds(schema: Schema, key: str) -> set[str] | None:
     return types_of(part)
 
 
+def values_of(schema: Schema) -> list[object] | None:
+    """The values to which a schema limits a parameter; None if it does not."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None
+
+
 def types_of(part: object, depth: int = 0) -> set[str] | None:
     """The types of JSON that a schema allows; None if it does not say."""
     if not isinstance(part, dict) or depth > 8:
@@ -54,7 +61,7 @@ def types_of(part: object, depth: int = 0) -> set[str] | None:
         return {named}
     if isinstance(named, list):
         return {kind for kind in named if isinstance(kind, str)}
-    if isinstance(values := part.get("enum", [part["const"]] if "const" in part else None), list):
+    if (values := values_of(part)) is not None:
         return {kind for value in values for kind in [*_KINDS, "string"] if _named(value, kind)}
     for name in ("anyOf", "oneOf"):
         if isinstance(branches := part.get(name), list):

@@ -8,8 +8,9 @@ from string import Formatter
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.answers.calls import Tool, name_of, schema_of
-from hotsplit.runtime.answers.formats import CallForm
-from hotsplit.runtime.answers.xml_values import Schema, types_of
+from hotsplit.runtime.answers.formats import CallForm, bare_key, bare_text, plain_text
+from hotsplit.runtime.answers.parsers import QUOTE
+from hotsplit.runtime.answers.xml_values import Schema, types_of, values_of
 from hotsplit.runtime.generate.constraints import Constraint, tool_call_constraint
 from hotsplit.runtime.text.codec import TextCodec
 
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_SCHEMA_BYTES = 64 << 10  # of all tools together
 _OBJECT: dict[str, object] = {"type": "object"}
+_BARE_KEY = r'/[^\s,:{}\[\]"<]+/'
+_MAX_DEPTH = 8  # of schemas within each other that are enforced where keys have no quotes
 
 
 def forced_calls(
@@ -51,7 +54,7 @@ def _constraint(
     *,
     is_parallel: bool,
 ) -> Constraint:
-    written = _Grammar(codec, known.marks)
+    written = _Grammar(codec, known)
     grammar = written.of(known, names, schemas, is_parallel=is_parallel)
     return tool_call_constraint(grammar, written.schemas, codec)
 
@@ -59,9 +62,10 @@ def _constraint(
 class _Grammar:
     """Writes the Lark grammar of calls. `schemas`: of its rules that are JSON."""
 
-    def __init__(self, codec: TextCodec, marks: Sequence[str]) -> None:
+    def __init__(self, codec: TextCodec, known: CallForm) -> None:
         added = codec.tokenizer.get_added_tokens_decoder()
-        self._ids = {token.content: i for i, token in added.items() if token.content in marks}
+        self._ids = {token.content: i for i, token in added.items() if token.content in known.marks}
+        self._parameter, self._any = known.written.parameter, ""
         self._mark = re.compile("|".join(map(re.escape, self._ids)) or r"(?!)")
         self._rules: list[str] = []
         self.schemas: dict[str, dict[str, object]] = {}
@@ -100,31 +104,92 @@ class _Grammar:
                 yield self._json(schema)
             elif slot == "parameters":
                 yield from self._parameters(schema)
+            elif slot == "bare":
+                yield self._bare(schema, 0)
             elif slot == "text":
                 yield self._rule("/(?s:.*)/", is_terminal=True)
 
     def _parameters(self, schema: Schema) -> Iterator[str]:
+        head, tail = self._parameter.split("{value}")
         properties, required = schema.get("properties"), schema.get("required")
         for key, part in (properties if isinstance(properties, dict) else {}).items():
-            value = " ".join(self._value(part if isinstance(part, dict) else {}))
-            rule = " ".join([*self._literal(f"<parameter={key}>\n"), value, *self._literal("\n")])
+            value = self._value(part if isinstance(part, dict) else {}, tail)
+            rule = " ".join([*self._literal(head.format(key=key)), *value])
             is_required = isinstance(required, list) and key in required
             yield f"({rule})" if is_required else f"({rule})?"
 
-    def _value(self, schema: dict[str, object]) -> Iterator[str]:
-        """A parameter's text with its closing tag."""
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        kinds = types_of(schema)
-        if isinstance(values, list) and values:
-            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-            literals = [" ".join(self._literal(f"{text}\n</parameter>")) for text in texts]
+    def _value(self, schema: dict[str, object], tail: str) -> Iterator[str]:
+        """A parameter's text, and the tail that closes it."""
+        values, kinds = values_of(schema), types_of(schema)
+        if values:
+            literals = [" ".join(self._literal(plain_text(value) + tail)) for value in values]
             yield f"({' | '.join(literals)})"
         elif kinds is None or "string" in kinds:
-            end = json.dumps("\n</parameter>")
-            yield self._rule("/(?s:.*)/", f"[suffix={end}]")
+            yield from self._text_up_to(tail)
         else:
             yield self._json(schema)
-            yield from self._literal("\n</parameter>")
+            yield from self._literal(tail)
+
+    def _text_up_to(self, tail: str) -> Iterator[str]:
+        """Any text without the tail, and the tail."""
+        if self._mark.match(tail):
+            yield self._rule("/(?s:.*)/", is_terminal=True)
+            yield from self._literal(tail)
+        else:
+            yield self._rule("/(?s:.*)/", f"[suffix={json.dumps(tail)}]")
+
+    def _bare(self, schema: dict[str, object], depth: int) -> str:
+        """A value whose strings are between tokens and whose keys have no quotes; any value of
+        their types where the schema says more."""
+        values, kinds = values_of(schema), types_of(schema)
+        if values:
+            return f"({' | '.join(' '.join(self._literal(bare_text(value))) for value in values)})"
+        if kinds is None or depth > _MAX_DEPTH:
+            return self._bare_any()
+        forms = []
+        for kind in sorted(kinds):
+            if kind == "string":
+                forms.append(" ".join([*self._literal(QUOTE), *self._text_up_to(QUOTE)]))
+            elif kind == "object":
+                forms.append(self._bare_object(schema, depth))
+            elif kind == "array":
+                items = schema.get("items")
+                item = self._bare(items if isinstance(items, dict) else {}, depth + 1)
+                forms.append(f'"[" ({item} ("," {item})*)? "]"')
+            else:
+                forms.append(self._json({"type": kind}))
+        return self._rule(" | ".join(forms))
+
+    def _bare_object(self, schema: dict[str, object], depth: int) -> str:
+        """Properties in the schema's order; any object if it names none."""
+        properties, required = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, dict) or not properties:
+            anything, key = self._bare_any(), self._rule(_BARE_KEY, is_terminal=True)
+            return f'"{{" ({key} ":" {anything} ("," {key} ":" {anything})*)? "}}"'
+        behind, first, is_optional = "", list[str](), True  # of the members from here on
+        for key, part in reversed(properties.items()):
+            value = self._bare(part if isinstance(part, dict) else {}, depth + 1)
+            member = f"{' '.join(self._literal(f'{bare_key(key)}:'))} {value}"
+            is_required = isinstance(required, list) and key in required
+            first = [f"{member} {behind}", *([] if is_required else first)]
+            is_optional &= not is_required
+            rest = f'"," {member}' if is_required else f'("," {member})?'
+            behind = self._rule(f"{rest} {behind}")
+        return f'"{{" ({" | ".join(first)}){"?" if is_optional else ""} "}}"'
+
+    def _bare_any(self) -> str:
+        """Any value, as a rule that names itself."""
+        if not self._any:
+            self._any = f"any{len(self._rules)}"
+            text = " ".join([*self._literal(QUOTE), *self._text_up_to(QUOTE)])
+            key = self._rule(_BARE_KEY, is_terminal=True)
+            scalar = self._json({"type": ["number", "boolean", "null"]})
+            members = f'{key} ":" {self._any} ("," {key} ":" {self._any})*'
+            items = f'{self._any} ("," {self._any})*'
+            self._rules.append(
+                f'{self._any}: {text} | {scalar} | "{{" ({members})? "}}" | "[" ({items})? "]"'
+            )
+        return self._any
 
     def _json(self, schema: dict[str, object]) -> str:
         name = f"json{len(self.schemas)}"
