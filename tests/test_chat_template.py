@@ -3,7 +3,9 @@ one-line error."""
 
 import itertools
 import json
+import os
 import shutil
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -250,6 +252,77 @@ def test_close_waits_for_a_rendering(process, monkeypatch):
         assert text.result(30) == "1" and not is_early
         closed.result(30)
     assert process._worker is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_stop_is_the_owners(number, process):
+    """A service manager sends it to all processes of a service; answers in progress go on."""
+    assert process.render("it", "{{ 1 }}", {}) == "1"
+    os.kill(process._worker.pid, number)
+    assert process.render("it", "{{ 2 }}", {}) == "2"
+
+
+LOOKS_BACK = """\
+{%- for message in messages -%}
+    {%- set before = namespace(role=none, found=false) -%}
+    {%- for j in range(loop.index0 - 1, -1, -1) -%}
+        {%- if not before.found -%}
+            {%- if messages[j].role != 'tool' -%}
+                {%- set before.role = messages[j].role -%}
+                {%- set before.found = true -%}
+            {%- endif -%}
+        {%- endif -%}
+    {%- endfor -%}
+    {%- set after = namespace(text='', stopped=false) -%}
+    {%- for k in range(loop.index0 + 1, messages | length) -%}
+        {%- if after.stopped -%}
+        {%- elif messages[k].role != 'tool' -%}
+            {%- set after.stopped = true -%}
+        {%- else -%}
+            {%- set after.text = after.text + messages[k].content -%}
+        {%- endif -%}
+    {%- endfor -%}
+    {{- message.role ~ ' behind ' ~ before.role ~ ' before ' ~ after.text ~ ';' -}}
+{%- endfor -%}"""
+
+
+def test_4096_messages_of_which_each_looks_at_all_others(process):
+    """As in Gemma 4's template."""
+    roles = ["user", "assistant", "tool", "tool"] * 1024
+    messages = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
+    text = template(LOOKS_BACK, process).render(messages).split(";")
+    assert len(text) == 4097 and text[0] == "user behind None before "
+    assert text[4093] == "assistant behind user before 40944095"
+    assert text[4094] == "tool behind assistant before 4095"
+
+
+LOOPS = {
+    "flag": "{% for i in range(5) %}{% if not ns.a %}{{ i }}{% set ns.a = i == 3 %}{% endif %}{% endfor %}",
+    "empty branch": "{% for i in range(5) %}{% if ns.a %}{% elif i > 2 %}{% set ns.a = 1 %}{% endif %}"
+    "{% endfor %}{{ ns.a }}",
+    "its own variable": "{% for i in range(5) %}{% if i != 2 %}{{ i }}{% endif %}{% endfor %}",
+    "its own variable first": "{% for i in range(5) %}{% if i == 0 %}{% elif ns.b %}{% else %}{{ i }}"
+    "{% endif %}{% endfor %}",
+    "an attribute of it": "{% for m in messages[::-1] %}{% if m.role != 'user' %}{{ m.content }}{% endif %}"
+    "{% endfor %}",
+    "the loop": "{% for i in range(5) %}{% if not loop.first %}{{ i }}{% endif %}{% endfor %}",
+    "pairs": "{% for a, b in [[1, 0], [0, 1]][:] %}{% if a %}{{ b }}{% endif %}{% endfor %}",
+    "text around": "{% for i in range(5) %}-{% if not ns.a %}{{ i }}{% set ns.a = 1 %}{% endif %}{% endfor %}",
+    "else": "{% for i in range(5) %}{% if ns.a %}{{ i }}{% else %}{% set ns.a = i > 2 %}{% endif %}{% endfor %}",
+    "a call": "{% set x = [1, 2] %}{% macro f() %}{% set ns.b = ns.b + 1 %}{% endmacro %}"
+    "{% for i in range(5) %}{% if f() %}{% endif %}{% endfor %}{{ ns.b }}",
+    "a generator": "{% set x = messages | map(attribute='role') %}{% for i in x %}{% if ns.a %}{% endif %}"
+    "{% endfor %}{{ x | list }}",
+    "no item": "{% for i in range(0) %}{% if not ns.a %}{% endif %}{% else %}none{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_that_end_early_write_the_same(name, process, oracle):
+    text = "{% set ns = namespace(a=false, b=0) %}" + LOOPS[name]
+    messages = MESSAGES["three"]
+    want = oracle.apply_chat_template(messages, chat_template=text, tokenize=False)
+    assert template(text, process).render(messages, add_generation_prompt=False) == want
 
 
 def test_the_process_ends_with_its_owner():

@@ -3,8 +3,8 @@
 A template is a program by the author of the model file. jinja2's sandbox keeps it from Python's
 internals, and the operating system enforces further limits: the process has limited memory, and
 limited CPU time per rendering, and cannot open files or (unless it is root) start processes. A
-request is {"template": text, "variables": {...}}, its answer {"text": ...} or {"kind": "syntax" |
-"template" | "other" | "size", "error": ...}.
+request is {"template": text, "variables": {...}, "cpu_s": seconds}, its answer {"text": ...} or
+{"kind": "syntax" | "template" | "other" | "size", "error": ...}.
 
 Environment, filters and globals match transformers' apply_chat_template
 (utils/chat_template_utils.py), so that the outputs are equal."""
@@ -27,8 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from hotsplit.runtime.text import worker_inside
+from hotsplit.runtime.text.template_loops import end_idle_loops
 
-CPU_S = 0.5
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 16 << 20
 # Errors that a wrong template, or one that does not fit the messages, can raise.
@@ -50,6 +50,13 @@ class _Generation(Extension):
 
     def _content(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        end_idle_loops(template)
+        return template
 
 
 class _Namespace(Namespace):
@@ -98,7 +105,7 @@ def _reason(error: Exception) -> str:
 
 def _answer(request: dict) -> dict[str, str]:
     try:
-        with worker_inside.limited(CPU_S):
+        with worker_inside.limited(request["cpu_s"]):
             text = _compiled(request["template"]).render(**request["variables"])
     except TemplateSyntaxError as error:
         return {"kind": "syntax", "error": _one_line(f"{error.message} (line {error.lineno})")}
@@ -115,7 +122,7 @@ def _answer(request: dict) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _compiled(text: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json

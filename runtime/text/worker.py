@@ -14,8 +14,12 @@ from hotsplit.runtime.text import worker_inside
 # A worker limits its own time; this limit is for one that is stopped, or hangs in the kernel.
 WALL_S = worker_inside.WALL_S + 1.0
 # Modules of hotsplit are found without running its __init__, or reading the site's .pth files.
+# Signals to stop are the owner's to handle, also where a service manager sends them to all of its
+# processes: a worker ends when its connection does.
 _START = """\
-import json, sys, types
+import json, signal, sys, types
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
 for name, folders in json.loads(sys.argv[2]).items():
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = folders
