@@ -78,7 +78,15 @@ SOURCES := CMakeLists.txt $(shell find src $(STAGES) -name '*.py' \
 
 setup: build  ## .venv with an editable hotsplit and all that it needs
 
+# Before anything is downloaded: a Python that will do, and a compiler with its standard library.
 .venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys, venv, ensurepip; assert sys.version_info >= (3, 11)" 2>/dev/null || \
+	  { echo "set-up: $(PYTHON) has to be Python 3.11 or later with venv: install it (on Debian and Ubuntu:" \
+	    "apt install python3 python3-venv), or name another: make setup PYTHON=python3.12" >&2; exit 1; }
+	@for compiler in $${CXX:-c++ g++ clang++}; do \
+	  echo '#include <vector>' | $$compiler -std=c++17 -fsyntax-only -x c++ - 2>/dev/null && exit; done; \
+	  echo "set-up: no C++17 compiler among $${CXX:-c++, g++, clang++}: install one (on Debian and Ubuntu:" \
+	    "apt install g++; on Fedora: dnf install gcc-c++), or name it in the variable CXX" >&2; exit 1
 	@echo "== set-up: a virtual environment in .venv (all of the set-up takes a few minutes, once)"
 	@$(PYTHON) -m venv .venv
 	@echo "== set-up: cmake, ninja and scikit-build-core, which build the C++"

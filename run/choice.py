@@ -45,6 +45,7 @@ from hotsplit.system.sizes import format_bytes
 # than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
+NEARLY = 0.1  # of a budget that a model may exceed; by default a tenth of the free memory is left
 LEAST_GAIN = 0.1  # share of a token's bytes saved that is worth minutes of training
 
 
@@ -101,7 +102,8 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     room = _usable(model, context, room)
     first = sum(room.gpus[:1])
     texts = wishes.engine.num_sequences
-    fits = wishes.engine.kv_offload is None and run_bytes(model, context, first, texts) <= first
+    size = run_bytes(model, context, first, texts)
+    fits = wishes.engine.kv_offload is None and size <= first
     fits = fits and not model.spec.has_experts  # a mixture is on a GPU by a plan alone
     budgets = () if fits or not room.gpus else room.gpus
     predictors, mode_line = choose_predictors(
@@ -113,7 +115,8 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     where = (has_gpu and why_cpu) or _where_line(wishes, room, budgets, context, has_gpu=has_gpu)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
     rotary = _position_lines(model, wishes, context)
-    lines = (type_line, *notes, mode_line, *given.lines, where, *rotary)
+    advice = _fits_lines(model, wishes, size, first)
+    lines = (type_line, *notes, mode_line, *given.lines, where, *advice, *rotary)
     return Choice(
         model=model, outtype=outtype, layout=layout, is_converted=own is None, device=device,
         predictors=predictors, budgets=budgets, context_length=context, lines=lines,
@@ -226,7 +229,7 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
     least = min(sizes, key=lambda kind: sizes[kind])
     return least, (
         f"type {least or source.own_type}: the smallest there is, and its"
-        f" {_too_large(sizes[least], memory)}"
+        f" {_too_large(sizes[least], room)}"
     )
 
 
@@ -234,11 +237,12 @@ def _fits(size: int, limit: int, place: str) -> str:
     return f"{format_bytes(size)} with its context, out of {format_bytes(limit)} of {place}"
 
 
-def _too_large(size: int, memory: int) -> str:
-    return (
-        f"{format_bytes(size)} are more than the {format_bytes(memory)} of memory: weights will be"
-        " read from the disk, token by token, slowly"
-    )
+def _too_large(size: int, room: Room) -> str:
+    """Without a GPU there is no plan that would be refused, and the rest stays in the mapped file."""
+    line = f"{format_bytes(size)} are more than the {format_bytes(room.main + sum(room.gpus))}"
+    if room.gpus:
+        return f"{line} of both memories that a model should take"
+    return f"{line} of memory: weights will be read from the disk, token by token, slowly"
 
 
 def _own_type_line(source: Source, model: ModelFile, wishes: Wishes, room: Room) -> str:
@@ -249,10 +253,10 @@ def _own_type_line(source: Source, model: ModelFile, wishes: Wishes, room: Room)
     line = f"type {model.own_type}: {why}"
     if size <= memory:
         return f"{line} ({_fits(size, memory, 'memory')})"
-    return (
-        f"{line}; its {_too_large(size, memory)}; a smaller file, or --outtype {BY_QUALITY[-1]}, reads"
-        " less"
-    )
+    own, smallest = BY_NAME[model.own_type], BY_NAME[BY_QUALITY[-1]]
+    is_smaller = smallest.bytes_per_value < own.bytes_per_value
+    advice = f", or --outtype {smallest.name}," if is_smaller else ""
+    return f"{line}; its {_too_large(size, room)}; a smaller file{advice} reads less"
 
 
 def _other_type(source: Source, model: ModelFile, size: int, room: Room) -> str:
@@ -357,6 +361,20 @@ def predictor_share(model: ModelFile) -> float:
 
 
 # ---- the place ----------------------------------------------------------------------------------
+
+
+def _fits_lines(model: ModelFile, wishes: Wishes, size: int, budget: int) -> list[str]:
+    """Names the better program for a model that fits into the first GPU, or nearly, and has nothing to
+    skip."""
+    reads_all = model.spec.has_experts or computes_every_neuron(model, wishes.engine.mode)
+    if not budget or size > (1 + NEARLY) * budget or not reads_all:
+        return []
+    of = f"{format_bytes(size)} with its context, for {format_bytes(budget)} of VRAM"
+    if size <= budget:
+        return [f"it fits: use llama.cpp, which is at least as fast where all is on the GPU ({of})"]
+    return [
+        f"it fits but for {size / budget - 1:.0%}: use llama.cpp, with a shorter context if need be ({of})"
+    ]
 
 
 def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:

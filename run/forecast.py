@@ -67,6 +67,14 @@ class Forecast:
     placed: str
     assumed: tuple[str, ...]
 
+    @property
+    def is_faster_on_cpu(self) -> bool:
+        """True if the CPU alone is faster than a GPU that holds everything, and could hold it; a plan
+        takes that into account itself."""
+        needed = sum(self.gpu_bytes.values()) + self.cpu_bytes["embedding"]
+        is_whole = bool(self.budgets) and self.gap is None
+        return is_whole and needed <= self.host_bytes and self.cpu_only_s < self.token_s
+
 
 def source_of(
     given: Path, activation: str | None, tokenizer: Path | None, scratch: Path

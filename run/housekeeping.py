@@ -16,6 +16,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
 from hotsplit.run.keys import STAGES
 from hotsplit.run.rates import FILE as RATES
+from hotsplit.run.said import FILE as SAID
 from hotsplit.system.cache_place import PREFETCH_FILE
 
 State = Literal["ready", "unfinished", "stale"]
@@ -55,8 +56,8 @@ def list_cache(cache: Path) -> tuple[CachedArtifact, ...]:
 
 def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -> Cleared:
     """Removes artifacts: all, or those with these names (of a folder, a kind or a source), and with
-    `stale_only` only stale and unfinished ones. Removing all includes the results of GPU checks and
-    the rates.
+    `stale_only` only stale and unfinished ones. Removing all includes the results of GPU checks,
+    the rates, and what was said.
 
     Raises HotsplitError for a name that matches nothing."""
     artifacts = list_cache(cache)
@@ -78,7 +79,7 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
             kept.append((each.name, why))
     if not names and not stale_only:
         forget_checks(cache)
-        for file in (RATES, PREFETCH_FILE):
+        for file in (RATES, SAID, PREFETCH_FILE):
             with suppress(OSError):
                 (cache / file).unlink()
     return Cleared(removed=tuple(removed), num_bytes=count, kept=tuple(kept))

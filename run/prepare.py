@@ -27,6 +27,7 @@ from hotsplit.run.estimate import (
 )
 from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates, machine_key
+from hotsplit.run.said import is_new
 from hotsplit.run.source import Source
 from hotsplit.run.stages import Job
 
@@ -150,15 +151,17 @@ def job_of(
     is_verified: bool | None = None,
     room: Room | None = None,
     is_here: bool = True,
+    says_again: bool = False,
 ) -> Job:
-    """Decides everything that can be decided before any stage runs, and says why. `room`: the memory to
-    use, of another machine unless `is_here`. Raises HotsplitError for a source that cannot be run with
-    these options."""
+    """Decides everything that can be decided before any stage runs, and says why, if that was not said
+    of this source before or `says_again`. `room`: the memory to use, of another machine unless
+    `is_here`. Raises HotsplitError for a source that cannot be run with these options."""
     here = room_here(wishes.vram, wishes.engine.device) if room is None else room
     choice = choose(source, wishes, here)
     _check_tokens(choice, wishes)
-    for line in choice.lines:
-        cache.say(line)
+    if says_again or is_new(cache.folder, source.identity, choice.lines):
+        for line in choice.lines:
+            cache.say(line)
     job = Job(
         source=source, choice=choice, wishes=wishes, texts=texts, cache=cache,
         rates=Rates.load(cache.folder, digest(machine_key())),

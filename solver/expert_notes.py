@@ -156,19 +156,19 @@ def _full_words(pipeline: Pipeline, steps: Sequence[Step]) -> str:
 
 
 def more_line(pipeline: Pipeline, answer: Answer, *, time_limit_s: float) -> str | None:
-    """What MORE_BYTES more on the first GPU would bring, by the plan for them; None if no expert is on
-    the CPU."""
+    """What MORE_BYTES more on the first GPU would bring, or as many as hold the whole model, by the plan
+    for them; None if no expert is on the CPU, or if all would fit already."""
     problem, routed = pipeline.model, pipeline.model.replayed
-    if answer.placement.hot_LF[routed].all():
-        return None
     first, *others = pipeline.problems
-    larger = replace(
-        pipeline, problems=(first.with_budget(first.budget_bytes + MORE_BYTES), *others)
-    )
+    missing = first.placeable_bytes + first.workspace_bytes - first.budget_bytes
+    if missing <= 0 or answer.placement.hot_LF[routed].all():
+        return None
+    more = min(MORE_BYTES, missing)
+    larger = replace(pipeline, problems=(first.with_budget(first.budget_bytes + more), *others))
     found = find_plan(larger, time_limit_s=time_limit_s, known=[answer.plan])
     assert found is not None, "this plan fits"
     gain = answer.objective_s / found.objective_s - 1
-    size = f"{format_bytes(MORE_BYTES)} more of GPU memory"
+    size = f"{format_bytes(more)} more of GPU memory"
     if gain < WORTH_IT:
         return f"{size} would make a token less than {WORTH_IT:.0%} faster"
     count, number = int(found.placement.num_hot_L[routed].sum()), problem.num_neurons * len(routed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hotsplit.artifacts.changed_model import with_rope_scaling
-from hotsplit.artifacts.data_sheets import load_machine
+from hotsplit.artifacts.data_sheets import has_assumed_memory, load_machine
 from hotsplit.artifacts.limits_file import check_made_with
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -28,6 +28,7 @@ from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.multi_gpu import Groups, Pipeline
 from hotsplit.solver.problem_builder import build_problem
+from hotsplit.system.sizes import format_bytes
 
 # Computes the bytes that a device needs besides weights and KV cache, for a model, a context, a mode, a
 # number of texts and the budget of a GPU (0: there is none).
@@ -123,6 +124,15 @@ class Inputs:
         if not self.swapped_rows:
             return None
         return CacheSize(most_rows=self.swapped_rows, packs_bits=not runs_predictors(self.mode))
+
+    @property
+    def host_words(self) -> str:
+        """The budget of main memory in words, and how to give another where it is a guess."""
+        words = f"{format_bytes(self.host_budget)} of main memory"
+        is_guess = (
+            has_assumed_memory(self.machine) and self.host_budget == self.machine.memory_bytes
+        )
+        return f"{words} (assumed; --host-budget gives another size)" if is_guess else words
 
     @property
     def always_on_host(self) -> int:

@@ -13,7 +13,7 @@ from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus
 from hotsplit.system.sizes import format_bytes
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,8 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     budgets, problem = smallest.budgets, pipeline.model
     if inputs.swapped_rows and budgets is None and smallest.host is not None:
         return (
-            f"{format_bytes(inputs.host_budget)} of main memory do not hold the plan with a neuron cache,"
-            " which keeps a copy of each hot neuron there; with this budget of GPU memory the"
-            f" smallest --host-budget that holds one is {_size(smallest.host)}, or leave"
+            f"{inputs.host_words} do not hold the plan with a neuron cache, which keeps a copy of"
+            f" each hot neuron there; with this budget of GPU memory the smallest --host-budget that holds one is {_size(smallest.host)}, or leave"
             " --neuron-cache out"
         )
     if pipeline.num_gpus == 1 and not pipeline.need_bytes and budgets is not None:
@@ -142,8 +141,8 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
         if inputs.kv_offload is not None:
             what = "the embedding, the workspace and the keys and values"
         return (
-            f"{format_bytes(inputs.host_budget)} of main memory hold no plan: {what}, which are always"
-            f" there, take {format_bytes(inputs.always_on_host)}; with these budgets of GPU memory the smallest"
+            f"{inputs.host_words} hold no plan: {what}, which are always there, take"
+            f" {format_bytes(inputs.always_on_host)}; with these budgets of GPU memory the smallest"
             f" --host-budget that works is {_size(smallest.host)}{shorter}"
         )
     now = tuple(problem.budget_bytes for problem in pipeline.problems)
@@ -151,8 +150,8 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     named += [] if smallest.host is None else [f"{_size(smallest.host)} of main memory"]
     given = " + ".join(map(format_bytes, now))
     return (
-        f"{inputs.paths[0]}: does not fit into {given} of GPU memory and"
-        f" {format_bytes(inputs.host_budget)} of main memory; the smallest that works is"
+        f"{inputs.paths[0]}: does not fit into {given} of GPU memory and {inputs.host_words}; the"
+        " smallest that works is"
         f" {(' and ' if smallest.together else ', or ').join(named)}{shorter}"
     )
 
@@ -166,5 +165,6 @@ def _budgets(budgets: tuple[int, ...], now: tuple[int, ...]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    hundredths = -(-100 * num_bytes // MIB)  # rounded up, so that it works as an option
-    return f"{hundredths / 100:,.2f} MiB ({num_bytes:,} bytes)"
+    name, unit = ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
+    hundredths = -(-100 * num_bytes // unit)  # rounded up, so that it works as an option
+    return f"{hundredths / 100:.2f} {name} ({num_bytes:,} bytes)"

@@ -119,10 +119,7 @@ def check_whole_host(inputs: Inputs) -> None:
     pipeline = inputs.pipeline()
     if pipeline.need_bytes > 0:
         num_bytes = pipeline.model.placeable_bytes + inputs.always_on_host
-        raise HotsplitError(
-            f"it takes {format_bytes(num_bytes)} of main memory, which has"
-            f" {format_bytes(inputs.host_budget)}"
-        )
+        raise HotsplitError(f"it takes {format_bytes(num_bytes)}; there are {inputs.host_words}")
 
 
 def _are_equal(one: PipelinePlacement, other: PipelinePlacement) -> bool:

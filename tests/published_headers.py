@@ -24,8 +24,9 @@ MIXTURES = {
     "f16": ("f16",) * 3, "bf16": ("bf16",) * 3, "q4_0": ("q4_0", "q6_k", "q4_0"),
     "iq4_xs": ("iq4_xs", "q6_k", "q5_k"), "iq2_xxs": ("iq2_xxs", "q5_k", "q2_k"),
     "iq3_xxs": ("iq3_xxs", "q5_k", "iq4_xs"), "tq1_0": ("tq1_0", "q6_k", "tq1_0"),
-    "mxfp4": ("mxfp4", "q8_0", "q8_0"),
+    "mxfp4": ("q8_0", "q8_0", "q8_0"),
 }  # fmt: skip
+EXPERTS = {"mxfp4": "mxfp4"}  # the type of all matrices of experts, where it is another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,10 @@ def tensors_of(header: Header) -> Iterator[Tensor]:
         kind = better if layer % 2 else main
         for name, shape in _layer(header, layer):
             is_better = name.startswith(("attn_v.", "ffn_down", "attn_qkv")) and len(shape) > 1
-            own = "f32" if len(shape) == 1 or _is_small(name) else kind if is_better else main
+            is_plain = len(shape) == 1 or name.endswith(".bias") or _is_small(name)
+            own = "f32" if is_plain else kind if is_better else main
+            if name.endswith("_exps.weight"):
+                own = EXPERTS.get(header.kind, own)
             yield f"blk.{layer}.{name}", shape, _whole(own, shape)
 
 

@@ -144,6 +144,34 @@ def test_a_slow_drafter_is_hardly_called():
     assert 1 <= drafter.calls < 5
 
 
+@pytest.mark.parametrize(
+    "token_s, guesses, reason",
+    [
+        (0.08, True, "a guess takes 80 ms and a step of the model 100 ms, so that no draft was"),
+        (5.0, True, "a guess takes 5e+03 ms and a step of the model 100 ms"),
+        (0.001, False, "no first guess had the probability of --draft-p-min 0.5"),
+        (0.001, True, None),
+    ],
+)
+def test_a_loaded_model_that_drafts_nothing_says_why(token_s, guesses, reason):
+    class Model(Chance):
+        def propose(self, ids, most):
+            return super().propose(ids, most if guesses else 0)
+
+    drafter = Model(RIGHTS["often"], is_free=False)
+    drafter.token_s = token_s
+    speculation = Speculation(drafter, SpeculationOptions(min_probability=0.5))
+    assert speculation.line().endswith(
+        "the draft model is loaded, but drafted nothing: no step was made"
+    )
+    live(speculation, COSTS["compute-bound" if token_s > 0.01 else "memory-bound"], 40)
+    line = speculation.line()
+    assert (speculation.totals.drafted == 0) == (reason is not None)
+    assert ("drafted nothing: " + reason in line) if reason else (" tokens drafted, " in line)
+    free = Speculation(Chance(RIGHTS["often"]), SpeculationOptions())
+    assert free.line() is None
+
+
 def test_a_draft_beyond_the_room_is_cut():
     class Endless(Chance):
         def propose(self, ids, most):

@@ -20,6 +20,7 @@ from hotsplit.solver import expert_notes, multi_gpu
 from hotsplit.solver.expert_notes import edges, more_line, placed_line, why_line
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import of_counts
+from hotsplit.system.sizes import parse_bytes
 
 
 def planned(share: float, *, inputs=None, **options):
@@ -147,7 +148,11 @@ def test_solve_and_inspect_say_experts_and_what_more_would_bring(files, capsys, 
     split = Split.load(folder / "s.gguf")
     assert split.num_experts == 8 and split.units == "experts"
     assert "note: on the GPU: attention and router of all 3 layers" in shown and "experts" in shown
-    assert re.search(r"2.00 GiB more of GPU memory would bring [\d,.]+ tokens/s instead of", shown)
+    (size,) = re.findall(
+        r"note: (.*) more of GPU memory would bring [\d,.]+ tokens/s instead", shown
+    )
+    (whole,) = re.findall(r"everything fits from (.*) on", shown)
+    assert parse_bytes(size) == pytest.approx(parse_bytes(whole) - split.budgets[0], rel=0.01)
     assert "hand-overs between GPU and CPU in half the time would bring" in shown
     assert "neurons" not in shown.replace("matrices of neurons", "")
     layer = 1

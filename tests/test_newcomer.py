@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ from hotsplit.commands.help.examples import EXAMPLES
 from hotsplit.commands.options import llamacpp_flags
 from hotsplit.commands.options.llamacpp_flags import TABLE, translate
 from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.terminal.prompts import prompts_of
+from hotsplit.commands.terminal.prompts import note_unread, prompts_of
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tensor_types import TensorTypes
@@ -84,6 +85,18 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
         (["generate", "m", "-n"], "hotsplit generate: option '-n' requires an argument;"
          " see hotsplit generate --help"),
         (["generate", "m", "-nab"], "no such option '-nab'; see hotsplit generate --help"),
+        (["profile", "m", "--train-predictors", "-o", "x"],
+         "--train-predictors needs a value, and -o comes next; see hotsplit profile --help"),
+        (["solve", "m", "--machine", "--profile", "p", "-o", "x"],
+         "--machine needs a value, and --profile comes next; see hotsplit solve --help"),
+        (["generate", "m", "-p", "a", "-n", "--temp", "0"],
+         "-n needs a value, and --temp comes next; see hotsplit generate --help"),
+        (["run", "m", "--outtype", "--chat", "-p", "a"], "--outtype needs a value, and --chat comes next;"
+         " see hotsplit run --help"),
+        (["plan", "m", "-hx"], "no such option '-hx'; see hotsplit plan --help"),
+        (["run", "m", "-yes"], "no such option '-yes', did you mean --yes?; see hotsplit run --help"),
+        (["calibrate", "-verbose"], "no such option '-verbose', did you mean --verbose?;"
+         " see hotsplit calibrate --help"),
         (["generate", "m", "-n", "b"], "'b' is not a valid integer; see hotsplit generate --help"),
     ],
 )  # fmt: skip
@@ -263,6 +276,85 @@ def test_numbers_in_other_digits_are_refused(capsys, tmp_path, monkeypatch, argu
     assert not value.isascii() and any(c in line for c in value if not c.isascii())
 
 
+# ---- the first minutes --------------------------------------------------------------------------
+
+
+STUBS = {  # of make setup: a Python that stops where a virtual environment would be made
+    "python3": "#!/bin/sh\n[ $1 = -c ] && exit 0\necho python3 $*\nexit 3\n",
+    "old": "#!/bin/sh\nexit 1\n",
+    "c++": "#!/bin/sh\ncat >/dev/null\nexit 0\n",
+    "broken": "#!/bin/sh\necho vector: No such file >&2\nexit 1\n",
+}
+
+
+@pytest.mark.parametrize(
+    "compilers, variables, words",
+    [
+        ({"c++": "c++"}, [], "python3 -m venv .venv"),
+        ({"clang++": "c++"}, [], "python3 -m venv .venv"),
+        ({}, [], "set-up: no C++17 compiler among c++, g++, clang++: install one"),
+        ({"c++": "broken", "g++": "broken"}, [], "set-up: no C++17 compiler among c++, g++, clang++"),
+        ({"c++": "c++"}, ["CXX=broken"], "set-up: no C++17 compiler among broken: install one"),
+        ({"c++": "c++"}, ["PYTHON=old"], "set-up: old has to be Python 3.11 or later with venv"),
+    ],
+)  # fmt: skip
+def test_set_up_looks_for_a_compiler_before_it_downloads(tmp_path, compilers, variables, words):
+    make, shell = shutil.which("make"), shutil.which("sh")
+    (tmp_path / "Makefile").write_text((SOURCE.parent / "Makefile").read_text())
+    for name in ("pyproject.toml", "constraints.txt", "CMakeLists.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "bin").mkdir()
+    scripts = {name: STUBS[name] for name in ("python3", "old", "broken")}
+    for name, text in (scripts | {name: STUBS[kind] for name, kind in compilers.items()}).items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    for name in ("find", "cat", "uname", "mkdir", "touch"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    for each in (
+        "src",
+        "convert",
+        "profile",
+        "measure",
+        "solver",
+        "runtime",
+        "serve",
+        "report",
+        "run",
+    ):
+        (tmp_path / each).mkdir()
+    (tmp_path / "bin" / "sh").symlink_to(shell)
+    environment = {"PATH": str(tmp_path / "bin")} | dict(each.split("=") for each in variables)
+    done = subprocess.run([make, "setup", *variables], cwd=tmp_path, env=environment, text=True,
+                          capture_output=True)  # fmt: skip
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "find:" not in line]
+    assert done.returncode and any(line.startswith(words) for line in lines), lines
+    assert ("python3 -m venv .venv" in lines) == words.startswith("python3")
+
+
+@pytest.mark.parametrize("how", ["pipe", "file", "empty pipe", "empty file", "read file", "null"])
+@pytest.mark.parametrize(
+    "given", [("text", None), ("-", None), (None, Path("a")), (None, Path("-"))]
+)
+def test_a_text_on_stdin_that_is_not_read_is_said(tmp_path, monkeypatch, capsys, how, given):
+    content = b"" if "empty" in how else b"a text\n"
+    if "pipe" in how:
+        reading, writing = os.pipe()
+        os.write(writing, content)
+    else:
+        (tmp_path / "stdin").write_bytes(content)
+        reading = os.open("/dev/null" if how == "null" else tmp_path / "stdin", os.O_RDONLY)
+        if how == "read file":
+            os.lseek(reading, 0, os.SEEK_END)
+    with os.fdopen(reading, "rb", 0) as opened:
+        monkeypatch.setattr(sys, "stdin", opened)
+        note_unread(*given)
+    is_waiting = how in ("pipe", "file") and "-" not in map(str, given)
+    told = "note: stdin has a text, which is not read; -f - reads it instead\n"
+    assert capsys.readouterr().err == told * is_waiting
+    if "pipe" in how:
+        os.close(writing)
+
+
 # ---- files of others ----------------------------------------------------------------------------
 
 
@@ -297,6 +389,22 @@ def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
         read_blueprint(Path("config.json"), {"architectures": [name], **changes}, 1)
     line = str(error.value)
     assert f"architecture {name!r}: {why}" in line and "supported: Llama, ProSparse, Arcee" in line
+    assert ("; llama.cpp may run a GGUF of it; supp" in line) == (name in OF_LLAMACPP)
+
+
+OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM", "Qwen2VLForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    "architecture, is_theirs",
+    [("deepseek2", True), ("granitehybrid", True), ("ernie4_5-moe", True), ("lfm2", True), ("rwkv7", True),
+     ("bert", False), ("nomic-bert-moe", False), ("clip", False), ("t5encoder", False), ("made-up", False)],
+)  # fmt: skip
+def test_a_refusal_names_llamacpp_if_it_runs_the_architecture(tmp_path, architecture, is_theirs):
+    """The oracle is gguf's table of architectures, which is llama.cpp's."""
+    with pytest.raises(HotsplitError) as error:
+        ModelFile.of(tmp_path, {"general.architecture": architecture}, {})
+    assert ("; llama.cpp runs it; known: " in str(error.value)) == is_theirs
 
 
 @pytest.mark.parametrize(

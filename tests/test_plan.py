@@ -15,19 +15,19 @@ from published_headers import HEADERS, Header, keys_of, tensors_of, write, write
 from test_solver_experts import tiny
 
 from hotsplit.artifacts.data_sheets import CARDS, HOSTS, SOURCE, load_machine, machine_of
-from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.cli import main
 from hotsplit.commands.run import run as run_command
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import header_reach
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.run import default_budgets
-from hotsplit.run.choice import Wishes, choose_type, run_bytes
+from hotsplit.run.choice import Wishes, choose, choose_type, run_bytes
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import look_at
 from hotsplit.solver import assumed
 from hotsplit.solver.assumed import drawn_experts, zipf_shares
-from hotsplit.system.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes, parse_bytes, size_words
 
 CARD = "rtx-4060-8gb"
 SPEED = re.compile(r"  this plan +([\d,]+\.\d) tokens/s")
@@ -77,6 +77,17 @@ def test_published_headers_end_in_a_plan_or_in_one_true_sentence(tmp_path, capsy
         short = dataclasses.replace(header, sizes=(num_layers, *header.sizes[1:]))
         vram = "1GiB" if header.name.startswith(("Qwen3-30B", "Qwen3.6", "Mixtral")) else "0"
         assert outcome(tmp_path / "h.gguf", capsys, short, "--vram", vram)
+
+
+def test_gpt_oss_has_the_published_types_and_size(tmp_path):
+    """ggml-org/gpt-oss-20b-GGUF: 12.11 GB, of which the words and merges that are left out take 12 MB."""
+    header = next(each for each in HEADERS if each.name.startswith("gpt-oss"))
+    kinds = {name: kind for name, _, kind in tensors_of(header)}
+    experts = {kind for name, kind in kinds.items() if name.endswith("_exps.weight")}
+    others = {kinds[f"blk.0.attn_{each}.weight"] for each in ("q", "k", "v", "output")}
+    assert experts == {"mxfp4"} and others == {kinds["output.weight"]} == {"q8_0"}
+    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    assert (tmp_path / "h.gguf").stat().st_size == pytest.approx(12.11e9 - 12e6, rel=1e-3)
 
 
 def test_a_file_that_grows_says_first_where_it_would_have_fitted(tmp_path, monkeypatch):
@@ -194,18 +205,118 @@ def test_what_is_not_known_is_said(tmp_path, capsys):
     model.save(tmp_path / "m.gguf")
     plan = planned(capsys, tmp_path / "m.gguf", "--vram", "0")
     assert "which neurons of this relu model fire is not known" in plan["assumed"][0]
-    words = [
-        "plan",
-        str(tmp_path / "m.gguf"),
-        "--machine",
-        CARD,
-        "--vram",
-        "0",
-        "--host-budget",
-        "64KiB",
-    ]
-    assert main(words) == 1
-    assert "of main memory, which has 64.00 KiB" in capsys.readouterr().err.splitlines()[-1]
+    words = f"plan {tmp_path / 'm.gguf'} --machine {CARD} --vram 0 --host-budget 64KiB"
+    assert main(words.split()) == 1
+    assert "there are 64.00 KiB of main memory; the" in capsys.readouterr().err.splitlines()[-1]
+
+
+ASSUMED = "(assumed; --host-budget gives another size)"
+
+
+@pytest.mark.parametrize(
+    "name, more, ends",
+    [  # sizes of main memory that do not hold it, then what the plan is for
+        ("Qwen3-8B", (), ["32.00 GiB of main memory are assumed, --host-budget gives another"]),
+        ("Llama-3.3-70B", (), [f"and 32.00 GiB of main memory {ASSUMED}; the smallest that works is",
+                               "64.00 GiB of main memory are assumed, --host-budget gives another"]),
+        ("Qwen3-235B", (), [f"32.00 GiB of main memory {ASSUMED}", f"64.00 GiB of main memory {ASSUMED}"]),
+        ("Qwen3-235B", ("--host-budget", "48GiB"), ["and 48.00 GiB of main memory; the smallest"]),
+        ("Llama-3.3-70B", ("--vram", "0"), [f"there are 32.00 GiB of main memory {ASSUMED}", "64.00 GiB"]),
+    ],
+)  # fmt: skip
+def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
+    tmp_path, capsys, monkeypatch, name, more, ends
+):
+    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
+    header = next(each for each in HEADERS if each.name.startswith(name))
+    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    code = main(["plan", str(tmp_path / "h.gguf"), "--machine", CARD, *more])
+    lines = capsys.readouterr().err.splitlines()
+    told = [line for line in lines if "of main memory" in line]
+    assert len(told) == len(ends) and all(end in line for end, line in zip(ends, told, strict=True))
+    is_refused = name == "Qwen3-235B"
+    assert code == is_refused and ("hotsplit: " in lines[-1]) == is_refused
+    assert len(lines) == len(set(lines)) and not any("read from the disk, token" in x for x in lines[:3] if not more)  # fmt: skip
+    for line in told:
+        for size, unit, count in re.findall(r"([\d.]+) ([GM]iB) \(([\d,]+) bytes\)", line):
+            number, unit_bytes = int(count.replace(",", "")), 2 ** {"M": 20, "G": 30}[unit[0]]
+            assert (unit == "GiB") == (number >= 2**30)
+            assert 0 <= float(size) * unit_bytes - number < 0.01 * unit_bytes + 1
+
+
+@pytest.mark.parametrize(
+    "size_bytes, words",
+    [(0.5, "it fits: use llama.cpp"), (1.0, "it fits: "), (1.04, "it fits but for 4%: use llama.cpp"),
+     (1.1, "it fits but for 10%: "), (1.11, None)],
+)  # fmt: skip
+def test_a_model_that_fits_the_card_or_nearly_is_llamacpps(tmp_path, size_bytes, words):
+    keys, vocab_size = byte_level_keys()
+    kwargs = {"sizes": make_sizes(vocab_size=vocab_size), "kind": "f16", "extra_keys": keys}
+    make_model(activation="silu", **kwargs).save(tmp_path / "silu.gguf")
+    make_model(activation="relu", **kwargs).save(tmp_path / "relu.gguf")
+    source = look_at(tmp_path / "silu.gguf", None, tmp_path / "none.gguf")
+    size = run_bytes(source.own, 32, 1 << 30)
+    budget = round(size / size_bytes)
+    size = run_bytes(source.own, 32, budget)
+    room = Room(main=1 << 40, gpus=(round(size / size_bytes),))
+    told = [line for line in choose(source, Wishes(), room).lines if "llama.cpp" in line]
+    assert (told[0].startswith(words) and len(told) == 1) if words else not told
+    silent = look_at(tmp_path / "relu.gguf", None, tmp_path / "none.gguf")
+    assert not any("llama.cpp" in line for line in choose(silent, Wishes(), room).lines)
+    on_cpu = choose(source, Wishes(), Room(main=1 << 40))
+    assert not any("llama.cpp" in line for line in on_cpu.lines)
+
+
+@pytest.mark.parametrize(
+    "name, advised", [("gpt-oss", ""), ("Llama-3.1-8B", ""), ("DeepSeek-R1-Distill-Llama", "q4_0"),
+                      ("gemma-3-27b", "")],
+)  # fmt: skip
+def test_only_a_smaller_type_is_advised(tmp_path, monkeypatch, name, advised):
+    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
+    header = next(each for each in HEADERS if each.name.startswith(name))
+    short = dataclasses.replace(header, sizes=(2, *header.sizes[1:]))
+    write(tmp_path / "h.gguf", keys_of(short), list(tensors_of(short)))
+    source = look_at(tmp_path / "h.gguf", None, tmp_path / "none.gguf")
+    for room, end in (
+        (Room(main=1 << 20), "token by token, slowly"),
+        (Room(main=1, gpus=(9,)), "take"),
+    ):
+        _, line = choose_type(source, Wishes(), room)
+        advice = f", or --outtype {advised}," if advised else ""
+        assert line.endswith(f"{end}; a smaller file{advice} reads less")
+
+
+@pytest.mark.parametrize(
+    "size", ["0", "1GiB", "2.2GiB", "512MiB", "1.5GB", "7", "12.345GiB", "3B", "1000"]
+)
+def test_a_size_in_the_next_command_is_the_same_and_short(size):
+    count = parse_bytes(size)
+    assert parse_bytes(size_words(count)) == count and len(size_words(count)) <= max(
+        len(size) + 3, 10
+    )
+    assert size_words(2362232012) == "2.2GiB" and size_words(8 << 30) == "8GiB"
+
+
+def test_a_model_that_is_faster_on_the_cpu_is_planned_there_as_solve_does(tmp_path, capsys):
+    model = make_model(sizes=make_sizes(num_layers=3, num_neurons=4096), activation="silu",
+                       kind="f16", extra_keys=byte_level_keys()[0])  # fmt: skip
+    path = tmp_path / "m.gguf"
+    model.save(path)
+    plan = planned(capsys, path, "--vram", "1GiB")
+    solved = ["solve", str(path), "--machine", CARD, "-vb", "1GiB", "--json"]
+    assert main([*solved, "-o", str(tmp_path / "s.gguf")]) == 0
+    want = json.loads(capsys.readouterr().out)
+    assert plan["token_s"] == pytest.approx(want["objective_s"], rel=1e-6)
+    assert plan["device"] == "cpu" and not plan["budgets"] and want["num_hot"] == 0
+    assert plan["next"] == f"hotsplit run {path} --vram 0"
+    fast = load_machine(Path(CARD))
+    gpu = dataclasses.replace(fast.gpus[0], token_s=Figure(best=1e-6), kernel_s=Figure(best=1e-7), launch_s=Figure(best=1e-7))  # fmt: skip
+    dataclasses.replace(fast, gpus=(gpu,)).save(tmp_path / "fast.json")
+    assert (
+        main(["plan", str(path), "--vram", "1GiB", "--machine", str(tmp_path / "fast.json")]) == 0
+    )
+    shown = capsys.readouterr().err
+    assert "entirely on the GPU" in shown and f"next: hotsplit run {path} --vram 1GiB" in shown
 
 
 # ---- machines by data sheets --------------------------------------------------------------------

@@ -123,6 +123,29 @@ def test_a_stock_file_is_run_in_place_unless_something_else_is_asked_for(
         assert "model" in made(other), asked
 
 
+def test_what_was_chosen_is_said_once_and_again_if_it_changes(capsys, cache, silu, tmp_path):
+    assert main(["convert", str(silu), "-o", str(tmp_path / "s.gguf"), "--layout", "stock",
+                 "--outtype", "q8_0", "--no-verify"]) == 0  # fmt: skip
+
+    def said(*words: object) -> list[str]:
+        capsys.readouterr()
+        assert main([*map(str, words), "-c", "16"]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        return [line for line in lines if line.startswith(("type ", "mode ", "on the CPU"))]
+
+    text = ("-p", "the", "-n", "2", "--device", "cpu")
+    run_it = ("run", tmp_path / "s.gguf", *text)
+    assert len(said(*run_it)) == 3 and said(*run_it) == []
+    assert len(said("plan", tmp_path / "s.gguf")) == len(said("plan", tmp_path / "s.gguf")) == 3
+    assert len(said(*run_it, "--mode", "dense")) == 3  # by another reason
+    (tmp_path / "copy.gguf").write_bytes((tmp_path / "s.gguf").read_bytes() + b"0")
+    assert said("run", tmp_path / "copy.gguf", *text) != []  # another source
+    for content in ("[", "{}", "[1]", "[" * 100_000):
+        (cache / "said.json").write_text(content)
+        assert len(said(*run_it)) == 3 and said(*run_it) == []
+    assert main(["cache", "clear"]) == 0 and not (cache / "said.json").exists()
+
+
 def test_a_checkpoint_of_which_every_neuron_is_read_is_kept_in_llamacpps_layout(
     capsys, cache, silu
 ):

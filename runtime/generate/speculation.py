@@ -137,7 +137,7 @@ class Speculation:
         self._draft_s = 0.0  # for the coming step
         self._is_read, self._read_s = False, 0.0  # has the drafter read the text; seconds of that
         self._since_trial = self._since_single = self._since_varied = 0
-        self._num_declined = 0
+        self._num_declined = self._num_unsure = 0
         self._is_on = True
         # For a drafter that is not free: seconds per guessed and per read token, number of tokens
         # read, and seconds of reading before the next guess.
@@ -178,14 +178,33 @@ class Speculation:
             _FORGET_RATE * self._lately[1] + lately,
         )
 
-    def line(self) -> str:
-        """A line of statistics for the user."""
+    def line(self) -> str | None:
+        """A line of statistics for the user; None if there were no drafts, unless a model was loaded to
+        make them."""
         totals = self.totals
-        share = f" ({totals.accepted / totals.drafted:.0%})" if totals.drafted else ""
+        if not totals.drafted:
+            return None if self._drafter.is_free else self._why_none()
         return (
             f"speculation ({self._drafter.name}): {totals.drafted} tokens drafted,"
-            f" {totals.accepted} accepted{share}, an estimated {totals.gain:.2f}x the speed;"
+            f" {totals.accepted} accepted ({totals.accepted / totals.drafted:.0%}), an estimated {totals.gain:.2f}x the speed;"
             f" switched off {totals.num_off}x, on again {totals.num_on}x"
+        )
+
+    def _why_none(self) -> str:
+        """Why a draft model that was loaded drafted nothing."""
+        begin = (
+            f"speculation ({self._drafter.name}): the draft model is loaded, but drafted nothing:"
+        )
+        if self.costs.single_s is None:
+            return f"{begin} no step was made"
+        if self._num_unsure:
+            return (
+                f"{begin} no first guess had the probability of --draft-p-min"
+                f" {self.options.min_probability:g}, or the text is too long for it"
+            )
+        return (
+            f"{begin} a guess takes {1e3 * self._token_s:.3g} ms and a step of the model"
+            f" {1e3 * self.costs.single_s:.3g} ms, so that no draft was expected to pay"
         )
 
     def _check(self, ids: Sequence[int]) -> None:
@@ -236,6 +255,7 @@ class Speculation:
         token_s = (time.perf_counter() - began) / max(1, len(tokens))
         self._token_s += 0.1 * (token_s - self._token_s)
         if not tokens:
+            self._num_unsure += 1
             self._acceptance.learn(_COSTLY_TRUST, 0, False)  # no guess counts as a wrong one
         if len(tokens) < max(1, self.options.least):
             return ()

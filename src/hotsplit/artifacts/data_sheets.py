@@ -9,7 +9,7 @@ follows from the slot. Everything else is an assumption, the same for all cards:
 `source`, and `hotsplit calibrate` replaces it by what it measures."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
@@ -67,19 +67,10 @@ CARDS: dict[str, tuple[int, float, str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """A processor beside a card: its memory, and the rate at which it is read."""
-
-    memory_gib: int
-    gb_per_s: float  # by the data sheet
-
-
+# GB/s of the main memory beside a card, by its data sheet.
 DEFAULT_HOST = "ddr4-3200"
-HOSTS = {
-    "ddr4-3200": Host(memory_gib=32, gb_per_s=51.2),
-    "ddr5-5600": Host(memory_gib=32, gb_per_s=89.6),
-}
+HOSTS = {"ddr4-3200": 51.2, "ddr5-5600": 89.6}
+MEMORIES_GIB = (32, 64)  # usual sizes of it; the first is assumed unless a caller asks for another
 _NAME = re.compile(r"(?P<card>[a-z0-9-]+?)(\+(?P<host>[a-z0-9-]+))?", re.IGNORECASE)
 
 
@@ -105,10 +96,19 @@ def load_machine(given: Path) -> Machine:
     return machine_of(card, host)
 
 
+def has_assumed_memory(machine: Machine) -> bool:
+    """True if the machine is one of this module, whose main memory is a guess."""
+    return SOURCE in machine.cpu_name
+
+
+def with_memory(machine: Machine, gib: int) -> Machine:
+    """The machine with another assumed size of main memory."""
+    return replace(machine, memory_bytes=gib * GIB, free_bytes=int(FREE_SHARE * gib * GIB))
+
+
 def machine_of(card: str, host: str = DEFAULT_HOST) -> Machine:
     """A card of CARDS beside a host of HOSTS."""
-    beside = HOSTS[host]
-    rate, chosen = CPU_SHARE * beside.gb_per_s, CPU_SHARE * CHOSEN_SHARE * beside.gb_per_s
+    rate, chosen = CPU_SHARE * HOSTS[host], CPU_SHARE * CHOSEN_SHARE * HOSTS[host]
     costs = CpuCosts(
         all_rows_gb_per_s=dict.fromkeys(NAMES, Figure(best=rate)),
         chosen_rows_gb_per_s=dict.fromkeys(NAMES, Figure(best=chosen)),
@@ -117,7 +117,7 @@ def machine_of(card: str, host: str = DEFAULT_HOST) -> Machine:
         token_s=Figure(best=CPU_TOKEN_S),
         logit_s=Figure(best=LOGIT_S),
     )
-    memory = beside.memory_gib * GIB
+    memory = MEMORIES_GIB[0] * GIB
     return Machine(
         cpu_name=f"a processor with dual-channel {host.upper()} ({SOURCE})",
         num_threads=THREADS,

@@ -139,6 +139,8 @@ def talk(
             lines = TypedLines() if is_typed else PipedLines()
             conversed = Talk(conversation, lines, is_typed, is_greedy=sampling.temperature <= 0)
             conversed.run()
+            if drafts is not None and (line := drafts.line()) is not None:
+                note(f"[{line}]")
         if engine.neuron_cache is not None:
             note(f"[{engine.neuron_cache.line}]")
     if conversed.num_errors and not is_typed:

@@ -30,7 +30,12 @@ from hotsplit.commands.options.shared import (
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.options.speculation import speculating, take_speculation_options
-from hotsplit.commands.terminal.prompts import prompts_of, system_message, template_variables
+from hotsplit.commands.terminal.prompts import (
+    note_unread,
+    prompts_of,
+    system_message,
+    template_variables,
+)
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
@@ -112,6 +117,7 @@ def generate(**options: Any) -> None:
 
     The text, or the JSON asked for instead, goes to stdout; everything else goes to stderr."""
     prompts = options["prompts_file"]
+    note_unread(options["prompt"], options["prompt_file"])
     with preparation(options, lambda: len(prompts_of(None, None, prompts)) if prompts else 1):
         write(**options)
 
@@ -162,7 +168,7 @@ def write(
         else:
             with speculating(engine, speculation, draft_model) as drafts:
                 code, writings = _write_one(engine, wanted, sampling, endings, make, drafts)
-                said = drafts.line() if drafts and drafts.totals.drafted else None
+                said = drafts.line() if drafts else None
         report, lines = report_of(engine, writings, threads_in_use(), drawn, is_many=wanted.is_many)
         lines += [f"[{said}]"] if said else []
     report |= more or {}

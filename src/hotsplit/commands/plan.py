@@ -1,7 +1,7 @@
 """`hotsplit plan`: what a model will be like on a machine, before it is downloaded or prepared."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,14 @@ from hotsplit.commands.options.shared import (
 )
 from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import HotsplitError
-from hotsplit.system.sizes import UNITS, format_bytes
+from hotsplit.system.sizes import format_bytes, size_words
 
 if TYPE_CHECKING:
     from hotsplit.artifacts.machine_file import Machine
+    from hotsplit.run.cache_folder import Cache
+    from hotsplit.run.choice import Wishes
     from hotsplit.run.forecast import Forecast
+    from hotsplit.run.source import Source
     from hotsplit.run.stages import Job
 
 MIB = 1 << 20
@@ -70,43 +73,36 @@ def plan(
 
     SOURCE is what hotsplit run takes. Of a model on the hub only headers, configuration and tokenizer
     are fetched. Nothing is made; the last line is the command that runs the model."""
-    from hotsplit.artifacts.data_sheets import is_named, load_machine
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes
-    from hotsplit.run.default_budgets import room_here, room_of
     from hotsplit.run.estimate import estimate, expected_tokens
-    from hotsplit.run.forecast import forecast, source_of
-    from hotsplit.run.prepare import job_of, summary
-    from hotsplit.run.source import check_tokenizer
+    from hotsplit.run.forecast import source_of
+    from hotsplit.run.prepare import summary
     from hotsplit.runtime.kernels.threads import use_threads
 
     use_threads(options["threads"])
     engine = take_engine_options(dict(options))
     wishes = Wishes(vram=vram or None, outtype=outtype, engine=engine)
-    other = None if machine is None else load_machine(machine)
-    if other is not None and machine is not None and is_named(machine):
-        other = replace(other, gpus=other.gpus * max(1, len(vram)))
-    with Cache.open(say) as cache, TemporaryDirectory() as scratch:
-        if other is None:
-            room = room_here(wishes.vram, engine.device)
-            _check_gpu(vram, room.gpus, engine.device)
-        else:
-            room = room_of(other, wishes.vram, engine.device)
-        room = room if host_budget is None else replace(room, main=host_budget)
+    others = _machines(machine, host_budget, len(vram))
+    with Cache.open(_once()) as cache, TemporaryDirectory() as scratch:
+        if machine is None:
+            _check_gpu(wishes)
         read, num_bytes = source_of(source, activation, tokenizer, Path(scratch))
-        job = job_of(read, wishes, (), cache, room=room, is_here=other is None)
-        check_tokenizer(read, job.choice.model)
-        figures, where = (
-            _this_machine(job) if other is None or machine is None else (other, machine)
-        )
-        found = forecast(job, figures, where, room, host_budget)
+        for number, other in enumerate(others, 1):
+            try:
+                job, figures, found = _priced(read, wishes, cache, other, machine, host_budget)
+                break
+            except HotsplitError as error:
+                if number == len(others):
+                    raise
+                cache.say(f"note: {error}")
         report: dict[str, Any] = {"source": str(source), "machine": str(machine or "this one")}
         lines = lines_of(job, figures, found)
-        if other is None:
+        if machine is None:
             planned = estimate(job, expected_tokens(job))
             report |= summary(job, planned)
             lines.append(planned.line)
-    command = shlex.join(_next_command(source))
+    command = shlex.join(_next_command(source, job.wishes.vram))
     download = f"  (downloads {format_bytes(num_bytes)} first)" * bool(num_bytes)
     report |= asdict(found) | {"download_bytes": num_bytes, "next": command}
     report |= {
@@ -116,8 +112,71 @@ def plan(
     finish(report, as_json, [*lines, f"next: {command}{download}"])
 
 
-def _check_gpu(vram: Sequence[int], gpus: Sequence[int], device: str | None) -> None:
-    if any(vram) and not gpus and not (device or "").startswith("cpu"):
+def _once() -> Callable[[str], None]:
+    """Says each line once, since what is chosen for a second machine is mostly the same."""
+    said = set[str]()
+
+    def say_new(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return say_new
+
+
+def _machines(
+    machine: Path | None, host_budget: int | None, num_budgets: int
+) -> "Sequence[Machine | None]":
+    """The machines to plan for, until one holds the model: None is this one. A machine by its data
+    sheet has two, because its main memory is a guess."""
+    from hotsplit.artifacts.data_sheets import MEMORIES_GIB, is_named, load_machine, with_memory
+
+    if machine is None:
+        return [None]
+    found = load_machine(machine)
+    if not is_named(machine):
+        return [found]
+    found = replace(found, gpus=found.gpus * max(1, num_budgets))
+    return [with_memory(found, gib) for gib in MEMORIES_GIB] if host_budget is None else [found]
+
+
+def _priced(
+    read: "Source", wishes: "Wishes", cache: "Cache", other: "Machine | None", machine: Path | None,
+    host_budget: int | None,
+) -> "tuple[Job, Machine, Forecast]":  # fmt: skip
+    """What `run` would choose on a machine, the machine's figures, and the speeds; for the CPU alone, if
+    that is faster than a GPU that holds everything. Raises HotsplitError for a model that does not
+    fit."""
+    from hotsplit.run.default_budgets import room_here, room_of
+    from hotsplit.run.forecast import forecast
+    from hotsplit.run.prepare import job_of
+    from hotsplit.run.source import check_tokenizer
+
+    device = wishes.engine.device
+    room = room_here(wishes.vram, device) if other is None else room_of(other, wishes.vram, device)
+    room = room if host_budget is None else replace(room, main=host_budget)
+    job = job_of(read, wishes, (), cache, room=room, is_here=other is None, says_again=True)
+    check_tokenizer(read, job.choice.model)
+    figures, where = _this_machine(job) if other is None or machine is None else (other, machine)
+    found = forecast(job, figures, where, room, host_budget)
+    if not found.is_faster_on_cpu:
+        return job, figures, found
+    cache.say(
+        f"on this GPU a token would take {1e3 * found.token_s:.3g} ms, on the CPU alone"
+        f" {1e3 * found.cpu_only_s:.3g} ms: planned for the CPU, --vram 0"
+    )
+    return _priced(read, replace(wishes, vram=(0,)), cache, other, machine, host_budget)
+
+
+def _check_gpu(wishes: "Wishes") -> None:
+    from hotsplit.run.default_budgets import room_here
+
+    vram, device = wishes.vram, wishes.engine.device
+    if (
+        any(vram or ())
+        and not room_here(vram, device).gpus
+        and not (device or "").startswith("cpu")
+    ):
         raise HotsplitError(
             "--vram: torch sees no GPU on this machine; --machine plans for another one, e.g. --machine"
             " rtx-4060-8gb, and without --vram the plan is for this processor"
@@ -138,25 +197,17 @@ def _this_machine(job: "Job") -> tuple["Machine", Path]:
     return Machine.load(entry.file), entry.file
 
 
-def _next_command(source: Path) -> list[str]:
-    """The command that runs the model with the same options."""
+def _next_command(source: Path, vram: tuple[int, ...] | None) -> list[str]:
+    """The command that runs the model with the same options, and these budgets."""
     words = ["hotsplit", "run", str(source)]
+    words += [word for each in vram or () for word in ("--vram", size_words(each))]
     for param in given(click.get_current_context()):
         value = click.get_current_context().params[str(param.name)]
-        if param.name in ("source", "machine", "host_budget", "as_json"):
+        if param.name in ("source", "machine", "vram", "host_budget", "as_json"):
             continue
         for each in value if isinstance(value, tuple) else (value,):
-            text = size_words(each) if param.name == "vram" else str(each)
-            words += [next(name for name in param.opts if name.startswith("--")), text]
+            words += [next(name for name in param.opts if name.startswith("--")), str(each)]
     return words
-
-
-def size_words(count: int) -> str:
-    """A number of bytes as an option takes it, in the largest unit that divides it."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if count and count % UNITS[unit.upper()] == 0:
-            return f"{count // UNITS[unit.upper()]}{unit}"
-    return f"{count}B" if count else "0"
 
 
 def lines_of(job: "Job", machine: "Machine", found: "Forecast") -> list[str]:
@@ -174,14 +225,18 @@ def lines_of(job: "Job", machine: "Machine", found: "Forecast") -> list[str]:
 
 def _machine_words(machine: "Machine", found: "Forecast") -> str:
     """Whose figures these are."""
-    from hotsplit.artifacts.data_sheets import SOURCE
+    from hotsplit.artifacts.data_sheets import SOURCE, has_assumed_memory
 
     gpus = [gpu.name for gpu in machine.gpus[: len(found.budgets)]]
     names = " and ".join([*gpus, machine.cpu_name]).replace(f" ({SOURCE})", "")
-    if SOURCE in machine.cpu_name:
-        return (
+    if has_assumed_memory(machine):
+        words = (
             f"speeds are predicted for {names}, by data sheets and typical latencies: not measured"
         )
+        if found.host_bytes != machine.memory_bytes:
+            return words
+        size = format_bytes(found.host_bytes)
+        return f"{words}; {size} of main memory are assumed, --host-budget gives another size"
     return f"speeds are predicted, by what was measured of {names}"
 
 

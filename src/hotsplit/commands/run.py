@@ -34,7 +34,12 @@ from hotsplit.commands.options.shared import (
     take_engine_options,
 )
 from hotsplit.commands.options.speculation import take_speculation_options
-from hotsplit.commands.terminal.prompts import prompts_of, system_message, template_variables
+from hotsplit.commands.terminal.prompts import (
+    note_unread,
+    prompts_of,
+    system_message,
+    template_variables,
+)
 from hotsplit.errors import HotsplitError
 
 if TYPE_CHECKING:
@@ -173,6 +178,7 @@ def _check_options(options: dict[str, Any], corpora: Sequence[Path]) -> None:
 
 def _check_text(options: dict[str, Any]) -> None:
     is_chat = options["is_chat"]
+    note_unread(options["prompt"], options["prompt_file"])
     prompts = prompts_of(*(options[name] for name in _PROMPTS))
     if options["prompts_file"] is None:
         options |= {"prompt": prompts[0], "prompt_file": None}

@@ -19,7 +19,7 @@ from hotsplit.model.blocks import NormKind
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
-from hotsplit.model.unsupported import check_is_model, why_key, why_not_run
+from hotsplit.model.unsupported import check_is_model, elsewhere, why_key, why_not_run
 
 VERSION = 1
 QUALITY = "hotsplit.quality."
@@ -78,7 +78,9 @@ class KeyReader:
         if found not in ARCHITECTURES:
             why = f": {reason}" if (reason := why_not_run(found, keys)) else ""
             known = ", ".join(ARCHITECTURES)
-            raise HotsplitError(f"{path}: architecture {shown(found)}{why}; known: {known}")
+            raise HotsplitError(
+                f"{path}: architecture {shown(found)}{why}{elsewhere(found)}; known: {known}"
+            )
         self.graph: Architecture = ARCHITECTURES[found]
         version = keys.get("hotsplit.version", np.uint32(VERSION))
         if not isinstance(version, np.integer) or version != VERSION:
@@ -106,7 +108,10 @@ class KeyReader:
                     f"the key is unknown, so the graph may differ from the known {self.graph.name}"
                     " graph; this file is not supported"
                 )
-                raise HotsplitError(f"{self.path}: key {shown(key)} ({shown(value)}): {why}")
+                raise HotsplitError(
+                    f"{self.path}: key {shown(key)} ({shown(value)}): {why}"
+                    f"{elsewhere(self.graph.name)}"
+                )
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.keys.get(key, default)

@@ -37,7 +37,7 @@ from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
 from hotsplit.families.text_models import text_model
 from hotsplit.files.typed import shown
-from hotsplit.model.unsupported import CONFIG_KEYS, why_not_run
+from hotsplit.model.unsupported import CONFIG_KEYS, elsewhere_as_gguf, why_not_run
 
 # By the first of `architectures` in config.json.
 FAMILIES: dict[str, Family] = {
@@ -137,7 +137,10 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         why = why_not_run(name, config) or "is unknown"
-        raise HotsplitError(f"{path}: architecture {shown(name)}: {why}; supported: {_titles()}")
+        raise HotsplitError(
+            f"{path}: architecture {shown(name)}: {why}{elsewhere_as_gguf(name)}; supported:"
+            f" {_titles()}"
+        )
     model_type = config.get("model_type")
     if family.text_key:
         config = _text_config(path, config, family.text_key)

@@ -2,6 +2,7 @@
 
 The name comes from a checkpoint's `architectures` or a GGUF's `general.architecture`."""
 
+import re
 from collections.abc import Mapping, Sequence, Sized
 from numbers import Integral
 from pathlib import Path
@@ -86,6 +87,31 @@ _TYPES = {
     "vocab": "a vocabulary without a model",
     "imatrix": "an importance matrix, for convert --imatrix",
 }
+
+
+# What gguf's table of architectures has besides models that llama.cpp continues a text with.
+_NO_TEXT = ("bert", "clip", "mmproj", "embedding", "encoder", "tokenizer", "gptj")
+_CHECKPOINT = re.compile("(forcausallm|forconditionalgeneration|lmheadmodel|model)$")
+
+
+def elsewhere(architecture: str) -> str:
+    """Says that llama.cpp runs a GGUF of this architecture, by gguf's table; "" if it does not."""
+    return "; llama.cpp runs it" if architecture in _of_llamacpp() else ""
+
+
+def elsewhere_as_gguf(name: object) -> str:
+    """The same of a checkpoint's architecture, whose name is compared without its version."""
+    plain = re.sub("[^a-z]", "", _CHECKPOINT.sub("", name.lower() if isinstance(name, str) else ""))
+    names = {re.sub("[^a-z]", "", each) for each in _of_llamacpp()}
+    is_there = plain in names or plain.removesuffix("v") in names
+    return "; llama.cpp may run a GGUF of it" if is_there else ""
+
+
+def _of_llamacpp() -> list[str]:
+    from gguf import MODEL_ARCH_NAMES  # takes too long for a module that every command imports
+
+    found = MODEL_ARCH_NAMES.values()
+    return [name for name in found if not any(part in name for part in _NO_TEXT)]
 
 
 def check_is_model(path: Path, keys: Mapping[str, object]) -> None:

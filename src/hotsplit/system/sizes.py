@@ -41,3 +41,10 @@ def unit_of(most: int) -> tuple[str, int]:
     """(name, bytes) of the unit for an axis up to this many bytes."""
     name = next((unit for unit in ("GiB", "MiB", "KiB") if most >= 2 * UNITS[unit.upper()]), "B")
     return name, UNITS[name.upper()]
+
+
+def size_words(count: int) -> str:
+    """The shortest text of exactly these bytes, as an option takes it."""
+    units = ("GiB", "GB", "MiB", "MB", "KiB", "KB", "B")
+    texts = [f"{count / UNITS[u.upper()]:.{n}f}{u}" for u in units for n in range(4)]
+    return min((text for text in texts if parse_bytes(text) == count), key=len) if count else "0"

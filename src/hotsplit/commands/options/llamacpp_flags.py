@@ -164,6 +164,7 @@ def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], 
             _refuse_a_cluster(ctx, argument, own)
             taken.append(argument)
             if not has_value and rest and _takes_value(own.get(name), rest[0]):
+                _check_value(ctx, own[name], argument, rest[0], own)
                 taken.append(rest.pop(0))
             continue
         values = [value] if has_value else _values(flag, rest)
@@ -224,9 +225,20 @@ def _takes_value(option: click.Option | None, following: str) -> bool:
     return not (option._flag_needs_value and following[:1] == "-" and len(following) > 1)
 
 
+def _check_value(
+    ctx: click.Context, option: click.Option, name: str, value: str, own: Mapping[str, click.Option]
+) -> None:
+    """Raises BadOptionUsage if the value of an option is the next option; texts may be anything."""
+    if value in own and not isinstance(option.type, click.types.StringParamType):
+        raise click.BadOptionUsage(name, f"{name} needs a value, and {value} comes next", ctx)
+
+
 def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
-    """Raises NoSuchOption for e.g. -nkv, which click would read as -n with the value kv."""
-    option = own.get(argument[:2])
-    is_word = re.fullmatch(r"-[A-Za-z][A-Za-z][A-Za-z-]*", argument) and argument not in own
-    if is_word and option is not None and isinstance(option.type, _NUMBERS):
+    """Raises NoSuchOption for e.g. -nkv, which click would read as -n with the value kv, and for -hff,
+    which it would read as -h."""
+    option, name = own.get(argument[:2]), argument.partition("=")[0]
+    is_word = re.fullmatch(r"-[A-Za-z][A-Za-z][A-Za-z-]*", name) and name not in own
+    is_help = argument[:2] in ctx.help_option_names
+    is_number = option is not None and (option.is_flag or isinstance(option.type, _NUMBERS))
+    if is_word and (is_help or is_number):
         raise click.NoSuchOption(argument, possibilities=[*own], ctx=ctx)

@@ -3,13 +3,18 @@ templates get besides messages.
 
 As in llama.cpp, the newline with which editors and `echo` end a file is not part of its text."""
 
+import fcntl
 import json
+import os
+import stat
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hotsplit.commands.options.shared import say
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 
@@ -35,6 +40,27 @@ def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list
     if not all(prompts):
         raise HotsplitError("the prompt is empty; give it some text")
     return prompts
+
+
+def note_unread(prompt: str | None, file: Path | None) -> None:
+    """Says that a text on stdin is not read, if there is one beside a prompt that is given."""
+    if STDIN not in (prompt, str(file)) and _is_waiting():
+        say("note: stdin has a text, which is not read; -f - reads it instead")
+
+
+def _is_waiting() -> bool:
+    """True if stdin is a file or a pipe with bytes that nobody has read yet."""
+    try:
+        number = sys.stdin.fileno()
+        about = os.fstat(number)
+        if stat.S_ISREG(about.st_mode):
+            return about.st_size > os.lseek(number, 0, os.SEEK_CUR)
+        if not stat.S_ISFIFO(about.st_mode):
+            return False
+        count = fcntl.ioctl(number, termios.FIONREAD, bytes(4))
+    except (AttributeError, OSError, ValueError):  # closed, or no file
+        return False
+    return int.from_bytes(count, sys.byteorder) > 0
 
 
 def _without_end(text: str) -> str:
