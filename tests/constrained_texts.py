@@ -12,6 +12,7 @@ import jsonschema
 import torch
 from tokenizers import Tokenizer
 
+from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text.codec import TextCodec
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +140,18 @@ def takes_bytes(constraint, text):
             if takes_bytes(fork, text[len(token_bytes()[token_id]) :]):
                 return True
     return False
+
+
+def follows(constraint, text):
+    """True if the constraint accepts the whole text as the tokenizer divides it."""
+    constraint = constraint.fork()
+    try:
+        for token_id in tiny_codec().tokenizer.encode(text, add_special_tokens=False).ids:
+            constraint.accept(token_id)
+        return constraint.can_end
+    except HotsplitError as error:
+        assert "does not allow token" in str(error)
+        return False
 
 
 # -- random schemas ---------------------------------------------------------------------------

@@ -53,13 +53,8 @@ GBNF_REFUSALS = {
     + "\n".join(
         f"r{i} ::= {'(' * 150}r{i + 1}{')' * 150} | 'x'".replace("'", '"') for i in range(50)
     )
-    + '\nr50 ::= "x"': "line 2. .* nested over 4,000 deep here, their groups included; flatten some",
-    "root ::= " + "(" * 4 + '"a"' + "{1,1000})" * 4: "rule 'root' .* over 1,000,000 times",
-    'root ::= a{1,1000}\na ::= b{1,1000}\nb ::= "b"{2}': "rule 'root' .* over 1,000,000 times",
-    'root ::= "a"' + "?" * 200: "line 1 .* over 100 repetitions of one symbol",
-    'root ::= "a"\n' + "\n".join(f'r{i} ::= "x"' for i in range(1000)): "line 1001 .* over 1,000",
-    "root ::= [" + "a" * 1001 + "]": "line 1 .* a class of over 1,000 ranges",
-    'root ::= "' + "a" * 10_001 + '"': "line 1 .* a literal of over 10,000 characters",
+    + '\nr50 ::= "x"': "nested too deep; make it flatter",
+    'root ::= "a"' + "?" * 201: "line 1 .* over 200 repetitions of one symbol",
     "* ::= 1": "wanted the name of a rule",
 }
 LARK_REFUSALS = {
@@ -78,34 +73,24 @@ REGEX_REFUSALS = {
     "": "is empty",
     "a\0": "zero byte",
 }
-IGNORED = [
+UNENFORCED = [
     "not", "if", "then", "else", "uniqueItems", "dependentSchemas", "dependentRequired",
-    "dependencies", "contains", "minContains", "maxContains", "propertyNames", "nullable",
-    "unevaluatedProperties", "unevaluatedItems", "additionalItems", "$dynamicRef", "$recursiveRef",
-    "$dynamicAnchor", "$vocabulary", "x-guidance", "minlength", "id",
+    "dependencies", "contains", "minContains", "maxContains", "propertyNames",
+    "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "$dynamicAnchor",
 ]  # fmt: skip
 STRING = {"type": "string"}
 SCHEMA_REFUSALS = [
-    (
-        {"$ref": "http://example.org/a"},
-        "#: '\\$ref': 'http://example.org/a' is not a schema inside",
-    ),
-    ({"$ref": "other.json#/a"}, "'other.json#/a' is not a schema inside"),
-    ({"$ref": "#/$defs/no"}, "is not a schema inside"),
-    ({"$ref": "#/examples/0", "examples": [{"foo": 1}]}, "is not a schema inside"),
-    ({"$ref": "#"}, "no finite document"),
-    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite document"),
-    (
-        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-        "no finite document",
-    ),
-    ({"properties": {"a": {"$id": "http://a.b"}}}, "#/properties/a: '\\$id': only the whole"),
-    ({"type": "string", "format": "regex"}, "'format': 'regex' is none of date, "),
-    ({"type": "integer", "format": "int32"}, "'format': 'int32' is none of"),
-    ('{"format": ["date"]}', "#: 'format': .'date'. is none of"),
-    ({"format": {}}, "#: 'format': {} is none of"),
+    ({"$ref": "http://example.org/a"}, "Resource 'http://example.org/a' is not present"),
+    ({"$ref": "other.json#/a"}, "other.json' is not present"),
+    ({"$ref": "#/$defs/no"}, "Pointer '/.defs/no' does not exist"),
+    ({"$ref": "#"}, "allows no token from here on"),
+    ('{"format": ["date"]}', "Expected string for 'format', got ..date.."),
+    ({"format": {}}, "Expected string for 'format', got {}"),
     ({"type": "foo"}, "Invalid type: foo"),
-    ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "'exclusiveMinimum': is True"),
+    ({"type": "integer", "minimum": True}, "Expected f64 for 'minimum', got true"),
+    ({"multipleOf": -3}, "#: 'multipleOf': is -3, wanted a number over 0"),
+    ({"items": {"multipleOf": -0.5}}, "#/items: 'multipleOf': is -0.5, wanted a number over 0"),
+    ({"multipleOf": 0}, "#: 'multipleOf': is 0, wanted a number over 0"),
     ({"type": "string", "minLength": -1}, "minLength"),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength .3. is greater"),
     ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum .3. is greater"),
@@ -117,25 +102,20 @@ SCHEMA_REFUSALS = [
     ({"pattern": "("}, "unclosed group"),
     ({"pattern": "(?=a)"}, "look-around"),
     ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
-    ({"anyOf": []}, "'anyOf': wanted a list of schemas"),
-    ({"items": [STRING]}, "#/items: is a list; wanted an object or a boolean"),
-    ({"properties": []}, "'properties': wanted an object of schemas"),
-    ({"required": "a"}, "'required': wanted a list of names"),
+    ({"anyOf": []}, "Unsatisfiable schema: anyOf is empty"),
+    ({"items": 3}, "schema must be an object or boolean"),
+    ({"properties": []}, "properties must be an object"),
+    ({"required": "a"}, "Expected array for 'required', got .a."),
     ({"type": "object", "minProperties": 2}, "'minProperties': at most one more"),
-    ({"additionalProperties": 3}, "#/additionalProperties: is a int"),
-    ({"$schema": "http://example.org/schema"}, "http://example.org/schema"),
-    ({"title": "\ud800"}, "JSON schema: "),
+    ({"additionalProperties": 3}, "schema must be an object or boolean"),
+    ({"title": "\ud800"}, "JSON schema: it is not JSON: unexpected end of hex escape"),
     (False, "is false, which allows no document"),
     ([], "is a list; wanted an object"),
     ("{", "is not JSON"),
     ("", "the JSON schema is empty"),
     ('{"const": NaN}', "NaN is not a JSON number"),
-    ('{"type": "string", "type": "null"}', "has the name 'type' twice"),
     ("[" * 100_000, "is not JSON"),
-    (
-        '{"items": ' * 130 + "true" + "}" * 130,
-        "#/items/.*: is nested over 120 deep; put parts of it",
-    ),
+    ('{"items": ' * 130 + "true" + "}" * 130, "JSON schema: a value in it is nested too deep"),
     ('{"const": ' + "[" * 200 + "]" * 200 + "}", "JSON schema: a value in it is nested too deep"),
     (
         {"oneOf": [{"type": "number"}, {"type": "integer"}]},
@@ -197,8 +177,8 @@ def test_schemas_that_cannot_be_enforced_are_refused(schema, message):
     refused(json_schema_constraint, schema, message)
 
 
-@pytest.mark.parametrize("keyword", IGNORED)
-def test_a_keyword_that_would_be_ignored_is_refused_with_its_place(keyword):
+@pytest.mark.parametrize("keyword", UNENFORCED)
+def test_a_keyword_that_would_not_be_enforced_is_refused_with_its_place(keyword):
     schema = {"type": "object", "properties": {"a/b": {"type": "array", keyword: {}}}}
     refused(json_schema_constraint, schema, f"#/properties/a~1b: '{regexes.escape(keyword)}': ")
 

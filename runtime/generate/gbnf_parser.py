@@ -11,13 +11,7 @@ from hotsplit.files.typed import shown
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, inclusive, ordered and disjoint
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
-MAX_DEPTH = 200  # of nested groups
-MAX_RULES = 1_000
-MAX_RANGES = 1_000  # of a class
-MAX_LITERAL = 10_000  # characters
-MAX_REPETITIONS = 100  # of one symbol, such as those of "a"?+*
-MAX_NESTED = 4_000  # nodes from a rule to the end of a chain of references
-MAX_COPIES = 1_000_000  # of a symbol in nested repetitions
+MAX_DEPTH = 200  # of nested groups, and of repetitions of one symbol, such as "a"?+*
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -78,7 +72,6 @@ def parse(text: str) -> dict[str, Node]:
                 raise HotsplitError(
                     f"line {reference.line} of the grammar: no rule is called {shown(reference.name)}"
                 )
-    _check_nesting(rules)
     if "root" not in _ending(rules):
         raise HotsplitError(
             "the grammar can never end: every alternative of rule 'root' recurses without end"
@@ -116,37 +109,6 @@ def references(node: Node) -> list[Reference]:
     return [part for part in inside(node) if isinstance(part, Reference)]
 
 
-def _check_nesting(rules: dict[str, Node]) -> None:
-    """Raises HotsplitError for groups and rules that are nested too deep, and for repetitions within
-    each other that come to over MAX_COPIES, across rules too."""
-    copies: dict[str, int] = {}
-
-    def most(node: Node, depth: int, line: int) -> int:
-        if depth > MAX_NESTED:
-            raise HotsplitError(
-                f"line {line} of the grammar: its rules are nested over {MAX_NESTED:,} deep here,"
-                " their groups included; flatten some"
-            )
-        match node:
-            case Reference():
-                if node.name not in copies:
-                    copies[node.name] = 1  # of a recursive reference, which is not copied
-                    copies[node.name] = most(rules[node.name], depth + 1, node.line)
-                return copies[node.name]
-            case Sequence() | Choice():
-                return max((most(part, depth + 1, line) for part in node.nodes), default=1)
-            case Repeat():
-                return max(node.most or node.least, 1) * most(node.node, depth + 1, line)
-        return 1
-
-    for name, node in rules.items():
-        if most(node, 0, 1) > MAX_COPIES:
-            raise HotsplitError(
-                f"rule {shown(name)} of the grammar repeats a symbol over {MAX_COPIES:,} times, by"
-                " repetitions within each other; lower them"
-            )
-
-
 def _ending(rules: dict[str, Node]) -> set[str]:
     """The names of the rules that can derive a finite text."""
     found: set[str] = set()
@@ -178,8 +140,6 @@ class _Parser:
         rules: dict[str, Node] = {}
         self._skip(across_lines=True)
         while self._at < len(self._text):
-            if len(rules) == MAX_RULES:
-                raise self._error(f"over {MAX_RULES:,} rules; merge some of them")
             name = self._name("the name of a rule")
             self._skip()
             if not self._take("::="):
@@ -210,8 +170,8 @@ class _Parser:
             for count in itertools.count():
                 if (times := self._repetition()) is None:
                     break
-                if count == MAX_REPETITIONS:
-                    raise self._error(f"over {MAX_REPETITIONS} repetitions of one symbol")
+                if count == MAX_DEPTH:
+                    raise self._error(f"over {MAX_DEPTH} repetitions of one symbol")
                 found = Repeat(node=found, least=times[0], most=times[1])
                 self._skip(across_lines=depth > 0)
             nodes.append(found)
@@ -241,8 +201,6 @@ class _Parser:
     def _literal(self) -> Node:
         characters: list[Node] = []
         while not self._take('"'):
-            if len(characters) == MAX_LITERAL:
-                raise self._error(f"a literal of over {MAX_LITERAL:,} characters; shorten it")
             code = ord(self._character('"'))
             characters.append(Character(ranges=((code, code),)))
         return Sequence(nodes=tuple(characters))
@@ -251,8 +209,6 @@ class _Parser:
         is_negated = self._take("^")
         ranges: list[tuple[int, int]] = []
         while not self._take("]"):
-            if len(ranges) == MAX_RANGES:
-                raise self._error(f"a class of over {MAX_RANGES:,} ranges; join some of them")
             first = last = self._character("]")
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
                 self._at += 1

@@ -4,15 +4,17 @@ Runs in a grammar's process, since both take time that grows with the constraint
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import one_line
 from hotsplit.runtime.generate import gbnf, gbnf_parser
 from hotsplit.runtime.generate.json_schema import (
-    check_schema,
-    close_objects,
+    Schema,
     parse_schema,
+    place_of,
+    prepare_schema,
     schemas_of,
 )
 from hotsplit.runtime.generate.json_unions import mark_unions
@@ -43,12 +45,11 @@ def translated(kind: Kind, text: str) -> tuple[Literal["lark", "regex"], str]:
 
 
 def _json_rule(name: str, text: str) -> str:
-    schema = check_schema(parse_schema(text))
-    close_objects(schema)
+    schema = parse_schema(text)
+    prepare_schema(schema)
     mark_unions(schemas_of(schema))
     options = {
-        "lenient": False,
-        "coerce_one_of": False,
+        "lenient": True,  # so that formats without a meaning to llguidance are only warned of
         "whitespace_pattern": _WHITESPACE,
         "json_allowed_escapes": _ESCAPES,
     }
@@ -61,19 +62,41 @@ def _of_gbnf(text: str) -> tuple[Literal["lark", "regex"], str]:
     return ("lark", gbnf.as_lark(rules)) if regex is None else ("regex", regex)
 
 
+def unenforced(kind: Kind, text: str, warnings: Sequence[str]) -> str | None:
+    """What llguidance warns that it would not enforce, in one line; None if it enforces all. A
+    format that it does not know is an annotation."""
+    for warning in warnings:
+        if not warning.startswith("Unknown format"):
+            return message_of(kind, text, warning)
+    return None
+
+
 def message_of(kind: Kind, text: str, message: str) -> str:
     """llguidance's message on a constraint, in one line."""
-    if kind == "JSON schema" and "failed to compile JSON schema: oneOf constraints" in message:
-        schema = check_schema(parse_schema(text))
-        close_objects(schema)
-        place = mark_unions(schemas_of(schema))
+    if message.startswith("oneOf"):
+        for schema in _schemas_in(kind, text):
+            prepare_schema(schema)
+            if (place := mark_unions(schemas_of(schema))) is not None:
+                return (
+                    f"JSON schema, {one_line(place)}: 'oneOf': a document may match several of its"
+                    " alternatives; use anyOf, or require a property whose const tells them apart"
+                )
+    if keyword := re.search(r'Unimplemented keys: \["([^"]+)"', message):
+        places = [place_of(schema, keyword[1]) for schema in _schemas_in(kind, text)]
+        place = next(filter(None, places), "#")
         return (
-            f"{kind}, {one_line(place or '#')}: 'oneOf': a document may match several of its"
-            " alternatives; use anyOf, or require a property whose const tells them apart"
+            f"JSON schema, {one_line(place)}: '{keyword[1]}': this keyword is not supported;"
+            " leave it out"
         )
     # The line numbers in messages on a Lark grammar are those of the user's text.
     words = _one_line if kind == "Lark grammar" else _without_place
     return f"{kind}: {words(message)}"
+
+
+def _schemas_in(kind: Kind, text: str) -> list[Schema]:
+    if kind == "JSON schema":
+        return [parse_schema(text)]
+    return list(json.loads(text)["schemas"].values())
 
 
 def _one_line(message: str) -> str:
@@ -86,7 +109,7 @@ def _one_line(message: str) -> str:
         return "a value in it is nested too deep; make it flatter"
     lines = [line.strip() for line in message.splitlines()]
     kept = [line for line in lines if line.strip("^") and not line.split(" ")[0].isdigit()]
-    text = " ".join(kept)
+    text = " ".join(kept).replace('failed to parse "%json"', "it is not JSON")
     return text.partition("failed to compile JSON schema: ")[2][:300] or text[:300]
 
 

@@ -19,14 +19,14 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.grammar_text import Kind, message_of, translated
+from hotsplit.runtime.generate.grammar_text import Kind, message_of, translated, unenforced
 from hotsplit.runtime.text import worker_inside
 
 # Of CPU time: for a grammar, of which a schema of 2,000 properties takes 0.3 s, and for a token.
 COMPILE_S, TOKEN_S = 2.0, 0.5
 WALL_S = 60.0  # at its low priority, on an overloaded machine
 MEMORY_BYTES = 256 << 20  # of a grammar; the same schema takes 25 MiB
-_MAX_CALLS = 20_000  # enough for gbnf_parser.MAX_NESTED
+_MAX_CALLS = 20_000  # within each other: rules that refer to rules
 _NICENESS = 10  # a costly grammar must not slow down the texts beside it
 # A mask of a grammar of single characters may exceed llguidance's default limit of 50,000 items,
 # and a row of a grammar with thousands of alternatives that of 2,000.
@@ -92,14 +92,18 @@ class _Grammar:
             bits, can_end = self._state(self._matchers[operations[-1][1]])
         except HotsplitError as error:
             return json.dumps({"error": str(error)}).encode() + b"\n"
+        except RecursionError:
+            message = f"the {self._kind} is nested too deep; make it flatter"
+            return json.dumps({"error": message}).encode() + b"\n"
         return json.dumps({"can_end": can_end}).encode() + b"\n" + bits
 
     def _apply(self, operation: str, number: int, given: list[Any]) -> None:
         if operation == "compile":
             self._kind, self._text = given
             matcher = self._matchers[number] = self._compiled()
-            if warnings := [] if matcher.is_error() else matcher.get_grammar_warnings():
-                raise HotsplitError(message_of(self._kind, self._text, warnings[0]))
+            warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
+            if (message := unenforced(self._kind, self._text, warnings)) is not None:
+                raise HotsplitError(message)
         elif operation == "copy":
             self._matchers[number] = self._matchers[given[0]].deep_copy()
         elif operation == "take":

@@ -26,19 +26,17 @@ def mark_unions(schemas: Mapping[str, Schema]) -> str | None:
         if not all(_are_apart(a, b, tag, schemas, _DEPTH) for a, b in pairs):
             unclear = unclear or place
             continue
-        del schema["oneOf"]
-        schema["anyOf"] = [
-            part if tag is None or tag not in _properties(found) or tag in _required(found)
-            else {**found, "required": [*sorted(_required(found)), tag]}
-            for part, found in zip(parts, alternatives, strict=True)
-        ]  # fmt: skip
+        schema["anyOf"] = schema.pop("oneOf")
+        for alternative in alternatives:
+            if tag is not None and tag in _properties(alternative):
+                alternative["required"] = sorted({*_required(alternative), tag})
     return unclear
 
 
 def _tag(schema: Schema) -> str | None:
     """The property that OpenAPI's discriminator names. It may be optional, for its default, but a
     document without it would match several alternatives, so it is then required."""
-    discriminator = schema.get("discriminator")
+    discriminator = schema.pop("discriminator", None)
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     return name if isinstance(name, str) else None
 
