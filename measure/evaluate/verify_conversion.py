@@ -4,16 +4,17 @@ The reference is the source's own graph (transformers' in f32, or for a GGUF tha
 with the file's values put back into it, so that both sides have the rounding of the file's types,
 whose effect grows from layer to layer. The other side is the runtime's graph with the file's values
 unpacked to f32, hence with an f32 KV cache. The logits can then differ by the order of f32 sums and
-by errors: wrong names, a wrong order of rows, a wrong graph. Reading the values back (see
-hotsplit.files.written) also checks that they equal the source's up to rounding. What the rounding
-cost is another question, and has an answer of its own: the divergence from the source as it is.
+by errors: wrong names, a wrong order of rows, a wrong graph. Where a router's choice of experts is a tie within
+such differences, the reference takes the runtime's (see runtime.check.expert_choices). Reading the values back
+(see hotsplit.files.written) also checks that they equal the source's up to rounding. What the rounding cost is
+another question, and has an answer of its own: the divergence from the source as it is.
 
 Letters: T tokens, V vocabulary."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from hotsplit.files.typed import shown
 from hotsplit.files.written import Restored, Written
 from hotsplit.measure.evaluate.comparison import PIECE, Compared, Comparison
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
+from hotsplit.runtime.check.expert_choices import Followed
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.text.codec import TextCodec
@@ -101,22 +103,34 @@ def verify(written: Written) -> Verification:
     ids = text_token_ids(model)
     is_folder = written.source.is_dir()
     name = "transformers'" if is_folder else "the source's"
-    logits_of = _transformers_logits if is_folder else _source_logits
+    check, logits_of = (
+        (_check_transformers, _transformers_logits)
+        if is_folder
+        else (_check_source, _source_logits)
+    )
     try:
-        wanted = logits_of(written, ids, has_source=_is_rounded(written, model))
+        check(written)
+        got_TV, followed = _followed_logits(_in_f32(model), ids)
+        wanted = logits_of(written, ids, followed, has_source=_is_rounded(written, model))
     except Skipped as reason:
         for _ in written.restored():  # the values can be checked in any case
             pass
         return Verification(relative_error=None, line=f"values verified, logits not: {reason}")
-    got_TV = _logits(_in_f32(model), ids)
     error = _relative_error(got_TV, wanted.rounded_TV)
-    if not error <= BOUND:
+    fault = None if followed is None else followed.fault
+    if fault is not None or not error <= BOUND:
         raise HotsplitError(
             f"{written.output.name}: its logits differ from {name} by"
-            f" {error:.1e} on {len(ids)} tokens, more than {BOUND:.0e}; the file is not kept:"
-            " please report the source; --no-verify keeps it"
+            f" {error:.1e} on {len(ids)} tokens"
+            + (f", more than {BOUND:.0e}" if fault is None else f": {fault}")
+            + (
+                " (its ties of experts are not known)"
+                if followed and not followed.is_complete
+                else ""
+            )
+            + "; the file is not kept: please report the source; --no-verify keeps it"
         )
-    line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens"
+    line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens{_ties(followed)}"
     kinds = [entry.kind for entry in model.tensors.values()]
     kind = max(set(kinds) - {"f32"}, key=kinds.count, default=None)
     if kind is not None:
@@ -130,6 +144,14 @@ def verify(written: Written) -> Verification:
     )
     warning = _warning(model, kind, rounding) if kind != "q8_0" else None
     return Verification(relative_error=error, line=line, rounding=rounding, warning=warning)
+
+
+def _ties(followed: Followed | None) -> str:
+    """A clause on what rounding decides."""
+    if followed is None or not followed.num_ties:
+        return ""
+    ties, choices = followed.num_ties, followed.num_choices
+    return f", given the same experts where the choice is a tie within rounding ({ties:,} of {choices:,})"
 
 
 def _is_rounded(written: Written, model: ModelFile) -> bool:
@@ -198,31 +220,46 @@ def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
     return error.item() if bool(torch.isfinite(error)) else math.inf
 
 
-def _transformers_logits(written: Written, ids: list[int], *, has_source: bool) -> References:
-    """Raises Skipped if transformers cannot run the checkpoint, or needs more memory than there is."""
+@contextmanager
+def _transformers_may_fail() -> Iterator[None]:
+    """Raises Skipped for all that transformers may raise for an odd config, and silences it."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers.configuration_utils import PretrainedConfig
 
-    folder = written.source
     try:
         with _silent_transformers():
-            values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
-            _check_known(folder, values)
-            _refuse_too_large(folder)
-            model = _load(folder)
-
-            def logits() -> Tensor:
-                return model(torch.tensor([ids]), use_cache=False).logits[0].float()
-
-            source_TV = logits() if has_source else None
-            _put_back(model.state_dict(), written.restored())
-            return References(rounded_TV=logits(), source_TV=source_TV)
+            yield
     except (
         ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
         RuntimeError, StrictDataclassError, TypeError, ValueError,
-    ) as error:  # fmt: skip  # all that transformers may raise for an odd config
+    ) as error:  # fmt: skip
         line = " ".join(str(error).split())[:200] or type(error).__name__
         raise Skipped(f"transformers cannot run the checkpoint ({line})") from error
+
+
+def _check_transformers(written: Written) -> None:
+    """Raises Skipped if transformers does not know the checkpoint, or needs more memory than there is."""
+    from transformers.configuration_utils import PretrainedConfig
+
+    with _transformers_may_fail():
+        values, _ = PretrainedConfig.get_config_dict(written.source, local_files_only=True)
+        _check_known(written.source, values)
+        _refuse_too_large(written.source)
+
+
+def _transformers_logits(
+    written: Written, ids: list[int], followed: Followed | None, *, has_source: bool
+) -> References:
+    """Raises Skipped if transformers cannot run the checkpoint."""
+    with _transformers_may_fail():
+        model = _load(written.source)
+
+        def logits() -> Tensor:
+            return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+        source_TV = logits() if has_source else None
+        _put_back(model.state_dict(), written.restored())
+        with followed or nullcontext():
+            return References(rounded_TV=logits(), source_TV=source_TV)
 
 
 def _load(folder: Path) -> torch.nn.Module:
@@ -330,17 +367,24 @@ def _refuse_too_large(folder: Path) -> None:
         )
 
 
-def _source_logits(written: Written, ids: list[int], *, has_source: bool) -> References:
+def _check_source(written: Written) -> None:
+    """Raises Skipped if memory is too small for the source."""
+    _, tensors = read_model_gguf(written.source)
+    needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
+    if needed > 0.8 * free_memory_bytes():
+        raise Skipped(f"the source needs about {needed / 1e9:.0f} GB in f32")
+
+
+def _source_logits(
+    written: Written, ids: list[int], followed: Followed | None, *, has_source: bool
+) -> References:
     """Our runtime's logits with the source's header and layout, and the file's values, activation and
-    thresholds. Raises Skipped if memory is too small."""
+    thresholds."""
     keys, tensors = read_model_gguf(written.source)
     own = ModelFile.load(written.path)
     keys = keys | {"hotsplit.ffn.activation": own.activation}
     keys["hotsplit.ffn.threshold"] = list(own.threshold_L)
     _, tensors = KeyReader(written.source, keys, tensors).model()
-    needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
-    if needed > 0.8 * free_memory_bytes():
-        raise Skipped(f"the source needs about {needed / 1e9:.0f} GB in f32")
     source_TV = None
     if has_source:
         in_f32 = {name: unpacked(entry) for name, entry in tensors.items()}
@@ -353,13 +397,37 @@ def _source_logits(written: Written, ids: list[int], *, has_source: bool) -> Ref
         for name, each in values.items()
     }
     entries |= {n: e for n, e in tensors.items() if "ffn_pred_" in n}
-    rounded_TV = _logits(ModelFile.of(written.source, keys, entries), ids)
+    rounded_TV = _logits(ModelFile.of(written.source, keys, entries), ids, followed)
     return References(rounded_TV=rounded_TV, source_TV=source_TV)
 
 
-def _logits(model: ModelFile, ids: list[int]) -> Tensor:
-    """The runtime's logits [T, V] in mode dense."""
-    with Engine.of(
-        model, mode="dense", device="cpu", context_length=len(ids), is_resident=False
-    ) as engine:
-        return engine.logits(ids)
+def _logits(model: ModelFile, ids: list[int], followed: Followed | None = None) -> Tensor:
+    """The runtime's logits [T, V] in mode dense; if it follows choices of experts, in torch."""
+    with _engine(model, ids) as engine:
+        if followed is None:
+            return engine.logits(ids)
+        with engine.observe(lambda *_: None, lambda *_: False, in_torch=True), followed:
+            return engine.logits(ids)
+
+
+def _followed_logits(model: ModelFile, ids: list[int]) -> tuple[Tensor, Followed | None]:
+    """The runtime's logits [T, V] in mode dense, and of a mixture the choices of experts, which a reference
+    follows."""
+    if not model.spec.has_experts:
+        return _logits(model, ids), None
+    found: dict[int, list[Tensor]] = {}
+
+    def observe(name: str, layer: int | None, id_TK: Tensor) -> None:
+        assert layer is not None, name
+        found.setdefault(layer, []).append(id_TK.clone())
+
+    with (
+        _engine(model, ids) as engine,
+        engine.observe(observe, lambda name, layer: name == "ffn_experts"),
+    ):
+        got_TV = engine.logits(ids)
+    return got_TV, Followed(model.spec, [torch.cat(found[layer]) for layer in sorted(found)], BOUND)
+
+
+def _engine(model: ModelFile, ids: list[int]) -> Engine:
+    return Engine.of(model, mode="dense", device="cpu", context_length=len(ids), is_resident=False)

@@ -1,0 +1,302 @@
+"""Choices of experts that rounding decides, in the verification of a conversion: files of random mixtures are
+kept at every level of the processor, and wrong routers are found.
+
+Oracle: transformers. In half of the mixtures the experts of a pair have all but the same scores (2e-7 apart),
+so that f32 sums in another order choose the other one of a pair in most layers."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_model, save_tokenizer
+from models import changed as changed_spec
+from models import make_sizes, mixture_spec
+from safetensors.torch import load_file, save_file
+from test_verify_conversion import MARGIN, verification
+from transformers import (
+    Gemma4TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from hotsplit.convert import convert as convert_module
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.measure.evaluate.verify_conversion import BOUND
+from hotsplit.model.route import Route
+from hotsplit.runtime.check.expert_choices import Followed
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step import native_step
+
+BASE = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
+    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+    "intermediate_size": 32,
+}  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 32}
+FACTORS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+}  # fmt: skip
+DELTA = {
+    "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "num_hidden_layers": 4,
+}  # fmt: skip
+GEMMA4 = {
+    "sliding_window": 5, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "head_dim": 24,
+    "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+}  # fmt: skip
+FAMILIES = ("qwen3moe", "mixtral", "olmoe", "qwen2moe", "granite", "glm", "glm in groups", "gpt-oss",
+            "gemma4", "qwen3next")  # fmt: skip
+ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.proj.weight", "router.bias",
+           "e_score_correction_bias")  # fmt: skip
+
+
+def config_of(family: str, layers: int, experts: int, used: int, spread: float) -> PretrainedConfig:
+    base = BASE | {
+        "num_hidden_layers": layers,
+        "initializer_range": spread,
+        "num_experts_per_tok": used,
+    }
+    own = base | {"num_experts": experts, "moe_intermediate_size": 32}
+    local, routed = base | {"num_local_experts": experts}, dict(own) | {"n_routed_experts": experts}
+    del routed["num_experts"]
+    glm = routed | {"routed_scaling_factor": 1.8, "head_dim": 32, "first_k_dense_replace": 1}
+    of_gemma4 = {"num_experts": experts, "top_k_experts": used, "moe_intermediate_size": 32}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    make = {
+        "qwen3moe": partial(Qwen3MoeConfig, **own, head_dim=32),
+        "mixtral": partial(MixtralConfig, **local),
+        "olmoe": partial(OlmoeConfig, **own | {"num_key_value_heads": 4}),
+        "qwen2moe": partial(Qwen2MoeConfig, **own, **SHARED),
+        "granite": partial(GraniteMoeConfig, **local, **FACTORS),
+        "glm": partial(Glm4MoeConfig, **glm),
+        "glm in groups": partial(Glm4MoeConfig, **glm, n_group=4, topk_group=2),
+        "gpt-oss": partial(
+            GptOssConfig, **local, head_dim=24, sliding_window=5, rope_parameters=rope
+        ),
+        "gemma4": partial(Gemma4TextConfig, **base, **GEMMA4, **of_gemma4),
+        "qwen3next": partial(Qwen3NextConfig, **own | DELTA, **SHARED),
+    }
+    return make[family]()
+
+
+def random_mixture(folder: Path, seed: int, family: str | None = None) -> Path:
+    chance = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[int(chance.integers(len(values)))]
+
+    experts = one_of(8, 16, 32, 64)
+    config = config_of(
+        family or FAMILIES[seed % len(FAMILIES)], one_of(2, 3, 4), experts,
+        min(one_of(1, 3, 5, 8), experts // 2), one_of(0.02, 0.05, 0.1),
+    )  # fmt: skip
+    random_model(folder, config, seed=seed)
+    save_tokenizer(folder, 320)
+    return folder
+
+
+def with_twins(folder: Path) -> Path:
+    """The scores of each second expert are all but those of the one before it."""
+    weights, chance = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    routers = [n for n in weights if n.endswith(ROUTERS) and "shared" not in n]
+    for name in routers:
+        values = weights[name].clone()
+        noise = 2e-7 * torch.randn(values[::2].shape, generator=chance)
+        values[1::2] = values[::2] * (1 + noise * (values.dim() == 2))
+        weights[name] = values
+    assert routers
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def at_level():
+    before = library.level()
+    yield library.set_level
+    library.set_level(before)
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "glm in groups", "gpt-oss", "granite", "gemma4"])
+def test_a_file_whose_routers_have_ties_is_kept(tmp_path, at_level, family):
+    folder = tmp_path / "hf"
+    random_model(folder, config_of(family, 2, 16, 3, 0.1))
+    save_tokenizer(folder, 320)
+    with_twins(folder)
+    for level in {library.usable_levels()[0], "generic"}:
+        at_level(level)
+        found = verification(folder, tmp_path / "m.gguf", "q8_0")
+        assert found.relative_error is not None and found.relative_error < BOUND / MARGIN, level
+        assert "where the choice is a tie within rounding (" in found.line
+
+
+def test_so_is_a_file_that_is_made_from_one(tmp_path):
+    """The source's graph follows, too: in the stock layout down projections are summed in another order."""
+    folder = tmp_path / "hf"
+    random_model(folder, config_of("mixtral", 4, 16, 3, 0.1))
+    save_tokenizer(folder, 320)
+    with_twins(folder)
+    source = tmp_path / "stock.gguf"
+    convert(ConvertConfig(source=folder, output=source, layout="stock", outtype="f16"))
+    found = verification(source, tmp_path / "m.gguf", "q8_0")
+    assert found.relative_error is not None and found.relative_error < BOUND / MARGIN
+    assert "where the choice is a tie within rounding (" in found.line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_no_random_mixture_is_refused_at_any_level(tmp_path, at_level, seed):
+    folder = random_mixture(tmp_path / "hf", seed)
+    if seed // len(FAMILIES) % 2:
+        with_twins(folder)
+    for level in library.usable_levels():
+        at_level(level)
+        outtype = ("f16", "bf16", "q8_0", "f32")[seed % 4]
+        found = verification(folder, tmp_path / "m.gguf", outtype)
+        assert found.relative_error is not None and found.relative_error < BOUND / 4, level
+
+
+# ---- wrong routers -----------------------------------------------------------------------------------
+
+
+def graph(**changes):
+    def mutated(plan):
+        return dataclasses.replace(plan, spec=changed_spec(plan.spec, Route, **changes))
+
+    return mutated
+
+
+WRONG = {
+    "sum": ("qwen3moe", graph(renormalises=True), "its logits differ"),
+    "order of softmax": ("qwen3moe", graph(gating="softmax_of_chosen"), "its logits differ"),
+    "sigmoid": ("qwen3moe", graph(gating="sigmoid"), "its logits differ"),
+    "softmax": ("glm", graph(gating="softmax"), "the router of layer 1 chooses experts"),
+    "scale": ("glm", graph(scale=1.81), "its logits differ"),
+    "groups": ("glm in groups", graph(num_groups=1, num_used_groups=1), "the router of layer 1"),
+    "number": ("mixtral", graph(num_used=2), "its logits differ"),
+}
+
+
+@pytest.mark.parametrize("has_twins", [False, True], ids=["plain", "with ties"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_router_is_found(tmp_path, monkeypatch, wrong, has_twins):
+    family, mutate, words = WRONG[wrong]
+    folder = tmp_path / "hf"
+    random_model(folder, config_of(family, 2, 16, 5, 0.1))
+    if has_twins:
+        with_twins(folder)
+    save_tokenizer(folder, 320)
+    right = convert_module.read_blueprint
+    monkeypatch.setattr(convert_module, "read_blueprint", lambda *args: mutate(right(*args)))
+    with pytest.raises(HotsplitError, match=words):
+        verification(folder, tmp_path / "m", "f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def without_bias(right, structs, router):
+    struct = right(structs, router)
+    struct.choice_bias = None
+    return struct
+
+
+def with_other_rows(right, structs, router):
+    """Each expert has the score of the one two before it."""
+    if router is None:
+        return right(structs, router)
+    weight = router.linear.weight
+    weight = dataclasses.replace(weight, data=weight.data.roll(2, 0))
+    linear = dataclasses.replace(router.linear, weight=weight)
+    return right(structs, dataclasses.replace(router, linear=linear))
+
+
+@pytest.mark.parametrize("has_twins", [False, True], ids=["plain", "with ties"])
+@pytest.mark.parametrize("wrong", [without_bias, with_other_rows])
+def test_a_runtime_that_routes_otherwise_is_found(tmp_path, monkeypatch, wrong, has_twins):
+    folder = tmp_path / "hf"
+    random_model(folder, config_of("glm", 3, 16, 3, 0.1))
+    save_tokenizer(folder, 320)
+    if has_twins:
+        with_twins(folder)
+    monkeypatch.setattr(native_step, "route_struct", partial(wrong, native_step.route_struct))
+    words = (
+        r"m: .*: the router of layer 1 chooses experts .* for token \d+, not .*the file is not kept"
+    )
+    with pytest.raises(HotsplitError, match=words):
+        verification(folder, tmp_path / "m", "f16")
+
+
+# ---- what is followed ----------------------------------------------------------------------------------
+
+
+def spec_of(route: Route):
+    return mixture_spec(make_sizes(num_layers=2), route=route)
+
+
+SCORES = torch.tensor([[4.0, 3.0, 3.0 - 1e-5, 1.0], [1.0, 2.0, 3.0, 4.0]])
+
+
+@pytest.mark.parametrize("select", ["topk", "sort"])
+def test_a_tie_is_followed_and_anything_else_is_a_fault(select):
+    ids = [torch.tensor([[2, 0], [3, 2]]), torch.tensor([[0, 1], [2, 1]])]
+    followed = Followed(spec_of(Route(num_experts=4, num_used=2)), ids, 1e-4)
+
+    def largest(score_TE):
+        if select == "topk":
+            return score_TE.topk(2)
+        found = score_TE.sort(dim=1, descending=True, stable=True)
+        assert all(sorted(row) == [0, 1, 2, 3] for row in found.indices.tolist())
+        return found.values[:, :2], found.indices[:, :2]
+
+    with followed:
+        first, second = largest(SCORES), largest(SCORES)
+    assert first[1].tolist() == [[2, 0], [3, 2]]
+    assert torch.equal(first[0], SCORES.gather(1, first[1]))
+    assert second[1].tolist() == [[0, 1], [3, 2]]  # its own
+    assert followed.is_complete and (followed.num_ties, followed.num_choices) == (1, 4)
+    fault = followed.fault
+    assert (fault.layer, fault.token, fault.got, fault.wanted) == (1, 1, (1,), (3,))
+    assert fault.gap == pytest.approx(2.0) and fault.tie == pytest.approx(8e-4)
+    assert (
+        "the router of layer 1 chooses experts 1 for token 1, not 3, whose scores are 2.0e+00"
+        in str(fault)
+    )
+
+
+def test_passes_are_followed_in_order_and_nothing_else_is():
+    ids = [torch.tensor([[1, 0], [2, 3], [0, 2]]), torch.tensor([[0, 1], [3, 2], [1, 0]])]
+    followed = Followed(spec_of(Route(num_experts=4, num_used=2)), ids, 1e-4)
+    same = torch.ones(3, 4)
+    with followed:
+        for rows in ([0, 1], [2]):
+            for layer in range(2):
+                assert not followed.is_complete
+                torch.ones(2, 5).topk(2), torch.ones(4).topk(2), torch.ones(2, 4).topk(3)
+                assert torch.equal(same[rows].topk(2).indices, ids[layer][rows])
+        assert followed.is_complete
+        assert same[:1].topk(2).indices.shape == (1, 2)  # after the text
+    assert followed.fault is None
+
+
+def test_a_tie_of_groups_is_followed():
+    route = Route(num_experts=6, num_used=2, num_groups=3, num_used_groups=2)
+    ids = [torch.tensor([[5, 4]])] * 2
+    followed = Followed(spec_of(route), ids, 1e-4)
+    score = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0, 1.0 - 1e-6]])
+    with followed:
+        groups = torch.tensor([[3.0, 2.0, 2.0 - 1e-6]]).topk(2).indices
+        assert sorted(groups[0].tolist()) == [0, 2]
+        score[:, 0] = 1.0 - 1e-6
+        assert score.topk(2).indices.tolist() == [[5, 4]]
+    assert followed.fault is None and followed.num_ties == 2
