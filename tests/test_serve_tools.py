@@ -139,6 +139,16 @@ def cohere(*calls):
     return "<|START_ACTION|>[\n    " + ",\n    ".join(map(json.dumps, each)) + "\n]<|END_ACTION|>"
 
 
+def olmo(*calls):
+    def value(found):
+        return json.dumps(found, ensure_ascii=False)
+
+    return "<function_calls>" + "\n".join(
+        f"{c['name']}({', '.join(f'{k}={value(v)}' for k, v in c['arguments'].items())})"
+        for c in calls
+    ) + "</function_calls>"  # fmt: skip
+
+
 WRITERS = {
     "Hermes": hermes,
     "Llama 3": llama,
@@ -154,6 +164,7 @@ WRITERS = {
     "GLM-4.5": glm,
     "GLM-4.7": glm_47,
     "Cohere 2": cohere,
+    "OLMo 3": olmo,
 }
 AS_TEXT = ("Qwen-Coder", "GLM-4.5", "GLM-4.7")  # values are text, whose types a schema tells
 
@@ -418,7 +429,7 @@ def random_text(chance):
 
 
 def random_calls(chance, name):
-    are_plain = name in (*AS_TEXT, "Gemma 4")
+    are_plain = name in (*AS_TEXT, "Gemma 4", "OLMo 3")
     keys = ("a", "b", "c") if are_plain else ("", "a", 'b"', "</x>")
     calls = []
     for _ in range(chance.randint(1, 3)):

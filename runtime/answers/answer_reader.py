@@ -116,12 +116,14 @@ class AnswerReader:
             separators = known.calls.separators
         self._between = re.compile(rf"[\s{re.escape(separators)}]*")
         self._thoughts = {marks.begin: marks for marks in known.reasoning}
-        # Special tokens without a place in an answer: also the end of reasoning that never began.
         anywhere = [marks for marks in known.reasoning if marks.is_anywhere]
-        self._dropped = (*known.hidden, *(marks.end for marks in anywhere))
+        # What ends reasoning that has not begun has no place in an answer either.
+        self._ends = {marks.end for marks in known.reasoning}
         self._everywhere: tuple[str, ...] = (
-            *self._calls, *self._dropped, *(marks.begin for marks in anywhere),
-        )  # fmt: skip
+            *self._calls,
+            *known.hidden,
+            *(mark for marks in anywhere for mark in (marks.begin, marks.end)),
+        )
         if known.has_channels:
             self._everywhere = (*BEGINS, *ENDS)
         self._inside: Reasoning | None = opened  # the marks of the reasoning that goes on
@@ -198,14 +200,18 @@ class AnswerReader:
         ends: tuple[str, ...] = ENDS
         cuts: tuple[str, ...] = BEGINS
         if not self._format.has_channels:
-            # Marks that are special tokens end it, even if its own is missing.
             ends = (f"\n{marks.end}", marks.end)
-            cuts = self._everywhere if marks.is_anywhere else ()
+            cuts = (marks.cut,) if marks.cut and self._rules is not None else ()
+            cuts = (*cuts, marks.begin) if marks.is_anywhere else cuts
         at, mark = self._next_mark((*ends, *cuts), end)
         if at:
             yield self._thought("reasoning", at)
         if not mark:
             return False
+        if mark == marks.begin:  # once more
+            yield self._thought("markup", len(mark))
+            self._may_skip = [marks.label, "\n"]
+            return True
         if mark in ends:
             yield self._thought("markup", len(mark))
         self._inside, self._is_blank, self._channel = None, True, ""
@@ -242,7 +248,9 @@ class AnswerReader:
         if self._has_text:
             return self._everywhere
         wrapper = self._format.wrapper[:1] if self._before == "reasoning" else ()
-        return (*self._everywhere, *self._first_calls, *self._thoughts, *wrapper)
+        return (
+            *self._everywhere, *self._first_calls, *self._thoughts, *self._ends, *wrapper,
+        )  # fmt: skip
 
     def _content(self, end: End) -> Generator[Part, None, bool]:
         """Reads text up to the next mark. Returns whether there is one."""
@@ -270,7 +278,9 @@ class AnswerReader:
             marks = self._thoughts[mark]
             yield self._thought("markup", len(mark))
             self._inside, self._may_skip = marks, [marks.label, "\n"]
-        elif mark in self._dropped:
+        elif mark in self._ends:
+            yield self._thought("markup", len(mark))
+        elif mark in self._format.hidden:
             yield held.take("markup", len(mark))
         elif mark in self._format.wrapper:
             yield held.take("markup", len(mark))

@@ -6,6 +6,7 @@ content, or one call a message; some of Mistral's refuse ids that are not nine l
 Granite's write no call at all. Of a template without tools, only the role of the system is tried."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hotsplit.errors import HotsplitError
@@ -32,6 +33,7 @@ class CallStyle:
     has_short_ids: bool = False
     has_single_calls: bool = False  # one in a message
     has_calls_as_content: bool = False  # the template leaves calls out
+    has_responses_in_calls: bool = False  # results are in the message with the calls
     describes_tools: bool = False  # the server does, because the template's form is not known
     has_system: bool = True  # the template writes such a message; tried only if `describes_tools`
 
@@ -39,19 +41,49 @@ class CallStyle:
 def call_style(template: ChatTemplate) -> CallStyle:
     """The first style, beginning with the usual one, in which the template writes a call whole; the
     usual one if it does so in none. Calls that a template never reads have to be in the content."""
-    if format_of(template.tool_text or template.text).describes_tools:
+    text = template.tool_text or template.text
+    if format_of(text).describes_tools:
         return CallStyle(
             has_calls_as_content=True, describes_tools=True, has_system=_has_system(template)
         )
-    if "tool_calls" not in (template.tool_text or template.text):
+    if "tool_calls" not in text:
         return CallStyle(has_calls_as_content=True)
     for is_null, is_text, is_short in itertools.product((False, True), repeat=3):
         style = CallStyle(
             has_text_arguments=is_text, has_null_content=is_null, has_short_ids=is_short
         )
         if _are_written(template, style, 1):
-            return replace(style, has_single_calls=not _are_written(template, style, 2))
+            return replace(
+                style,
+                has_single_calls=not _are_written(template, style, 2),
+                has_responses_in_calls="tool_responses" in text and "tool_call_id" not in text,
+            )
     return CallStyle()
+
+
+def with_responses(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """The messages as Gemma 4's first template wants them: results, and the answer behind them, in
+    the message with the calls."""
+    found = list[dict[str, object]]()
+    for message in messages:
+        last = found[-1] if found else {}
+        calls = last.get("tool_calls")
+        if message["role"] == "tool" and isinstance(calls, list):
+            names = {call.get("id"): call["function"]["name"] for call in calls}
+            name = message.get("name") or names.get(message.get("tool_call_id"), "unknown")
+            response = {"name": name, "response": message["content"]}
+            responses = last.get("tool_responses")
+            last["tool_responses"] = [*(responses if isinstance(responses, list) else []), response]
+        elif (
+            message["role"] == "assistant"
+            and "tool_responses" in last
+            and not last.get("content")
+            and not message.get("tool_calls")
+        ):
+            last["content"] = message["content"]
+        else:
+            found.append(dict(message))
+    return found
 
 
 def _has_system(template: ChatTemplate) -> bool:

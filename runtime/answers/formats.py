@@ -26,6 +26,7 @@ from hotsplit.runtime.answers.parsers import (
     hermes,
     llama,
     mistral,
+    python_calls,
     qwen_xml,
 )
 from hotsplit.runtime.text.codec import TextCodec
@@ -35,13 +36,14 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, kw_only=True)
 class Reasoning:
-    """The marks around reasoning. `label` may follow `begin`, and belongs to it. `is_anywhere`: the
-    marks are special tokens, so that reasoning may also begin behind other text; otherwise it
-    begins an answer."""
+    """The marks around reasoning. `label` may follow `begin`, and belongs to it. `cut`: what begins
+    a call and ends reasoning whose own end is missing. `is_anywhere`: the marks are special tokens,
+    so that reasoning may also begin behind other text; otherwise it begins an answer."""
 
     begin: str
     end: str
     label: str = ""
+    cut: str = ""
     is_anywhere: bool = False
 
     def opened_by(self, prompt: str) -> "Reasoning | None":
@@ -58,8 +60,9 @@ class Written:
     """How a model writes calls, for a grammar: `call` between `begin` and `end`, several of them
     with `between`. `before` may come first. {name} stands for the name, {string} for the name as
     JSON, {object} for the arguments as JSON, {bare} for an object whose keys have no quotes, and
-    {text} for any text up to the token that follows it; {parameters} for the arguments one by one,
-    each as `parameter` with {key} and {value}."""
+    {text} for any text up to the token that follows it; {keywords} for the arguments as Python's,
+    with JSON as values; {parameters} for them one by one, each as `parameter` with {key} and
+    {value}."""
 
     call: str
     parameter: str = ""
@@ -75,6 +78,7 @@ class Written:
             self.call.format(
                 name=name, string=json_text(name), object=json_text(arguments),
                 bare=bare_text(arguments),
+                keywords=", ".join(f"{key}={json_text(arguments[key])}" for key in arguments),
                 parameters="".join(
                     self.parameter.format(key=key, value=plain_text(value))
                     for key, value in arguments.items()
@@ -197,11 +201,18 @@ _CHANNEL = Reasoning(begin="<|channel>", label="thought", end="<channel|>", is_a
 _BRACKETS = Reasoning(begin="[THINK]", end="[/THINK]", is_anywhere=True)
 _START_END = Reasoning(begin="<|START_THINKING|>", end="<|END_THINKING|>", is_anywhere=True)
 
+_STEPS = Reasoning(begin="Here are my reasoning steps:", end="[BEGIN FINAL RESPONSE]")
 _SENTENCES = Reasoning(begin="Here is my thought process:", end="Here is my response:")
 
 HERMES = CallForm(
     begins={"<tool_call>": hermes}, marks=("<tool_call>", "</tool_call>"),
     written=Written(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
+)  # fmt: skip
+
+_LISTED = CallForm(
+    begins={"<|tool_call|>": granite, "<tool_call>": granite},
+    marks=("<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>"),
+    written=Written(begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]"),
 )  # fmt: skip
 
 # In the order in which a template is compared with them; the last one is of any template.
@@ -261,7 +272,7 @@ FORMATS = (
     ),
     AnswerFormat(
         name="Qwen-Coder", in_template=("<tool_call>", "<function=", "<parameter="),
-        reasoning=(THINK,),
+        reasoning=(replace(THINK, cut="<tool_call>\n<function="),),
         calls=CallForm(
             begins={"<tool_call>": qwen_xml, "<function=": qwen_xml},
             marks=("<tool_call>", "</tool_call>"),
@@ -309,16 +320,26 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
-        name="Granite", in_template=("<|tool_call|>",), reasoning=(THINK, _SENTENCES),
-        wrapper=("<response>", "</response>"),
+        name="Granite 3.2", in_template=("<|tool_call|>", _SENTENCES.begin, _SENTENCES.end),
+        reasoning=(_SENTENCES,), calls=_LISTED,
+    ),
+    AnswerFormat(
+        name="Granite", in_template=("<|tool_call|>",), reasoning=(THINK,),
+        wrapper=("<response>", "</response>"), calls=_LISTED,
+    ),
+    AnswerFormat(
+        name="OLMo 3", in_template=("<function_calls>",), reasoning=(THINK,),
         calls=CallForm(
-            begins={"<|tool_call|>": granite, "<tool_call>": granite},
-            marks=("<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>"),
-            written=Written(begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]"),
+            begins={"<function_calls>": python_calls},
+            marks=("<function_calls>", "</function_calls>"),
+            written=Written(
+                begin="<function_calls>", call="{name}({keywords})", end="</function_calls>"
+            ),
         ),
     ),
     AnswerFormat(
-        name="Apriel", in_template=("<tool_calls>[",), reasoning=(THINK,),
+        name="Apriel", in_template=("<tool_calls>[",), reasoning=(_STEPS, THINK),
+        hidden=("[END FINAL RESPONSE]",),
         calls=CallForm(
             begins={"<tool_calls>": hermes, "<tool_call>": hermes},
             marks=("<tool_calls>", "</tool_calls>"),
@@ -359,6 +380,13 @@ def format_of(template: str, tokens: Collection[str] = ()) -> AnswerFormat:
         if marks not in known.reasoning and {marks.begin, marks.end} <= set(tokens)
     )
     known = replace(known, reasoning=(*known.reasoning, *more))
-    if "tools" not in template and not known.has_channels:  # it has no form of calls
-        known = replace(known, calls=HERMES, describes_tools=True)
-    return known
+    if "tools" in template or known.has_channels:
+        return known
+    # The model is told Hermes's form, but may write the one that it was trained to write.
+    calls = replace(
+        known.calls,
+        begins={**known.calls.begins, **HERMES.begins},
+        marks=(*known.calls.marks, *HERMES.marks),
+        written=HERMES.written,
+    )
+    return replace(known, calls=calls, describes_tools=True)

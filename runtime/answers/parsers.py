@@ -1,10 +1,11 @@
 """Parsers of tool calls, one for each way of writing them. A parser starts at a mark that begins
 calls; what it returns has been written between there and `scanner.at`."""
 
+import ast
 import re
 from collections.abc import Callable, Collection, Mapping
 
-from hotsplit.runtime.answers.calls import Call, call_of, calls_of
+from hotsplit.runtime.answers.calls import Call, call_of, calls_of, json_text
 from hotsplit.runtime.answers.channels import ENDS, Header
 from hotsplit.runtime.answers.scanner import Malformed, Scanner, Steps, sound_json
 from hotsplit.runtime.answers.xml_values import Schema, xml_value
@@ -23,6 +24,8 @@ DEEPSEEK_CALL, DEEPSEEK_SEP = (
 DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
 _PARAMETER, _PARAMETER_END, _FUNCTION_END = "<parameter=", "</parameter>", "</function>"
 _CALL_END = "</tool_call>"
+_MAX_PYTHON = 64 << 10  # characters
+_CONSTANTS = {"true": True, "false": False, "null": None}
 QUOTE = '<|"|>'
 _BARE = re.compile(r"[^,{}\[\]<]*")
 _MAX_DEPTH = 64
@@ -293,6 +296,40 @@ def action(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
     """<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]
     <|END_ACTION|>. The ids count from 0 in each answer, so they are not used."""
     return (yield from _tagged(scanner, tools, ("<|START_ACTION|>",), ("<|END_ACTION|>",)))
+
+
+def python_calls(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+    """<function_calls>name(key=value, ...)</function_calls>, one call a line, with values as in
+    Python or JSON."""
+    yield from scanner.take("<function_calls>")
+    text = yield from scanner.until("</function_calls>", or_end=True)
+    yield from scanner.skip("</function_calls>")
+    if len(text) > _MAX_PYTHON:
+        raise Malformed
+    lines = [line.strip() for line in text.strip().split("\n")]
+    try:
+        calls = [_python_call(statement) for statement in ast.parse("\n".join(lines)).body]
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise Malformed from error
+    if not calls:
+        raise Malformed
+    return calls
+
+
+def _python_call(statement: ast.stmt) -> Call:
+    """Raises Malformed, or as literal_eval does for an argument that is no constant."""
+    found = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(found, ast.Call) or found.args or None in {k.arg for k in found.keywords}:
+        raise Malformed  # not only arguments with names
+    arguments = {k.arg: ast.literal_eval(_Constants().visit(k.value)) for k in found.keywords}
+    return call_of(_name(ast.unparse(found.func)), sound_json(json_text(arguments)))
+
+
+class _Constants(ast.NodeTransformer):
+    """Replaces JSON's names of constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 
 def message_to(header: Header) -> Parser:

@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from string import Formatter
 
 from hotsplit.errors import HotsplitError
@@ -14,7 +14,7 @@ from hotsplit.runtime.answers.xml_values import Schema, types_of, values_of
 from hotsplit.runtime.generate.constraints import Constraint, tool_call_constraint
 from hotsplit.runtime.text.codec import TextCodec
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("hotsplit.serve")
 
 MAX_SCHEMA_BYTES = 64 << 10  # of all tools together
 _OBJECT: dict[str, object] = {"type": "object"}
@@ -106,6 +106,10 @@ class _Grammar:
                 yield from self._parameters(schema)
             elif slot == "bare":
                 yield self._bare(schema, 0)
+            elif slot == "keywords":
+                yield self._members(
+                    schema, ", ", lambda key, part: f"{json.dumps(f'{key}=')} {self._json(part)}"
+                )
             elif slot == "text":
                 yield self._rule("/(?s:.*)/", is_terminal=True)
 
@@ -162,20 +166,30 @@ class _Grammar:
 
     def _bare_object(self, schema: dict[str, object], depth: int) -> str:
         """Properties in the schema's order; any object if it names none."""
-        properties, required = schema.get("properties"), schema.get("required")
-        if not isinstance(properties, dict) or not properties:
+        if not schema.get("properties"):
             anything, key = self._bare_any(), self._rule(_BARE_KEY, is_terminal=True)
             return f'"{{" ({key} ":" {anything} ("," {key} ":" {anything})*)? "}}"'
+
+        def member(key: str, part: dict[str, object]) -> str:
+            return " ".join([*self._literal(f"{bare_key(key)}:"), self._bare(part, depth + 1)])
+
+        return f'"{{" {self._members(schema, ",", member)} "}}"'
+
+    def _members(
+        self, schema: Schema, comma: str, member_of: Callable[[str, dict[str, object]], str]
+    ) -> str:
+        """The properties of a schema in its order, with commas between those that are there."""
+        properties, required = schema.get("properties"), schema.get("required")
         behind, first, is_optional = "", list[str](), True  # of the members from here on
-        for key, part in reversed(properties.items()):
-            value = self._bare(part if isinstance(part, dict) else {}, depth + 1)
-            member = f"{' '.join(self._literal(f'{bare_key(key)}:'))} {value}"
+        named = properties if isinstance(properties, dict) else {}
+        for key, part in reversed(named.items()):
+            member = member_of(key, part if isinstance(part, dict) else {})
             is_required = isinstance(required, list) and key in required
             first = [f"{member} {behind}", *([] if is_required else first)]
             is_optional &= not is_required
-            rest = f'"," {member}' if is_required else f'("," {member})?'
-            behind = self._rule(f"{rest} {behind}")
-        return f'"{{" ({" | ".join(first)}){"?" if is_optional else ""} "}}"'
+            rest = f"{json.dumps(comma)} {member}"
+            behind = self._rule(f"{rest if is_required else f'({rest})?'} {behind}")
+        return f"({' | '.join(first)}){'?' if is_optional else ''}" if first else ""
 
     def _bare_any(self) -> str:
         """Any value, as a rule that names itself."""
