@@ -84,7 +84,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     """Renders messages and tools with the template. Raises ApiError."""
     messages = messages_of(fields.items("messages", MAX_MESSAGES), served.call_style, served.format)
     choice = chosen(tools_of(fields.items("tools", MAX_TOOLS)), fields.take("tool_choice"))
-    variables: dict[str, object] = {}
+    variables = dict(served.variables)
     effort = fields.choice(
         "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh")
     )

@@ -1,6 +1,7 @@
 """The options and limits of a server."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class ServeConfig:
     hosts: tuple[str, ...] = ()  # Host headers accepted besides localhost and IP addresses
     alias: str | None = None
     template: str | None = None
+    variables: Mapping[str, object] = field(
+        default_factory=dict
+    )  # of templates; requests add theirs
     sampling: SamplingOptions = SamplingOptions()
     log_json: bool = False
     is_strict: bool = False

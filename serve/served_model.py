@@ -1,7 +1,8 @@
 """The parts of the model that requests need: tokenizer, chat template, samplers. Thread-safe."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tokenizers import pre_tokenizers
@@ -38,6 +39,7 @@ class ServedModel:
     defaults: SamplingOptions
     max_tokens: int
     call_style: CallStyle  # what the template wants of the calls in earlier messages
+    variables: Mapping[str, object] = field(default_factory=dict)  # of the template
 
     def check_length(self, text: str, param: str) -> None:
         """Refuses, before tokenising, a text that cannot fit into the context."""

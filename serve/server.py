@@ -225,6 +225,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         longest_token=max(map(len, codec.tokenizer.get_vocab(with_added_tokens=True))),
         defaults=config.sampling,
         max_tokens=config.max_tokens,
+        variables=config.variables,
         call_style=style,
     )
     served.chain(config.sampling)  # refuses impossible options

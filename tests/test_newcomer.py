@@ -29,8 +29,9 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.cli import main
 from hotsplit.commands.all_commands import cli
 from hotsplit.commands.help.examples import EXAMPLES
-from hotsplit.commands.options import llamacpp_flags
-from hotsplit.commands.options.llamacpp_flags import TABLE, translate
+from hotsplit.commands.options import llamacpp_flags, llamacpp_table
+from hotsplit.commands.options.llamacpp_flags import translate
+from hotsplit.commands.options.llamacpp_table import TABLE
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.terminal.prompts import note_unread, prompts_of
 from hotsplit.convert.convert import convert
@@ -46,6 +47,7 @@ from hotsplit.serve.config import ServeConfig
 from hotsplit.system.log_lines import lines_on_stderr
 
 SOURCE = Path(__file__).parent.parent / "src"
+OPTIONS = Path(__file__).parent / "llamacpp" / "options.txt"  # of llama.cpp's programs
 
 
 def lines_of(capsys, arguments: list[object], code: int) -> list[str]:
@@ -72,7 +74,7 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
         (["convert"], "missing argument 'SOURCE'; see hotsplit convert --help"),
         (["doctor", "m"], "got unexpected extra argument (m); see hotsplit doctor --help"),
         (["run", "m", "-m", "b", "-p", "hi"],
-         "hotsplit run: there is a model and a text already: leave b out"),
+         "hotsplit run: there are two models, m and b: leave one out"),
         (["solve", "m", "--profile", "p", "--machine", "c", "-o", "o"],
          "missing option '-vb' / '--vram' / '--vram-budget'; see hotsplit solve --help"),
         (["generate", "m", "hello"], "hotsplit generate: a text is given with -p: -p hello"),
@@ -126,8 +128,8 @@ def translated(command: str, *arguments: str) -> tuple[list[str], list[str]]:
         ("generate a -p -m -f -", "a -p -m -f -", ""),  # a prompt, not an option
         ("generate a -n5 -t2", "a -n5 -t2", ""),
         ("generate a -- -m", "a -- -m", ""),
-        ("generate --kv-offload -m a -fa", "--kv-offload a", ""),
-        ("generate --kv-offload top=64 -m a", "--kv-offload top=64 a", ""),
+        ("generate --kv-offload -m a -fa", "a --kv-offload", ""),
+        ("generate --kv-offload top=64 -m a", "a --kv-offload top=64", ""),
         (f"generate a -ngl {'9' * 5000}", "a", ""),
     ],
 )
@@ -181,12 +183,121 @@ def test_a_budget_without_a_plan_is_explained(command, option):
         assert advice in error.value.message
 
 
-def test_no_option_of_ours_is_taken_for_llamacpps():
-    for name, command in cli.commands.items():
-        own = {o for p in command.params if isinstance(p, click.Option) for o in p.opts}
-        for names, flag in TABLE:
-            both = own & set(names.split())
-            assert not both or name not in flag.commands or name == "bench", (name, both)
+def llamacpps(letters: str) -> list[tuple[str, bool]]:
+    """(name, whether a value follows) of the options of llama-server (s), llama-cli (c) or
+    llama-completion (p)."""
+    rows = [line.split() for line in OPTIONS.read_text().splitlines() if line[0] != "#"]
+    kept = [row for row in rows if set(row[0]) & set(letters)]
+    return [(name, kind != "-") for _, kind, *names in kept for name in names]
+
+
+DIFFERENT = {"--kv-offload", "--spec-type", "--device"}  # other values, under the same name
+
+
+@pytest.mark.parametrize(
+    "command, letters, count", [("serve", "s", 412), ("run", "cp", 363), ("generate", "p", 260), ("chat", "c", 343)]
+)  # fmt: skip
+def test_every_option_of_llamacpp_is_taken_or_answered(command, letters, count):
+    """Each with its value, before the model: what is taken is ours, and neither the model nor the value
+    is lost or taken for another argument."""
+    context = click.Context(
+        cli.commands[command], info_name=command, help_option_names=["-h", "--help"]
+    )
+    own = {n: p for p in cli.commands[command].get_params(context) if isinstance(p, click.Option)
+           for n in (*p.opts, *p.secondary_opts)}  # fmt: skip
+    options = llamacpps(letters)
+    assert len(options) >= count
+    for name, has_value in options:
+        given = [name, *["0"] * has_value, "m.gguf"]
+        try:
+            taken, notes = translate(context, given)
+        except click.UsageError as error:
+            assert not isinstance(error, click.NoSuchOption), name
+            begin = (
+                f"{name} is llama.cpp's: ",
+                f"{name} 0 is llama.cpp's: ",
+                f"{name} is for a text, ",
+            )
+            assert error.message.startswith(begin), name
+            assert len(error.message) > len(name) + 25, name
+            continue
+        if name in own:
+            assert taken == given and (own[name].is_flag != has_value or name in DIFFERENT), name
+        elif name in ("-m", "--model", *HUB):
+            assert taken == ["0", "m.gguf"], name  # two models, the second of which click refuses
+        elif name in ("-hff", "--hf-file"):
+            assert taken == ["m.gguf:0"]
+        else:
+            words, taken = taken[:-1], taken[-1]
+            assert taken == "m.gguf" and len(words) <= 2 and len(notes) <= 1, name
+            assert not words or words[0] in own, (name, words)
+            if words:
+                assert own[words[0]].is_flag == (len(words) == 1), (name, words)
+            assert all(f"note: {name}" in note and " has no effect: " in note for note in notes)
+
+
+HUB = ("-hf", "-hfr", "--hf-repo", "-mu", "--model-url")
+
+
+def test_the_walk_over_the_options_finds_a_missing_row(monkeypatch):
+    rows = [(names.replace(" --swa-full ", " "), flag) for names, flag in TABLE]
+    for wrong in (
+        [(names, flag) for names, flag in rows if names != "--swa-full"],
+        [(names, dataclasses.replace(flag, values="none") if names.startswith("-dt") else flag) for names, flag in rows],
+        [(names, dataclasses.replace(flag, text="--logging") if names == "--log-jsonl" else flag) for names, flag in rows],
+    ):  # fmt: skip
+        monkeypatch.setattr(llamacpp_table, "TABLE", tuple(wrong))
+        with pytest.raises(AssertionError):
+            test_every_option_of_llamacpp_is_taken_or_answered("serve", "s", 412)
+
+
+@pytest.mark.parametrize(
+    "given, taken, noted",
+    [
+        ("serve a --reasoning-budget 0", ["a", "--chat-template-kwargs", '{"enable_thinking": false}'], 0),
+        ("run a -rea on", ["a", "--chat-template-kwargs", '{"enable_thinking": true}'], 0),
+        ("chat a --reasoning off", ["a", "--chat-template-kwargs", '{"enable_thinking": false}'], 0),
+        ("serve a --reasoning-effort low", ["a", "--chat-template-kwargs", '{"reasoning_effort": "low"}'], 0),
+        ("serve a -rea auto --reasoning-budget -1 --reasoning-effort default", ["a"], 0),
+        ("serve a --reasoning-format deepseek --cache-reuse 0 --fit on", ["a"], 0),
+        ("serve a --cache-reuse 256 --fit off -cram 4096 -kvu --swa-full --slots -v", ["a"], 7),
+        ("serve a --cors-origins=http://x:1,https://y", ["a", "--cors", "http://x:1", "--cors", "https://y"], 0),
+        ("run a --spec-draft-model b --spec-draft-n-max 3", ["a", "-md", "b", "--draft-max", "3"], 0),
+        ("serve -hf o/n:Q4_K_M -hff a.gguf -c 512", ["o/n:a.gguf", "-c", "512"], 0),
+        ("serve -hff d/a.gguf -hf o/n", ["o/n:d/a.gguf"], 0),
+        ("generate --kv-offload -hf o/n -p x", ["o/n", "--kv-offload", "-p", "x"], 0),
+        ("plan -hf o/n:Q8_0 --machine m", ["o/n:Q8_0", "--machine", "m"], 0),
+        ("inspect -m a.gguf", ["a.gguf"], 0),
+    ],
+)  # fmt: skip
+def test_options_of_llama_server_become_ours(given, taken, noted):
+    command, *arguments = given.split()
+    found, notes = translated(command, *arguments)
+    assert found == taken and len(notes) == noted
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ("serve a --reasoning-budget 512", "--reasoning-budget 512 is llama.cpp's: thoughts are not counted"),
+        ("serve a --reasoning-budget on", "--reasoning-budget on is llama.cpp's"),
+        ("serve a --reasoning 0", "--reasoning 0 is llama.cpp's"),
+        ("serve a --reasoning-format none", '"reasoning_format": "none"'),
+        ("serve a -mm b", "no model runs with images"),
+        ("serve a --override-kv x=int:1", "the file's keys are used as they are"),
+        ("serve a -md b", "hotsplit run and chat take -md"),
+        ("serve a -hff b.gguf -hf", "there are two models"),
+        ("serve a.gguf -hf o/n", "there are two models, a.gguf and o/n: leave one out"),
+        ("run a.gguf -m b.gguf", "there are two models, a.gguf and b.gguf: leave one out"),
+        ("serve -hff b.gguf", "-hff b.gguf is a file of a repository: -hf ORG/NAME"),
+        ("solve -hf o/n", "hotsplit convert ORG/NAME -o model.gguf"),
+    ],
+)  # fmt: skip
+def test_options_of_llama_server_that_cannot_be_taken_are_answered(given, told):
+    command, *arguments = given.split()
+    with pytest.raises(click.UsageError) as error:
+        translated(command, *arguments)
+    assert told in error.value.message
 
 
 @pytest.mark.parametrize(

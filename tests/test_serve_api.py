@@ -7,7 +7,7 @@ import threading
 import jsonschema
 import openai
 import pytest
-from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, text_of_chunks
+from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model, text_of_chunks
 
 from hotsplit import Engine
 from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
@@ -268,6 +268,19 @@ def test_messages_that_end_with_the_assistant_are_continued(served):
         "/apply-template", {"messages": SAID, "chat_template_kwargs": {"enable_shouting": True}}
     )
     assert answer["prompt"] == "user: Hello\nSHOUT\nassistant: "
+
+
+def test_the_servers_variables_of_templates_are_defaults(tmp_path):
+    """And options of llama-server that are the same, or have no effect, do not keep it from starting."""
+    given = ("--chat-template-kwargs", '{"enable_shouting": false}', "--reasoning-effort", "low",
+             "--slots", "--cache-reuse", "256", "-rea", "auto", "--reasoning-format", "deepseek",
+             "--chat-template-kwargs", '{"enable_shouting": true}')  # fmt: skip
+    with Served(save_model(tmp_path), *given) as served:
+        for more, shouted in ({}, True), ({"a": 1}, True), ({"enable_shouting": False}, False):
+            asked = {"messages": SAID, "chat_template_kwargs": more}
+            _, answer = served.ask("/apply-template", asked)
+            assert ("SHOUT" in answer["prompt"]) == shouted, more
+        assert sum("has no effect" in line for line in served.log) == 2
 
 
 def test_completions(served, engine):

@@ -27,7 +27,7 @@ from hotsplit.commands.options.shared import (
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.options.speculation import speculating, take_speculation_options
-from hotsplit.commands.terminal.prompts import system_message, template_variables
+from hotsplit.commands.terminal.prompts import system_message, template_variables, variables_option
 from hotsplit.commands.terminal.terminal import (
     Lines,
     PipedLines,
@@ -72,8 +72,7 @@ A message that begins with / is written with //."""
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help=f"Instead of the model's own: {', '.join(BUILT_IN)}, a template that the model"
               " names, or a Jinja file.")  # fmt: skip
-@click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
-              help='Variables for the template, e.g. {"enable_thinking": false}.')  # fmt: skip
+@variables_option
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
               help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
 @click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
@@ -95,7 +94,7 @@ def chat(**options: Any) -> None:
 
 def talk(
     *, model: Path, split: Path | None, system: str | None, system_file: Path | None,
-    template: str | None, variables: str, max_tokens: int, drops_oldest: bool,
+    template: str | None, variables: tuple[str, ...], max_tokens: int, drops_oldest: bool,
     stops: tuple[str, ...], threads: int | None, name: str | None = None,
     ignores_end: bool = False, **options: Any,
 ) -> None:  # fmt: skip

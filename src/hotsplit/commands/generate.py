@@ -35,6 +35,7 @@ from hotsplit.commands.terminal.prompts import (
     prompts_of,
     system_message,
     template_variables,
+    variables_option,
 )
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
@@ -99,6 +100,7 @@ text_options = joined(
               help="With --chat: the system message.")  # fmt: skip
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help="With --chat: a template to use instead of the model's own.")  # fmt: skip
+@variables_option
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True,
               help="Maximum tokens to generate; -1: until the text or the context ends.")  # fmt: skip
 @click.option("--context-shift", "shifts", is_flag=True,
@@ -126,7 +128,7 @@ def write(
     *, model: Path, split: Path | None, threads: int | None, as_json: bool, json_lines: bool,
     prompt: str | None, prompt_file: Path | None, prompts_file: Path | None, is_shown: bool,
     prompt_cache: Path | None, force: bool, is_chat: bool, system: str | None,
-    template: str | None, system_file: Path | None = None, variables: str = "{}",
+    template: str | None, system_file: Path | None = None, variables: tuple[str, ...] = (),
     more: Mapping[str, Any] | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Runs `generate` with its options; `more` goes into the report."""

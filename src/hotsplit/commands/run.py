@@ -39,6 +39,7 @@ from hotsplit.commands.terminal.prompts import (
     prompts_of,
     system_message,
     template_variables,
+    variables_option,
 )
 from hotsplit.errors import HotsplitError
 
@@ -61,8 +62,7 @@ _own_options = joined(
                  help="The same, from a file."),
     click.option("--chat-template", "template", metavar="NAME|FILE",
                  help="A template to use instead of the model's own."),
-    click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
-                 help='Variables for the template, e.g. {"enable_thinking": false}.'),
+    variables_option,
     click.option("-n", "--max-tokens", "--n-predict", "max_tokens", type=int,
                  help="Maximum tokens to generate. [default: 128 for a text; for an answer, as many as"
                  " the context has room for]"),

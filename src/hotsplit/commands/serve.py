@@ -26,6 +26,7 @@ from hotsplit.commands.options.shared import (
     thresholds_option,
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
+from hotsplit.commands.terminal.prompts import template_variables, variables_option
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.system.sizes import format_bytes
@@ -83,6 +84,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 )
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help="Instead of the model's own: a name, or a Jinja file.")  # fmt: skip
+@variables_option
 @click.option("--strict", "is_strict", is_flag=True,
               help="Refuse requests with unknown fields, which are otherwise said in the log and ignored.")  # fmt: skip
 @click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
@@ -102,6 +104,7 @@ def serve(
     from hotsplit.serve.config import ServeConfig
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
+    options["variables"] = template_variables(options["variables"])
     sampling, asked = take_sampling_options(options), take_engine_options(options)
     placing = {name: options.pop(name) for name in ("vram", "tokenizer", "yes")} | {
         "model": model, "split": split, "threads": threads,

@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 import termios
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 
 STDIN = "-"
+# Its values are what `template_variables` takes.
+variables_option = click.option(
+    "--chat-template-kwargs", "variables", metavar="JSON", multiple=True,
+    help='Variables for the template, e.g. {"enable_thinking": false}; may be repeated.',
+)  # fmt: skip
 MAX_BYTES = 64 << 20
 MOST_PROMPTS = 256  # continued together
 
@@ -110,12 +116,16 @@ def system_message(text: str | None, path: Path | None) -> str | None:
     return text if path is None else read_text(path, "system message").rstrip("\n")
 
 
-def template_variables(text: str) -> dict[str, object]:
-    """The object of --chat-template-kwargs. Raises HotsplitError for anything else."""
-    value = _json_of(text, "--chat-template-kwargs")
-    if not isinstance(value, dict):
-        raise HotsplitError('--chat-template-kwargs: wanted an object, e.g. {"name": true}')
-    return value
+def template_variables(texts: Sequence[str]) -> dict[str, object]:
+    """The variables of all --chat-template-kwargs, later ones before earlier ones. Raises HotsplitError
+    for anything but objects."""
+    found: dict[str, object] = {}
+    for text in texts:
+        value = _json_of(text, "--chat-template-kwargs")
+        if not isinstance(value, dict):
+            raise HotsplitError('--chat-template-kwargs: wanted an object, e.g. {"name": true}')
+        found |= value
+    return found
 
 
 def _json_of(text: str, source: str) -> Any:
