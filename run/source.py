@@ -10,12 +10,7 @@ from pathlib import Path
 
 from gguf import Keys
 
-from hotsplit.artifacts.model_file import (
-    TEMPLATE_KEY,
-    TEMPLATES_KEY,
-    TOKENIZER_KEY,
-    ModelFile,
-)
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import draft_of
@@ -121,11 +116,6 @@ def check_tokenizer(source: Source, model: ModelFile) -> None:
     if TOKENIZER_KEY not in model.extra_keys and Keys.Tokenizer.MODEL not in model.extra_keys:
         raise HotsplitError(f"{source.name}: has no tokenizer, which text needs; {GIVE}")
     check_text_keys(Path(source.name), model.extra_keys)
-
-
-def has_template(model: ModelFile) -> bool:
-    """True if the model has a chat template."""
-    return TEMPLATE_KEY in model.extra_keys or TEMPLATES_KEY in model.extra_keys
 
 
 def _dtype_of(folder: Path) -> str:

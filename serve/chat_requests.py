@@ -151,7 +151,12 @@ def _message(item: object, place: str, style: CallStyle, known: AnswerFormat) ->
     message["role"] = "system" if role == "developer" else role
     if "content" not in message and role != "assistant":
         raise wrong(f"{place}.content", f"{place}.content is missing; only an assistant's may be")
-    message["content"] = _content(message.get("content", ""), f"{place}.content")
+    is_answer = role == "assistant"
+    content = _content(message.get("content", ""), f"{place}.content", is_answer=is_answer)
+    refusal = message.get("refusal")
+    if is_answer and isinstance(refusal, str) and not content:
+        content = refusal
+    message["content"] = content
     if "tool_calls" in message:
         calls = _calls(message.pop("tool_calls"), f"{place}.tool_calls")
         if calls:
@@ -163,22 +168,29 @@ def _message(item: object, place: str, style: CallStyle, known: AnswerFormat) ->
     return message
 
 
-def _content(content: object, place: str) -> str:
+# Types of parts, with the field that has their text; a refusal is an answer of other models.
+_PART_TYPES = {"text": "text", "input_text": "text", "output_text": "text"}
+_ANSWER_TYPES = {**_PART_TYPES, "refusal": "refusal"}
+
+
+def _content(content: object, place: str, *, is_answer: bool) -> str:
     """The content's text; parts are joined by newlines, as in llama-server."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(place, f"{place}: wanted a text or a list of parts")
     texts = []
+    fields = _ANSWER_TYPES if is_answer else _PART_TYPES
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or kind not in ("text", "input_text", "output_text"):
+        if not isinstance(part, dict) or not isinstance(kind, str) or kind not in fields:
             shown = json.dumps(kind)[:40]
             raise wrong(place, f"{place} has a part of type {shown}; this model only reads text",
                         "unsupported_content")  # fmt: skip
-        if not isinstance(text := part.get("text"), str):
+        if not isinstance(text := part.get(fields[kind]), str):
             raise wrong(
-                place, f"{place} has a part of type {kind} whose text is missing or not a string"
+                place,
+                f"{place} has a part of type {kind} whose {fields[kind]} is missing or not a string",
             )
         texts.append(text)
     return "\n".join(texts)

@@ -21,13 +21,15 @@ from math import prod
 
 import uvicorn
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import shown
 from hotsplit.runtime.answers.call_style import CallStyle, call_style
 from hotsplit.runtime.generate.constraints import json_schema_constraint
 from hotsplit.runtime.generate.text_engine import TextEngine
-from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
+from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of, has_template
+from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.app import app_of
 from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.connections import connection_class
@@ -40,6 +42,7 @@ from hotsplit.serve.service import Service
 log = logging.getLogger("hotsplit.serve")
 LAST_S = 2.0  # time to send the last answers
 M_ARENA_MAX = -8  # mallopt(3)
+FALLBACK = "chatml"  # the template of files without one
 
 OpenEngine = Callable[[], AbstractContextManager[TextEngine]]
 
@@ -196,14 +199,7 @@ def _limit_arenas() -> None:
 
 def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
     model, codec = engine.model, engine.codec
-    try:
-        template: ChatTemplate | str = chat_template_of(model, codec, config.template)
-        if isinstance(template, ChatTemplate):
-            template.render([{"role": "user", "content": "Hello"}])  # starts the worker process
-    except HotsplitError as error:
-        if config.template is not None:
-            raise
-        template = str(error)
+    template = _template_of(config, model, codec)
     style = CallStyle() if isinstance(template, str) else call_style(template)
     if style.describes_tools:
         log.info(
@@ -233,6 +229,27 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
     with suppress(HotsplitError):  # requests with constraints are answered with the reason
         json_schema_constraint({"type": "object"}, codec)  # fills the cache of the vocabulary
     return served
+
+
+def _template_of(config: ServeConfig, model: ModelFile, codec: TextCodec) -> ChatTemplate | str:
+    """The chat template: as in llama.cpp ChatML for a file without one. If the file's own cannot be
+    used, the reason. Raises HotsplitError for one that was asked for and cannot be used."""
+    wanted = config.template
+    if wanted is None and not has_template(model):
+        wanted = FALLBACK
+        log.warning(
+            "the file has no chat template: chats are written in %s, which its model may not know;"
+            " --chat-template NAME|FILE gives another", FALLBACK,
+        )  # fmt: skip
+    try:
+        template = chat_template_of(model, codec, wanted)
+        template.render([{"role": "user", "content": "Hello"}])  # starts the worker process
+    except HotsplitError as error:
+        if config.template is not None:
+            raise
+        log.warning("chats are refused: %s", error)
+        return str(error)
+    return template
 
 
 def listener_of(config: ServeConfig) -> socket.socket:

@@ -28,14 +28,17 @@ SAID = [{"role": "user", "content": "Hello"}]
 
 
 def save_model(
-    folder, *, tokenizer=None, template=TEMPLATE, vocab_size=4096, context_length=CONTEXT
+    folder, *, tokenizer=None, template=TEMPLATE, vocab_size=4096, context_length=CONTEXT, **more
 ):
-    """Saves a model with random weights and a real tokenizer; token 0 ends a text."""
+    """Saves a model with random weights and a real tokenizer; token 0 ends a text. `more`: further
+    keys of the file; None leaves one out."""
     keys = {
         "tokenizer.huggingface.json": tokenizer or TOKENIZER.read_text(encoding="utf-8"),
         "tokenizer.ggml.eos_token_id": np.uint32(0),
         "tokenizer.chat_template": template,
+        **more,
     }
+    keys = {key: value for key, value in keys.items() if value is not None}
     shape = make_sizes(vocab_size=vocab_size, context_length=context_length)
     path = folder / "tiny.gguf"
     model = make_model(sizes=shape, kind="q8_0", extra_keys=keys)

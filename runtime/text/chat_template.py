@@ -22,6 +22,7 @@ from hotsplit.files.json_file import read_text
 from hotsplit.runtime.text.built_in_templates import BUILT_IN
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.template_process import TemplateProcess
+from hotsplit.runtime.text.turns import in_turns
 
 Message = Mapping[str, object]  # "role", "content", and other keys that a template may read
 
@@ -62,6 +63,7 @@ class ChatTemplate:
     ) -> str:
         """The text of the messages and, with `add_generation_prompt`, of an answer's header.
 
+        Messages of one role in succession are joined if the template refuses them (see turns).
         With `continue_final_message`, the text ends where the last message does, for the model to
         continue. `variables` are further inputs of the template: enable_thinking, documents, ...
         With `keeps_none`, a None in a message reaches the template, unlike in transformers.
@@ -76,26 +78,39 @@ class ChatTemplate:
         known = [_normal(message, keeps_none=keeps_none) for message in messages]
         if not known:
             raise HotsplitError("no messages; a conversation has at least one")
-        if continue_final_message:
-            known[-1] = _marked(known[-1])
-        text = self.tool_text if tools is not None and self.tool_text is not None else self.text
-        rendered = self.process.render(
-            self.name,
-            text,
-            {
-                **self.special,
-                **(variables or {}),
-                "messages": known,
-                "tools": None if tools is None else list(tools),
-                "documents": (variables or {}).get("documents"),
-                "add_generation_prompt": add_generation_prompt,
-            },
-        )
-        return self._cut(rendered) if continue_final_message else rendered
+        inputs = {
+            **self.special,
+            **(variables or {}),
+            "tools": None if tools is None else list(tools),
+            "documents": (variables or {}).get("documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        joined = in_turns(known)
+        errors = []
+        for form in [known, joined] if len(joined) < len(known) else [known]:
+            try:
+                return self._rendered(form, inputs, is_continued=continue_final_message)
+            except HotsplitError as error:
+                errors.append(error)
+        raise errors[0]
 
     def close(self) -> None:
         """Ends the rendering process; the next rendering starts a new one."""
         self.process.close()
+
+    def _rendered(
+        self,
+        messages: list[dict[str, object]],
+        inputs: Mapping[str, object],
+        *,
+        is_continued: bool,
+    ) -> str:
+        if is_continued:
+            messages = [*messages[:-1], _marked(messages[-1])]
+        has_tools = inputs["tools"] is not None
+        text = self.tool_text if has_tools and self.tool_text is not None else self.text
+        rendered = self.process.render(self.name, text, {**inputs, "messages": messages})
+        return self._cut(rendered) if is_continued else rendered
 
     def _cut(self, rendered: str) -> str:
         """The text before the mark. If a template trims messages, the mark's final space is
@@ -107,6 +122,11 @@ class ChatTemplate:
             )
         is_exact = rendered[at : at + len(_MARK)] == _MARK
         return rendered[:at] if is_exact else rendered[:at].rstrip()
+
+
+def has_template(model: ModelFile) -> bool:
+    """True if the file has a chat template, named or not."""
+    return TEMPLATE_KEY in model.extra_keys or TEMPLATES_KEY in model.extra_keys
 
 
 def chat_template_of(model: ModelFile, codec: TextCodec, wanted: str | None = None) -> ChatTemplate:

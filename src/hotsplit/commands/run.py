@@ -195,8 +195,7 @@ def _check_text(options: dict[str, Any]) -> None:
 def _check_model(job: "Job", options: dict[str, Any]) -> None:
     """Checks the options that depend on the model: whether it can hold a conversation, the chat
     template, and the constraint."""
-    from hotsplit.run.source import has_template
-    from hotsplit.runtime.text.chat_template import chat_template_of
+    from hotsplit.runtime.text.chat_template import chat_template_of, has_template
     from hotsplit.runtime.text.codec import TextCodec
 
     model, template = job.choice.model, options["template"]
