@@ -30,6 +30,7 @@ from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
 from hotsplit.convert.pooling import pooling_of
 from hotsplit.convert.predictors import add_predictors
+from hotsplit.convert.sampling import sampling_keys
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
@@ -180,6 +181,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
             "general.name": config.source.resolve().name,
             "general.file_type": np.uint32(FILE_TYPES[outtype]),
             "general.quantization_version": np.uint32(gguf.GGML_QUANT_VERSION),
+            **sampling_keys(checkpoint.folder),
             **tokenizer.keys,
         },
         model_id=checkpoint.model_id(),  # last: it reads samples of all tensors

@@ -57,7 +57,7 @@ STAGES = {
     ),
     "model": Stage(
         what="the converted model",
-        version=(1, key_reader.VERSION),
+        version=(2, key_reader.VERSION),
         file="model.gguf",
         load=ModelFile.load,
     ),

@@ -24,13 +24,13 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
+from hotsplit.options.generation import SamplingOptions
 from hotsplit.options.kinds import kinds_checked
 from hotsplit.runtime.device.device_memory import (
     MemoryReport,
     free_workspaces,
     out_of_memory_as_error,
 )
-from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.gpu_setup import set_aside

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
-from hotsplit.runtime.generate.options import SamplingOptions
 
 MAX_PARALLEL = 256
 HOST_NAME = r"[A-Za-z0-9._-]+"
@@ -22,7 +21,8 @@ class ServeConfig:
     with the same prefix. `max_tokens` bounds every answer (-1: only the context does); a request
     may ask for fewer. Limits in seconds: `timeout_s` for a request's texts, counted from when they
     are tokenised; `drain_s` for running answers at shutdown; `read_s` for a client to send a
-    request's headers, to send its body, and to accept each piece of the answer. `is_strict`: requests
+    request's headers, to send its body, and to accept each piece of the answer. `sampling`: the fields of
+    SamplingOptions that replace the model's own. `is_strict`: requests
     with unknown fields are refused."""
 
     model: Path
@@ -45,7 +45,7 @@ class ServeConfig:
     variables: Mapping[str, object] = field(
         default_factory=dict
     )  # of templates; requests add theirs
-    sampling: SamplingOptions = SamplingOptions()
+    sampling: Mapping[str, object] = field(default_factory=dict)
     log_json: bool = False
     is_strict: bool = False
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.options import (
+from hotsplit.options.generation import (
     SamplingOptions,
     samplers_of_letters,
     samplers_of_names,

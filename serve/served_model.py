@@ -9,10 +9,10 @@ from tokenizers import pre_tokenizers
 
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Pooling
+from hotsplit.options.generation import SamplingOptions
 from hotsplit.runtime.answers.call_style import CallStyle
 from hotsplit.runtime.answers.formats import DESCRIBED, AnswerFormat, format_of
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
-from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec, check_unicode

@@ -219,12 +219,12 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         hidden_size=model.spec.hidden_size,
         pooling=model.spec.pooling,
         longest_token=max(map(len, codec.tokenizer.get_vocab(with_added_tokens=True))),
-        defaults=config.sampling,
+        defaults=engine.sampling_with(config.sampling),
         max_tokens=config.max_tokens,
         variables=config.variables,
         call_style=style,
     )
-    served.chain(config.sampling)  # refuses impossible options
+    served.chain(served.defaults)  # refuses impossible options
     _ = codec.literal  # read now, with the GIL held for a second if the vocabulary is large
     with suppress(HotsplitError):  # requests with constraints are answered with the reason
         json_schema_constraint({"type": "object"}, codec)  # fills the cache of the vocabulary

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from hotsplit.errors import HotsplitError
+from hotsplit.options.generation import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.answers.answer_reader import AnswerReader, CallRules
 from hotsplit.runtime.answers.formats import AnswerFormat, Reasoning
 from hotsplit.runtime.generate.constraints import (
@@ -14,7 +15,6 @@ from hotsplit.runtime.generate.constraints import (
     gbnf_constraint,
     json_schema_constraint,
 )
-from hotsplit.runtime.generate.options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import wrong
 from hotsplit.serve.fields import Fields

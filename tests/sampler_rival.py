@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hotsplit.options.generation import SamplingOptions
 from hotsplit.runtime.generate.candidates import Candidates
-from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 
 ROOT = Path(__file__).parent.parent

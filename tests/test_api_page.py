@@ -11,10 +11,10 @@ from models import make_model
 
 import hotsplit
 from hotsplit.options.engine_config import EngineConfig
+from hotsplit.options.generation import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.generation import GenerationOptions, Run, Token
-from hotsplit.runtime.generate.options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.ops.observers import NAMES, Observation
 from hotsplit.runtime.step.sequences import Part, Sequence
 

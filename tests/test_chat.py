@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
+from hotsplit.options.generation import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate import chat as chat_module
 from hotsplit.runtime.generate import dry
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import regex_constraint
 from hotsplit.runtime.generate.dry import cached_breakers
-from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning
 from hotsplit.runtime.generate.sampler_chain import chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from hotsplit.errors import HotsplitError
+from hotsplit.options.generation import SpeculationOptions
 from hotsplit.runtime.generate.draft_costs import Acceptance, StepCosts
-from hotsplit.runtime.generate.options import SpeculationOptions
 from hotsplit.runtime.generate.speculation import Guess, Speculation
 
 

@@ -10,15 +10,15 @@ import pytest
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.options.kinds import check_kind
-from hotsplit.options.neuron_cache import CacheOptions
-from hotsplit.runtime.generate.chat import ChatOptions, Conversation
-from hotsplit.runtime.generate.ngrams import NgramDrafter
-from hotsplit.runtime.generate.options import (
+from hotsplit.options.generation import (
     GenerationOptions,
     SamplingOptions,
     SpeculationOptions,
 )
+from hotsplit.options.kinds import check_kind
+from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.runtime.generate.chat import ChatOptions, Conversation
+from hotsplit.runtime.generate.ngrams import NgramDrafter
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.step.sequences import Part
 

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
-from hotsplit.runtime.generate.options import (
+from hotsplit.options.generation import (
     DEFAULT_SAMPLERS,
     LETTERS,
     SamplingOptions,
@@ -21,6 +20,7 @@ from hotsplit.runtime.generate.options import (
     samplers_of_letters,
     samplers_of_names,
 )
+from hotsplit.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
 from hotsplit.runtime.generate.sampler_chain import active_samplers
 from hotsplit.runtime.text.codec import TextCodec
 
@@ -144,7 +144,7 @@ def test_only_samplers_with_an_effect_run(values, steps):
 @click.option("--other", default=1)
 @sampling_options
 def draw(other: int, **arguments: object) -> None:
-    options = take_sampling_options(arguments)
+    options = SamplingOptions(**take_sampling_options(arguments))
     assert not arguments and other == 1
     click.echo(json.dumps(asdict(options)))
 

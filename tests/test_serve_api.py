@@ -10,7 +10,7 @@ import pytest
 from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model, text_of_chunks
 
 from hotsplit import Engine
-from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
+from hotsplit.options.generation import GenerationOptions, SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 
 pytest_plugins = ("serve_fixtures",)

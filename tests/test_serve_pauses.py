@@ -13,9 +13,9 @@ import pytest
 from serving import SAID, TOKENIZER, Served
 from tokenizers import Tokenizer
 
+from hotsplit.options.generation import SamplingOptions
 from hotsplit.runtime.answers.call_style import CallStyle
 from hotsplit.runtime.generate.dry import dry_breakers
-from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError

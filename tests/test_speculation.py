@@ -27,11 +27,11 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.options.generation import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.draft_model import DraftModel
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
-from hotsplit.runtime.generate.options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation, check_rows
 from hotsplit.runtime.kernels.cpu import library

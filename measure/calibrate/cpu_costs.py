@@ -38,9 +38,9 @@ from hotsplit.measure.timing.interleave import Probe, seconds_of, sum_of_rounds,
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import Rotary
 from hotsplit.model.weight_types import BY_NAME, NAMES
+from hotsplit.options.generation import SamplingOptions
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate

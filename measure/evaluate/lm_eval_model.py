@@ -16,8 +16,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.options.generation import GenerationOptions, SamplingOptions
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.generate.options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
 MAX_TOKENS = 256  # default of a task without a limit; lm-eval's own

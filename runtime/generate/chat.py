@@ -19,11 +19,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
+from hotsplit.options.generation import GenerationOptions
 from hotsplit.options.kinds import check_fields, kinds_checked
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.generation import ENDLESS, Generation, Run, Token, num_common
-from hotsplit.runtime.generate.options import GenerationOptions
 from hotsplit.runtime.generate.reasoning import (
     AfterReasoning,
     Mask,

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.options.generation import SamplingOptions
 from hotsplit.runtime.generate import adaptive_samplers, samplers
 from hotsplit.runtime.generate.candidates import (
     Candidates,
@@ -24,7 +25,6 @@ from hotsplit.runtime.generate.candidates import (
     possible,
 )
 from hotsplit.runtime.generate.dry import Breakers, BreakersOf, dry
-from hotsplit.runtime.generate.options import SamplingOptions
 
 # These always keep the token with the largest logit (the lowest id among equal logits).
 _KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")

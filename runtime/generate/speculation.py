@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from hotsplit.errors import HotsplitError
+from hotsplit.options.generation import SpeculationOptions
 from hotsplit.options.kinds import kinds_checked
 from hotsplit.runtime.generate.draft_costs import Acceptance, Account, StepCosts
-from hotsplit.runtime.generate.options import SpeculationOptions
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep

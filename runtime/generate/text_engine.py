@@ -1,6 +1,6 @@
 """The text interface of an engine: logits, generation, sequences."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -11,7 +11,9 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
+from hotsplit.options.generation import SamplingOptions
 from hotsplit.options.kinds import kinds_checked
+from hotsplit.options.model_sampling import sampling_of
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import Constraint
@@ -23,7 +25,6 @@ from hotsplit.runtime.generate.generation import (
     Token,
     together,
 )
-from hotsplit.runtime.generate.options import SamplingOptions
 from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
 from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
@@ -66,6 +67,17 @@ class TextEngine:
     @cached_property
     def _breakers_of(self) -> BreakersOf:
         return cached_breakers(self.codec)
+
+    @cached_property
+    def sampling(self) -> SamplingOptions:
+        """The settings of the model's file, the rest as in llama.cpp: what texts are sampled with
+        that are given no others; `dataclasses.replace` changes some. Raises HotsplitError for a
+        file with impossible ones."""
+        return self.sampling_with({})
+
+    def sampling_with(self, given: Mapping[str, object]) -> SamplingOptions:
+        """`sampling`, in which the `given` fields replace those of the file."""
+        return sampling_of(self.model.path, self.model.extra_keys, given)
 
     def _chain(self, sampling: SamplingOptions) -> SamplerChain:
         return chain_of(sampling, self._breakers_of, self.model.spec.vocab_size)
@@ -130,17 +142,15 @@ class TextEngine:
     ) -> Iterator[Token]:
         """Yields tokens as they are generated; afterwards `last_run` has their statistics.
 
-        `sampling` defaults to llama.cpp's settings; temperature (0 is greedy) and seed (makes a run
-        repeatable) override those of `sampling`. `options` replaces max_tokens. `constraint` restricts the
+        `sampling` defaults to the model's, `Engine.sampling`; temperature (0 is greedy) and seed (makes
+        a run repeatable) override those of `sampling`. `options` replaces max_tokens. `constraint` restricts the
         text, see runtime.generate.constraints. `drafts` guesses tokens, which changes only the
         speed. `sequence` keeps the text; its common prefix with the prompt is not computed again.
         Without one, the text is not kept. Raises HotsplitError for a prompt that is too
         long, and for one without tokens: an empty text, if the model has no token to begin with."""
-        sampling = sampling or SamplingOptions()
-        if temperature is not None:
-            sampling = replace(sampling, temperature=temperature)
-        if seed is not None:
-            sampling = replace(sampling, seed=seed)
+        numbers = {"temperature": temperature, "seed": seed}
+        given = {name: value for name, value in numbers.items() if value is not None}
+        sampling = replace(sampling, **given) if sampling else self.sampling_with(given)  # type: ignore[arg-type]
         generation_of = self._generation_of(
             prompt,
             sampling,
@@ -200,7 +210,7 @@ class TextEngine:
         Raises HotsplitError for more prompts than free sequences."""
         makers = [
             self._generation_of(
-                prompt, sampling or SamplingOptions(), options or GenerationOptions(),
+                prompt, sampling or self.sampling, options or GenerationOptions(),
                 constraints[n] if constraints else None, None,
             )
             for n, prompt in enumerate(prompts)
@@ -230,7 +240,7 @@ class TextEngine:
         found = chat_template_of(self.model, self.codec, template)
         if drafts is not None:
             check_rows(self._live)
-        chain = self._chain(sampling or SamplingOptions())
+        chain = self._chain(sampling or self.sampling)
         return Conversation(
             self.sequence(), self.codec, found, self.traffic, chain,
             system=system, options=options, new_mask=new_constraint, drafts=drafts,

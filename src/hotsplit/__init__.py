@@ -6,14 +6,14 @@ start. docs/api.md describes the public names."""
 TYPE_CHECKING = False  # type checkers assume true
 if TYPE_CHECKING:
     from hotsplit.errors import HotsplitError
-    from hotsplit.runtime.engine import Engine
-    from hotsplit.runtime.generate.chat import ChatOptions
-    from hotsplit.runtime.generate.ngrams import NgramDrafter
-    from hotsplit.runtime.generate.options import (
+    from hotsplit.options.generation import (
         GenerationOptions,
         SamplingOptions,
         SpeculationOptions,
     )
+    from hotsplit.runtime.engine import Engine
+    from hotsplit.runtime.generate.chat import ChatOptions
+    from hotsplit.runtime.generate.ngrams import NgramDrafter
     from hotsplit.runtime.generate.speculation import Speculation
     from hotsplit.runtime.step.sequences import Part
 

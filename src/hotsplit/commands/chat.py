@@ -15,7 +15,11 @@ import click
 from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
 from hotsplit.commands.options.engine import neuron_cache_option
 from hotsplit.commands.options.preparation import preparation, preparation_options
-from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
+from hotsplit.commands.options.sampling import (
+    decoding_options,
+    model_sampling,
+    take_sampling_options,
+)
 from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
@@ -39,7 +43,7 @@ from hotsplit.commands.terminal.terminal import (
 )
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.generate.options import GenerationOptions
+from hotsplit.options.generation import GenerationOptions
 from hotsplit.runtime.text.built_in_templates import BUILT_IN
 
 if TYPE_CHECKING:
@@ -99,7 +103,7 @@ def talk(
     ignores_end: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """Runs `chat` with its options; `name` is the model's display name."""
-    sampling = take_sampling_options(options)
+    given = take_sampling_options(options)
     speculation, draft_model = take_speculation_options(options)
     constraint = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
     endings = GenerationOptions(max_tokens=max_tokens, stops=stops, ignores_end=ignores_end)
@@ -116,6 +120,7 @@ def talk(
     use_threads(threads)
     with load_engine(model, split, config) as engine:
         warn_of_slow_plan(engine, split)
+        sampling = model_sampling(engine, given)
         constraint_of(constraint, engine.codec)  # refuses wrong options before the first message
         new_mask = None
         if constraint != ConstraintOptions():

@@ -13,7 +13,11 @@ import click
 from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
 from hotsplit.commands.options.engine import neuron_cache_option
 from hotsplit.commands.options.preparation import preparation, preparation_options
-from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
+from hotsplit.commands.options.sampling import (
+    decoding_options,
+    model_sampling,
+    take_sampling_options,
+)
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
@@ -40,7 +44,7 @@ from hotsplit.commands.terminal.prompts import (
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.generate.options import GenerationOptions
+from hotsplit.options.generation import GenerationOptions
 
 if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine
@@ -132,11 +136,7 @@ def write(
     more: Mapping[str, Any] | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Runs `generate` with its options; `more` goes into the report."""
-    sampling = take_sampling_options(options)
-    drawn = None  # a seed that the report names, so that the text can be repeated
-    if sampling.seed is None and sampling.temperature > 0 and prompts_file is None:
-        drawn = secrets.randbelow(1 << 32)
-        sampling = replace(sampling, seed=drawn)
+    given = take_sampling_options(options)
     speculation, draft_model = take_speculation_options(options)
     constraints = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
     endings = endings_of(options)
@@ -163,6 +163,10 @@ def write(
     use_threads(threads)
     with load_engine(model, split, config) as engine:
         warn_of_slow_plan(engine, split)
+        sampling, drawn = model_sampling(engine, given), None
+        if sampling.seed is None and sampling.temperature > 0 and not wanted.is_many:
+            drawn = secrets.randbelow(1 << 32)  # the report names it, so the text can be repeated
+            sampling = replace(sampling, seed=drawn)
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
         if wanted.is_many:
             code, writings = _write_many(engine, wanted, sampling, endings, make)

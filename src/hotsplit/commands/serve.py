@@ -12,7 +12,11 @@ import click
 
 from hotsplit.commands.options.engine import long_text_options
 from hotsplit.commands.options.preparation import preparation, preparation_options
-from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.sampling import (
+    model_sampling,
+    sampling_options,
+    take_sampling_options,
+)
 from hotsplit.commands.options.shared import (
     FILE,
     SIZE,
@@ -147,6 +151,7 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
             _check_memory(model, asked, num_places)
         engine = load_engine(model, split, replace(asked, num_sequences=num_places))
         warn_of_slow_plan(engine, split)
+        model_sampling(engine, config.sampling)  # says what comes from the file
         _say_loaded(engine, config, plan_places)
         return engine
 

@@ -2,17 +2,17 @@
 
 The command's own help has a few; --help-sampling explains all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from hotsplit.commands.options.constraints import constraint_options
 from hotsplit.commands.options.engine import long_text_options
-from hotsplit.commands.options.shared import Parsed, joined
+from hotsplit.commands.options.shared import Parsed, joined, say
 from hotsplit.commands.options.speculation import speculation_options
-from hotsplit.runtime.generate.options import (
+from hotsplit.options.generation import (
     DEFAULT_SAMPLERS,
     LETTERS,
     SamplingOptions,
@@ -20,6 +20,10 @@ from hotsplit.runtime.generate.options import (
     samplers_of_letters,
     samplers_of_names,
 )
+from hotsplit.options.model_sampling import SETTINGS, sampling_line
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.engine import Engine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SamplingOptions()
@@ -46,6 +50,17 @@ class _Option:
     @property
     def is_number(self) -> bool:
         return isinstance(self.default, int | float)
+
+    @property
+    def full_help(self) -> str:
+        return (
+            f"{self.help} [default: {self._source}{self.default}]" if self.is_number else self.help
+        )
+
+    @property
+    def _source(self) -> str:
+        is_models = any(setting.field == self.field for setting in SETTINGS)
+        return "the model's, or " if is_models else ""
 
 
 _GROUPS = {
@@ -119,7 +134,7 @@ _OPTIONS = [option for group in _GROUPS.values() for option in group]
 
 def sampling_options(command: Command) -> Command:
     """Adds all sampling options to a click command. Their values come in as keyword arguments,
-    which `take_sampling_options` turns into SamplingOptions."""
+    which `take_sampling_options` turns into fields of SamplingOptions."""
     command = click.option(
         "--help-sampling", is_flag=True, is_eager=True, expose_value=False, callback=_show_help,
         help="Show all sampling options: penalties, DRY, XTC, Mirostat, their order.",
@@ -130,11 +145,10 @@ def sampling_options(command: Command) -> Command:
             option.field,
             type=option.type,
             metavar=None if option.is_number or option.field == "seed" else option.metavar,
-            default=option.default if option.is_number else None,
-            show_default=option.is_number,
+            default=None,
             multiple=option.is_repeated,
             hidden=not option.is_common,
-            help=option.help,
+            help=option.full_help,
         )(command)
     return command
 
@@ -145,26 +159,38 @@ decoding_options = joined(
 )
 
 
-def take_sampling_options(arguments: dict[str, Any]) -> SamplingOptions:
-    """SamplingOptions from a command's keyword arguments, from which they are removed.
+def take_sampling_options(arguments: dict[str, Any]) -> dict[str, object]:
+    """The fields of SamplingOptions that are given, from a command's keyword arguments, from which
+    they are removed.
 
     Raises HotsplitError for an invalid value, click's UsageError for two orders."""
-    given = {option.field: arguments.pop(option.field) for option in _OPTIONS}
-    names, letters = given.pop("samplers"), given.pop("sampling_seq")
+    options = {option.field: arguments.pop(option.field) for option in _OPTIONS}
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    names, letters = options["samplers"], options["sampling_seq"]
+    given.pop("sampling_seq", None)
     if names is not None and letters is not None:
         raise click.UsageError("--samplers and --sampling-seq both set the order: leave one out.")
     if names is not None:
         given["samplers"] = samplers_of_names(names)
     if letters is not None:
         given["samplers"] = samplers_of_letters(letters)
-    breakers = given.pop("dry_sequence_breakers")
-    if breakers:
+    if breakers := options["dry_sequence_breakers"]:
         # llama.cpp: "none" clears earlier ones.
         last = max((i for i, breaker in enumerate(breakers) if breaker == "none"), default=-1)
         given["dry_sequence_breakers"] = tuple(breakers[last + 1 :])
-    if given["seed"] in _RANDOM_SEEDS:
+    if options["seed"] in _RANDOM_SEEDS:
         given["seed"] = None
-    return SamplingOptions(**given)
+    SamplingOptions(**given)  # refuses impossible values before the imports, which take seconds
+    return given
+
+
+def model_sampling(engine: "Engine", given: Mapping[str, object]) -> SamplingOptions:
+    """The options of a text: those that are `given`, the others as the model's file says, which
+    is said in a line."""
+    line = sampling_line(engine.model.path, engine.model.extra_keys, given)
+    if line is not None:
+        say(line)
+    return engine.sampling_with(given)
 
 
 def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -175,9 +201,7 @@ def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     for title, options in _GROUPS.items():
         with formatter.section(title):
             formatter.write_dl([
-                (f"{', '.join(o.spellings.split())} {o.metavar}",
-                 f"{o.help}  [default: {o.default}]" if o.is_number else o.help)
-                for o in options
+                (f"{', '.join(o.spellings.split())} {o.metavar}", o.full_help) for o in options
             ])  # fmt: skip
     click.echo(formatter.getvalue(), nl=False)
     ctx.exit()

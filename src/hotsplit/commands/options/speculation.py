@@ -9,7 +9,7 @@ import click
 
 from hotsplit.commands.options.shared import joined
 from hotsplit.errors import about
-from hotsplit.runtime.generate.options import SpecType, SpeculationOptions
+from hotsplit.options.generation import SpecType, SpeculationOptions
 
 if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine

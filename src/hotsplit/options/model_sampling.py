@@ -1,0 +1,103 @@
+"""The sampling settings that a model comes with: keys general.sampling.* of a GGUF (llama.cpp's,
+gguf-py's Keys.General), which `convert` takes from a checkpoint's generation_config.json.
+
+Imports no numpy, as options.generation."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotsplit.errors import HotsplitError, about
+from hotsplit.files.typed import plain
+from hotsplit.options.generation import SamplingOptions, samplers_of_names
+
+PREFIX = "general.sampling."
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of SamplingOptions, the end of its key in a GGUF, and its name in transformers'
+    GenerationConfig."""
+
+    field: str
+    key: str
+    config_name: str | None = None
+
+
+SETTINGS = (
+    Setting("samplers", "sequence"),
+    Setting("temperature", "temp", "temperature"),
+    Setting("top_k", "top_k", "top_k"),
+    Setting("top_p", "top_p", "top_p"),
+    Setting("min_p", "min_p", "min_p"),
+    Setting("xtc_probability", "xtc_probability"),
+    Setting("xtc_threshold", "xtc_threshold"),
+    Setting("repeat_last_n", "penalty_last_n"),
+    Setting("repeat_penalty", "penalty_repeat", "repetition_penalty"),
+    Setting("mirostat", "mirostat"),
+    Setting("mirostat_ent", "mirostat_tau"),
+    Setting("mirostat_lr", "mirostat_eta"),
+)
+
+
+def settings_of(
+    path: Path, keys: Mapping[str, object], given: Collection[str] = ()
+) -> dict[str, object]:
+    """The fields of SamplingOptions that a file sets, without those that are `given` instead.
+
+    Raises HotsplitError for a value of another type or beyond its bounds."""
+    found: dict[str, object] = {}
+    for setting in SETTINGS:
+        key = PREFIX + setting.key
+        if key in keys and setting.field not in given:
+            with about(path, "; set it by an option, which replaces it, or correct the file"):
+                found[setting.field] = checked(setting.field, _python_value(keys[key]), key)
+    return found
+
+
+def sampling_of(
+    path: Path, keys: Mapping[str, object], given: Mapping[str, object]
+) -> SamplingOptions:
+    """The `given` fields, others as the file sets them, the rest as in llama.cpp. Raises
+    HotsplitError as `settings_of` does."""
+    return SamplingOptions(**{**settings_of(path, keys, given), **given})  # type: ignore[arg-type]
+
+
+def sampling_line(
+    path: Path, keys: Mapping[str, object], given: Mapping[str, object]
+) -> str | None:
+    """A line about the settings that come from the file; None without any."""
+    settings = settings_of(path, keys, given)
+    known = {PREFIX + setting.key for setting in SETTINGS}
+    unknown = sorted(key for key in keys if key.startswith(PREFIX) and key not in known)
+    words = [f"{name} {_shown_setting(value)}" for name, value in settings.items()]
+    parts = [f"sampling as the model's file says: {', '.join(words)}; options replace it"] * bool(
+        words
+    )
+    parts += [f"{', '.join(unknown)[:200]}: not known here, and left out"] * bool(unknown)
+    return "; ".join(parts) or None
+
+
+def checked(field: str, value: object, name: str) -> object:
+    """The value of a field as SamplingOptions takes it. Raises HotsplitError, which calls it
+    `name`."""
+    is_count = isinstance(getattr(SamplingOptions, field), int)
+    if is_count and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        if field == "samplers" and isinstance(value, str):
+            value = samplers_of_names(value)
+        SamplingOptions(**{field: value})  # type: ignore[arg-type]
+    except HotsplitError as error:
+        raise HotsplitError(str(error).replace(field, name, 1)) from error
+    return value
+
+
+def _python_value(value: object) -> object:
+    """A number of a GGUF; one of 32 bits as the shortest decimal that it is closest to."""
+    number = plain(value)
+    return float(str(value)) if isinstance(number, float) else number
+
+
+def _shown_setting(value: object) -> str:
+    return ";".join(value) if isinstance(value, tuple) else f"{value:g}"
