@@ -26,13 +26,13 @@ __all__ = [
 _MODULES = {
     "ChatOptions": "runtime.generate.chat",
     "Engine": "runtime.engine",
-    "GenerationOptions": "runtime.generate.options",
+    "GenerationOptions": "options.generation",
     "NgramDrafter": "runtime.generate.ngrams",
     "Part": "runtime.step.sequences",
-    "SamplingOptions": "runtime.generate.options",
+    "SamplingOptions": "options.generation",
     "HotsplitError": "errors",
     "Speculation": "runtime.generate.speculation",
-    "SpeculationOptions": "runtime.generate.options",
+    "SpeculationOptions": "options.generation",
 }
 
 
