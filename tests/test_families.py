@@ -982,3 +982,52 @@ def test_experts_in_mxfp4_stay_in_it_or_are_unpacked(tmp_path):
     edit_config(folder, lambda c: c.update(quantization_config={"quant_method": "gptq"}))
     with pytest.raises(HotsplitError, match="quant_method is 'gptq', wanted 'mxfp4'"):
         converted(folder, tmp_path / "refused.gguf")
+
+
+FULL, LOCAL = ["full_attention"], ["sliding_attention"]
+ONE_SIZE = GATED | ODD | GEMMA4 | {"head_dim": 32, "global_head_dim": 32}  # per_layer_config: {}
+ALIKE = {
+    "gemma4 of one size": Gemma4TextConfig(**ONE_SIZE, layer_types=[*LOCAL, *FULL, *FULL]),
+    "gemma4 without windows": Gemma4TextConfig(**ONE_SIZE, layer_types=FULL * 3),
+    "gemma4 without windows, values are keys": Gemma4TextConfig(
+        **ONE_SIZE, layer_types=FULL * 3, attention_k_eq_v=True
+    ),
+    "gemma4moe of one size": Gemma4TextConfig(**ONE_SIZE, **GEMMA4_MOE, layer_types=FULL * 3),
+    "cohere2 without windows": Cohere2Config(**GATED | ODD, sliding_window=5, layer_types=FULL * 3),
+    "qwen35 without states": Qwen3_5TextConfig(**GATED | ODD | DELTA, layer_types=FULL * 5),
+    "qwen35moe without states": Qwen3_5MoeTextConfig(
+        **MOE | EQUAL | SHARED, layer_types=FULL * 4
+    ),
+    "qwen3next without states": Qwen3NextConfig(**MOE | EQUAL | SHARED, layer_types=FULL * 4),
+    "gpt-oss, experts of one neuron": GptOssConfig(**OSS | {"intermediate_size": 1}),
+    "mixtral, experts of one neuron": MixtralConfig(
+        **GATED | {"intermediate_size": 1}, num_local_experts=5
+    ),
+    "qwen2moe, one shared neuron": Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=1),
+    "llama of one neuron": LlamaConfig(**GATED | {"intermediate_size": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_no_layer_has_need_not_be_there(tmp_path, case):
+    """Layers that are all of one kind or size, and single neurons: converted, read and converted again."""
+    folder = random_model(tmp_path / "hf", ALIKE[case])
+    equals_transformers_with_its_weights(folder, tmp_path / "m.gguf", "f32")
+    config = ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "q.gguf", outtype="q8_0")
+    report = convert(config, verify=lambda made: [verify(made).line])
+    assert report.verified.startswith("verified: logits equal the source's")
+
+
+def test_a_config_without_windows_need_not_say_how_long_they_are(tmp_path):
+    """Nor how their layers rotate."""
+    folder = random_model(tmp_path / "hf", ALIKE["gemma4 without windows"])
+    equals_transformers_with_its_weights(folder, tmp_path / "m.gguf", "f32")
+
+    def without_windows(config):
+        config.update(sliding_window=None)
+        config["rope_parameters"].pop("sliding_attention")
+
+    edit_config(folder, without_windows)
+    convert(ConvertConfig(source=folder, output=tmp_path / "n.gguf", outtype="f32"))
+    want, got = (ModelFile.load(tmp_path / name).bare_spec for name in ("m.gguf", "n.gguf"))
+    assert got == want

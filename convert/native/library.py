@@ -59,6 +59,8 @@ def encode_rows(
     are meaningless. `level`: one of usable_levels(); None is the best."""
     assert weight_NM.dim() == 2 and weight_NM.is_cpu, (weight_NM.shape, weight_NM.device)
     num_rows, width = weight_NM.shape
+    if 1 in weight_NM.shape:  # torch leaves the stride of a single row or column open
+        weight_NM = weight_NM.clone(memory_format=torch.contiguous_format)
     is_whole = rows is None and importance_M is None
     is_by_columns = is_whole and weight_NM.stride(0) == 1 and weight_NM.stride(1) != 1
     if not is_by_columns and weight_NM.stride(1) != 1:

@@ -239,6 +239,8 @@ def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None 
     On the CPU and without `rows`, it is a view of the mapped file."""
     raw = entry.read()
     raw = raw if rows is None else raw[rows]
+    if 1 in raw.shape:  # numpy leaves the stride of a single row or column open
+        raw = raw.copy(order="C")
     data = torch.from_numpy(raw)
     if entry.kind == "bf16":
         data = data.view(torch.bfloat16)

@@ -40,8 +40,8 @@ def cohere2(read: ConfigReader) -> Blueprint:
     """Cohere2ForCausalLM."""
     read.refuse("rotary_pct", 1.0, 1)
     sizes, rotary, factors = _sizes(read)
-    window = read.count("sliding_window")
     has_window_L = read.layers_with_window(sizes.num_layers, PERIOD)
+    window = read.window_of(has_window_L)
     windows = [window if has_window else None for has_window in has_window_L]
     return _blueprint(read, sizes, rotary, factors, windows, is_second=True)
 
@@ -76,12 +76,12 @@ def cohere_spec(
     name: str, sizes: Sizes, rotary: Rotary, activation: Activation, logit_scale: float,
     windows: Windows, options: Collection[str] = (), *, has_head_norms: bool = False,
 ) -> ModelSpec:  # fmt: skip
-    """If some layers have windows, the others do not rotate."""
+    """Layers of Cohere 2 without a window do not rotate."""
     neurons, arrange = sizes.neurons(activation), sizes.arrangement(NORM)
     layers = [
         arrange.parallel(
             sizes.attention(
-                rotary if window or not any(windows) else None, options, window=window,
+                rotary if window or name != "cohere2" else None, options, window=window,
                 has_head_norms=has_head_norms, head_norm=NORM,
             ),
             neurons, num_norms=1,
@@ -107,7 +107,12 @@ def of_keys(read: "KeyReader", *, has_windows: bool) -> ModelSpec:
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    return {"logit_scale": np.float32(spec.logit_scale), **window_keys(spec)}
+    found: dict[str, Value] = {"logit_scale": np.float32(spec.logit_scale), **window_keys(spec)}
+    if (
+        spec.architecture == "cohere2" and KEYS[0] not in found
+    ):  # it has windows unless it says otherwise
+        found |= {KEYS[0]: np.uint32(spec.context_length), KEYS[1]: [False] * spec.num_layers}
+    return found
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:

@@ -2,7 +2,7 @@
 
 Keys may be spelt as in transformers 4 or 5."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -247,6 +247,10 @@ class ConfigReader:
     def layers_with_window(self, num_layers: int, period: int) -> list[bool]:
         """Whether each layer has the window."""
         return self.other_layers(num_layers, "sliding_attention", "sliding_window_pattern", period)
+
+    def window_of(self, has_window_L: Sequence[bool]) -> int:
+        """The window of the layers that have one; 0, and not asked for, if none has."""
+        return self.count("sliding_window") if any(has_window_L) else 0
 
     def other_layers(self, num_layers: int, other: str, key: str, period: int) -> list[bool]:
         """Whether each layer is of the type `other`, by `layer_types`, or else all layers but each

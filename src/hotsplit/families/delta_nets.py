@@ -69,7 +69,6 @@ def _blueprint(read: ConfigReader, name: str, *, renormalises: bool = True) -> B
     read.refuse("attention_bias", False, why="its attention has no biases here")
     neurons_key = "moe_intermediate_size" if name == "qwen35moe" else "intermediate_size"
     sizes = whole_sizes(read, read.count("max_position_embeddings"), neurons_key)
-    delta = _delta(read, sizes, is_grouped=name == "qwen3next")
     experts = None
     if name != "qwen35":
         experts = _experts(read, sizes, name, renormalises=renormalises)
@@ -79,21 +78,24 @@ def _blueprint(read: ConfigReader, name: str, *, renormalises: bool = True) -> B
     attends_L = [not has_other for has_other in read.other_layers(
         sizes.num_layers, "linear_attention", "full_attention_interval", PERIOD
     )]  # fmt: skip
+    delta = None if all(attends_L) else _delta(read, sizes, is_grouped=name == "qwen3next")
     names = gguf_names(_ARCHES[name], sizes.num_layers)
     names = names if name == "qwen35" else with_dense_layers(names, sizes.num_layers)
     spec = delta_spec(
         name, str(read.path), sizes, rotary, read.activation("hidden_act", {"silu": "silu"}), delta,
         attends_L, experts,
     )  # fmt: skip
-    tiled = (
-        {} if delta.is_grouped else {"ssm_out.weight": _value_order(delta, delta.value_head_dim)}
-    )
+    rows, columns = dict[str, Rows](), dict[str, np.ndarray]()
+    if delta is not None:
+        rows = _joined_rows(delta) if delta.is_grouped else _tiled_rows(delta)
+    if delta is not None and not delta.is_grouped:
+        columns = {"ssm_out.weight": _value_order(delta, delta.value_head_dim)}
     return Blueprint(
         spec=spec,
         name_of=_with_decay_bias(names),
         rope_factors=factors,
-        rows=_joined_rows(delta) if delta.is_grouped else _tiled_rows(delta),
-        columns=tiled,
+        rows=rows,
+        columns=columns,
         changes={"ssm_norm.weight": SAME, "norm.weight": ADD_ONE, ".ssm_a": NEGATED_EXP},
         ignored_prefixes=LEFT_OUT,
     )
@@ -208,10 +210,11 @@ def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 def delta_spec(
-    name: str, where: str, sizes: Sizes, rotary: Rotary, activation: Activation, delta: DeltaNet,
-    attends_L: Sequence[bool], experts: Experts | None,
+    name: str, where: str, sizes: Sizes, rotary: Rotary, activation: Activation,
+    delta: DeltaNet | None, attends_L: Sequence[bool], experts: Experts | None,
 ) -> ModelSpec:  # fmt: skip
-    """`where` begins the error for a model without any attention."""
+    """`delta`: that of layers without attention, if there are any. `where` begins the error for a model
+    without any attention."""
     if not any(attends_L):
         raise HotsplitError(
             f"{where}: none of {sizes.num_layers} layers has attention: this model is not supported"
@@ -222,7 +225,7 @@ def delta_spec(
     mixture = None if experts is None else experts.mixture(activation)
     layers = [
         arrange.pre_norm(
-            attention if attends else delta,
+            attention if attends or delta is None else delta,
             neurons if mixture is None or index < num_dense else mixture,
             second=SECOND_NORM,
         )
@@ -233,8 +236,24 @@ def delta_spec(
 
 def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
     sizes, name = read.sizes(is_partly_rotated=True), read.graph.name
-    heads = read.count("ssm.time_step_rank")
-    inner = read.count("ssm.inner_size")
+    attends_L = [not has_state for has_state in read.other_layers(
+        sizes.num_layers, "attention.recurrent_layers", "full_attention_interval", PERIOD
+    )]  # fmt: skip
+    experts = None
+    if has_experts:
+        experts = experts_of_keys(read, has_shared=True, has_shared_gate=True)
+        if not experts.num_shared:  # as in llama.cpp
+            experts = replace(experts, num_shared=sizes.num_neurons)
+    return delta_spec(
+        name, str(read.path), sizes, read.rotary("halves", sizes.head_dim), read.activation(),
+        None if all(attends_L) else _delta_of_keys(read, sizes), attends_L, experts,
+    )  # fmt: skip
+
+
+def _delta_of_keys(read: "KeyReader", sizes: Sizes) -> DeltaNet:
+    name, heads, inner = (
+        read.graph.name, read.count("ssm.time_step_rank"), read.count("ssm.inner_size")
+    )  # fmt: skip
     if inner % heads:
         raise HotsplitError(
             f"{read.path}: {name}.ssm.inner_size is {inner}, which does not divide among {heads} heads"
@@ -248,18 +267,7 @@ def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
         epsilon=sizes.epsilon,
         is_grouped=name == "qwen3next",
     )
-    attends_L = [not has_state for has_state in read.other_layers(
-        sizes.num_layers, "attention.recurrent_layers", "full_attention_interval", PERIOD
-    )]  # fmt: skip
-    experts = None
-    if has_experts:
-        experts = experts_of_keys(read, has_shared=True, has_shared_gate=True)
-        if not experts.num_shared:  # as in llama.cpp
-            experts = replace(experts, num_shared=sizes.num_neurons)
-    return delta_spec(
-        name, str(read.path), sizes, read.rotary("halves", sizes.head_dim), read.activation(),
-        check_delta(str(read.path), delta), attends_L, experts,
-    )  # fmt: skip
+    return check_delta(str(read.path), delta)
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
@@ -294,7 +302,9 @@ def _sections(spec: ModelSpec) -> list[int]:
 
 def _not_in_stock(spec: ModelSpec) -> str | None:
     delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
-    if delta is not None and delta.key_head_dim != delta.value_head_dim:
+    if delta is None:
+        return "has delta nets in some layers, this model in none"
+    if delta.key_head_dim != delta.value_head_dim:
         return (
             f"has values of {delta.key_head_dim} in delta nets, as wide as keys, this model of"
             f" {delta.value_head_dim}"

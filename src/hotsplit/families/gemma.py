@@ -36,11 +36,11 @@ def gemma2(read: ConfigReader) -> Blueprint:
     read.refuse("sliding_window_pattern", PERIODS["gemma2"])
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     sizes, rotary, factors = read.rotary(sizes, "halves")
+    is_local_L = read.layers_with_window(sizes.num_layers, PERIODS["gemma2"])
     return Blueprint(
         spec=gemma_spec(
             "gemma2", sizes, (rotary, rotary), read.activation("hidden_activation", GATED),
-            read.layers_with_window(sizes.num_layers, PERIODS["gemma2"]),
-            read.count("sliding_window"), read.positive("query_pre_attn_scalar") ** -0.5,
+            is_local_L, read.window_of(is_local_L), read.positive("query_pre_attn_scalar") ** -0.5,
             (cap_of_config(read, SCORE_CAP), cap_of_config(read, LOGIT_CAP)),
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
@@ -57,11 +57,11 @@ def gemma3(read: ConfigReader) -> Blueprint:
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     sizes, whole, _ = read.rotary_of(sizes, "full_attention", "rope_theta", 1e6)
     _, local, _ = read.rotary_of(sizes, "sliding_attention", "rope_local_base_freq", LOCAL_THETA)
+    is_local_L = read.layers_with_window(sizes.num_layers, PERIODS["gemma3"])
     return Blueprint(
         spec=gemma_spec(
             "gemma3", sizes, (whole, local), read.activation("hidden_activation", GATED),
-            read.layers_with_window(sizes.num_layers, PERIODS["gemma3"]),
-            read.count("sliding_window"), read.positive("query_pre_attn_scalar") ** -0.5,
+            is_local_L, read.window_of(is_local_L), read.positive("query_pre_attn_scalar") ** -0.5,
             (None, cap_of_config(read, LOGIT_CAP)),
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),

@@ -81,16 +81,16 @@ def gemma3n(read: ConfigReader) -> Blueprint:
         raise HotsplitError(
             f"{read.path}: altup_num_inputs is {num_planes}, wanted 2 to {planes.MOST_PLANES}"
         )
+    is_local_L = read.layers_with_window(sizes.num_layers, PERIOD)
     numbers = Numbers(
         num_planes=num_planes,
         rank=read.count("laurel_rank"),
         rotaries=(whole, local),
-        window=read.count("sliding_window"),
+        window=read.window_of(is_local_L),
         activation=read.activation("hidden_activation", GATED),
         logit_cap=cap_of_config(read, LOGIT_CAP),
         inputs=read.count("hidden_size_per_layer_input"),
     )
-    is_local_L = read.layers_with_window(sizes.num_layers, PERIOD)
     source_L = sources_of_config(read, is_local_L)
     each = [replace(sizes, num_neurons=width) for width in widths]
     spec = gemma3n_spec(each, is_local_L, source_L, _cutoffs(read, sizes.num_layers), numbers)

@@ -96,7 +96,7 @@ def gemma4(read: ConfigReader) -> Blueprint:
     )
     _, wide, factors = of_ropes.rotary_of(whole, FULL, "", 1e6, ("proportional",))
     _, narrow, _ = of_ropes.rotary_of(local, "sliding_attention", "", LOCAL_THETA)
-    window, are_keys = read.count("sliding_window"), read.flag("attention_k_eq_v")
+    window, are_keys = read.window_of(is_local_L), read.flag("attention_k_eq_v")
     sources_L = sources_of_config(read, is_local_L)
     factor_L = [1 + (read.flag("use_double_wide_mlp") and s is not None) for s in sources_L]
     heads = [
@@ -140,7 +140,8 @@ def _sizes_by_type(
     read: ConfigReader, sizes: Sizes, is_local_L: Sequence[bool]
 ) -> tuple[Sizes, Sizes]:
     """The sizes of layers with a window and without: by `per_layer_config`, which transformers 5
-    writes, with zeros before short indices, or by the keys of published configs.
+    writes, with zeros before short indices, and empty if they do not differ, or by the keys of
+    published configs.
 
     Raises HotsplitError for a `per_layer_config` in which other layers differ."""
     key = "per_layer_config"
@@ -149,6 +150,8 @@ def _sizes_by_type(
     if given is None:
         if read.flag("attention_k_eq_v"):
             own["num_key_value_heads"] = read.values.get("num_global_key_value_heads")
+    elif given == {}:
+        own = {}
     else:
         wanted = {str(layer) for layer, is_local in enumerate(is_local_L) if not is_local}
         layers = [k.lstrip("0") or "0" for k in given] if isinstance(given, dict) else []

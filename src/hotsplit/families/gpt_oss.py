@@ -56,11 +56,11 @@ def gpt_oss(read: ConfigReader) -> Blueprint:
         sizes, "halves", ("default", "yarn"), 150000.0, rounds_borders=False
     )
     biases = PROJECTION_BIASES if read.flag("attention_bias") else ()
+    has_window_L = read.layers_with_window(sizes.num_layers, PERIOD)
     return Blueprint(
         spec=gpt_oss_spec(
             sizes, rotary, "swiglu_oai", experts,
-            read.layers_with_window(sizes.num_layers, PERIOD), read.count("sliding_window"),
-            (*biases, *EXPERT_BIASES),
+            has_window_L, read.window_of(has_window_L), (*biases, *EXPERT_BIASES),
         ),
         name_of=_with_sinks(gguf_names(gguf.MODEL_ARCH.GPT_OSS, sizes.num_layers)),
         rope_factors=factors,

@@ -41,7 +41,7 @@ def olmo3(read: ConfigReader) -> Blueprint:
     types = ("default", "linear", "yarn")
     sizes, whole, _ = read.rotary_of(sizes, "full_attention", "rope_theta", THETA, types)
     _, local, _ = read.rotary_of(sizes, "sliding_attention", "", THETA, ("default",))
-    window = read.count("sliding_window") if any(is_local_L) else 0
+    window = read.window_of(is_local_L)
     return _blueprint(read, sizes, (whole, local), is_local_L, window, {})
 
 
