@@ -244,16 +244,6 @@ def long_context() -> str:
     return markdown(["processor", "after", "all keys", "`--kv-offload`"], rows)
 
 
-def kv_beyond() -> str:
-    ways = result(f"kv-beyond-{ZEN_5}")["ways"]
-    rows = [
-        [name, f"`{way['selection']}`" if way["selection"] else "", f"{way['perplexity']:.2f}",
-         f"{way['times']:.3f}x"]
-        for name, way in ways.items()
-    ]  # fmt: skip
-    return markdown(["", "sizes", "perplexity", "relative to the window"], rows)
-
-
 # ---- the offline stages ---------------------------------------------------------------------------
 
 
@@ -336,7 +326,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "kv-selection": kv_selection,
     "kv-tasks": kv_tasks,
     "long-context": long_context,
-    "kv-beyond": kv_beyond,
     "placement": placement,
     "predicted-time": predicted_time,
     "convert": convert,

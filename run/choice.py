@@ -137,8 +137,7 @@ def context_of(model: ModelFile, wishes: Wishes) -> int:
     scaling of rotary embeddings that is asked for, or if it cannot be scaled."""
     asked = wishes.engine
     model = with_rope_scaling(model, *asked.rope, asked.context_length)
-    selection = None if asked.kv_offload is None else KeySelection.parse(asked.kv_offload)
-    return longest_text(model, None, asked.context_length, selection)
+    return longest_text(model, None, asked.context_length)
 
 
 def _position_lines(model: ModelFile, wishes: Wishes, context_length: int) -> list[str]:

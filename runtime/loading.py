@@ -185,7 +185,7 @@ class Loaded:
                 "--kv-offload is for keys and values alone; recurrent states stay with the weights of"
                 f" their layers (a text keeps {kept})"
             )
-        self.context_length = context_of(model, plan, config.context_length, selection)
+        self.context_length = context_of(model, plan, config.context_length)
         self.model = for_context(model, self.context_length)
         if selection is not None and self.context_length > max(selection.longest, selection.full):
             after = f"after {selection.full:,} positions " if selection.full else ""

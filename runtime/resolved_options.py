@@ -16,7 +16,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
-from hotsplit.options.key_selection import MOST, KeySelection
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
@@ -231,10 +231,9 @@ def context_of(
     model: ModelFile,
     plan: Split | None,
     asked: int | None,
-    selection: KeySelection | None = None,
 ) -> int:
-    """The most tokens of a text: at most the model's context, unless positions are capped; 0 asks for all
-    of it, and for the plan's where there is a plan."""
+    """The most tokens of a text: at most the model's context; 0 asks for all of it, and for the plan's
+    where there is a plan."""
     if plan is not None:
         if asked not in (None, 0, plan.context_length):
             raise HotsplitError(
@@ -247,8 +246,6 @@ def context_of(
         return min(longest, DEFAULT_CONTEXT)
     if asked == 0:  # as in llama.cpp
         return longest
-    if selection is not None and selection.is_capped:
-        longest = MOST
     if asked > longest:
         rotary = model.spec.rotary
         hint = "; --rope-scaling yarn stretches it" if rotary and not rotary.factors else ""
@@ -303,14 +300,8 @@ def cache_types_of(
     for kind in (types.key, types.value):
         for attention in model.spec.attentions:
             kind.check(attention.head_dim)
-    if has_plan and selection is not None and selection.is_capped:
-        raise HotsplitError(
-            "positions=capped asked for, which does not work with a plan; leave one of the two out"
-        )
     if selection is not None:
         selection.check_windows(model.path, model.spec)
-    if selection is not None and selection.is_capped:
-        _check_capped(model, types, selection)
     return types
 
 
@@ -324,31 +315,3 @@ def _other_offload(asked: KeySelection | None, planned: KeySelection | None) -> 
         f"--kv-offload {asked} asked for, but the plan is for {planned}; leave it out, or run hotsplit"
         " solve with it"
     )
-
-
-def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) -> None:
-    if model.spec.has_positions:
-        raise HotsplitError(
-            "positions=capped asked for, but this model has learned positions; leave it out"
-        )
-    rotaries = {attention.rotary for attention in model.spec.attentions}
-    if len(rotaries) > 1 or None in rotaries:
-        raise HotsplitError(
-            "positions=capped asked for, but the layers of this model do not all have the same rotary"
-            " embedding; leave it out"
-        )
-    if any(attention.num_rotated < attention.head_dim for attention in model.spec.attentions):
-        raise HotsplitError(
-            "positions=capped asked for, but a part of each head of this model does not rotate; leave"
-            " it out"
-        )
-    if types.key.is_rotated:
-        raise HotsplitError(
-            f"positions=capped asked for with keys in {types.key.name}, which are rotated by a"
-            f" Hadamard matrix; use f16, bf16 or {types.key.name}-plain"
-        )
-    if selection.longest > model.spec.context_length:
-        raise HotsplitError(
-            f"positions=capped: sinks, top, window and block are {selection.longest} positions together,"
-            f" but the model's context is {model.spec.context_length}; make window or top smaller"
-        )

@@ -83,11 +83,6 @@ class SolveConfig:
         if self.output in self.inputs:
             raise HotsplitError(f"{self.output}: is an input; give the plan another name")
         check_scaling(self.rope_scaling, self.rope_scale)
-        if self.selection is not None and self.selection.is_capped:
-            raise HotsplitError(
-                "--kv-offload with positions=capped runs on the CPU without a plan; leave it out, or"
-                " give --rope-scaling for longer texts"
-            )
         self._check_cache()
 
     def _check_cache(self) -> None:

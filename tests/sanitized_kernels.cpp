@@ -714,14 +714,6 @@ struct Selecting {
         ops = operations(step), step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     }
 
-    // Allocates rotations for every capped position, and none beyond.
-    void cap() {
-        const HsSelect& rule = step.select;
-        const int64_t count =
-            (rule.sinks + rule.top + rule.window + rule.block) * layer.attention.head_dim / 2;
-        step.select.cos = floats(count, 0.9f), step.select.sin = floats(count, 0.1f);
-    }
-
     // Allocates a cache in blocks of `length`, in reverse order, and a workspace. The cache and its
     // tables are filled with the byte `fill`; 255 makes unwritten keys, values, units and factors
     // NaN. False if hs_step_bytes() refuses the step.
@@ -776,14 +768,12 @@ struct Selecting {
 
 // True if selected keys give the same logits, bit for bit, in steps of one token and of several and
 // for blocks of three lengths, and if those logits differ from the logits with all keys.
-bool selects(int32_t cache_kind, int64_t W, const HsSelect& rule, bool is_capped, int64_t C) {
+bool selects(int32_t cache_kind, int64_t W, const HsSelect& rule, int64_t C) {
     Selecting model(cache_kind, W, C);
-    model.step.is_key_rotated = !is_capped && cache_kind >= KIND_Q8_0;
-    model.step.is_value_rotated = cache_kind >= KIND_Q8_0;
+    model.step.is_key_rotated = model.step.is_value_rotated = cache_kind >= KIND_Q8_0;
     float all_keys[Selecting::V], want[Selecting::V], got[Selecting::V];
     if (!model.keep(C, 0) || !model.write(Selecting::ROWS, all_keys)) return false;
     model.step.select = rule;
-    if (is_capped) model.cap();
     if (!model.keep(C, 0) || !model.write(1, want)) return false;
     if (!std::memcmp(all_keys, want, sizeof(want))) return false;
     for (int64_t length : {C, int64_t{32}, int64_t{64}})
@@ -807,9 +797,7 @@ bool selections() {
                  {KIND_F16, 24, 389, {16, 16, 32, 16, 1, 301, SUMMARY_MEAN, 1}},
                  {KIND_F16, 24, 389, {32, 0, 32, 288, 1, 0, SUMMARY_BOUNDS, 1}}};
     for (const auto& c : cases)
-        for (bool is_capped : {false, true})
-            if (!(is_capped && c.rule.full) && !selects(c.kind, c.W, c.rule, is_capped, c.C))
-                return false;
+        if (!selects(c.kind, c.W, c.rule, c.C)) return false;
     all.clear();
     return true;
 }

@@ -387,12 +387,3 @@ def test_a_selection_of_keys_is_refused_for_windows():
     line = str(refused.value)
     assert "1 of 3 layers have windows of at most 7 tokens" in line and "\n" not in line
     assert "leave --kv-offload out" in line
-
-
-def test_capped_positions_are_refused_for_layers_that_differ():
-    sizes = make_sizes(num_layers=2, context_length=2048)
-    spec = family_spec("llama", sizes)
-    bare = changed(spec.with_layers(spec.layers[:1]), Attention, rotary=None).layers
-    model = make_model(spec=spec.with_layers([*bare, *spec.layers[1:]]))
-    with pytest.raises(HotsplitError, match="do not all have the same rotary embedding; leave it"):
-        Engine.of(model, kv_offload="positions=capped,window=256,top=256,sinks=0", device="cpu")

@@ -16,7 +16,7 @@ pytest_plugins = ("run_fixtures",)
         ("-p the -c 1000", "the model has up to 128"),
         ("-p the -c 1000 --kv-offload", "the model has up to 128"),
         ("-p the --kv-offload top=5", "multiple of the block"),
-        ("-p the --kv-offload positions=capped", "context is 128"),
+        ("-p the --kv-offload positions=capped", "wanted on or NAME=VALUE"),
         ("-p the -ctk q8_0", "multiple of 32"),
         ("-p the --logprobs 3", "--logprobs goes with --json or --json-lines"),
         ("-p the --logprobs 3000 --json", "logprobs of 3000 tokens, wanted 0 to 1000"),

@@ -134,11 +134,6 @@ def test_main_memory_of_a_byte_is_refused_in_a_line(files, tmp_path, host):
     assert "\n" not in str(refused.value) and not (tmp_path / "x").exists()
 
 
-def test_capped_positions_are_refused(files, tmp_path):
-    with pytest.raises(HotsplitError, match="on the CPU without a plan"):
-        solved(files, tmp_path / "x", kv_offload=f"{RULE},positions=capped")
-
-
 def test_the_command_plans_and_the_program_shows_where_attention_runs(files, tmp_path, capsys):
     plan = str(tmp_path / "s.gguf")
     words = ["solve", str(files / "m.gguf"), "--profile", str(files / "p"), "--machine",

@@ -254,7 +254,7 @@ class StepBuilder(Structs):
             num_neurons=max(map(_most_neurons, layers)),
             table=self.tables.structs(self),
             num_tables=len(self.tables.each),
-            select=select_struct(self, types.selection, self.rotaries),
+            select=select_struct(types.selection),
             context_length=self.tables.each[0].context_length,
             max_rows=1,
             key_kind=library.kind_code(types.key.kind),

@@ -42,7 +42,6 @@ class Attention {
             most_heads = std::max(most_heads, K);
         }
         query = arena.take<float>(rows_at_once * most_queries);
-        far_query = arena.take<float>(selector.is_capped() ? rows_at_once * most_queries : 0);
         top = arena.take<float>(rows_at_once * most_parts);
         total = arena.take<float>(rows_at_once * most_parts);
         mixed = arena.take<float>(rows_at_once * most_sums);
@@ -122,13 +121,12 @@ class Attention {
     // Rows of one sequence at consecutive positions, which share keys and values.
     struct Chunk {
         int64_t begin, count, last;  // `last`: position of the last row
-        int64_t num_far, num_keys;   // far keys (with capped positions), and all keys attended to
-        int64_t base;                // origin of capped positions
+        int64_t num_keys;            // keys attended to
         int64_t first_part;          // earlier parts are before the windows of all rows
         bool is_selected;            // its only row attends to selected positions
         int64_t unit;                // its first work item
 
-        int64_t parts() const { return parts_of(num_far) + parts_of(num_keys - num_far) - first_part; }
+        int64_t parts() const { return parts_of(num_keys) - first_part; }
         int64_t keys_read() const { return num_keys - first_part * PART; }
     };
 
@@ -137,7 +135,7 @@ class Attention {
 
     // Most parts of a row of this layer; the rows of a chunk count as one.
     int64_t parts_of_row(const HsAttention& l) const {
-        const int64_t all = parts_of(selector.longest_of_all()) + selector.is_capped();
+        const int64_t all = parts_of(selector.longest_of_all());
         const int64_t span = window + chunk_rows - 1;  // which may begin within a part
         return l.window ? std::min(all, parts_of(span - 1) + 1) : all;
     }
@@ -161,24 +159,14 @@ class Attention {
 
     Chunk chunk_from(int64_t t, int64_t t1, int64_t unit) const {
         const Place& place = places[t];
-        if (selector.is_on() && !selector.takes_all(place.position)) {
-            const int64_t far = selector.is_capped() ? s.select.sinks + s.select.top : 0;
-            return {t,
-                    1,
-                    place.position,
-                    far,
-                    selector.num_taken(place.position),
-                    selector.window_begin(place.position),
-                    0,
-                    true,
-                    unit};
-        }
+        if (selector.is_on() && !selector.takes_all(place.position))
+            return {t, 1, place.position, selector.num_taken(place.position), 0, true, unit};
         int64_t n = 1;
         while (t + n < t1 && n < chunk_rows && places[t + n].sequence == place.sequence &&
                (!selector.is_on() || selector.takes_all(places[t + n].position)))
             ++n;
         const int64_t last = places[t + n - 1].position;
-        return {t, n, last, 0, last + 1, 0, begin_of(place.position) / PART, false, unit};
+        return {t, n, last, last + 1, begin_of(place.position) / PART, false, unit};
     }
 
     void run(const HsAttention& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
@@ -198,8 +186,7 @@ class Attention {
             for (int64_t u = u0; searches && u < u1; ++u) {
                 const Chunk& c = chunk[u / K];
                 if (!c.is_selected) continue;
-                const float* own = (selector.is_capped() ? far_query : query) +
-                                   ((c.begin - t0) * H + u % K * G) * padded;
+                const float* own = query + ((c.begin - t0) * H + u % K * G) * padded;
                 selector.choose(l, c.begin - t0, places[c.begin].sequence, c.last, u % K, own, padded);
             }
         });
@@ -220,7 +207,7 @@ class Attention {
         });
     }
 
-    // Copies the queries of a chunk to [K, rows, G, padded]; with capped positions, rotates them.
+    // Copies the queries of a chunk to [K, rows, G, padded].
     void copy_queries(const Chunk& c, const float* qkv, int64_t stride, int64_t t0) {
         float* to = query + (c.begin - t0) * H * padded;
         for (int64_t k = 0; k < K; ++k)
@@ -228,11 +215,6 @@ class Attention {
                 for (int64_t g = 0; g < G; ++g, to += padded) {
                     std::copy_n(qkv + (c.begin + r) * stride + (k * G + g) * W, W, to);
                     std::fill_n(to + W, padded - W, 0.0f);
-                    if (!selector.is_capped()) continue;
-                    float* far = far_query + (to - query);
-                    std::copy_n(to, padded, far);
-                    selector.turn(to, places[c.begin + r].position - c.base);
-                    if (c.is_selected) selector.turn(far, s.select.window);
                 }
     }
 
@@ -242,16 +224,13 @@ class Attention {
     }
 
     void attend(const HsAttention& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
-        const int64_t at = sums_at(c, kv_head, part, t0), far_parts = parts_of(c.num_far);
-        const bool is_far = part < far_parts;
-        const int64_t begin =
-            is_far ? part * PART : c.num_far + (part - far_parts + c.first_part) * PART;
+        const int64_t at = sums_at(c, kv_head, part, t0), begin = (part + c.first_part) * PART;
         const int64_t length = table->block_length;
         const int64_t run = c.is_selected ? PART : std::min(length, PART);
         static thread_local std::vector<float> score;
         std::array<const uint8_t*, PART / LEAST_BLOCK> key, value;
         std::array<int32_t, std::max(SHARING_QUERIES, MAX_SHARED_HEADS)> count, from;
-        const int64_t n = std::min(PART, (is_far ? c.num_far : c.num_keys) - begin);
+        const int64_t n = std::min(PART, c.num_keys - begin);
         const int64_t queries = c.count * G;
         AttendPart a;
         if (c.is_selected)
@@ -279,35 +258,12 @@ class Attention {
         if (score.size() < static_cast<size_t>(queries * PART)) score.resize(queries * PART);
         a.key = key.data(), a.value = value.data(), a.run = run;
         a.key_bytes = key_bytes, a.value_bytes = value_bytes;
-        const bool is_turned = selector.is_capped() && !is_far;
-        if (is_turned) {
-            const int64_t first = c.is_selected ? c.base + begin - c.num_far : begin;
-            turn_keys(first - c.base, run, n, a.key_place, key.data());
-            a.key_bytes = W * sizeof(float), a.key_place = nullptr;
-        }
         a.n = n, a.W = W, a.num_queries = queries, a.count = count.data();
-        a.query = (is_far ? far_query : query) + ((c.begin - t0) * H + kv_head * queries) * padded;
+        a.query = query + ((c.begin - t0) * H + kv_head * queries) * padded;
         a.scores = l.scores, a.score = score.data();
         a.top = top + at, a.total = total + at, a.out = mixed + at * padded;
-        kernels().weigh_keys[is_turned ? KIND_F32 : s.key_kind](a);
+        kernels().weigh_keys[s.key_kind](a);
         kernels().mix_values[s.value_kind](a);
-    }
-
-    // Unpacks n keys in runs to f32 and rotates them to consecutive positions from `first` on.
-    void turn_keys(int64_t first, int64_t run, int64_t n, const int64_t* place,
-                   const uint8_t** key) const {
-        static thread_local std::vector<float> turned;
-        if (turned.size() < static_cast<size_t>(PART * W)) turned.resize(PART * W);
-        for (int64_t i = 0; i * run < n; ++i) {
-            const int64_t rows = std::min(run, n - i * run);
-            float* to = turned.data() + i * run * W;
-            for (int64_t r = 0; r < rows; ++r) {
-                const uint8_t* row = key[i] + (place ? place[r] : r) * key_bytes;
-                kernels().unpack_rows[s.key_kind]({row, key_bytes, W, nullptr, 1}, to + r * W, 0, 1);
-                selector.turn(to + r * W, first + i * run + r);
-            }
-            key[i] = reinterpret_cast<const uint8_t*>(to);
-        }
     }
 
     // Finds the keys and values at n positions: sets `key` and `value`, and returns the offset of
@@ -362,7 +318,7 @@ class Attention {
     HsScores scores = {};
     const float* gate = nullptr;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // most parts of a row in this batch
-    float *query, *far_query, *top, *total, *mixed;
+    float *query, *top, *total, *mixed;
     Selector selector;
     std::array<Place, MAX_ROWS> places;
     std::array<Place, MAX_STEP_ROWS> copies;

@@ -56,13 +56,6 @@ class Selector {
     }
 
     bool is_on() const { return rule.block > 0; }
-    bool is_capped() const { return rule.cos != nullptr; }
-
-    // Rotates a head to a capped position.
-    void turn(float* head, int64_t position) const {
-        const int64_t at = position * (W / 2);
-        kernels().rotate(head, 1, rule.cos + at, rule.sin + at, W, s.rotary[0].is_adjacent);
-    }
 
     // Maximum positions that a token attends to if they are selected.
     int64_t longest() const {

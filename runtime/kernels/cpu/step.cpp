@@ -324,7 +324,7 @@ class Step {
         });
     }
 
-    bool is_rotated(const HsAttention& l) const { return l.rotary >= 0 && !s.select.cos; }
+    bool is_rotated(const HsAttention& l) const { return l.rotary >= 0; }
 
     // Where the cosines and sines of row t begin.
     int64_t turn_at(const HsAttention& l, int64_t t) const {
@@ -548,7 +548,7 @@ bool fits(const HsAttention& l, const HsStep& s) {
         if (l.head_dim % block_values(kind)) return false;
     if (l.rotary >= s.num_rotaries) return false;
     const int64_t rotated = l.rotary < 0 ? 0 : s.rotary[l.rotary].head_width;
-    if (rotated > l.head_dim || (s.select.cos && rotated != l.head_dim)) return false;
+    if (rotated > l.head_dim) return false;
     const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_dim;
     const int64_t outputs[] = {num_inputs(l) == 1 ? qkv_size(l) : q, kv, kv};
     for (int m = 0; m < num_inputs(l); ++m)
@@ -695,16 +695,15 @@ bool fits(const HsSelect& c, const HsStep& s) {
     if (c.block == 0) return true;
     if (c.block < 1 || c.sinks < 0 || c.window < c.block || c.top < c.block || c.candidates < 1)
         return false;
-    if (c.full < 0 || (c.full && c.cos)) return false;
+    if (c.full < 0) return false;
     if (c.sinks % c.block || c.window % c.block || c.top % c.block) return false;
     if (c.summary != SUMMARY_MEAN && c.summary != SUMMARY_BOUNDS) return false;
-    if (c.cos && (!c.sin || s.is_key_rotated)) return false;
     if (s.num_tables != 1) return false;
     if (s.table->blocks_per_sequence > 1 && s.table->block_length % c.block) return false;
     for (int64_t i = 0; i < s.num_layers; ++i) {
         const HsAttention& l = s.layer[i].attention;
         if (is_delta(s.layer[i])) continue;
-        if (l.window || (c.cos && l.rotary != 0)) return false;
+        if (l.window) return false;
         if (!l.summary || !l.summary_unit || (c.is_coded && (!l.code || !l.code_factor))) return false;
     }
     return true;

@@ -70,10 +70,6 @@ struct HsSelect {
     int64_t candidates;         // keys are ranked by their codes among this many times `top`
     int64_t full;               // tokens at positions below it attend to all positions
     int32_t summary, is_coded;  // not coded: the best blocks are read whole
-    // Capped positions: keys are stored before the rotary embedding. Keys in the window are rotated by
-    // their distance from its beginning, and all earlier ones count as `window` positions away (InfLLM,
-    // Xiao et al. 2024, arXiv 2402.04617). Null: original positions.
-    const float *cos, *sin;  // [sinks + top + window + block, W / 2]
 };
 
 // A gated delta net; model/delta_net.py has the formula. Letters: G key heads, V value heads, N and M values of a

@@ -17,7 +17,7 @@ from hotsplit.runtime.kernels.stored import Vectors
 from hotsplit.runtime.ops.attention.attend import attend, in_window
 from hotsplit.runtime.ops.attention.gpu_pass import attend_tokens
 from hotsplit.runtime.ops.attention.rotary import Rotary, Turns
-from hotsplit.runtime.ops.attention.selected import attend_capped, attend_to_chosen
+from hotsplit.runtime.ops.attention.selected import attend_to_chosen
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, side_by_side
@@ -90,8 +90,8 @@ class Attention:
         spec, types, tables = self.spec, self.cache.types, self.cache.tables
         joined_TQ, gate_TH = self._without_gate(joined_TQ)
         query, *own = self._normed(joined_TQ)
-        is_capped, turn = tables is not None and tables.rule.is_capped, turns.of(self.rotary)
-        if turn and not is_capped:
+        turn = turns.of(self.rotary)
+        if turn:
             query = turn.apply(query)
             own = [turn.apply(heads) for heads in own[:1]] + own[1:]
         if spec.growth and spec.growth_length:
@@ -102,10 +102,7 @@ class Attention:
             keys, values = self.cache.append(sequence, start, *own)
         else:
             keys, values = self.cache.seen(sequence, start, start + len(query))
-        if tables is not None and is_capped:
-            assert self.rotary is not None
-            heads_TH = attend_capped(query, keys, values, tables, sequence, spec, self.rotary)
-        elif tables is not None and not tables.takes_all(start + len(query) - 1):
+        if tables is not None and not tables.takes_all(start + len(query) - 1):
             heads_TH = attend_to_chosen(query, keys, values, tables, sequence, spec)
         else:
             keys, values = (

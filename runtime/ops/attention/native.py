@@ -37,8 +37,7 @@ class TableStruct(Structure):
 
 class SelectStruct(Structure):
     _fields_ = [("block", c_int64), ("sinks", c_int64), ("window", c_int64), ("top", c_int64),
-                ("candidates", c_int64), ("full", c_int64), ("summary", c_int32), ("is_coded", c_int32),
-                ("cos", c_void_p), ("sin", c_void_p)]  # fmt: skip
+                ("candidates", c_int64), ("full", c_int64), ("summary", c_int32), ("is_coded", c_int32)]  # fmt: skip
 
 
 def rounded_scale(scale: float) -> float:
@@ -99,18 +98,10 @@ class Tables:
         return structs.array(TableStruct, found)
 
 
-def select_struct(structs: Structs, rule: KeySelection | None, rotaries: Rotaries) -> SelectStruct:
+def select_struct(rule: KeySelection | None) -> SelectStruct:
     if rule is None:
         return SelectStruct()
-    cos = sin = None
-    if rule.is_capped and rotaries.each:
-        (rotary,) = rotaries.each  # resolved_options.cache_types_of refuses others
-        turn = rotary.turn(0, rule.longest)
-        shape = rule.longest, 1, len(rotary.frequency_W)
-        cos, sin = structs.vector(turn.cos, *shape), structs.vector(turn.sin, *shape)
     return SelectStruct(
-        cos=cos,
-        sin=sin,
         block=rule.block,
         sinks=rule.sinks,
         window=rule.window,

@@ -207,7 +207,7 @@ def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
     file, device = ModelFile.load(model), torch.device("cpu")
     file = with_rope_scaling(file, *asked.rope, asked.context_length)
     types = cache_types_of(file, asked, has_plan=False, device=device)
-    context_length = context_of(file, None, asked.context_length, types.selection)
+    context_length = context_of(file, None, asked.context_length)
     items = bytes_by_role_of(
         file, None, context_length, device, num_sequences=num_places, cache_types=types
     )

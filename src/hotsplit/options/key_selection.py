@@ -3,17 +3,12 @@
 The first `sinks` positions and a window of the last ones are always read. Between them a token
 reads `top` positions: blocks of keys are ranked by a summary, then the keys of the best blocks,
 `candidates` times as many as needed, by codes of two bits per value. With `candidates` 0 the best
-blocks are read whole. A text of up to sinks + top + window positions is read entirely; with
-original positions, the results then equal those without a selection to the bit.
+blocks are read whole. A text of up to sinks + top + window positions is read entirely; the results
+then equal those without a selection to the bit.
 
 Tokens at the first `full` positions of a text read all keys before them, so that a prompt can be
 read in full and continued with few keys. This depends on a token's position alone, so a row's
 logits are the same in a prompt, a draft or a single step.
-
-Positions are the tokens' own, or capped. Where a token skips keys, capped positions are counted
-from the window's beginning, and all earlier keys count as a window's length away (InfLLM, Xiao et
-al. 2024, arXiv 2402.04617). Distances are largest in a text that is still read entirely: they stay
-below sinks + top + window + block, so that a model can continue beyond its training context.
 
 The search itself is in runtime/kernels/cpu/key_selection.h, and in torch in
 runtime/cache/key_tables.py."""
@@ -28,7 +23,6 @@ from hotsplit.model.spec import ModelSpec
 from hotsplit.system.sizes import whole_number
 
 SUMMARIES = ("mean", "bounds")
-POSITIONS = ("original", "capped")
 WIDTH = 64  # table rows are padded to multiples of this many values
 BLOCKS = (16, 32, 64)  # each divides budget.BLOCK_LENGTH
 MOST = 1 << 24
@@ -45,7 +39,6 @@ class KeySelection:
     top: int = 1024
     candidates: int = 8
     summary: str = "bounds"
-    positions: str = "original"
     full: int = 0
 
     def __post_init__(self) -> None:
@@ -53,17 +46,10 @@ class KeySelection:
             raise HotsplitError(f"block={self.block}; wanted 16, 32 or 64")
         if self.summary not in SUMMARIES:
             raise HotsplitError(f"summary={shown(self.summary)}; known: {', '.join(SUMMARIES)}")
-        if self.positions not in POSITIONS:
-            raise HotsplitError(f"positions={shown(self.positions)}; known: {', '.join(POSITIONS)}")
         if not 0 <= self.candidates <= 64:
             raise HotsplitError(f"candidates={self.candidates}; wanted 0 to 64")
         if not 0 <= self.full <= MOST:
             raise HotsplitError(f"full={self.full}; wanted 0 to {MOST} positions")
-        if self.full and self.is_capped:
-            raise HotsplitError(
-                f"full={self.full} with positions=capped, which read no key further away than the"
-                " model's context; leave one of them out"
-            )
         for name, least in (("sinks", 0), ("window", self.block), ("top", self.block)):
             length = getattr(self, name)
             if length % self.block or not least <= length <= MOST:
@@ -95,8 +81,7 @@ class KeySelection:
                     f"{shown(part)} in {shown(text)}; wanted {DEFAULT} or NAME=VALUE,... with"
                     f" {', '.join(names)}"
                 )
-            is_word = name in ("summary", "positions")
-            found[name] = value if is_word else _whole(name, value)
+            found[name] = value if name == "summary" else _whole(name, value)
         return replace(cls(), **found)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -105,10 +90,6 @@ class KeySelection:
     @property
     def is_coded(self) -> bool:
         return self.candidates > 0
-
-    @property
-    def is_capped(self) -> bool:
-        return self.positions == "capped"
 
     @property
     def longest(self) -> int:
