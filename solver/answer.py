@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hotsplit.solver.grouped import GROUPED_GAP
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_seconds
 from hotsplit.solver.problem import Placement
+
+OPTIMAL_GAP = 1e-3
 
 Status = Literal["optimal", "bounded", "time_limit", "cpu_only"]
 
@@ -46,5 +47,5 @@ def answer_of(
     answer = Answer(
         status=status, plan=plan, objective_s=seconds, bound_s=min(bound_s, seconds), notes=notes
     )
-    is_optimal = status != "cpu_only" and answer.gap <= GROUPED_GAP
+    is_optimal = status != "cpu_only" and answer.gap <= OPTIMAL_GAP
     return replace(answer, status="optimal") if is_optimal else answer

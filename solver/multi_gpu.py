@@ -18,7 +18,7 @@ p_k + r >= 0
 
 since the bytes of run k are at most room_k, and those of all runs at least `need`, which the host
 cannot hold. For a given r each run has its own best price. If need is 0, so is r. The problem of
-one run is solved by `lagrangian` and `knapsack`.
+one run is solved by `lagrangian`.
 
 Letters: K GPUs, L layers, F neurons, I = L + 1 items (the head is the last), S = I + 1 places of a
 cut, P prices, N rewards, C rows of cuts."""

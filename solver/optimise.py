@@ -1,13 +1,14 @@
-"""Finds the best placement of a problem by several methods, with a bound.
+"""Finds the best placement of a problem, with a bound.
 
-A small problem has all its choices tried (`exhaustive`) if the bounds below leave a gap. For one
-GPU, or one run of layers on it, the Lagrangian search comes first, then a dynamic program
-if it leaves a gap. For several GPUs, rows of cuts (`multi_gpu`) are tried in order of their bounds,
-until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. Unless
-that is proven to HIGHS_SLACK, the grouped integer program starts from there, and its answer is
-refined to single neurons; not for a mixture of experts, whose price (`replay`) is no linear program. The fastest plan
-wins. The bound is that of the numpy methods, which can be recomputed by adding up; the integer
-program's own is only compared with it, since it depends on HiGHS's tolerances."""
+For one GPU, or one run of layers on it, that is the Lagrangian search. For several GPUs, rows of
+cuts (`multi_gpu`) are tried in order of their bounds, until the rest cannot beat the best plan by
+more than CUT_GAP, or CUTS_S are over. Unless the bound proves that plan, the integer program goes
+on from there where the model is small enough for it to finish (`integer_program.is_small`); not
+for a mixture of experts, whose price (`replay`) is no linear program: there experts are exchanged.
+The fastest plan wins.
+
+The bound is the search's, which can be recomputed by adding up; where the integer program finished,
+it is HiGHS's, which is tighter for models of a few neurons."""
 
 import time
 from collections.abc import Sequence
@@ -17,12 +18,10 @@ from functools import partial
 import numpy as np
 
 from hotsplit.solver import replay
-from hotsplit.solver.answer import Answer, Status, answer_of
-from hotsplit.solver.exhaustive import best_of_all
+from hotsplit.solver.answer import Answer, answer_of
 from hotsplit.solver.fullest import fullest_plan
-from hotsplit.solver.grouped import GROUPED_GAP, GroupedResult, solve_grouped
-from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
-from hotsplit.solver.lagrangian import place_neurons, search
+from hotsplit.solver.integer_program import is_small, solve_program
+from hotsplit.solver.lagrangian import search
 from hotsplit.solver.multi_gpu import (
     Pipeline,
     PipelinePlacement,
@@ -38,23 +37,16 @@ from hotsplit.solver.problem import (
     Placement,
     Problem,
     is_feasible,
-    of_counts,
     on_one_device,
     placement_bytes,
     placement_seconds,
 )
-from hotsplit.solver.refine import fill
 from hotsplit.solver.together import find_undivided
 from hotsplit.system.sizes import format_bytes
 
 # Shares of the objective.
-HIGHS_SLACK = 1e-6  # by which HiGHS's own tolerances may be off
-KNAPSACK_GAP = 1e-4  # with 32 or more layers the Lagrangian search leaves less
+PROVEN = 1e-6  # a smaller gap is below HiGHS's own tolerances
 CUT_GAP = 5e-4
-# If a plan is already proven to the integer program's own gap, that program is only a second
-# opinion and runs for at most this long: for small models with large fixed costs it would run to
-# its limit.
-SECOND_OPINION_S = 3.0
 CUTS_S = 4.0  # time for rows of cuts; goes on until one row has a plan
 
 
@@ -67,13 +59,13 @@ def find_plan(
 ) -> Answer | None:
     """The fastest plan found, no slower than the feasible ones in `known`, than everything on one
     GPU, or than nothing on any. If the bound shows that no plan takes less than `beat_s`, the
-    search stops and returns the best plan so far; with a time limit of 0 the integer program, mostly
-    a second opinion, is left out. The limit is for each choice of the sides of groups.
+    search stops and returns the best plan so far; with a time limit of 0 the integer program
+    is left out. The limit is for each choice of the sides of groups.
 
     None if no plan fits all memories."""
 
     if pipeline.together and pipeline.need_bytes > 0:  # few undivided plans may hold that
-        known = [*known, *_refined_plan(pipeline, fullest_plan(pipeline))]
+        known = [*known, fullest_plan(pipeline)]
     return find_undivided(pipeline, partial(_find, time_limit_s, known), beat_s)
 
 
@@ -92,38 +84,27 @@ def _find(
         # The sums are exact. They take 0.1 s for a 7B shape; a search that finds no plan takes 90 s.
         return None
     plans, bound_s = _start(pipeline)
-    plans = [*_whole_plans(pipeline), *plans, *known]
-    start = _fastest(pipeline, plans)
-    if start is None:  # the memories are almost full
-        plans = _refined_plan(pipeline, fullest)
-        start = _fastest(pipeline, plans) or fullest
+    start = _fastest(pipeline, [*_whole_plans(pipeline), *plans, *known])
+    start = fullest if start is None else start  # the memories are almost full
     start_s = plan_seconds(pipeline, start)
-    best = best_of_all(pipeline) if bound_s < start_s * (1 - HIGHS_SLACK) else None
-    if best is not None:
-        plans, start, start_s = [best, *plans], best, plan_seconds(pipeline, best)
-        bound_s = start_s * (1 - ROUNDING)
     if bound_s >= beat_s:
         return answer_of(pipeline, "time_limit", start, bound_s)
-    if bound_s >= start_s * (1 - HIGHS_SLACK):  # beyond that HiGHS cannot tell
-        return answer_of(pipeline, "optimal", start, bound_s, _memory_notes(pipeline, start))
-    if not time_limit_s and pipeline.model.rank_LTK is None:
+    if pipeline.model.rank_LTK is not None:
+        if bound_s < start_s * (1 - PROVEN):
+            start = _polished(pipeline, start)
         return answer_of(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
-    if pipeline.model.rank_LTK is not None:  # the program's prices are means
-        start = _polished(pipeline, start)
+    if not time_limit_s or not is_small(pipeline) or bound_s >= start_s * (1 - PROVEN):
         return answer_of(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
-    is_proven = bound_s >= start_s * (1 - GROUPED_GAP)
-    grouped = solve_grouped(
-        pipeline=pipeline,
-        start=start,
-        time_limit_s=min(time_limit_s, SECOND_OPINION_S) if is_proven else time_limit_s,
-    )
-    if grouped.plan is not None:
-        plans = [*plans, *_refined_plan(pipeline, grouped.plan)]
-    best = _fastest(pipeline, plans)
+    solved = solve_program(pipeline, start=start, time_limit_s=time_limit_s)
+    assert solved.plan is not None
+    best = _fastest(pipeline, [start, solved.plan])
     assert best is not None
-    notes = (*_disagreements(start_s, bound_s, grouped), *_memory_notes(pipeline, best))
-    status: Status = "time_limit" if grouped.status == "time_limit" else "bounded"
-    return answer_of(pipeline, status, best, bound_s, notes)
+    bound_s = min(max(bound_s, solved.bound_s), plan_seconds(pipeline, best))
+    notes = _memory_notes(pipeline, best)
+    if solved.status == "time_limit":
+        notes = (*notes, f"the integer program was stopped after {time_limit_s:.1f} s")
+        return answer_of(pipeline, "time_limit", best, bound_s, notes)
+    return answer_of(pipeline, "bounded", best, bound_s, notes)
 
 
 def _polished(pipeline: Pipeline, plan: PipelinePlacement) -> PipelinePlacement:
@@ -175,27 +156,22 @@ def _memory_notes(pipeline: Pipeline, plan: PipelinePlacement) -> tuple[str, ...
 
 
 def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
-    """Plans to start the integer program from, and a bound."""
+    """Good plans, and a bound."""
     if pipeline.num_gpus == 1:
         problem = pipeline.model  # which knows its bounds once they were asked for
         if problem.need_bytes != pipeline.need_bytes:
             problem = replace(problem, need_bytes=pipeline.need_bytes)
-        placements, bound_s = start_run(problem)
+        placements, bound_s = _start_run(problem)
         return [with_one_home(placement) for placement in placements], bound_s
     return _start_of_cuts(pipeline)
 
 
-def start_run(problem: Problem) -> tuple[list[Placement], float]:
+def _start_run(problem: Problem) -> tuple[list[Placement], float]:
     """Good placements for one GPU, and a bound."""
     if problem.num_layers == 0:
         return _head_alone(problem)
-    coarse = search(problem)
-    placements = [] if coarse.placement is None else [coarse.placement]
-    bound_s = coarse.bound_s
-    if bound_s < coarse.objective_s * (1 - KNAPSACK_GAP):
-        bound_s = max(bound_s, knapsack_bound(problem))
-        placements += refined(problem, knapsack_placement(problem))
-    return placements, bound_s
+    found = search(problem)
+    return [] if found.placement is None else [found.placement], found.bound_s
 
 
 def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
@@ -223,7 +199,7 @@ def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
         for gpu in range(pipeline.num_gpus):
             key = (gpu, int(cut_K[gpu]), int(cut_K[gpu + 1]))
             if key not in known:
-                known[key] = start_run(pipeline.run(*key))
+                known[key] = _start_run(pipeline.run(*key))
             placements, run_bound_s = known[key]
             fastest = _fastest_run(pipeline.run(*key), placements)
             assert fastest is not None, "nothing on the GPU is feasible"
@@ -282,7 +258,7 @@ def _with_more(
             parts.append(_part(plan.on_gpu(gpu), start, stop))
             continue
         run = pipeline.run(gpu, start, stop, need_bytes=held + more)
-        fastest = _fastest_run(run, start_run(run)[0])
+        fastest = _fastest_run(run, _start_run(run)[0])
         if fastest is None:
             return None
         parts.append(fastest)
@@ -297,43 +273,6 @@ def _part(placement: Placement, start: int, stop: int) -> Placement:
     )
 
 
-def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelinePlacement]:
-    """Three plans: this one, the same put together again from its runs, and one made of the fastest
-    refinement of each run (`refined`)."""
-    num_items = len(plan.home_I)
-    cut_K = np.searchsorted(plan.home_I, np.arange(pipeline.num_gpus + 1))
-    cut_K[-1] = num_items
-    choices = []
-    for gpu in range(pipeline.num_gpus):
-        start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
-        part = _part(plan.on_gpu(gpu), start, stop)
-        if start >= pipeline.model.num_layers:
-            choices.append([part] * 2)
-            continue
-        need = 0 if pipeline.num_gpus > 1 else pipeline.need_bytes
-        run = pipeline.run(gpu, start, stop, need_bytes=need)
-        choices.append([part, _fastest_run(run, refined(run, part)) or part])
-    plans = [joined(pipeline, cut_K, [c[n] for c in choices]) for n in (0, 1)]
-    return [plan, *plans]
-
-
-def refined(problem: Problem, placement: Placement) -> list[Placement]:
-    """Placements with the same dense blocks and head: this one; one with as many neurons in each
-    layer, but the hottest, and further ones that fill the budget; and one whose neurons are chosen
-    from scratch."""
-    if problem.room_bytes < 0 or problem.num_layers == 0:
-        return [placement]
-    num_hot_L = fill(
-        problem,
-        num_hot_L=placement.num_hot_L,
-        dense_L=placement.dense_L,
-        room_bytes=problem.budget_bytes - placement_bytes(problem, placement),
-    )
-    filled = of_counts(problem, num_hot_L, placement.dense_L, placement.head)
-    replaced = place_neurons(problem, dense_L=placement.dense_L, head=placement.head)
-    return [placement, filled] + ([replaced] if replaced is not None else [])
-
-
 def _fastest(pipeline: Pipeline, plans: list[PipelinePlacement]) -> PipelinePlacement | None:
     """The fastest feasible plan; of plans that differ only by rounding, the first."""
     best, best_s = None, np.inf
@@ -342,25 +281,3 @@ def _fastest(pipeline: Pipeline, plans: list[PipelinePlacement]) -> PipelinePlac
         if seconds < best_s * (1 - ROUNDING) and plan_is_feasible(pipeline, plan):
             best, best_s = plan, seconds
     return best
-
-
-def _disagreements(start_s: float, bound_s: float, grouped: GroupedResult) -> tuple[str, ...]:
-    """Notes on contradictions between the methods' bounds and plans, and on a program cut short."""
-    notes = []
-    if grouped.objective_s < bound_s * (1 - HIGHS_SLACK):
-        notes.append(
-            f"the methods disagree: the integer program has a plan of {grouped.objective_s:.6g} s,"
-            f" below the other methods' bound of {bound_s:.6g} s"
-        )
-    if grouped.status == "optimal" and grouped.bound_s > start_s * (1 + HIGHS_SLACK):
-        notes.append(
-            f"the methods disagree: the integer program started from a plan of {start_s:.6g} s,"
-            f" below its bound of {grouped.bound_s:.6g} s"
-        )
-    if grouped.status == "time_limit":
-        notes.append(
-            "the second opinion, the integer program, was stopped after"
-            f" {grouped.solve_s:.1f} s at a gap of {grouped.gap:.2%}; the methods before it prove"
-            f" a gap of {1 - bound_s / start_s:.2%}"
-        )
-    return tuple(notes)

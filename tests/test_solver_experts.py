@@ -29,8 +29,7 @@ from hotsplit.model.spec import Route
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 from hotsplit.runtime.neuron_cache.setup import first_residents
-from hotsplit.solver import optimise, replay
-from hotsplit.solver.lagrangian import search
+from hotsplit.solver import replay
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import Placement, is_feasible, placement_seconds
 from hotsplit.solver.prompts import prompt_rates
@@ -116,21 +115,15 @@ MANY = [pytest.param(range(n, n + 25), marks=pytest.mark.slow) for n in range(16
 
 
 @pytest.mark.parametrize("seeds", [*FEW, *MANY])
-def test_agrees_with_brute_force_over_all_subsets(seeds, monkeypatch):
-    """So does the bound of the search that large models take, and its plans are nearly as good. 500
-    problems more are marked slow."""
+def test_agrees_with_brute_force_over_all_subsets(seeds):
+    """500 problems more are marked slow."""
     for seed in seeds:
         inputs = tiny(seed)
         pipeline = inputs.pipeline()
-        problem, best_s = pipeline.model, brute_force(pipeline.model)
+        best_s = brute_force(pipeline.model)
         answer = find_plan(pipeline, time_limit_s=5)
         assert answer.objective_s == pytest.approx(best_s, rel=CLOSE)
-        assert answer.bound_s <= best_s * (1 + CLOSE) and search(problem).bound_s <= best_s
-        with monkeypatch.context() as patch:
-            patch.setattr(optimise, "best_of_all", lambda pipeline: None)
-            answer = find_plan(pipeline, time_limit_s=5)
         assert answer.bound_s <= best_s * (1 + CLOSE)
-        assert best_s * (1 - CLOSE) <= answer.objective_s <= 1.03 * best_s
 
 
 def test_the_price_is_the_mean_of_the_slower_side():

